@@ -20,7 +20,7 @@ from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 
 WORKER = "benchmarks.harness.checkpointed"
-WAYS: dict[str, dict[str, Any] | None] = {
+MODES: dict[str, dict[str, Any] | None] = {
     TORCH: None,
     "device": {},
     "one buffer": {"contiguous_memory_optimization": True, "number_checkpoints": 64},
@@ -59,7 +59,7 @@ def measure(team: Team, runs: list[Run], rounds: int, repeats: int) -> None:
         (seconds,) = team.ask("steps", repeats=repeats, seed=number)
         for run in runs:
             run.seconds.append(median(seconds[run.name]))
-    (facts,) = team.ask("ways")
+    (facts,) = team.ask("modes")
     for run in runs:
         run.same_bits, run.facts = same[run.name], facts[run.name]
 
@@ -92,8 +92,8 @@ def table_of(runs: list[Run], model: str, tokens: int, rounds: int, repeats: int
                 f"{ratio.median:.3f} ({ratio.lowest:.3f}–{ratio.highest:.3f})",
                 f"≤ {bar:.2f}" if bar else "–",
                 "yes" if run.same_bits else "NO",
-                megabytes(run.facts["kept"]),
-                f"{run.facts['kept'] / run.facts['layers'] / 1e6:.2f}",
+                megabytes(run.facts["saved"]),
+                f"{run.facts['saved'] / run.facts['layers'] / 1e6:.2f}",
                 "yes" if run.met(base) else "NO",
             ]
         )
@@ -108,10 +108,10 @@ def main(
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "activation",
 ) -> None:
     """Time steps by where checkpoints wait; write benchmarks/results/activation.{json,md}."""
-    console, runs = terminal(), [Run(name) for name in WAYS]
+    console, runs = terminal(), [Run(name) for name in MODES]
     with Team("zero_ext", 1, 2, worker=WORKER) as team, console.status(f"{model}, {tokens} tokens"):
         try:
-            team.ask("start", shape=model, threads=2, tokens=tokens, ways=WAYS)
+            team.ask("start", shape=model, threads=2, tokens=tokens, modes=MODES)
             measure(team, runs, rounds, repeats)
         except TeamFailure as error:
             print(f"FAILED: {error}", file=sys.stderr)

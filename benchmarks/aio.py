@@ -31,8 +31,8 @@ from benchmarks.peers.storage_engines import (
     percentile_99,
     plain_calls,
 )
-from benchmarks.peers.tensor_homes import (
-    TensorHome,
+from benchmarks.peers.tensor_storage import (
+    TensorStorage,
     arena,
     block_device,
     file_per_tensor,
@@ -59,7 +59,7 @@ class Passes:
     """What one home of tensors did: set-up seconds, and per pass wall and processor seconds and p99."""
 
     name: str
-    make: Callable[..., AbstractContextManager[TensorHome]]
+    make: Callable[..., AbstractContextManager[TensorStorage]]
     setups: list[float] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
     processor: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
@@ -117,9 +117,9 @@ def measure_engines(folder: Path, nbytes: int, rounds: int, missing: list[str]) 
             mover.run(True)
         pairs = list(enumerate(pairs_of(contenders)))
         for number in range(rounds):
-            for place, pair in random.Random(number).sample(pairs, len(pairs)):
+            for index, pair in random.Random(number).sample(pairs, len(pairs)):
                 for writing in (True, False):
-                    turn_beside(alternate(pair, number + place), pair[-1], writing)
+                    turn_beside(alternate(pair, number + index), pair[-1], writing)
             for mover in contenders:
                 mover.time_blocks()
     return contenders
@@ -194,7 +194,7 @@ def tensor_sizes(nbytes: int) -> list[int]:
     return list(LAYER) * max(1, nbytes // sum(LAYER))
 
 
-def run_pass(home: TensorHome, memory: Tensor, sizes: Sequence[int], writing: bool) -> list[float]:
+def run_pass(storage: TensorStorage, memory: Tensor, sizes: Sequence[int], writing: bool) -> list[float]:
     """Moves every tensor once, WINDOW of them under way; seconds from start to the end of the wait, each."""
     slot_bytes = max(sizes)
     pending: list[tuple[float, Callable[[], None]]] = []
@@ -209,13 +209,13 @@ def run_pass(home: TensorHome, memory: Tensor, sizes: Sequence[int], writing: bo
         if len(pending) == WINDOW:
             finish()
         begin = number % WINDOW * slot_bytes
-        pending.append((time.perf_counter(), home.start(number, memory[begin : begin + size], writing)))
+        pending.append((time.perf_counter(), storage.start(number, memory[begin : begin + size], writing)))
     while pending:
         finish()
     return latencies
 
 
-def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Passes]:
+def measure_storages(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Passes]:
     """Every round makes all homes afresh, then each pass of all of them in turn: two writes, two reads.
 
     As with engines, the two that are compared follow each other, in one order and the other by turns.
@@ -224,32 +224,32 @@ def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) ->
     memory = ops.host_buffer(WINDOW * max(sizes))
     memory.view(torch.int64).random_()
     setting = Setting("auto", BLOCK, DEPTH, 1)
-    homes = [Passes("arena in a file", arena), Passes("file per tensor", file_per_tensor)]
+    storages = [Passes("arena in a file", arena), Passes("file per tensor", file_per_tensor)]
     reason = why_no_loop_device()
     if reason:
         missing.append(f"loop block device: {reason}")
     else:
-        homes.append(Passes("arena on a loop device", block_device))
+        storages.append(Passes("arena on a loop device", block_device))
     for number in range(rounds):
         with ExitStack() as made:
-            places = []
-            for home in homes:
+            opened = []
+            for passes in storages:
                 begin = time.perf_counter()
-                places.append((home, made.enter_context(home.make(folder, sizes, setting))))
-                home.setups.append(time.perf_counter() - begin)
+                opened.append((passes, made.enter_context(passes.make(folder, sizes, setting))))
+                passes.setups.append(time.perf_counter() - begin)
             os.sync()
             for index, (name, writing) in enumerate(PASSES):
-                for home, place in [*alternate(places[:2], number + index), *places[2:]]:
+                for passes, storage in [*alternate(opened[:2], number + index), *opened[2:]]:
                     start, used = time.perf_counter(), time.process_time()
-                    latencies = run_pass(place, memory, sizes, writing)
-                    home.seconds[name].append(time.perf_counter() - start)
-                    home.processor[name].append(time.process_time() - used)
-                    home.p99[name].append(percentile_99(latencies))
+                    latencies = run_pass(storage, memory, sizes, writing)
+                    passes.seconds[name].append(time.perf_counter() - start)
+                    passes.processor[name].append(time.process_time() - used)
+                    passes.p99[name].append(percentile_99(latencies))
         os.sync()
-    return homes
+    return storages
 
 
-def judge_homes(homes: Sequence[Passes], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
+def judge_storages(storages: Sequence[Passes], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
     """A row a pass and home; the arena's bandwidth, processor time and p99 against the others' are judged."""
     count = len(tensor_sizes(nbytes))
     moved = sum(tensor_sizes(nbytes))
@@ -263,24 +263,24 @@ def judge_homes(homes: Sequence[Passes], nbytes: int) -> tuple[Table, list[dict[
     columns = ["", "set-up s", "GB/s", "CPU s/GB", "p99, ms", "arena: GB/s", "CPU", "p99", "no worse"]
     table = Table(f"Where tensors lie: {moved / 1e9:.2f} GB", columns, note=note)
     figures = []
-    ours = homes[0]
+    ours = storages[0]
     for name, _ in PASSES:
-        for home in homes:
+        for passes in storages:
             ratios = [
-                ratio_of_rounds(getattr(home, what)[name], getattr(ours, what)[name])
+                ratio_of_rounds(getattr(passes, what)[name], getattr(ours, what)[name])
                 for what in ("seconds", "processor", "p99")
             ]
-            judged = home.make is file_per_tensor
+            judged = passes.make is file_per_tensor
             met = all(ratio.median >= ARENA_BAR for ratio in ratios) if judged else None
             figures.append(
                 {
-                    "name": home.name,
+                    "name": passes.name,
                     "pass": name,
-                    "setup_seconds": median(home.setups),
-                    "gigabytes_per_second": moved / median(home.seconds[name]) / 1e9,
-                    "processor_seconds_per_gigabyte": median(home.processor[name]) / moved * 1e9,
-                    "p99_seconds": median(home.p99[name]),
-                    "seconds": home.seconds[name],
+                    "setup_seconds": median(passes.setups),
+                    "gigabytes_per_second": moved / median(passes.seconds[name]) / 1e9,
+                    "processor_seconds_per_gigabyte": median(passes.processor[name]) / moved * 1e9,
+                    "p99_seconds": median(passes.p99[name]),
+                    "seconds": passes.seconds[name],
                     "arena_against_it": [ratio.median for ratio in ratios],
                     "met": met,
                 }
@@ -288,12 +288,12 @@ def judge_homes(homes: Sequence[Passes], nbytes: int) -> tuple[Table, list[dict[
             row = figures[-1]
             table.rows.append(
                 [
-                    f"{name}: {home.name}",
+                    f"{name}: {passes.name}",
                     f"{row['setup_seconds']:.2f}",
                     f"{row['gigabytes_per_second']:.2f}",
                     f"{row['processor_seconds_per_gigabyte']:.3f}",
                     f"{row['p99_seconds'] * 1e3:.1f}",
-                    *("" if home is ours else with_range(ratio) for ratio in ratios),
+                    *("" if passes is ours else with_range(ratio) for ratio in ratios),
                     "" if met is None else ("yes" if met else "no"),
                 ]
             )
@@ -314,7 +314,7 @@ def main(
     missing: list[str] = []
     contenders = measure_engines(folder, nbytes, rounds, missing)
     results = [judge_engines(contenders, nbytes, writing) for writing in (False, True)]
-    results.append(judge_homes(measure_homes(folder, nbytes, rounds, missing), nbytes))
+    results.append(judge_storages(measure_storages(folder, nbytes, rounds, missing), nbytes))
     tables = [table for table, _ in results]
     rows = [row for _, figures in results for row in figures]
     note = (

@@ -314,9 +314,9 @@ def memory_of_one(setting: Setting, length: int, dtype: torch.dtype, causal: boo
     before = process_memory.resident_bytes()
     layout = layout_of(mask, setting.block, causal)
     process_memory.return_free_pages()  # of the mask as integers, which is no part of a layout
-    kept = inputs.backward(inputs.sparse(layout))
+    held = inputs.backward(inputs.sparse(layout))
     measured = process_memory.peak_bytes() - before
-    del kept
+    del held
     return measured, sum(each.nbytes for each in layout.tensors if each is not None)
 
 
@@ -448,18 +448,18 @@ def main(
     setting = Setting(heads, dim, block, rounds)
     compared = [int(each) for each in lengths.split(",")]
     grown = [int(each) for each in growth_lengths.split(",")]
-    parts: dict[str, Callable[[], tuple[Table, list[dict[str, Any]]]]] = {
+    sections: dict[str, Callable[[], tuple[Table, list[dict[str, Any]]]]] = {
         "memory": lambda: memory(setting, grown),
         "speed": lambda: speed(setting, compared),
         "growth": lambda: growth(setting, grown),
         "exactness": lambda: exactness(setting),
     }
     if flex:
-        parts["flex"] = lambda: against_flex(setting, compared)
+        sections["flex"] = lambda: against_flex(setting, compared)
     tables, data = [], {"environment": describe(), "instruction_set": ops.get_isa()}
-    for name, part in parts.items():
+    for name, section in sections.items():
         console.print(f"measuring {name}")
-        table, data[name] = part()
+        table, data[name] = section()
         tables.append(table)
     failures = [f"{table.title}: {row[0]}" for table in tables for row in table.rows if "no" in row]
     conclude(console, output, "Block-sparse attention on the CPU", tables, data, failures)

@@ -76,10 +76,10 @@ def largest_plain(cap_bytes: int, console: Console) -> list[Trial]:
     works, fails = 0, 2
     while not trials or trials[-1].trained:
         works, fails = (fails, 2 * fails) if trials else (works, fails)
-        trials.append(_tell(attempt("frugal@1", llama_of(PLAIN_WIDTH, fails).name, cap_bytes), console))
+        trials.append(_report(attempt("frugal@1", llama_of(PLAIN_WIDTH, fails).name, cap_bytes), console))
     while fails - works > 1:
         middle = (works + fails) // 2
-        trials.append(_tell(attempt("frugal@1", llama_of(PLAIN_WIDTH, middle).name, cap_bytes), console))
+        trials.append(_report(attempt("frugal@1", llama_of(PLAIN_WIDTH, middle).name, cap_bytes), console))
         works, fails = (middle, fails) if trials[-1].trained else (works, middle)
     return trials
 
@@ -91,7 +91,7 @@ def largest_stored(cap_bytes: int, plain: int, factors: list[float], console: Co
         layers = 1
         while llama_of(WIDTH, layers).parameters < factor * plain:
             layers += 1
-        trials.append(_tell(attempt("consumed@1", llama_of(WIDTH, layers).name, cap_bytes), console))
+        trials.append(_report(attempt("consumed@1", llama_of(WIDTH, layers).name, cap_bytes), console))
         if not trials[-1].trained:
             break
     return trials
@@ -106,13 +106,13 @@ def longest(cap_bytes: int, console: Console) -> list[Trial]:
         for length in LENGTHS:
             if length < least:
                 continue
-            trials.append(_tell(attempt(key, LONG_SHAPE, cap_bytes, length), console))
+            trials.append(_report(attempt(key, LONG_SHAPE, cap_bytes, length), console))
             if not trials[-1].trained:
                 break
     return trials
 
 
-def _tell(trial: Trial, console: Console) -> Trial:
+def _report(trial: Trial, console: Console) -> Trial:
     ending = f"trained, peak {megabytes(trial.peak_bytes)} MB" if trial.trained else f"failed: {trial.reason}"
     console.print(f"{trial.contender} {trial.model} {trial.length} tokens: {ending}", highlight=False)
     return trial
@@ -203,7 +203,7 @@ def main(
     if only != "model":
         table, data["length"] = _lengths(int(length_cap * 2**30), console)
         tables.append(table)
-    met = all(part["met"] for part in (data.get("model"), data.get("length")) if part)
+    met = all(section["met"] for section in (data.get("model"), data.get("length")) if section)
     conclude(console, output, "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
 
 

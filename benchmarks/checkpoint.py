@@ -21,7 +21,7 @@ from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
-from zero_ext.checkpoint import SaveHandle, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import SaveHandle, load_state, save_state
 from zero_ext.checkpoint.files.raw_buffers import raw_view
 
 SPEED_BAR = 0.80  # of the plain write's or read's speed
@@ -40,7 +40,7 @@ LAYER = (
 )
 
 
-class Piece(NamedTuple):
+class HeldSlice(NamedTuple):
     """A whole state tensor, as one rank holds it."""
 
     kind: str
@@ -77,20 +77,20 @@ class State:
         self.memory = ops.host_buffer(sum(sizes.values()) * 4 * len(KINDS))
         values = self.memory.view(torch.float32)
         values.normal_(generator=torch.Generator().manual_seed(1))
-        self.pieces, begin = [], 0
+        self.slices, begin = [], 0
         for kind in KINDS:
             for name, size in sizes.items():
-                self.pieces.append(Piece(kind, name, 0, values[begin : begin + size]))
+                self.slices.append(HeldSlice(kind, name, 0, values[begin : begin + size]))
                 begin += size
 
     def parameter_table(self) -> Mapping[str, Parameter]:
         return self.table
 
-    def save_pieces(self) -> Iterator[Piece]:
-        return iter(self.pieces)
+    def save_slices(self) -> Iterator[HeldSlice]:
+        return iter(self.slices)
 
-    def load_pieces(self) -> Iterator[Piece]:
-        return iter(self.pieces)
+    def load_slices(self) -> Iterator[HeldSlice]:
+        return iter(self.slices)
 
     def scalar_state(self) -> dict[str, Any]:
         return {"steps": 1}
@@ -162,7 +162,7 @@ def savers(folder: Path, state: State) -> list[Contender]:
         os.sync()
 
     return [
-        Contender("zero_ext save", clear, lambda: [save_checkpoint(ours, state)].clear()),
+        Contender("zero_ext save", clear, lambda: [save_state(ours, state)].clear()),
         Contender("plain write", clear, lambda: plain_write(plain, state.memory, 0)),
         Contender("plain write, direct", clear, lambda: plain_write(plain, state.memory, os.O_DIRECT)),
     ]
@@ -172,7 +172,7 @@ def loaders(folder: Path, state: State) -> list[Contender]:
     """Ours first, then the plain read, of files that are not in the page cache."""
     ours, plain = folder / "ours", folder / "plain.bin"
     plain.unlink(missing_ok=True)
-    save_checkpoint(ours, state)
+    save_state(ours, state)
     plain_write(plain, state.memory, 0)
 
     def cool() -> None:
@@ -182,7 +182,7 @@ def loaders(folder: Path, state: State) -> list[Contender]:
         forget(plain)
 
     return [
-        Contender("zero_ext load", cool, lambda: [load_checkpoint(ours, state)].clear()),
+        Contender("zero_ext load", cool, lambda: [load_state(ours, state)].clear()),
         Contender("plain read", cool, lambda: plain_read(plain, state.memory)),
     ]
 
@@ -190,22 +190,25 @@ def loaders(folder: Path, state: State) -> list[Contender]:
 def blockers(folder: Path, state: State) -> list[Contender]:
     """How long a background save keeps the training step waiting, against one copy of the same bytes."""
     ours = folder / "ours"
-    under_way: list[SaveHandle] = []
+    handles: list[SaveHandle] = []
 
-    def settle() -> None:
-        while under_way:
-            under_way.pop().wait()
+    def wait_for_saves() -> None:
+        while handles:
+            handles.pop().wait()
         shutil.rmtree(ours, ignore_errors=True)
         os.sync()
 
     def start() -> None:
-        under_way.append(save_checkpoint(ours, state, asynchronous=True))
+        handles.append(save_state(ours, state, async_save=True))
 
     def copy() -> None:
         ops.host_buffer(state.memory.numel()).copy_(state.memory)
 
-    found = [Contender("zero_ext background save", settle, start), Contender("one host copy", settle, copy)]
-    found[0].after = settle
+    found = [
+        Contender("zero_ext background save", wait_for_saves, start),
+        Contender("one host copy", wait_for_saves, copy),
+    ]
+    found[0].after = wait_for_saves
     return found
 
 
@@ -273,8 +276,8 @@ def main(
     if available_bytes() < 4 * gigabytes * 1e9:
         raise typer.BadParameter("four times --gigabytes of free memory are needed")
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-benchmark-") as name:
-        place = Path(name)
-        if shutil.disk_usage(place).free < 3 * gigabytes * 1e9:
+        target = Path(name)
+        if shutil.disk_usage(target).free < 3 * gigabytes * 1e9:
             raise typer.BadParameter("three times --gigabytes of free disk are needed")
         state = State(int(gigabytes * 1e9))
         nbytes = state.memory.numel()
@@ -285,7 +288,7 @@ def main(
             ("Background save, until training goes on", blockers),
         )
         for title, make in matches:
-            contenders = make(place, state)
+            contenders = make(target, state)
             run_in_turn(contenders, rounds)
             table, figures = judge(f"{title}: {nbytes / 1e9:.2f} GB, one rank", contenders, nbytes)
             tables.append(table)

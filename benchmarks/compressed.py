@@ -31,7 +31,7 @@ def alone(network: AnyNetwork, elements: int, repeats: int) -> dict[str, float]:
     with team_on("exchange", network, "benchmarks.harness.exchange_rank") as team:
         team.ask("start", elements=elements)
         found = {}
-        for command in ("half", "engine_half", "signs", "packed_signs"):
+        for command in ("half", "engine_half", "onebit", "packed_onebit"):
             times = team.ask(command, repeats=repeats)
             found[command] = statistics.median(max(of_repeat) for of_repeat in zip(*times, strict=True))
     return found
@@ -57,8 +57,8 @@ def duels_table(duels: list[Duel], network: str) -> Table:
         )
         titles = [mode_named(side.mode).title for side in sides]
         found = [f"{duel.speedup:.2f}", f"{duel.bar:g}"]
-        rate, part = f"{duel.bits_per_second / 1e6:,.1f}", f"{duel.communication:.1f}"
-        table.rows.append([*titles, rate, *free, part, *limited, *found])
+        rate, share = f"{duel.bits_per_second / 1e6:,.1f}", f"{duel.communication:.1f}"
+        table.rows.append([*titles, rate, *free, share, *limited, *found])
     return table
 
 
@@ -99,12 +99,12 @@ def alone_table(seconds: dict[str, float], elements: int) -> Table:
     names = {
         "half": "all-reduce in fp16, gloo's",
         "engine_half": "all-reduce in fp16, the engine's",
-        "signs": "signs to owners, sums' signs to all",
-        "packed_signs": "the same with packing and errors",
+        "onebit": "signs to owners, sums' signs to all",
+        "packed_onebit": "the same with packing and errors",
     }
     for command, title in names.items():
-        part = seconds[command] / seconds["half"]
-        table.rows.append([title, f"{1e3 * seconds[command]:,.1f}", f"{part:.3f}"])
+        share = seconds[command] / seconds["half"]
+        table.rows.append([title, f"{1e3 * seconds[command]:,.1f}", f"{share:.3f}"])
     return table
 
 
@@ -130,7 +130,7 @@ def main(
             run_duel(duel, network, what, rounds, steps, times, console)
         seconds = alone(network, elements, repeats=max(3, rounds))
     failures = [failure for duel in duels for failure in duel.failures()]
-    shorter = seconds["half"] / seconds["signs"]
+    shorter = seconds["half"] / seconds["onebit"]
     if shorter < ALONE_BAR:
         failures.append(f"communication alone is {shorter:.1f} times shorter as signs, {ALONE_BAR:g} wanted")
     data: dict[str, Any] = {"environment": describe(), "links": network.name, "alone": seconds}

@@ -56,7 +56,7 @@ class Buffers:
         values[torch.bfloat16].copy_(values[torch.float32])
         out = {dtype: buffer(count, dtype) for dtype in DTYPES}
         # The largest format, and room for the padding of as many messages as a sum has.
-        largest = FORMATS["int8 asymmetric"].message_bytes(count) + 4096
+        largest = FORMATS["int8 asymmetric"].payload_bytes(count) + 4096
         messages = (buffer(largest, torch.uint8), buffer(largest, torch.uint8))
         return cls(values, out, buffer(count, torch.float32), *messages)
 
@@ -68,32 +68,32 @@ def buffer(count: int, dtype: torch.dtype) -> Tensor:
 
 def sign_cases(count: int, senders: int, memory: Buffers) -> Iterator[Case]:
     """Compression with its errors, expansion, and what the owner of a part does with `senders` messages."""
-    size = ops.sign_message_bytes(count)
+    size = ops.sign_payload_bytes(count)
     message = memory.messages[:size]
     errors = memory.errors
     for dtype, name in DTYPES.items():
         values, out = memory.values[dtype], memory.out[dtype]
         yield Case(
-            f"compress_signs_, {name}",
-            lambda values=values: ops.compress_signs_(message, errors, values, 1.0, 1),
+            f"compress_1bit_, {name}",
+            lambda values=values: ops.compress_1bit_(message, errors, values, 1.0, 1),
             values.nbytes + 2 * errors.nbytes + size,
         )
         yield Case(
-            f"expand_signs_, {name}",
-            lambda out=out: ops.expand_signs_(out, message, 1.0, False, 1),
+            f"decompress_1bit_, {name}",
+            lambda out=out: ops.decompress_1bit_(out, message, 1.0, False, 1),
             out.nbytes + size,
         )
     received = memory.messages[: senders * size]
     total = memory.out[torch.float32]
     own = memory.messages_out[:size]
     yield Case(
-        f"sum_signs_, {senders} messages",
-        lambda: ops.sum_signs_(total, received, 1 / senders, False),
+        f"sum_1bit_, {senders} messages",
+        lambda: ops.sum_1bit_(total, received, 1 / senders, False),
         received.nbytes + total.nbytes,
     )
     yield Case(
-        f"reduce_signs_, {senders} messages",
-        lambda: ops.reduce_signs_(own, errors, received, 1 / senders),
+        f"reduce_1bit_, {senders} messages",
+        lambda: ops.reduce_1bit_(own, errors, received, 1 / senders),
         received.nbytes + 2 * errors.nbytes + size,
     )
 
@@ -101,32 +101,32 @@ def sign_cases(count: int, senders: int, memory: Buffers) -> Iterator[Case]:
 def block_cases(name: str, count: int, senders: int, memory: Buffers) -> Iterator[Case]:
     """Both directions, the sum of `senders` messages, and the sum that is quantized again."""
     format = FORMATS[name]
-    message = memory.messages[: format.message_bytes(count)]
+    message = memory.messages[: format.payload_bytes(count)]
     for dtype, title in DTYPES.items():
         values, out = memory.values[dtype], memory.out[dtype]
         yield Case(
-            f"quantise_ {name}, {title}",
-            lambda values=values: ops.quantise_(message, values, format, 1),
+            f"quantize_ {name}, {title}",
+            lambda values=values: ops.quantize_(message, values, format, 1),
             values.nbytes + message.nbytes,
         )
         yield Case(
-            f"dequantise_ {name}, {title}",
-            lambda out=out: ops.dequantise_(out, message, format, 1),
+            f"dequantize_ {name}, {title}",
+            lambda out=out: ops.dequantize_(out, message, format, 1),
             out.nbytes + message.nbytes,
         )
     each = count // senders
-    received = memory.messages[: senders * format.message_bytes(each)]
+    received = memory.messages[: senders * format.payload_bytes(each)]
     total = memory.out[torch.float32][:each]
-    again = memory.messages_out[: format.message_bytes(each)]
-    ops.quantise_(received, memory.values[torch.float32][: senders * each], format, senders)
+    again = memory.messages_out[: format.payload_bytes(each)]
+    ops.quantize_(received, memory.values[torch.float32][: senders * each], format, senders)
     yield Case(
-        f"sum_quantised_ {name}, {senders} messages",
-        lambda: ops.sum_quantised_(total, received, format, 1 / senders, False),
+        f"sum_quantized_ {name}, {senders} messages",
+        lambda: ops.sum_quantized_(total, received, format, 1 / senders, False),
         received.nbytes + total.nbytes,
     )
     yield Case(
-        f"requantise_ {name}, {senders} messages",
-        lambda: ops.requantise_(again, received, format, None, 1 / senders, 1),
+        f"requantize_ {name}, {senders} messages",
+        lambda: ops.requantize_(again, received, format, None, 1 / senders, 1),
         received.nbytes + again.nbytes,
     )
 

@@ -32,7 +32,7 @@ def train(wanted: list[Record], root: Path, minutes: float, console: Console) ->
     if not (root / "held_out.txt").exists():
         gather_corpus().write(root)
 
-    def told(record: Record) -> None:
+    def publish(record: Record) -> None:
         step, loss = record.curve[-1]
         pace = record.seconds / record.done
         console.print(
@@ -43,7 +43,7 @@ def train(wanted: list[Record], root: Path, minutes: float, console: Console) ->
     for each in wanted:
         record = each.read(root)
         if not record.finished and time.monotonic() < deadline:
-            record = advance(record, root, deadline, told)
+            record = advance(record, root, deadline, publish)
         found.append(record)
     return found
 
@@ -111,10 +111,10 @@ def main(
     verdicts = judge(records)
     waiting = Table("Not finished: call again", ("mode", "seed", "steps"))
     waiting.rows += [[each.mode, str(each.seed), str(each.done)] for each in records if not each.finished]
-    picture = RESULTS / f"{output}.png"
+    figure = RESULTS / f"{output}.png"
     begun = [record for record in records if record.curve]
     if begun:
-        console.print(f"wrote {plot(begun, f'{what}: held-out loss on real text', picture)}")
+        console.print(f"wrote {plot(begun, f'{what}: held-out loss on real text', figure)}")
     failures = [
         f"{verdict.mode}: {verdict.ratio:.4f} times the loss of {mode_named(verdict.mode).against}, at most "
         f"{verdict.bar:.4f} wanted"

@@ -167,9 +167,9 @@ def main(
     for name, each in times.items():
         own = [f"{1e6 * median(added[name]):.0f}", f"{more[name]:.0f}"] if name in added else ["", ""]
         table.rows.append([name, f"{1e6 * median(each):.0f}", *own])
-    told = f"{ratio.median:.2f} ({ratio.lowest:.2f} to {ratio.highest:.2f}), at most {BAR}"
+    shown = f"{ratio.median:.2f} ({ratio.lowest:.2f} to {ratio.highest:.2f}), at most {BAR}"
     verdict = "met" if ratio.median <= BAR else "not met"
-    table.rows.append(["zero_ext / fsdp2, added", told, verdict, f"{more['zero_ext'] / more['fsdp2']:.2f}"])
+    table.rows.append(["zero_ext / fsdp2, added", shown, verdict, f"{more['zero_ext'] / more['fsdp2']:.2f}"])
     dist.destroy_process_group()
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {

@@ -73,11 +73,11 @@ def measure(shape: LlamaShape, steps: int, folder: Path) -> dict[str, Any]:
 
 def compare(predicted: Prediction, measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Predicted and measured bytes of the store and of memory; libraries count as they were found."""
-    born = predicted.state.params  # written as the model is built, and again into its shards
-    stored = born + predicted.state.optimizer
+    written_at_init = predicted.state.params  # written as the model is built, and again into its shards
+    stored = written_at_init + predicted.state.optimizer
     rows = [
         ("NVMe, while it trains", stored, measured["store"]),
-        ("NVMe, peak while it is prepared", stored + born, measured["store_peak"]),
+        ("NVMe, peak while it is prepared", stored + written_at_init, measured["store_peak"]),
         ("peak memory", measured["libraries"] + predicted.memory, measured["peak"]),
     ]
     return [

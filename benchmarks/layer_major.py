@@ -51,8 +51,8 @@ def contenders(model: Any, optimizer: Any, micro_batches: int) -> dict[str, Trai
     """Steps on a batch [micro-batches, tokens], by name."""
 
     def accumulate(batch: torch.Tensor) -> None:
-        for part in batch.chunk(micro_batches):
-            model.backward(next_token_loss(model(0, part), part) / micro_batches)
+        for micro_batch in batch.chunk(micro_batches):
+            model.backward(next_token_loss(model(0, micro_batch), micro_batch) / micro_batches)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -40,7 +40,7 @@ def main() -> None:
                 continue
             held, planned = (sum(found[kind].values()) for kind in ("held", "planned"))
             figures = (f"{held / 1e9:.3f}", f"{planned / 1e9:.3f}", f"{held / planned - 1:+.4%}")
-            counts = (str(found[key]) for key in ("units", "turns", "under_way"))
+            counts = (str(found[key]) for key in ("units", "turns", "in_flight"))
             where = f"{name} {'x'.join(map(str, lengths))}, ZeRO-{zero}, stage {stage}"
             table.rows.append([where, *figures, *counts, f"{found['seconds']:.1f}"])
             results.append({"layout": where, **found})

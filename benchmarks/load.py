@@ -27,8 +27,8 @@ def measure(model: str, dtype: str, ranks: int, folder: Path) -> dict[str, Any]:
     with Team("loaders", ranks, 1, worker=WORKER) as loaders:
         base = loaders.ask("base", folder=str(folder / "tiny"))
         shards = loaders.ask("load_shards", folder=str(folder / "model"))
-        whole = loaders.ask("load_whole", folder=str(folder / "model"))
-    return {"files": folder_bytes(folder / "model"), "base": base, "shards": shards, "whole": whole}
+        full = loaders.ask("load_full", folder=str(folder / "model"))
+    return {"files": folder_bytes(folder / "model"), "base": base, "shards": shards, "full": full}
 
 
 def bar_of(found: dict[str, Any], ranks: int) -> tuple[int, bool]:
@@ -45,15 +45,15 @@ def table_of(found: dict[str, Any], model: str, dtype: str, ranks: int) -> Table
         for name in ("peak", "prepared", "seconds")
     }
     bar, met = bar_of(found, ranks)
-    peak, whole = worst["peak"]["peak"], max(each["peak"] for each in found["whole"])
+    peak, full = worst["peak"]["peak"], max(each["peak"] for each in found["full"])
     rows = [
         ("one shard and the largest tensor (the bar)", megabytes(bar), ""),
         ("zero_ext, shards loaded", megabytes(peak), f"{worst['seconds']['seconds']:.1f}"),
         ("zero_ext, and prepared: gather buffers too", megabytes(worst["prepared"]["prepared"]), ""),
         (
             "transformers, the whole model",
-            megabytes(whole),
-            f"{max(each['seconds'] for each in found['whole']):.1f}",
+            megabytes(full),
+            f"{max(each['seconds'] for each in found['full']):.1f}",
         ),
     ]
     note = (

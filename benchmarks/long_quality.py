@@ -24,15 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, terminal
 from zero_ext.attention import build_layout
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 from zero_ext.integrations.transformers import sparsify_attention
 
 BAR = 1.02
 BATCH, WARM_UP, LEARNING_RATE, HELD_OUT = 4, 20, 2e-3, 16
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 LAYOUTS = {
-    "fixed": SparseAttentionPolicy(mode="fixed", block=32, num_local_blocks=4, attention="unidirectional"),
-    "bigbird": SparseAttentionPolicy(
+    "fixed": SparseAttentionConfig(mode="fixed", block=32, num_local_blocks=4, attention="unidirectional"),
+    "bigbird": SparseAttentionConfig(
         mode="bigbird", block=32, num_random_blocks=2, num_sliding_window_blocks=7, attention="unidirectional"
     ),
 }
@@ -79,9 +79,9 @@ def train(name: str, seed: int, steps: int, window: int, console: Console) -> Ru
         sparsify_attention(model, LAYOUTS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     draw = torch.Generator().manual_seed(seed)
-    places = torch.arange(HELD_OUT) * (held.numel() - window) // HELD_OUT
+    spaced = torch.arange(HELD_OUT) * (held.numel() - window) // HELD_OUT
     judged, losses, began = (
-        torch.stack([held[p : p + window] for p in places]).long(),
+        torch.stack([held[p : p + window] for p in spaced]).long(),
         [],
         time.perf_counter(),
     )
@@ -97,8 +97,10 @@ def train(name: str, seed: int, steps: int, window: int, console: Console) -> Ru
         optimizer.zero_grad()
         if step * 4 % steps < 4:
             with torch.no_grad():
-                parts = [model(input_ids=p, labels=p, use_cache=False).loss for p in judged.split(BATCH)]
-            losses.append(float(torch.stack(parts).mean()))
+                chunk_losses = [
+                    model(input_ids=p, labels=p, use_cache=False).loss for p in judged.split(BATCH)
+                ]
+            losses.append(float(torch.stack(chunk_losses).mean()))
             console.print(f"{name}, seed {seed}, step {step}: {losses[-1]:.4f}", highlight=False)
     return Run(name, seed, tuple(losses), (time.perf_counter() - began) / steps)
 

@@ -37,9 +37,9 @@ def peak_rows(readings: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, 
             "model": model,
             "subject": subject,
             "peer": peer,
-            "subject_peak": by_key[subject]["whole_peak"],
-            "peer_peak": by_key[peer]["whole_peak"],
-            "ratio": by_key[subject]["whole_peak"] / by_key[peer]["whole_peak"],
+            "subject_peak": by_key[subject]["overall_peak"],
+            "peer_peak": by_key[peer]["overall_peak"],
+            "ratio": by_key[subject]["overall_peak"] / by_key[peer]["overall_peak"],
             "bar": bar,
         }
         for model, by_key in readings.items()
@@ -80,21 +80,21 @@ def formula_rows(readings: dict[str, dict[str, dict[str, int]]]) -> list[dict[st
         for key, tolerance in FORMULA_TOLERANCE.items():
             if key not in by_key or not isinstance(shape, LlamaShape):
                 continue
-            found, parts = by_key[key], asdict(predict(shape, key))
-            rows.append({"model": model, "contender": key, "libraries": found["libraries"], **parts})
-            rows[-1] |= {"measured": found["whole_peak"], "tolerance": tolerance}
+            found, columns = by_key[key], asdict(predict(shape, key))
+            rows.append({"model": model, "contender": key, "libraries": found["libraries"], **columns})
+            rows[-1] |= {"measured": found["overall_peak"], "tolerance": tolerance}
     return rows
 
 
 def formula_table(rows: list[dict[str, Any]]) -> Table:
     """Every part of the formula, and the peak."""
-    parts = ("libraries", "state_in_memory", "staging", "activations", "gradient")
+    columns = ("libraries", "state_in_memory", "staging", "activations", "gradient")
     table = Table(
         "Peak resident memory against the formula, MB a rank",
         (
             "contender",
             "model",
-            *(part.replace("_", " ") for part in parts),
+            *(column.replace("_", " ") for column in columns),
             "sum",
             "measured",
             "off by",
@@ -104,9 +104,12 @@ def formula_table(rows: list[dict[str, Any]]) -> Table:
         " micro-batch as PyTorch alone keeps them; the largest gradient.",
     )
     for row in rows:
-        total = sum(row[part] for part in parts)
+        total = sum(row[column] for column in columns)
         off = row["measured"] / total - 1
-        cells = [megabytes(row[part]) for part in parts] + [megabytes(total), megabytes(row["measured"])]
+        cells = [megabytes(row[column]) for column in columns] + [
+            megabytes(total),
+            megabytes(row["measured"]),
+        ]
         met = "yes" if abs(off) <= row["tolerance"] else "NO"
         table.rows.append([contender_named(row["contender"]).title, row["model"], *cells, f"{off:+.1%}", met])
     return table

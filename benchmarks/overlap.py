@@ -20,13 +20,13 @@ from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from benchmarks.peers.base import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, nvme_folder
 from zero_ext import ops
-from zero_ext.config import AioPolicy, OffloadPolicy
+from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.offload import (
     AdamWork,
-    MemoryHome,
+    MemoryShard,
     NvmeState,
     StateField,
-    Tiers,
+    TierManager,
     Transfer,
     stream_adam,
 )
@@ -38,10 +38,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Measured:
     """One range of `numel` elements three ways: streamed, transfers alone, computing alone."""
 
-    def __init__(self, folder: str, numel: int, ring_bytes: int) -> None:
-        policy = OffloadPolicy(optimizer="nvme", nvme_paths=(folder,), ring_bytes=ring_bytes)
+    def __init__(self, folder: str, numel: int, staging_buffer_bytes: int) -> None:
+        policy = OffloadConfig(
+            optimizer="nvme", nvme_paths=(folder,), staging_buffer_bytes=staging_buffer_bytes
+        )
         kinds = {kind: StateField(torch.float32) for kind in MOMENTS}
-        self.tiers = Tiers(policy, AioPolicy(), {}, kinds)
+        self.tiers = TierManager(policy, AioConfig(), {}, kinds)
         self.numel = numel
         extent = self.tiers.stored_state_bytes("nvme", numel)
         self.tiers.reserve(extent)
@@ -50,17 +52,17 @@ class Measured:
         self.params = torch.zeros(numel, dtype=torch.bfloat16)
         self.in_memory = [torch.zeros(numel) for _ in range(3)]
         chunk = self.tiers.stream.extent_bytes(self.tiers.stream.chunk_elements)
-        self.ring = ops.host_buffer(ring_bytes // chunk * chunk).view(-1, chunk)
-        whole, rest = divmod(numel, self.tiers.stream.chunk_elements)
-        self.sizes = [chunk] * whole + ([self.tiers.stream.extent_bytes(rest)] if rest else [])
+        self.ring = ops.host_buffer(staging_buffer_bytes // chunk * chunk).view(-1, chunk)
+        full, rest = divmod(numel, self.tiers.stream.chunk_elements)
+        self.sizes = [chunk] * full + ([self.tiers.stream.extent_bytes(rest)] if rest else [])
         self.rows = [[LEARNING_RATE, *BETAS, EPSILON, WEIGHT_DECAY, 1.0, 1.0, 0.0]]
         self.scale = torch.ones(())
 
     def stream(self) -> None:
         """The step as the engine makes it."""
         transfers = self.tiers.transfers
-        gradient = MemoryHome("host", self.gradient, transfers)
-        output = MemoryHome("host", self.params, transfers)
+        gradient = MemoryShard("host", self.gradient, transfers)
+        output = MemoryShard("host", self.params, transfers)
         stream_adam([AdamWork(self.state, gradient, output, [(0, self.numel)], self.rows)], self.scale)
 
     def transfer(self) -> None:

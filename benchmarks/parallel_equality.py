@@ -63,8 +63,8 @@ class Course:
 def layouts(most_ranks: int) -> list[Layout]:
     """By their number of ranks."""
     every = [Layout(*lengths) for lengths in product(LENGTHS, repeat=3)]
-    kept = [each for each in every if each.ranks <= RANKS_OF_ALL_LAYOUTS] + [Layout(*CUBE)]
-    return sorted((each for each in kept if each.ranks <= most_ranks), key=lambda each: each.ranks)
+    selected = [each for each in every if each.ranks <= RANKS_OF_ALL_LAYOUTS] + [Layout(*CUBE)]
+    return sorted((each for each in selected if each.ranks <= most_ranks), key=lambda each: each.ranks)
 
 
 def steps_of_one_process(settings: ThreeDSettings) -> list[Step]:
@@ -81,16 +81,18 @@ def train(chosen: list[Layout], settings: ThreeDSettings, alone: list[Step]) -> 
             team.ask("start")
             for layout, stage in product(same, STAGES):
                 steps = min(settings.steps, STEPS_OF_CUBE) if ranks > RANKS_OF_ALL_LAYOUTS else settings.steps
-                taken = asdict(replace(settings, steps=steps))
-                answers = team.ask("train", settings=taken, text=str(TEXT), axes=asdict(layout), stage=stage)
-                told = [[Step(*step) for step in answer] for answer in answers]
-                yield Course(layout, stage, told[0], *differences(told, alone))
+                settings_of_run = asdict(replace(settings, steps=steps))
+                answers = team.ask(
+                    "train", settings=settings_of_run, text=str(TEXT), axes=asdict(layout), stage=stage
+                )
+                steps_by_rank = [[Step(*step) for step in answer] for answer in answers]
+                yield Course(layout, stage, steps_by_rank[0], *differences(steps_by_rank, alone))
 
 
-def differences(told: Sequence[list[Step]], alone: list[Step]) -> list[float]:
+def differences(steps_by_rank: Sequence[list[Step]], alone: list[Step]) -> list[float]:
     """The largest relative ones of losses and of norms, on any rank."""
-    found = [step for steps in told for step in steps]
-    wanted = [step for steps in told for step in alone[: len(steps)]]
+    found = [step for steps in steps_by_rank for step in steps]
+    wanted = [step for steps in steps_by_rank for step in alone[: len(steps)]]
     columns = zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True)
     return [largest_difference(own, its) for own, its in columns]
 

@@ -27,7 +27,7 @@ def simulate_rank(shape: str, stage: int, ranks: int) -> dict[str, Any]:
 def judge(result: dict[str, Any]) -> dict[str, Any]:
     """The result with its formula, the worst relative deviation of a state kind, and the bars."""
     formula = state_bytes(shape_named(result["shape"]).parameters, result["stage"], result["ranks"])
-    excess = max((relative_excess(result["ledger"][kind], formula[kind]) for kind in STATE_KINDS), key=abs)
+    excess = max((relative_excess(result["breakdown"][kind], formula[kind]) for kind in STATE_KINDS), key=abs)
     seconds = result["model_seconds"] + result["prepare_seconds"]
     return {
         **result,
@@ -60,7 +60,7 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
         " prepare. Tensors: storages the garbage collector finds, to hold against sum + other.",
     )
     for result in results:
-        state = sum(result["ledger"][kind] for kind in STATE_KINDS)
+        state = sum(result["breakdown"][kind] for kind in STATE_KINDS)
         table.rows.append(
             [
                 f"{result['shape']} stage {result['stage']}",
@@ -69,7 +69,7 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
                 f"{sum(result['formula'].values()) / 1e6:,.2f}",
                 f"{result['excess']:+.4%}",
                 "yes" if result["bytes_met"] else "no",
-                megabytes(sum(result["ledger"].values()) - state),
+                megabytes(sum(result["breakdown"].values()) - state),
                 megabytes(result["live_tensors"]),
                 f"{result['setup_seconds']:.1f}",
                 "yes" if result["setup_met"] else "no",

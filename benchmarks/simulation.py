@@ -151,9 +151,9 @@ def main(
     }
     console.print(f"wrote {plot_scaling(scaled, f'{model} on {name}', RESULTS / f'{output}.png')}")
     slow = [
-        f"{model}: simulated in {took:.2f} s, bar {SECONDS_BAR:g} s"
-        for model, took in seconds.items()
-        if took >= SECONDS_BAR
+        f"{model}: simulated in {elapsed:.2f} s, bar {SECONDS_BAR:g} s"
+        for model, elapsed in seconds.items()
+        if elapsed >= SECONDS_BAR
     ]
     conclude(console, output, "Simulated steps", tables, data, slow)
 

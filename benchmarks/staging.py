@@ -14,7 +14,7 @@ from benchmarks.harness.shapes import build_model, shape_named
 from zero_ext.plan import model_staging, slot_pool_bytes
 
 TILES = 16
-PLACES: dict[str, dict[str, Any]] = {
+STORAGES: dict[str, dict[str, Any]] = {
     "device": {},
     "optimizer on host": {"grads": "host", "optimizer": "host"},
     "all on NVMe": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_paths": ["/nvme"]},
@@ -29,7 +29,7 @@ def staging_rows(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
             model = build_model(shape_named(name))
         optimizer = torch.optim.AdamW(model.parameters())
         tiles = {"Embedding": TILES, "lm_head": TILES}
-        for place, tiers in PLACES.items():
+        for storage, tiers in STORAGES.items():
             for world_size in ranks:
                 for cut in ({}, tiles):
                     config = {"stage": 3, "offload": tiers, "units": {"tiles": cut}}
@@ -38,7 +38,7 @@ def staging_rows(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
                         {
                             "model": name,
                             "tiles": TILES if cut else 0,
-                            "place": place,
+                            "storage": storage,
                             "ranks": world_size,
                             "largest_slot": slot_pool_bytes(staging.demands, 1),
                             "two_classes": slot_pool_bytes(staging.demands, 2),
@@ -61,7 +61,7 @@ def staging_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         figures = [f"{row[key] / 2**20:,.1f}" for key in ("largest_slot", "two_classes", "exact", "host")]
         name = f"{row['model']}, tiled" if row["tiles"] else row["model"]
-        table.rows.append([name, row["place"], str(row["ranks"]), *figures])
+        table.rows.append([name, row["storage"], str(row["ranks"]), *figures])
     return table
 
 

@@ -118,7 +118,7 @@ def measure(
     limit = int(MEMORY_SHARE * total_bytes())
     with console.status("starting") as status:
         for shape in shapes:
-            for match in (part for whole in matches for part in split_to_fit(whole, shape, limit)):
+            for match in (fitting for each in matches for fitting in split_to_fit(each, shape, limit)):
                 keys = (match.subject, *match.peers)
                 try:
                     records = run_in_turn(keys, shape.name, rounds, steps, warm_up, status.update)

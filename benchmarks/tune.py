@@ -12,16 +12,16 @@ import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, terminal
-from zero_ext.plan.tune import Launch, Measured, Outcome, Point, Space, run_trial, search
+from zero_ext.plan.tune import Launch, Point, Space, TrialOutcome, TrialResult, run_trial, search
 from zero_ext.plan.tune.search_space import placements_of
 
 SCRIPT = Path(__file__).parent / "tuned_script.py"  # not beside modules named like the standard library
 BAR = 0.95
 
 
-def every_point(space: Space, launch: Launch, repeats: int) -> dict[Point, Outcome]:
+def every_point(space: Space, launch: Launch, repeats: int) -> dict[Point, TrialOutcome]:
     """The best of some runs of each point, the points in turn."""
-    found: dict[Point, Outcome] = {}
+    found: dict[Point, TrialOutcome] = {}
     for _ in range(repeats):
         for point in space:
             outcome = run_trial(launch, space.config(point))
@@ -31,7 +31,7 @@ def every_point(space: Space, launch: Launch, repeats: int) -> dict[Point, Outco
     return found
 
 
-def part_of_best(space: Space, launch: Launch, chosen: Point, best: Point, rounds: int) -> float:
+def share_of_best(space: Space, launch: Launch, chosen: Point, best: Point, rounds: int) -> float:
     """The median rate of one point over the other's, run in turn: one run of each would not do."""
     if chosen == best:
         return 1.0
@@ -66,28 +66,28 @@ def main(
     known = every_point(space, launch, repeats)
     found = search(space, lambda config: run_trial(launch, config))
     best = max(known, key=lambda point: known[point].samples_per_second)
-    part = part_of_best(space, launch, found.best.point, best, rounds) if found.best is not None else 0.0
+    share = share_of_best(space, launch, found.best.point, best, rounds) if found.best is not None else 0.0
     chosen = "nothing" if found.best is None else str(found.best.point)
     table = Table(
         "Tuning against exhaustive search",
         ("configuration", "exhaustive samples/s", "tried in the search"),
-        note=f"The search chose {chosen}: {part:.1%} of the rate of the best by exhaustive search (medians "
+        note=f"The search chose {chosen}: {share:.1%} of the rate of the best by exhaustive search (medians "
         f"of {rounds} runs of both in turn; wanted {BAR:.0%}), with {found.trials} runs for {len(known)} "
         "points.",
     )
-    tried: dict[Point, Measured] = {one.point: one for one in found.measured if one.tried}
+    tried: dict[Point, TrialResult] = {one.point: one for one in found.measured if one.tried}
     for point, outcome in sorted(known.items(), key=lambda item: -item[1].samples_per_second):
         rate = f"{outcome.samples_per_second:,.1f}" if outcome.samples_per_second else outcome.fate
         table.rows.append([str(point), rate, "yes" if point in tried else ""])
     data = {
         "environment": describe(),
-        "part_of_best": part,
+        "share_of_best": share,
         "chosen": chosen,
         "trials": found.trials,
         "points": len(known),
         "samples_per_second": {str(point): one.samples_per_second for point, one in known.items()},
     }
-    missed = [f"{part:.1%} of the best point's rate, bar {BAR:.0%}"] if part < BAR else []
+    missed = [f"{share:.1%} of the best point's rate, bar {BAR:.0%}"] if share < BAR else []
     conclude(terminal(), output, "Tuning", [table], data, missed)
 
 

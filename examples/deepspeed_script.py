@@ -57,14 +57,14 @@ class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(BYTES, WIDTH)
-        self.place = nn.Embedding(LENGTH, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, BYTES)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """The loss."""
         inputs, wanted = text[:, :-1], text[:, 1:]
-        hidden = self.embed(inputs) + self.place(torch.arange(LENGTH, device=text.device))
+        hidden = self.embed(inputs) + self.positions(torch.arange(LENGTH, device=text.device))
         for block in self.blocks:
             hidden = deepspeed.checkpointing.checkpoint(block, hidden)
         return functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), wanted.flatten())
@@ -87,10 +87,10 @@ class Windows(torch.utils.data.Dataset):
 def start(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """A fresh engine and its loader."""
     torch.manual_seed(0)
-    given = {"args": arguments} if arguments.deepspeed_config else {"config": CONFIG}
+    options = {"args": arguments} if arguments.deepspeed_config else {"config": CONFIG}
     with deepspeed.zero.Init(config_dict_or_path=arguments.deepspeed_config or CONFIG):
         model = LanguageModel()
-    engine, _, loader, _ = deepspeed.initialize(model=model, training_data=Windows(), **given)
+    engine, _, loader, _ = deepspeed.initialize(model=model, training_data=Windows(), **options)
     return engine, loader
 
 

@@ -75,8 +75,8 @@ def main(folder: Path) -> int:
 def _table(rows: list[Row]) -> Table:
     style = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False, "caption_justify": "left"}
     table = Table(caption=CAPTION, **style)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row, rows[0]))
     return table

@@ -16,7 +16,7 @@ from demo.corpus import gather_corpus
 from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.launch import launch
 from demo_3d.report import HEADINGS, Outcome, failures, rows, write_report
-from demo_3d.settings import ALONE, WAYS, ThreeDSettings
+from demo_3d.settings import ALONE, LAYOUTS, ThreeDSettings
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -37,11 +37,11 @@ def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int
     except subprocess.CalledProcessError as error:
         console.print(f"FAILED: training ended with status {error.returncode}", markup=False)
         return 1
-    outcomes = {name: Outcome.read(folder, name) for name in (ALONE, *WAYS)}
+    outcomes = {name: Outcome.read(folder, name) for name in (ALONE, *LAYOUTS)}
     broken = failures(outcomes, settings)
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place else "left")
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left")
     for row in rows(outcomes, broken):
         table.add_row(*row)
     console.print(table)
@@ -49,7 +49,7 @@ def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int
     page = write_report(folder, outcomes, settings, broken, seconds)
     for name, lines in broken.items():
         for line in lines:
-            console.print(f"FAILED: {WAYS[name].title}: {line}", markup=False)
+            console.print(f"FAILED: {LAYOUTS[name].title}: {line}", markup=False)
     failed = any(broken.values())
     console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
     return int(failed)

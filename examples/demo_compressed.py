@@ -16,10 +16,10 @@ from pathlib import Path
 from demo.corpus import gather_corpus, unigram_entropy
 from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.launch import launch
+from demo_compressed.modes import MODES
 from demo_compressed.outcome import Outcome, failures
 from demo_compressed.report import HEADINGS, rows, write_report
 from demo_compressed.settings import CompressedSettings
-from demo_compressed.ways import WAYS
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +41,7 @@ def demonstrate(folder: Path, settings: CompressedSettings, console: Console) ->
     except subprocess.CalledProcessError as error:
         console.print(f"FAILED: training ended with status {error.returncode}", markup=False)
         return 1
-    outcomes = {name: Outcome.read(folder, name) for name in WAYS}
+    outcomes = {name: Outcome.read(folder, name) for name in MODES}
     unigram = unigram_entropy(corpus.held_out)
     broken = failures(outcomes, unigram, settings)
     console.print(_table(rows(outcomes, broken, settings)))
@@ -49,7 +49,7 @@ def demonstrate(folder: Path, settings: CompressedSettings, console: Console) ->
     page = write_report(folder, outcomes, unigram, settings, broken, seconds)
     for name, lines in broken.items():
         for line in lines:
-            console.print(f"FAILED: {WAYS[name].title}: {line}", markup=False)
+            console.print(f"FAILED: {MODES[name].title}: {line}", markup=False)
     failed = any(broken.values())
     console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
     return int(failed)
@@ -62,8 +62,8 @@ def _table(cells: list[list[str]]) -> Table:
         pad_edge=False,
         caption="kB a step: what crosses between nodes; times fewer: after the warm-up, and in all",
     )
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place else "left")
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left")
     for row in cells:
         table.add_row(*row)
     return table

@@ -56,12 +56,12 @@ def _run_all(folder: Path, settings: LongSettings, console: Console) -> Result:
     base = run("base", folder, settings)
     if not base.trained:
         raise RuntimeError(f"a tiny model did not train: {' / '.join(base.last_words)}")
-    (taken,) = read_records(folder, "base")
+    (record,) = read_records(folder, "base")
     endings: dict[str, Ending] = {}
     with capped(
-        lambda watched: taken["data_bytes" if watched == "data" else "peak_bytes"] + settings.cap_bytes
+        lambda watched: record["data_bytes" if watched == "data" else "peak_bytes"] + settings.cap_bytes
     ) as cap:
-        of_base = taken["data_bytes" if cap.watched == "data" else "peak_bytes"]
+        of_base = record["data_bytes" if cap.watched == "data" else "peak_bytes"]
         console.print(
             f"the cap is {cap.nbytes / MEGA:,.0f} MB by {cap.name}, of which interpreter and libraries take "
             f"{of_base / MEGA:,.0f}; windows of {settings.window:,} bytes",
@@ -87,8 +87,8 @@ def _record(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _table(result: Result) -> Table:
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in rows(result):
         table.add_row(*row)
     return table

@@ -77,11 +77,11 @@ def _run_all(folder: Path, nvme: Path, settings: OffloadSettings, console: Conso
         for name, title in (("plain", "PyTorch alone, capped"), ("nvme", "zero_ext with NVMe, capped")):
             console.rule(title)
             endings[name] = run(name, folder, settings, nvme if name == "nvme" else None, cap)
-            _tell(endings[name], console)
+            _report(endings[name], console)
         facts = cap.nbytes, cap.name, cap.watched
     console.rule("zero_ext in memory, not capped")
     endings["memory"] = run("memory", folder, settings)
-    _tell(endings["memory"], console)
+    _report(endings["memory"], console)
     return Result(parameters, *facts, endings, {name: _record(folder, name) for name in NAMES})
 
 
@@ -92,7 +92,7 @@ def _record(folder: Path, name: str) -> dict[str, Any] | None:
         return None
 
 
-def _tell(ending: Ending, console: Console) -> None:
+def _report(ending: Ending, console: Console) -> None:
     for line in ending.last_words:
         console.print(f"  {line}", markup=False)
     console.print(f"  → {ending}", markup=False)
@@ -101,8 +101,8 @@ def _tell(ending: Ending, console: Console) -> None:
 def _table(result: Result) -> Table:
     style = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False, "caption_justify": "left"}
     table = Table(caption=CAPTION, **style)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in rows(result):
         table.add_row(*row)
     return table

@@ -121,7 +121,7 @@ def train_adapter(base: Path, folder: Path, rows: list[dict[str, str]], steps: i
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(folder))
-    state = engine_of(trainer.model).ledger()
+    state = engine_of(trainer.model).memory_breakdown()
     ids = torch.tensor([list(range(2, 66))])
     with torch.no_grad():
         logits = trainer.model(input_ids=ids).logits

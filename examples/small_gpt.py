@@ -23,9 +23,11 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         batch, time, width = hidden.shape
-        parts = self.queries_keys_values(self.attention_norm(hidden))
+        projected = self.queries_keys_values(self.attention_norm(hidden))
         shape = (batch, time, self.heads, width // self.heads)
-        queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in parts.chunk(3, dim=-1))
+        queries, keys, values = (
+            tensor.reshape(shape).transpose(1, 2) for tensor in projected.chunk(3, dim=-1)
+        )
         seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         hidden = hidden + self.out(seen.transpose(1, 2).reshape(batch, time, width))
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
@@ -36,17 +38,17 @@ class SmallGPT(nn.Module):
 
     def __init__(self, layers: int, width: int, window: int, heads: int = 4) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(BYTES, width), nn.Embedding(window, width)
+        self.tokens, self.positions = nn.Embedding(BYTES, width), nn.Embedding(window, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         # Alike: places with torch's deviation of 1 would drown the tokens, and bytes alone would be learnt.
         nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.places.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))

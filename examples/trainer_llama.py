@@ -50,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+    byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
     vocabulary = {character: byte_of[character] for character in characters}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -86,7 +86,7 @@ def arguments(folder: Path, quick: bool) -> TrainingArguments:
     )
 
 
-class StopHalfWay(TrainerCallback):
+class StopMidway(TrainerCallback):
     """Ends the first run at its checkpoint, as a time limit would."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -140,7 +140,7 @@ def main() -> int:
             )
         )
 
-    first = trainer(fresh(), callbacks=[StopHalfWay()])
+    first = trainer(fresh(), callbacks=[StopMidway()])
     start = first.evaluate()["eval_loss"]
     first.train()
     second = trainer(fresh())

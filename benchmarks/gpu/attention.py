@@ -65,8 +65,8 @@ def chosen_blocks(blocks: int, causal: bool, generator: random.Random) -> Tensor
     mask = torch.zeros(blocks, blocks, dtype=torch.bool)
     for row in range(blocks):
         last = row if causal else blocks - 1
-        near = [place for place in range(row - each // 4, row + each // 4 + 1) if 0 <= place <= last]
-        rest = [place for place in range(last + 1) if place not in {0, row, *near}]
+        near = [position for position in range(row - each // 4, row + each // 4 + 1) if 0 <= position <= last]
+        rest = [position for position in range(last + 1) if position not in {0, row, *near}]
         generator.shuffle(rest)
         order = list(dict.fromkeys([row, 0, *near, *rest]))
         mask[row, order[:each]] = True
@@ -196,10 +196,10 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
         if OURS not in found:
             continue
         share = budget.left() / (2 * (len(shapes) - number))
-        for part, what in enumerate(("forward", "forward and backward")):
-            times = Clock(device).in_turn({name: pair[part] for name, pair in found.items()}, share)
+        for index, what in enumerate(("forward", "forward and backward")):
+            times = Clock(device).in_turn({name: pair[index] for name, pair in found.items()}, share)
             judge(shape, what, times, rows, result)
-        result.tell()
+        result.report()
     return result
 
 

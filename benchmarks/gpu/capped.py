@@ -51,7 +51,7 @@ class Trials:
         self.device, self.cap, self.host, self.toy = device, cap, host, toy
         self.budget, self.result = budget, result
         # Staging and activations of toy models are as large as their state; nothing holds them to a cap.
-        self.room = 100 * cap if toy else cap
+        self.cap_bytes = 100 * cap if toy else cap
         columns = ("model", "parameters, 10⁹", "placement", "predicted GiB: device, host, NVMe", "trained")
         figures = ("batch", "peak GiB", "prepare s", "step s", "TFLOP/s")
         self.rows = result.table(f"Under a cap of {cap / 2**30:.3g} GiB", (*columns, *figures), NOTE)
@@ -85,7 +85,7 @@ class Trials:
         request = {
             "shape": asdict(shape),
             "device": str(self.device),
-            "cap": self.room,
+            "cap": self.cap_bytes,
             "host": self.host,
             "disk": shutil.disk_usage(nvme_folder()).free,
             "batch": most,
@@ -109,7 +109,7 @@ class Trials:
                 f"{trial['teraflops']:.1f}" if steps else "",
             ]
         )
-        self.result.tell()
+        self.result.report()
         return trial
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Trials:
             self.result.left_out.append(f"{name}: {shape.name}, {trial['reason']}")
         else:
             self.result.bars.append(Bar(name, value if trial.get("trained") else 0.0, bar))
-        self.result.tell()
+        self.result.report()
         return trial
 
     def predict(self) -> None:
@@ -157,9 +157,9 @@ class Trials:
         rows = self.result.table(title, ("placement", "parameters, 10⁹"), PREDICTED)
         disk = shutil.disk_usage(nvme_folder()).free
         width = TOY_WIDTH if self.toy else WIDTH
-        few, many = (choices(self.shape_of(width, depth), self.room) for depth in DEPTHS)
+        few, many = (choices(self.shape_of(width, depth), self.cap_bytes) for depth in DEPTHS)
         for first, second in zip(few, many, strict=True):
-            depth = deepest_predicted(first, second, DEPTHS, self.room, self.host, disk)
+            depth = deepest_predicted(first, second, DEPTHS, self.cap_bytes, self.host, disk)
             rows.append(
                 [first.name, f"{self.shape_of(width, depth).parameters / 1e9:.3f}" if depth else "none"]
             )

@@ -13,41 +13,41 @@ from benchmarks.gpu.result import Bar, Result, Times
 from zero_ext import ops
 
 COPY_SHARE = 0.8
-PARTS = 8
+CHUNKS = 8
 FORMATS = {
     "int8, symmetric": ops.BlockFormat(bits=8, symmetric=True),
     "int4, asymmetric": ops.BlockFormat(bits=4, symmetric=False),
 }
 NOTE = (
-    f"bfloat16 values, float32 errors and sums, {PARTS} parts or messages. Traffic: every buffer once, scales"
+    f"bfloat16 values, float32 errors and sums, {CHUNKS} chunks. Traffic: every buffer once, scales"
     " counted; rate: traffic over time, as a share of the copy's."
 )
 
 
-def signs(count: int, device: torch.device) -> dict[str, tuple[int, Work]]:
+def onebit(count: int, device: torch.device) -> dict[str, tuple[int, Work]]:
     """Bytes moved and work of each op of signs on `count` elements."""
-    share = count // PARTS
-    message = ops.sign_message_bytes(share)
+    share = count // CHUNKS
+    message = ops.sign_payload_bytes(share)
     values = torch.randn(count, device=device).bfloat16()
     errors, sums, error = values.new_zeros(count, dtype=torch.float32), torch.zeros_like(values), None
-    messages = torch.empty(PARTS * message, dtype=torch.uint8, device=device)
+    messages = torch.empty(CHUNKS * message, dtype=torch.uint8, device=device)
     summed, reduced = torch.zeros(share, device=device), messages.new_empty(message)
     error = torch.zeros_like(summed)
-    ops.compress_signs_(messages, errors, values, 1.0, PARTS)
-    every = PARTS * message
+    ops.compress_1bit_(messages, errors, values, 1.0, CHUNKS)
+    every = CHUNKS * message
     return {
-        "compress_signs_": (
+        "compress_1bit_": (
             count * (2 + 4 + 4) + every,
-            lambda: ops.compress_signs_(messages, errors, values, 1.0, PARTS),
+            lambda: ops.compress_1bit_(messages, errors, values, 1.0, CHUNKS),
         ),
-        "expand_signs_": (
+        "decompress_1bit_": (
             count * 2 + every,
-            lambda: ops.expand_signs_(sums, messages, 1.0, False, PARTS),
+            lambda: ops.decompress_1bit_(sums, messages, 1.0, False, CHUNKS),
         ),
-        "sum_signs_": (share * 4 + every, lambda: ops.sum_signs_(summed, messages, 1 / PARTS, False)),
-        "reduce_signs_": (
+        "sum_1bit_": (share * 4 + every, lambda: ops.sum_1bit_(summed, messages, 1 / CHUNKS, False)),
+        "reduce_1bit_": (
             share * (4 + 4) + every + message,
-            lambda: ops.reduce_signs_(reduced, error, messages, 1 / PARTS),
+            lambda: ops.reduce_1bit_(reduced, error, messages, 1 / CHUNKS),
         ),
     }
 
@@ -56,33 +56,33 @@ def integers(
     count: int, device: torch.device, name: str, block: ops.BlockFormat
 ) -> dict[str, tuple[int, Work]]:
     """The same of blocks of integers in the format `block`, called `name`."""
-    share = count // PARTS
-    message = block.message_bytes(share)
-    every = PARTS * message
+    share = count // CHUNKS
+    message = block.payload_bytes(share)
+    every = CHUNKS * message
     values = torch.randn(count, device=device).bfloat16()
     back, summed = torch.empty_like(values), torch.zeros(share, device=device)
     messages = torch.empty(every, dtype=torch.uint8, device=device)
-    again = messages.new_empty(block.message_bytes(share // PARTS) * PARTS)
-    slices = messages.new_empty(PARTS * again.numel())
-    order = list(reversed(range(PARTS)))
-    ops.quantise_(messages, values, block, PARTS, order)
-    ops.quantise_(slices, values, block, PARTS * PARTS, None)
+    again = messages.new_empty(block.payload_bytes(share // CHUNKS) * CHUNKS)
+    slices = messages.new_empty(CHUNKS * again.numel())
+    order = list(reversed(range(CHUNKS)))
+    ops.quantize_(messages, values, block, CHUNKS, order)
+    ops.quantize_(slices, values, block, CHUNKS * CHUNKS, None)
     return {
-        f"quantise_, {name}": (
+        f"quantize_, {name}": (
             count * 2 + every,
-            lambda: ops.quantise_(messages, values, block, PARTS, order),
+            lambda: ops.quantize_(messages, values, block, CHUNKS, order),
         ),
-        f"dequantise_, {name}": (
+        f"dequantize_, {name}": (
             count * 2 + every,
-            lambda: ops.dequantise_(back, messages, block, PARTS),
+            lambda: ops.dequantize_(back, messages, block, CHUNKS),
         ),
-        f"sum_quantised_, {name}": (
+        f"sum_quantized_, {name}": (
             share * 4 + every,
-            lambda: ops.sum_quantised_(summed, messages, block, 1 / PARTS, False),
+            lambda: ops.sum_quantized_(summed, messages, block, 1 / CHUNKS, False),
         ),
-        f"requantise_, {name}": (
+        f"requantize_, {name}": (
             slices.numel() + again.numel(),
-            lambda: ops.requantise_(again, slices, block, block, 1 / PARTS, PARTS),
+            lambda: ops.requantize_(again, slices, block, block, 1 / CHUNKS, CHUNKS),
         ),
     }
 
@@ -109,7 +109,7 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
     source = torch.randn(count, device=device).bfloat16()
     target = torch.empty_like(source)
     works: dict[str, tuple[int, Work]] = {"copy": (2 * 2 * count, lambda: target.copy_(source))}
-    works |= signs(count, device)
+    works |= onebit(count, device)
     for name, block in FORMATS.items():
         works |= integers(count, device, name, block)
     times = Clock(device).in_turn({name: work for name, (_, work) in works.items()}, seconds, times=2)

@@ -37,7 +37,7 @@ def pinned(nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
         torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))
 
 
-class BothWays:
+class Bidirectional:
     """Copies up on the current stream and down on one of its own, at the same time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -59,23 +59,23 @@ class BothWays:
 def measure(device: torch.device, seconds: float, toy: bool) -> Result:
     """Rates of copies on the device, up, down, both ways at once, and from pageable memory."""
     nbytes = 2**20 if toy else 2**30
-    here, there = (torch.randint(255, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2))
+    near, far = (torch.randint(255, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2))
     pageable = torch.zeros(nbytes // 4, dtype=torch.uint8)
-    both = BothWays(device)
+    both = Bidirectional(device)
     with pinned(nbytes, device) as first, pinned(nbytes, device) as second:
         contenders = {
-            "on the device": lambda: there.copy_(here),
-            "host to device, pinned": lambda: here.copy_(first, non_blocking=True),
-            "device to host, pinned": lambda: second.copy_(there, non_blocking=True),
-            "both ways at once, pinned": lambda: both.copy((here, first), (second, there)),
-            "host to device, pageable": lambda: here[: nbytes // 4].copy_(pageable),
+            "on the device": lambda: far.copy_(near),
+            "host to device, pinned": lambda: near.copy_(first, non_blocking=True),
+            "device to host, pinned": lambda: second.copy_(far, non_blocking=True),
+            "both ways at once, pinned": lambda: both.copy((near, first), (second, far)),
+            "host to device, pageable": lambda: near[: nbytes // 4].copy_(pageable),
         }
         times = Clock(device).in_turn(contenders, seconds)
     moved = dict(zip(times, (2 * nbytes, nbytes, nbytes, 2 * nbytes, nbytes // 4), strict=True))
-    return tell(times, moved)
+    return report(times, moved)
 
 
-def tell(times: dict[str, Times], moved: dict[str, int]) -> Result:
+def report(times: dict[str, Times], moved: dict[str, int]) -> Result:
     """The table."""
     result = Result()
     rows = result.table("Copy rates", ("copy", "GB moved", "ms (range)", "GB/s"), NOTE)

@@ -98,8 +98,8 @@ class Head(nn.Module):
         """[tokens, width] and [tokens] in, 0-d out."""
         hidden, weight = self.norm(hidden), self.weight
         losses = [
-            checkpoint(_loss, part, weight, wanted, use_reentrant=False)
-            for part, wanted in zip(hidden.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
+            checkpoint(_loss, chunk, weight, wanted, use_reentrant=False)
+            for chunk, wanted in zip(hidden.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
         ]
         return torch.stack(losses).sum() / targets.numel()
 
@@ -123,8 +123,8 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Mean next-token loss, 0-d, of ids int64 [batch, positions + 1]."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
-        places = torch.arange(inputs.shape[1], device=ids.device)
-        hidden = self.tokens(inputs) + self.positions(places)
+        position_ids = torch.arange(inputs.shape[1], device=ids.device)
+        hidden = self.tokens(inputs) + self.positions(position_ids)
         for block in self.blocks:
             repeated = self.checkpointing
             hidden = checkpoint(block, hidden, use_reentrant=False) if repeated else block(hidden)

@@ -30,12 +30,12 @@ def works(device: torch.device, toy: bool) -> dict[str, Work]:
     )
     step = (shard.segments, shard.hyper, shard.scale)
     lion_row = torch.tensor([[1e-3, 0.9, 0.99, 0.1, 0.0]], dtype=torch.float64, device=device)
-    pieces, offsets = list(grad.chunk(64)), [piece * (count // 64) for piece in range(64)]
+    chunks, offsets = list(grad.chunk(64)), [index * (count // 64) for index in range(64)]
     sums = torch.zeros(33, dtype=torch.int64, device=device)
     total = torch.zeros(count // 8, device=device)
     form = ops.BlockFormat(bits=8, symmetric=True)
-    messages = torch.empty(form.message_bytes(count), dtype=torch.uint8, device=device)
-    signs = torch.empty(ops.sign_message_bytes(count), dtype=torch.uint8, device=device)
+    messages = torch.empty(form.payload_bytes(count), dtype=torch.uint8, device=device)
+    packed = torch.empty(ops.sign_payload_bytes(count), dtype=torch.uint8, device=device)
     errors = torch.zeros(count, device=device)
     layout = lists(chosen_blocks(tokens // BLOCK, True, random.Random(0)), device)
     rows = [torch.randn(1, 8, tokens, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
@@ -45,11 +45,11 @@ def works(device: torch.device, toy: bool) -> dict[str, Work]:
         "lion": lambda: ops.lion_step_(
             lion.master, lion.exp_avg, grad, param, lion.segments, lion_row, lion.scale
         ),
-        "pack": lambda: ops.pack_(param, pieces, offsets),
+        "pack": lambda: ops.pack_(param, chunks, offsets),
         "sum of 8 shards": lambda: ops.sum_shards_(total, list(grad.chunk(8)), 0.125, False),
         "squared norm": lambda: ops.squared_norm_(grad, sums),
-        "int8 blocks": lambda: ops.quantise_(messages, grad, form, 1, [0]),
-        "signs": lambda: ops.compress_signs_(signs, errors, grad, 1.0, 1),
+        "int8 blocks": lambda: ops.quantize_(messages, grad, form, 1, [0]),
+        "signs": lambda: ops.compress_1bit_(packed, errors, grad, 1.0, 1),
         "attention": lambda: ops.block_sparse_attention(*rows, *layout, block=BLOCK, causal=True),
     }
 

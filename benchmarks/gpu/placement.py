@@ -67,8 +67,8 @@ class Placement:
 
 def choices(shape: GPTShape, cap: int, moments: str = "") -> list[Placement]:
     """Placements from the quickest to the most frugal, with predicted bytes; of `moments` only, if given."""
-    kept = (STATE_BYTES["8bit"] + GRADIENT_BYTES) * shape.parameters
-    ratio = 1.0 - min(0.9, SHARE_FOR_STATE * cap / kept)
+    state_bytes = (STATE_BYTES["8bit"] + GRADIENT_BYTES) * shape.parameters
+    ratio = 1.0 - min(0.9, SHARE_FOR_STATE * cap / state_bytes)
     host = {"params": "host", "optimizer": "host"}
     found = [
         Placement("optimizer on the host, bf16 moments", "bf16", {"optimizer": "host"}),
@@ -133,13 +133,13 @@ def deepest_predicted(
     few: Placement, many: Placement, depths: tuple[int, int], cap: int, host: int, disk: int
 ) -> int:
     """The depth at which the first tier is full, of a placement predicted at two depths; 0 if none fits."""
-    rooms = {"device": DEVICE_SHARE * cap, "host": HOST_SHARE * host, "nvme": DISK_SHARE * disk}
+    budgets = {"device": DEVICE_SHARE * cap, "host": HOST_SHARE * host, "nvme": DISK_SHARE * disk}
     limits = []
-    for tier, room in rooms.items():
+    for tier, budget in budgets.items():
         low, high = getattr(few, tier), getattr(many, tier)
         slope = (high - low) / (depths[1] - depths[0])
         if slope > 0:
-            limits.append(depths[0] + (room - low) / slope)
-        elif low > room:
+            limits.append(depths[0] + (budget - low) / slope)
+        elif low > budget:
             limits.append(0.0)
     return max(0, int(min(limits)))

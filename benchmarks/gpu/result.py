@@ -44,7 +44,7 @@ class Result:
         self.tables.append({"title": title, "columns": list(columns), "rows": rows, "note": note})
         return rows
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Prints everything that is known so far."""
         print(json.dumps({**asdict(self), "bars": [asdict(bar) for bar in self.bars]}), flush=True)
 
@@ -66,7 +66,7 @@ class Result:
         """The last line; ends the program with an error if something of our own failed."""
         if self.failures:
             self.line = "; ".join(self.failures)
-        self.tell()
+        self.report()
         for failure in self.failures:
             print(f"FAILED {failure}", file=sys.stderr)
         if self.failures:

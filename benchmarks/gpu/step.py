@@ -69,7 +69,7 @@ class Steps:
 
         return once
 
-    def tell(self, times: dict[str, Times], title: str) -> None:
+    def report(self, times: dict[str, Times], title: str) -> None:
         """A table of `times`, the first being the one that ratios refer to."""
         columns = ("contender", "ms a step (range)", "TFLOP/s", "time against the first", "losses agree")
         rows = self.result.table(title, columns, NOTE)
@@ -108,8 +108,8 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
     steps = Steps(TOY if toy else XL, device, 2 if toy else BATCH, result)
     steps.start("plain loop, torch fused AdamW", Plain, own=False)
     steps.start("zero_ext 3 in memory", in_memory, own=True)
-    compute = measure_hook_part(steps, clock, SHARE_OF_HOOKS * budget.left())
-    result.tell()
+    compute = measure_added_hooks(steps, clock, SHARE_OF_HOOKS * budget.left())
+    result.report()
     steps.start("zero_ext 3, optimizer and gradients on the host", on_host, own=True)
     steps.start("FSDP2, one rank", Fsdp2, own=False)
     if importlib.util.find_spec("deepspeed") is None:
@@ -118,18 +118,18 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
         steps.start("DeepSpeed 3 in memory", DeepSpeed, own=False)
     contenders = {name: steps.work(name) for name in steps.trainers}
     times = clock.in_turn(contenders, SHARE_OF_STEPS * budget.left(), wall=True)
-    steps.tell(times, f"A step of {steps.shape.name}, {steps.batch} × {steps.shape.positions} tokens")
+    steps.report(times, f"A step of {steps.shape.name}, {steps.batch} × {steps.shape.positions} tokens")
     if compute is not None:
-        measure_host_part(steps, times, compute, clock)
-    result.tell()
+        measure_offload(steps, times, compute, clock)
+    result.report()
     contenders.clear()
     steps.trainers.clear()
     gc.collect()
-    measure_nvme_part(steps, clock, budget)
+    measure_nvme(steps, clock, budget)
     return result
 
 
-def measure_hook_part(steps: Steps, clock: Clock, seconds: float) -> float | None:
+def measure_added_hooks(steps: Steps, clock: Clock, seconds: float) -> float | None:
     """Seconds of the plain forward and backward; None if one of both sides is not there."""
     plain = steps.trainers.get("plain loop, torch fused AdamW")
     prepared = steps.trainers.get("zero_ext 3 in memory")
@@ -139,7 +139,7 @@ def measure_hook_part(steps: Steps, clock: Clock, seconds: float) -> float | Non
     return measure_hooks(plain, {"stage 3": prepared}, ids, clock, seconds, steps.result)
 
 
-def measure_host_part(steps: Steps, times: dict[str, Times], compute: float, clock: Clock) -> None:
+def measure_offload(steps: Steps, times: dict[str, Times], compute: float, clock: Clock) -> None:
     """What the step with its optimizer on the host hides."""
     name = "zero_ext 3, optimizer and gradients on the host"
     if name not in times:
@@ -149,7 +149,7 @@ def measure_host_part(steps: Steps, times: dict[str, Times], compute: float, clo
         measure_overlap(trainer, seconds, compute, steps.device, clock, steps.result)
 
 
-def measure_nvme_part(steps: Steps, clock: Clock, budget: Budget) -> None:
+def measure_nvme(steps: Steps, clock: Clock, budget: Budget) -> None:
     """The optimizer on NVMe: one step to warm up and one that counts, if storage is quick enough for both."""
     name, folder = "zero_ext 3, optimizer on NVMe", Path(nvme_folder())
     nbytes = STATE_BYTES * steps.shape.parameters
@@ -164,8 +164,8 @@ def measure_nvme_part(steps: Steps, clock: Clock, budget: Budget) -> None:
     with steps.result.attempt(name, own=True):
         trainer = on_nvme(steps.shape, steps.device)
         ids = [tokens_for(steps.shape, steps.batch, step, steps.device) for step in range(NVME_STEPS)]
-        took = [clock.wall_seconds(partial(trainer.step, each)) for each in ids]
-        steps.tell({name: Times(took[1:])}, f"A step of {steps.shape.name} with its optimizer on NVMe")
+        durations = [clock.wall_seconds(partial(trainer.step, each)) for each in ids]
+        steps.report({name: Times(durations[1:])}, f"A step of {steps.shape.name} with its optimizer on NVMe")
         steps.result.data["bytes a second written to storage"] = rate
 
 

@@ -63,7 +63,7 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def place(shape: GPTShape, cap: int, host: int, disk: int, moments: str) -> Placement | None:
+def choose_placement(shape: GPTShape, cap: int, host: int, disk: int, moments: str) -> Placement | None:
     """The first placement whose predicted bytes fit; all are told on stderr."""
     for placement in choices(shape, cap, moments):
         fits = placement.fits(cap, host, disk)
@@ -78,7 +78,7 @@ def prepared(shape: GPTShape, placement: Placement) -> tuple[Any, Any]:
     with torch.device("meta"):
         model = GPT(shape, checkpointing=True)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    model, optimizer = zero_ext.prepare(model, optimizer_of(model), placement.configuration(), values="empty")
+    model, optimizer = zero_ext.prepare(model, optimizer_of(model), placement.configuration(), init="skip")
     for unit in engine_of(model).units:
         with zero_ext.gathered(unit.parameters, modifier_rank=0):
             fill([(names[parameter], parameter) for parameter in unit.parameters], WEIGHT_SEED)
@@ -122,14 +122,14 @@ def train(
 
 def held(model: Any) -> dict[str, Any]:
     """Bytes by kind, by the engine's account."""
-    return dict(engine_of(model).ledger())
+    return dict(engine_of(model).memory_breakdown())
 
 
 def main(request: dict[str, Any]) -> Trial:
     """The trial that `request` describes: shape, device, cap, host, disk, batch, steps, moments."""
     shape, device = GPTShape(**request["shape"]), torch.device(request["device"])
     cap_memory(device, request["cap"])
-    placement = place(shape, *(request[name] for name in ("cap", "host", "disk", "moments")))
+    placement = choose_placement(shape, *(request[name] for name in ("cap", "host", "disk", "moments")))
     if placement is None:
         return Trial(shape.parameters, reason="no placement is predicted to fit this machine")
     return train(shape, device, placement, request["cap"], request["batch"], request["steps"])

@@ -23,7 +23,7 @@ class Account:
     model: str
     stage: int
     ranks: int
-    ledger: dict[str, int]
+    breakdown: dict[str, int]
     formula: dict[str, float]
     live_tensors: int
     resident_growth: int
@@ -31,17 +31,17 @@ class Account:
     @property
     def state(self) -> int:
         """Ledger bytes of the state kinds of the formula."""
-        return sum(self.ledger[kind] for kind in STATE_KINDS)
+        return sum(self.breakdown[kind] for kind in STATE_KINDS)
 
     @property
     def total(self) -> int:
         """All bytes of the ledger, gather pool and scratch included."""
-        return sum(self.ledger.values())
+        return sum(self.breakdown.values())
 
     @property
     def excess(self) -> float:
         """Worst relative deviation from the formula: of the sum and of every state kind."""
-        each = [relative_excess(self.ledger[kind], self.formula[kind]) for kind in STATE_KINDS]
+        each = [relative_excess(self.breakdown[kind], self.formula[kind]) for kind in STATE_KINDS]
         return max([*each, relative_excess(self.state, sum(self.formula.values()))], key=abs)
 
     def bars(self) -> dict[str, bool]:
@@ -66,7 +66,7 @@ def account_of(shape: Shape, stage: int, ranks: int, steps: int) -> Account:
             shape.name,
             stage,
             ranks,
-            answer["ledger"],
+            answer["breakdown"],
             state_bytes(shape.parameters, stage, ranks),
             answer["live_tensors"],
             answer["resident"] - begin["before"],
@@ -127,7 +127,7 @@ def account_table(accounts: list[dict[str, Any]]) -> Table:
             [
                 f"{account['model']} stage {account['stage']}",
                 str(account["ranks"]),
-                *(megabytes(account["ledger"][kind]) for kind in STATE_KINDS),
+                *(megabytes(account["breakdown"][kind]) for kind in STATE_KINDS),
                 megabytes(account["state"]),
                 megabytes(sum(account["formula"].values())),
                 f"{account['excess']:+.2%}",

@@ -44,12 +44,12 @@ class AllocationCounter(TorchDispatchMode):
         if large:
             known = {_address(leaf) for leaf in tree_leaves((args, kwargs or {}))}
             for leaf in large:
-                place = self._place(sys._getframe(1)) if _address(leaf) not in known else None
-                if place is not None:
-                    self.found[f"{place} {func}"] += 1
+                caller = self._caller(sys._getframe(1)) if _address(leaf) not in known else None
+                if caller is not None:
+                    self.found[f"{caller} {func}"] += 1
         return result
 
-    def _place(self, frame: FrameType | None) -> str | None:
+    def _caller(self, frame: FrameType | None) -> str | None:
         while frame is not None:
             path = frame.f_code.co_filename
             if path.startswith(self._package):

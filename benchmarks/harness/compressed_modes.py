@@ -72,7 +72,7 @@ ZEROPP = {
     "ranks_per_node": 2,
     "quantized_weights": "int8",
     "quantized_gradients": "int4",
-    "secondary_shards": True,
+    "hierarchical_partition": True,
 }
 _IN_NODES = {"ranks_per_node": 2}
 

@@ -33,15 +33,15 @@ class ConvergenceRank:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         self.rank, self.ranks, self.seed = dist.get_rank(), dist.get_world_size(), seed
-        self.run, way = dataclasses.replace(text_run(what), steps=steps), mode_named(mode)
-        self.base_rate = self.run.learning_rate * way.rate_factor
+        self.run, compressed_mode = dataclasses.replace(text_run(what), steps=steps), mode_named(mode)
+        self.base_rate = self.run.learning_rate * compressed_mode.rate_factor
         model = self.run.model(seed)
-        optimizer = way.optimizer(model.parameters(), self.run, self.base_rate)
-        config = {**way.config, "precision": {"dtype": dtype}}
+        optimizer = compressed_mode.optimizer(model.parameters(), self.run, self.base_rate)
+        config = {**compressed_mode.config, "precision": {"dtype": dtype}}
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, config)
         self.engine = engine_of(self.model)
-        self.engine.wire.begin_step()  # what made the ranks alike is no step
-        slow_down(self.engine.wire)
+        self.engine.traffic.begin_step()  # what made the ranks alike is no step
+        slow_down(self.engine.traffic)
         corpus = Corpus.read(Path(text))
         self.text, self.judged = corpus.training, self.run.held_out(corpus.held_out, self.rank, self.ranks)
         self.steps = 0
@@ -67,8 +67,8 @@ class ConvergenceRank:
             self.optimizer.zero_grad()
             self.steps += 1
             losses.append(float(loss.detach()))
-            sent.update(self.engine.wire.last_bytes_sent)
-            crossing.update(self.engine.wire.last_crossing_bytes)
+            sent.update(self.engine.traffic.last_bytes_sent)
+            crossing.update(self.engine.traffic.last_crossing_bytes)
         dist.barrier()
         seconds = time.perf_counter() - began
         return {"losses": losses, "sent": sent, "crossing": crossing, "seconds": seconds}

@@ -74,7 +74,7 @@ class Record:
         (folder / "record.json").write_text(json.dumps(asdict(self)))
 
 
-def places(steps: int) -> list[int]:
+def evaluation_steps(steps: int) -> list[int]:
     """Steps after which the held-out loss is taken: along the curve, and closer together at its end."""
     every = max(1, steps // CURVE_POINTS)
     last = _last_steps(steps)
@@ -82,19 +82,19 @@ def places(steps: int) -> list[int]:
     return sorted({*range(every, steps - last + 1, every), *close, steps})
 
 
-def advance(record: Record, root: Path, deadline: float, told: Callable[[Record], None]) -> Record:
-    """Trains until the run is at its end or `time.monotonic()` passes `deadline`; `told` hears of every point
-    of the curve. Returns the record, which is in `root` as well, where a corpus must be."""
+def advance(record: Record, root: Path, deadline: float, publish: Callable[[Record], None]) -> Record:
+    """Trains until the run is at its end or `time.monotonic()` passes `deadline`; `publish` gets every
+    point of the curve. Returns the record, which is in `root` as well, where a corpus must be."""
     folder = record.folder(root) / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"what": record.what, "mode": record.mode, "seed": record.seed, "dtype": record.dtype}
     with Team(f"{record.mode}, seed {record.seed}", RANKS, 1, worker=WORKER) as team:
-        kept = team.ask("start", **settings, steps=record.steps, text=str(root), folder=str(folder))[0]
-        record = Record(**kept) if kept else Record(**settings, steps=record.steps)
+        stored = team.ask("start", **settings, steps=record.steps, text=str(root), folder=str(folder))[0]
+        record = Record(**stored) if stored else Record(**settings, steps=record.steps)
         unsaved = 0
-        for place in [place for place in places(record.steps) if place > record.done]:
-            _take_in(record, place, team.ask("train", until=place), team.ask("held_out")[0])
-            told(record)
+        for target in [target for target in evaluation_steps(record.steps) if target > record.done]:
+            _append(record, target, team.ask("train", until=target), team.ask("held_out")[0])
+            publish(record)
             unsaved += 1
             late = time.monotonic() > deadline
             if late or unsaved == SAVE_EVERY:
@@ -108,17 +108,17 @@ def advance(record: Record, root: Path, deadline: float, told: Callable[[Record]
     return record
 
 
-def _take_in(record: Record, place: int, parts: list[dict[str, Any]], held_out: float) -> None:
-    record.done = place
-    record.curve.append((place, held_out))
-    losses = zip(*(part["losses"] for part in parts), strict=True)
+def _append(record: Record, target: int, answers: list[dict[str, Any]], held_out: float) -> None:
+    record.done = target
+    record.curve.append((target, held_out))
+    losses = zip(*(answer["losses"] for answer in answers), strict=True)
     record.losses += [sum(of_step) / len(of_step) for of_step in losses]
     for name in ("sent", "crossing"):
         total = Counter(getattr(record, name))
-        for part in parts:
-            total.update(part[name])
+        for answer in answers:
+            total.update(answer[name])
         setattr(record, name, dict(total))
-    record.seconds += max(part["seconds"] for part in parts)
+    record.seconds += max(answer["seconds"] for answer in answers)
 
 
 def _last_steps(steps: int) -> int:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from benchmarks.harness.token_bucket import slow_down
 from benchmarks.harness.worker import main
 from zero_ext import ops
-from zero_ext.comm.compressed import SignExchange
+from zero_ext.comm.compressed import OneBitAllReduce
 from zero_ext.comm.process_group import make_collectives
 
-COMMANDS = ("start", "half", "engine_half", "signs", "packed_signs")
+COMMANDS = ("start", "half", "engine_half", "onebit", "packed_onebit")
 TIMEOUT_SECONDS = 300.0
 
 
@@ -26,7 +26,7 @@ class ExchangeRank:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         self.collectives = make_collectives(None, TIMEOUT_SECONDS)
-        slow_down(self.collectives.wire)
+        slow_down(self.collectives.traffic)
         ranks = dist.get_world_size()
         self.elements = -(-elements // (32 * ranks)) * 32 * ranks
 
@@ -47,35 +47,35 @@ class ExchangeRank:
 
         return self._timed(repeats, all_reduce)
 
-    def signs(self, repeats: int) -> list[float]:
+    def onebit(self, repeats: int) -> list[float]:
         """Seconds of each exchange of messages of signs, to their owners and back to all, without packing."""
         ranks = self.collectives.world_size
-        sends = torch.zeros(ranks * ops.sign_message_bytes(self.elements // ranks), dtype=torch.uint8)
+        sends = torch.zeros(ranks * ops.sign_payload_bytes(self.elements // ranks), dtype=torch.uint8)
         receives = torch.empty_like(sends)
 
         def exchange() -> None:
-            self.collectives.exchange_messages(
-                receives.chunk(ranks), sends.chunk(ranks), "signs_to_owners", self.elements, "signs"
+            self.collectives.exchange_payloads(
+                receives.chunk(ranks), sends.chunk(ranks), "onebit_reduce_scatter", self.elements, "signs"
             ).wait()
-            self.collectives.gather_messages(
-                sends.chunk(ranks), "signs_to_all", self.elements, "signs"
+            self.collectives.gather_payloads(
+                sends.chunk(ranks), "onebit_all_gather", self.elements, "signs"
             ).wait()
 
         return self._timed(repeats, exchange)
 
-    def packed_signs(self, repeats: int) -> list[float]:
+    def packed_onebit(self, repeats: int) -> list[float]:
         """Seconds of each compressed all-reduce of float32 values, packing and both errors included."""
         ranks = self.collectives.world_size
         device = torch.device("cpu")
-        exchange = SignExchange(self.collectives, self.elements, device, "a buffer")
+        exchange = OneBitAllReduce(self.collectives, self.elements, device, "a buffer")
         values, errors = torch.randn(self.elements), torch.zeros(self.elements)
         server_error = torch.zeros(self.elements // ranks)
 
         def all_reduce() -> None:
             exchange.scatter(values, errors, 1.0)
-            ops.reduce_signs_(exchange.own, server_error, exchange.scattered(), 1.0 / ranks)
+            ops.reduce_1bit_(exchange.own, server_error, exchange.scattered(), 1.0 / ranks)
             exchange.gather()
-            ops.expand_signs_(values, exchange.gathered(), 1.0, False, ranks)
+            ops.decompress_1bit_(values, exchange.gathered(), 1.0, False, ranks)
 
         return self._timed(repeats, all_reduce)
 

@@ -19,7 +19,7 @@ from benchmarks.harness.worker import main
 from zero_ext.zero import Engine, engine_of
 
 PROMPT = 4
-READS_UNDER_WAY = 3  # units
+READS_IN_FLIGHT = 3  # units
 COMMANDS = ("start", "generate", "forwards", "read_pass", "peak_bytes")
 
 
@@ -58,7 +58,7 @@ class Generator:
         """Decodes one token at a time with a KV cache, after a prompt the first time and one more forward;
         seconds of each forward, and a digest of its logits."""
         if self._cache is None:
-            self._take(self._model(_prompt(), use_cache=True))
+            self._next_token(self._model(_prompt(), use_cache=True))
         self._decode()
         seconds, digests = [], []
         for _ in range(count):
@@ -69,9 +69,9 @@ class Generator:
         return {"seconds": seconds, "digests": digests}
 
     def _decode(self) -> torch.Tensor:
-        return self._take(self._model(self._token, past_key_values=self._cache, use_cache=True))
+        return self._next_token(self._model(self._token, past_key_values=self._cache, use_cache=True))
 
-    def _take(self, output: Any) -> torch.Tensor:
+    def _next_token(self, output: Any) -> torch.Tensor:
         self._cache = output.past_key_values
         self._token = output.logits[:, -1:].argmax(-1)
         logits: torch.Tensor = output.logits[:, -1]
@@ -81,22 +81,22 @@ class Generator:
         """Reads every unit's extent once, in order, as a forward does, with nothing to compute; bytes and
         seconds."""
         engine: Engine = engine_of(self._model)
-        engine.residency.release_idle()
-        under_way: deque[Any] = deque()
+        engine.prefetcher.release_idle()
+        in_flight: deque[Any] = deque()
 
         def finish() -> None:
-            arrival, buffer = under_way.popleft()
-            arrival.wait()
-            engine.pool.give(buffer)
+            handle, buffer = in_flight.popleft()
+            handle.wait()
+            engine.pool.release(buffer)
 
         began, nbytes = time.perf_counter(), 0
         for unit in engine.units:
-            if len(under_way) == READS_UNDER_WAY:
+            if len(in_flight) == READS_IN_FLIGHT:
                 finish()
-            buffer = engine.pool.take(unit.layout.nbytes)
-            under_way.append((unit.home.fetch(buffer.view(unit.layout.dtype)), buffer))
+            buffer = engine.pool.acquire(unit.layout.nbytes)
+            in_flight.append((unit.storage.fetch(buffer.view(unit.layout.dtype)), buffer))
             nbytes += buffer.nbytes
-        while under_way:
+        while in_flight:
             finish()
         return {"bytes": nbytes, "seconds": time.perf_counter() - began}
 

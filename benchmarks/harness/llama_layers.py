@@ -18,8 +18,8 @@ class Decoder(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [batch, tokens, width] to the same."""
-        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        return self.layer(hidden, position_embeddings=self.rotary(hidden, places))
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return self.layer(hidden, position_embeddings=self.rotary(hidden, positions))
 
 
 def llama_layers(shape: LlamaShape) -> list[nn.Module]:

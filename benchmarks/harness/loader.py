@@ -19,7 +19,7 @@ from benchmarks.harness.worker import main
 from zero_ext.integrations.transformers import from_pretrained
 
 CONFIG = {"stage": 3}
-COMMANDS = ("save", "base", "load_shards", "load_whole")
+COMMANDS = ("save", "base", "load_shards", "load_full")
 
 
 class Loader:
@@ -41,7 +41,7 @@ class Loader:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.load_shards(folder)
-        self.load_whole(folder)
+        self.load_full(folder)
         process_memory.return_free_pages()
         self._base = process_memory.resident_bytes()
         return self._base
@@ -62,7 +62,7 @@ class Loader:
             "largest": max(sizes.values()),
         }
 
-    def load_whole(self, folder: str) -> dict[str, Any]:
+    def load_full(self, folder: str) -> dict[str, Any]:
         """The whole model, as transformers loads it."""
         began = self._begin()
         model = _model_class().from_pretrained(folder, dtype="auto")

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from zero_ext.attention import SparseSelfAttention
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 12, 768, 12, 3072, 30_522
-LAYOUT = SparseAttentionPolicy(mode="fixed", block=64, num_local_blocks=32)
+LAYOUT = SparseAttentionConfig(mode="fixed", block=64, num_local_blocks=32)
 LOSS_CHUNK = 1024
 BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -36,8 +36,8 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, tokens, hidden] to the same."""
         batch, tokens, _ = hidden.shape
-        parts = self.project(hidden).view(batch, tokens, 3, HEADS, HIDDEN // HEADS)
-        query, key, value = (parts[:, :, place].transpose(1, 2) for place in range(3))
+        projected = self.project(hidden).view(batch, tokens, 3, HEADS, HIDDEN // HEADS)
+        query, key, value = (projected[:, :, index].transpose(1, 2) for index in range(3))
         seen = self.attend(query, key, value).transpose(1, 2).reshape(batch, tokens, HIDDEN)
         hidden = self.first(hidden + self.out(seen))
         return self.second(hidden + self.down(F.gelu(self.up(hidden))))
@@ -51,19 +51,19 @@ class Encoder(nn.Module):
         attend: Attend = F.scaled_dot_product_attention
         if kind == "sparse":
             attend = SparseSelfAttention(LAYOUT)
-        self.words, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(tokens, HIDDEN)
-        for embedding in (self.words, self.places):
+        self.words, self.positions = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(tokens, HIDDEN)
+        for embedding in (self.words, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(attend) for _ in range(LAYERS))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Mean cross entropy of ids, int64 [batch, tokens], its logits computed a chunk at a time."""
-        hidden = self.words(ids) + self.places.weight[: ids.shape[1]]
+        hidden = self.words(ids) + self.positions.weight[: ids.shape[1]]
         for layer in self.layers:
             hidden = checkpoint(layer, hidden, use_reentrant=False)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part, wanted in zip(hidden.split(LOSS_CHUNK, 1), ids.split(LOSS_CHUNK, 1), strict=True):
-            total = total + checkpoint(self._loss, part, wanted, use_reentrant=False)
+        for chunk, wanted in zip(hidden.split(LOSS_CHUNK, 1), ids.split(LOSS_CHUNK, 1), strict=True):
+            total = total + checkpoint(self._loss, chunk, wanted, use_reentrant=False)
         return total / ids.numel()
 
     def _loss(self, hidden: Tensor, wanted: Tensor) -> Tensor:

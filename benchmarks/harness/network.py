@@ -87,16 +87,16 @@ class EmulatedNetwork:
     def limit(self, bits_per_second: float | None) -> None:
         """See Network."""
         for node in range(self.nodes):
-            for place, device in ((node, INTERFACE), (self.nodes, f"port{node}")):
+            for endpoint, device in ((node, INTERFACE), (self.nodes, f"port{node}")):
                 if bits_per_second is None:
                     self._inside(
-                        place, "tc", "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "1000"
+                        endpoint, "tc", "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "1000"
                     )
                     continue
                 burst = max(LEAST_BURST, int(bits_per_second / 8 * BURST_SECONDS))
                 queue = max(LEAST_QUEUE, int(bits_per_second / 8 * QUEUE_SECONDS))
                 bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "limit", str(queue)]
-                self._inside(place, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+                self._inside(endpoint, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
     def prefix(self, rank: int) -> list[str]:
         """See Network."""
@@ -128,13 +128,13 @@ class EmulatedNetwork:
             self._inside(node, "ip", "address", "add", f"{ADDRESSES}.{node + 1}/24", "dev", INTERFACE)
             self._inside(node, "ip", "link", "set", INTERFACE, "up")
 
-    def _enter(self, place: int) -> list[str]:
+    def _enter(self, endpoint: int) -> list[str]:
         """Begins a command line that runs in a node or, at the place after them, where the bridge is."""
-        spaces = ["--net", "--mount", "--uts", "--ipc"] if place < self.nodes else ["--net"]
-        return ["nsenter", "--target", str(self._holders[place].pid), *spaces, "--"]
+        spaces = ["--net", "--mount", "--uts", "--ipc"] if endpoint < self.nodes else ["--net"]
+        return ["nsenter", "--target", str(self._holders[endpoint].pid), *spaces, "--"]
 
-    def _inside(self, place: int, *command: str) -> str:
-        return _run([*self._enter(place), *command])
+    def _inside(self, endpoint: int, *command: str) -> str:
+        return _run([*self._enter(endpoint), *command])
 
 
 def launched(rank: int, nodes: int, ranks_per_node: int) -> dict[str, str]:

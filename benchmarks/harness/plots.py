@@ -20,9 +20,9 @@ def plot_state_bytes(accounts: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(accounts)), 4.5))
     for position, account in enumerate(accounts):
         base = 0.0
-        parts = {kind: account["ledger"][kind] for kind in STATE_KINDS}
-        parts["other"] = account["total"] - account["state"]
-        for kind, count in parts.items():
+        bars = {kind: account["breakdown"][kind] for kind in STATE_KINDS}
+        bars["other"] = account["total"] - account["state"]
+        for kind, count in bars.items():
             label = kind if position == 0 else ""
             axes.bar(position, count / 1e6, bottom=base, color=COLOURS[kind], label=label, width=0.7)
             base += count / 1e6

@@ -22,7 +22,7 @@ class SimulatedRank:
     shape: str
     stage: int
     ranks: int
-    ledger: dict[str, int]
+    breakdown: dict[str, int]
     model_seconds: float
     prepare_seconds: float
     resident_growth: int
@@ -45,13 +45,13 @@ def simulate(shape_name: str, stage: int, ranks: int) -> SimulatedRank:
     before = process_memory.resident_bytes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = {"stage": stage, "gradient_clipping": 1.0, "units": {"persistence_threshold": 0}}
-    model, optimizer = zero_ext.prepare(model, optimizer, config=config, values="empty")
+    model, optimizer = zero_ext.prepare(model, optimizer, config=config, init="skip")
     done = time.perf_counter()
     return SimulatedRank(
         shape_name,
         stage,
         ranks,
-        dict(engine_of(model).ledger()),
+        dict(engine_of(model).memory_breakdown()),
         built - began,
         done - built,
         process_memory.resident_bytes() - before,

@@ -92,16 +92,16 @@ class Steps:
     def run(self, steps: int) -> float:
         """Trains; seconds a step, and the bytes of a step are those of these steps."""
         before, self._done = _on_links(self._network), self._done + steps
-        parts = self._team.ask("train", until=self._done)
+        answers = self._team.ask("train", until=self._done)
         after = _on_links(self._network)
         for name in ("sent", "crossing"):
             total = Counter[str]()
-            for part in parts:
-                total.update(part[name])
+            for answer in answers:
+                total.update(answer[name])
             setattr(self.side, name, {kind: count // steps for kind, count in sorted(total.items())})
         if before is not None and after is not None:
             self.side.on_links = (after - before) / NODES / steps
-        return max(part["seconds"] for part in parts) / steps
+        return max(answer["seconds"] for answer in answers) / steps
 
 
 def _on_links(network: AnyNetwork) -> int | None:

@@ -53,9 +53,9 @@ class TextRun:
 
     def held_out(self, text: Tensor, rank: int, ranks: int) -> Tensor:
         """A rank's part of the windows spread over `text`, int64 [held_out_windows / ranks, window]."""
-        places = torch.arange(self.held_out_windows) * (text.numel() - self.window) // self.held_out_windows
-        chosen = places.chunk(ranks)[rank]
-        return torch.stack([text[place : place + self.window] for place in chosen]).to(torch.int64)
+        spaced = torch.arange(self.held_out_windows) * (text.numel() - self.window) // self.held_out_windows
+        chosen = spaced.chunk(ranks)[rank]
+        return torch.stack([text[begin : begin + self.window] for begin in chosen]).to(torch.int64)
 
     def model(self, seed: int) -> nn.Module:
         """The model with random weights of this seed, fp32."""
@@ -109,6 +109,6 @@ def mean_loss(model: Any, windows: Tensor) -> Tensor:
     """Mean loss in nats per byte over `windows`, without gradients, float64 []; stage 3 gathers."""
     model.eval()
     with torch.no_grad():
-        losses = [model(input_ids=part, labels=part).loss.double() for part in windows.split(16)]
+        losses = [model(input_ids=chunk, labels=chunk).loss.double() for chunk in windows.split(16)]
     model.train()
     return torch.stack(losses).mean()

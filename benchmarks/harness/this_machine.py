@@ -65,7 +65,7 @@ def cost_of(name: str) -> ModelCost:
 
 def training_of(ranks: int, stage: int, **options: Any) -> Training:
     """What the step benchmarks run."""
-    return Training(ranks, stage, activations="kept", **options)
+    return Training(ranks, stage, activations="saved", **options)
 
 
 class ThisMachine:
@@ -148,7 +148,7 @@ class ThisMachine:
             nvme_bytes=NVME_BYTES,
             nvme_read=read,
             nvme_write=self._write_rate(read),
-            nvme_takes_turns=True,
+            nvme_half_duplex=True,
             intra_bandwidth=moved / ranks / 2,  # a byte received is a byte read and a byte written
             inter_bandwidth=FREE,
             device_is_host=True,

@@ -52,8 +52,8 @@ class ModelledNetwork:
 
     def environment(self, rank: int) -> dict[str, str]:
         """See Network."""
-        here = {"MASTER_ADDR": "127.0.0.1", FILE: str(self._link(rank // self.ranks_per_node))}
-        return launched(rank, self.nodes, self.ranks_per_node) | here
+        local = {"MASTER_ADDR": "127.0.0.1", FILE: str(self._link(rank // self.ranks_per_node))}
+        return launched(rank, self.nodes, self.ranks_per_node) | local
 
     def _link(self, node: int) -> Path:
         return Path(self._folder.name) / f"node{node}"
@@ -86,14 +86,14 @@ def book(link: Path, nbytes: int) -> float:
     return float(free - now)
 
 
-def slow_down(wire: Any) -> None:
-    """Has an engine's `wire` take the time that the link of this node needs, if that link is a model."""
+def slow_down(traffic: Any) -> None:
+    """Has an engine's `traffic` take the time that the link of this node needs, if that link is a model."""
     if FILE not in os.environ:
         return
-    link, record = Path(os.environ[FILE]), wire.record
+    link, record = Path(os.environ[FILE]), traffic.record
 
     def slowed(kind: str, elements: int, bytes_sent: int, crossing_bytes: int) -> None:
         record(kind, elements, bytes_sent, crossing_bytes)
         time.sleep(book(link, crossing_bytes))
 
-    wire.record = slowed
+    traffic.record = slowed

@@ -123,7 +123,7 @@ class Rank:
         process_memory.return_free_pages()
         resident = process_memory.resident_bytes()  # first: the walk over live tensors allocates by itself
         return {
-            "ledger": trainer.ledger_bytes(),  # type: ignore[attr-defined]
+            "breakdown": trainer.memory_breakdown(),  # type: ignore[attr-defined]
             "live_tensors": process_memory.live_tensor_bytes(),
             "resident": resident,
         }

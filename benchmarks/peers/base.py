@@ -28,10 +28,10 @@ class Trainer(Protocol):
         """Global gradient norm of the last step before clipping; called by all ranks together."""
 
 
-class LedgerTrainer(Trainer, Protocol):
+class BreakdownTrainer(Trainer, Protocol):
     """A contender that counts the bytes it holds."""
 
-    def ledger_bytes(self) -> dict[str, int]:
+    def memory_breakdown(self) -> dict[str, int]:
         """Bytes this rank holds now, by state kind."""
 
 

@@ -60,9 +60,9 @@ def block_latencies(file: DeviceFile, setting: Setting, memory: Tensor, writing:
 
     A block that overtakes older ones is noticed late, so these are upper bounds.
     """
-    ops.aio_open(HANDLE, setting.backend, setting.queue_depth, setting.block_bytes, setting.submitters)
+    ops.aio_open(HANDLE, setting.backend, setting.queue_depth, setting.block_bytes, setting.io_threads)
     move = ops.aio_write_ if writing else ops.aio_read_
-    block, window = setting.block_bytes, setting.queue_depth * setting.submitters
+    block, window = setting.block_bytes, setting.queue_depth * setting.io_threads
     started: dict[int, float] = {}
     latencies: list[float] = []
 
@@ -122,7 +122,7 @@ def deepspeed_handle(module: Any, file: DeviceFile, setting: Setting) -> Mover:
     """
     import torch
 
-    handle = module.aio_handle(setting.block_bytes, setting.queue_depth, False, True, setting.submitters)
+    handle = module.aio_handle(setting.block_bytes, setting.queue_depth, False, True, setting.io_threads)
     pinned = handle.new_cpu_locked_tensor(file.nbytes, torch.empty(0, dtype=torch.uint8))
     pinned.view(torch.int64).random_()
 

@@ -58,7 +58,7 @@ class ZeroExtTrainer:
         held = engine.tiers.staging_bytes()
         return {"host": held["host"], "device": held["device"] + engine.pool.total_bytes}
 
-    def ledger_bytes(self) -> dict[str, int]:
+    def memory_breakdown(self) -> dict[str, int]:
         return dict(engine_of(self.model).memory_breakdown())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from demo.record import mean_losses, read_records
 from demo.settings import SETTINGS
-from zero_ext.plan import StateBytes, TrainingState, bytes_sent, model_state_bytes, wire_elements
+from zero_ext.plan import StateBytes, TrainingState, bytes_sent, collective_elements, model_state_bytes
 
 BF16_BYTES = 2
 MEGA = 1e6
@@ -48,7 +48,7 @@ def compare(folder: Path, parameters: int) -> list[Row]:
 
 def _row(name: str, stage: int, ranks: int, records: list[dict[str, Any]], state: TrainingState) -> Row:
     most = max(records, key=lambda record: sum(record["bytes"].values()))
-    elements = wire_elements(stage, ranks, sum(state.trainable.values()))
+    elements = collective_elements(stage, ranks, sum(state.trainable.values()))
     return Row(
         name=name,
         stage=stage,
@@ -57,7 +57,7 @@ def _row(name: str, stage: int, ranks: int, records: list[dict[str, Any]], state
         measured=StateBytes(**most["bytes"]),
         formula=model_state_bytes(stage, ranks, state),
         seconds=max(record["seconds"] for record in records),
-        sent=max(sum(record.get("wire_bytes", {}).values()) for record in records),
+        sent=max(sum(record.get("sent_bytes", {}).values()) for record in records),
         sent_by_formula=sum(bytes_sent(elements, ranks, BF16_BYTES).values()),
     )
 

@@ -65,8 +65,8 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 
     def spread(self, count: int) -> Tensor:
         """`count` windows evenly spread over the text, int64 [count, length]."""
-        places = torch.arange(count) * len(self) // count
-        return self.windows[places].to(torch.int64)
+        starts = torch.arange(count) * len(self) // count
+        return self.windows[starts].to(torch.int64)
 
 
 def unigram_entropy(text: Tensor) -> float:

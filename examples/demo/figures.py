@@ -79,14 +79,14 @@ def draw_memory(rows: list[Row], path: Path) -> None:
             bars, [f"{height:.0f}" for height in heights], label_type="center", color="white", fontsize=9
         )
         bases = [base + height for base, height in zip(bases, heights, strict=True)]
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         height = row.formula.total / MEGA
         axes.hlines(
-            height, place - 0.38, place + 0.38, colors="black", label="formula" if place == 0 else None
+            height, index - 0.38, index + 0.38, colors="black", label="formula" if index == 0 else None
         )
         axes.annotate(
             f"{row.measured.total / MEGA:.0f}",
-            (place, bases[place]),
+            (index, bases[index]),
             textcoords="offset points",
             xytext=(0, 4),
             ha="center",

@@ -55,7 +55,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> Lamb
 def held_out_loss(model: nn.Module, windows: Tensor) -> float:
     """Mean loss in nats per byte over `windows` [count, length]. All ranks call it: stage 3 gathers."""
     model.eval()
-    losses = [model(input_ids=part, labels=part).loss.double() for part in windows.split(16)]
+    losses = [model(input_ids=share, labels=share).loss.double() for share in windows.split(16)]
     model.train()
     return float(torch.stack(losses).mean())
 

@@ -55,19 +55,19 @@ def main(folder: Path) -> None:
     windows = ByteWindows(Corpus.read(folder).training, SETTINGS.window)
     model = build_model(SETTINGS)
     training = MasterWeights(model)
-    parts = SETTINGS.ranks
+    count = SETTINGS.ranks
     losses, seconds = [], []
     loader = ShardedLoader(windows, SETTINGS.global_batch, seed=SETTINGS.seed)
     for _, batch in zip(range(SETTINGS.compared_steps), loader, strict=False):
         began = time.perf_counter()
         step_losses = []
-        for part in batch["input_ids"].chunk(parts):
-            loss = model(input_ids=part, labels=part).loss
-            (loss / parts).backward()
+        for share in batch["input_ids"].chunk(count):
+            loss = model(input_ids=share, labels=share).loss
+            (loss / count).backward()
             step_losses.append(loss.item())
         training.step()
         seconds.append(time.perf_counter() - began)
-        losses.append(sum(step_losses) / parts)
+        losses.append(sum(step_losses) / count)
     record = {"losses": losses, "seconds": statistics.median(seconds[1:]), "bytes": training.state_bytes()}
     write_record(folder, "plain", 0, record)
 

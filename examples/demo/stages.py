@@ -43,16 +43,16 @@ def run_stage(stage: int, windows: ByteWindows) -> dict[str, Any]:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
-    ledger = engine.ledger()
+    breakdown = engine.memory_breakdown()
     return {
         "stage": stage,
         "rank": engine.rank,
         "ranks": ranks,
         "losses": losses,
         "seconds": statistics.median(seconds[1:]),
-        "bytes": {kind: ledger[kind] for kind in STATE_KINDS},
-        "wire_elements": dict(engine.wire.last_elements),
-        "wire_bytes": dict(engine.wire.last_bytes_sent),
+        "bytes": {kind: breakdown[kind] for kind in STATE_KINDS},
+        "collective_elements": dict(engine.traffic.last_elements),
+        "sent_bytes": dict(engine.traffic.last_bytes_sent),
     }
 
 

@@ -62,7 +62,7 @@ SPLIT: dict[str, Any] = {
 }
 
 
-class Places(nn.Module):
+class Positions(nn.Module):
     """Adds what says where a byte stands."""
 
     def __init__(self, window: int, width: int) -> None:
@@ -79,14 +79,14 @@ def layers(settings: ThreeDSettings) -> list[LayerSpec]:
     width = settings.width
     return [
         TiedLayerSpec("bytes", Bytes, width),
-        LayerSpec(Places, settings.window, width),
+        LayerSpec(Positions, settings.window, width),
         *(LayerSpec(Block, width, settings.heads) for _ in range(settings.blocks)),
         LayerSpec(nn.LayerNorm, width),
         TiedLayerSpec("bytes", Bytes, width, forward=score),
     ]
 
 
-def split_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the weights of all blocks over mesh["tp"], where that is more than one rank."""
     for block in module.modules():
         if mesh["tp"].size() > 1 and isinstance(block, Block):

@@ -12,7 +12,7 @@ from demo.report import markdown_table
 
 from zero_ext.parallel.pipeline import Slot, plot_timeline
 
-from .settings import ALONE, WAYS, ThreeDSettings
+from .settings import ALONE, LAYOUTS, ThreeDSettings
 
 HEADINGS = (
     "layout",
@@ -57,9 +57,9 @@ def difference(one: list[float], other: list[float]) -> float:
 
 def failures(outcomes: dict[str, Outcome], settings: ThreeDSettings) -> dict[str, list[str]]:
     """Every broken promise in words, by layout."""
-    found: dict[str, list[str]] = {name: [] for name in WAYS}
+    found: dict[str, list[str]] = {name: [] for name in LAYOUTS}
     alone = outcomes[ALONE].losses
-    for name in WAYS:
+    for name in LAYOUTS:
         away = difference(outcomes[name].losses, alone)
         if not away <= settings.loss_tolerance:
             found[name].append(
@@ -75,11 +75,11 @@ def rows(outcomes: dict[str, Outcome], broken: dict[str, list[str]]) -> list[lis
     """A row for each layout, cells as HEADINGS has them."""
     alone = outcomes[ALONE]
     found = [["one process, plain torch", f"{alone.losses[-1]:.5f}", "", "", "", ""]]
-    for name, way in WAYS.items():
+    for name, layout in LAYOUTS.items():
         outcome = outcomes[name]
         found.append(
             [
-                way.title,
+                layout.title,
                 f"{outcome.losses[-1]:.5f}",
                 f"{difference(outcome.losses, alone.losses):.1e}",
                 f"{outcome.parameters:,}",
@@ -101,11 +101,11 @@ def draw_losses(outcomes: dict[str, Outcome], path: Path) -> Path:
     alone = outcomes[ALONE].losses
     steps = range(1, len(alone) + 1)
     left.plot(steps, alone, color="black", linewidth=2.5, alpha=0.4, label="one process")
-    for number, (name, way) in enumerate(WAYS.items()):
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
         losses = outcomes[name].losses
-        left.plot(steps, losses, "--", color=f"C{number}", linewidth=1.0, label=way.title)
+        left.plot(steps, losses, "--", color=f"C{number}", linewidth=1.0, label=layout.title)
         away = [abs(own / its - 1) + 1e-9 for own, its in zip(losses, alone, strict=True)]
-        right.plot(steps, away, color=f"C{number}", linewidth=1.0, label=way.title)
+        right.plot(steps, away, color=f"C{number}", linewidth=1.0, label=layout.title)
     left.set_ylabel("loss, nats per byte")
     right.set_ylabel("difference to one process, as a part")
     right.set_yscale("log")
@@ -129,8 +129,8 @@ def write_report(
     draw_losses(outcomes, folder / "loss.png")
     first = [record for record in outcomes[TIMELINE].records if record["coordinate"]["dp"] == 0]
     slots = [[Slot(**slot) for slot in record["slots"]] for record in first]
-    plot_timeline(slots, folder / "timeline.png", f"{WAYS[TIMELINE].title}: one step of one replica")
-    lines = [f"- {WAYS[name].title}: {line}" for name, found in broken.items() for line in found]
+    plot_timeline(slots, folder / "timeline.png", f"{LAYOUTS[TIMELINE].title}: one step of one replica")
+    lines = [f"- {LAYOUTS[name].title}: {line}" for name, found in broken.items() for line in found]
     page = folder / "report.md"
     page.write_text(
         "\n".join(

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Way:
+class DemoLayout:
     """A layout of the ranks: lengths of the mesh's axes, and ZeRO's configuration."""
 
     title: str
@@ -15,10 +15,10 @@ class Way:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-WAYS = {
-    "pp_dp": Way("2 stages × 2 replicas, ZeRO-2", {"pp": 2, "dp": 2}, {"stage": 2}),
-    "pp_tp": Way("2 stages × 2 parts of tensors", {"pp": 2, "tp": 2}, {"stage": 0}),
-    "tp_dp": Way(
+LAYOUTS = {
+    "pp_dp": DemoLayout("2 stages × 2 replicas, ZeRO-2", {"pp": 2, "dp": 2}, {"stage": 2}),
+    "pp_tp": DemoLayout("2 stages × 2 parts of tensors", {"pp": 2, "tp": 2}, {"stage": 0}),
+    "tp_dp": DemoLayout(
         "2 parts of tensors × 2 replicas, ZeRO-3, state in host memory",
         {"tp": 2, "dp": 2},
         {"stage": 3, "offload": {"params": "host", "grads": "host", "optimizer": "host"}},

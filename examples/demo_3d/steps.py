@@ -14,7 +14,7 @@ import zero_ext
 from zero_ext.parallel.pipeline import Pipeline, PipelineModule, TiedLayerSpec, layer_seed
 from zero_ext.zero import engine_of
 
-from .model import layers, loss, score, split_tensors
+from .model import apply_tensor_parallel, layers, loss, score
 from .settings import ThreeDSettings
 
 
@@ -75,7 +75,7 @@ class ManyRanks:
     def __init__(self, settings: ThreeDSettings, mesh: DeviceMesh, config: dict[str, Any]) -> None:
         torch.manual_seed(settings.seed)
         module = PipelineModule(layers(settings), mesh, loss=loss)
-        split_tensors(module, mesh)
+        apply_tensor_parallel(module, mesh)
         config = {**config, "gradient_clipping": settings.clipping}
         self.model, self.optimizer = zero_ext.prepare(
             module, _optimizer(module, settings), config, process_group=mesh

@@ -20,7 +20,7 @@ from demo.record import write_record
 from zero_ext.parallel import make_mesh
 from zero_ext.zero import engine_of
 
-from .settings import ALONE, WAYS, ThreeDSettings
+from .settings import ALONE, LAYOUTS, ThreeDSettings
 from .steps import ManyRanks, OneProcess, batches
 
 
@@ -40,15 +40,15 @@ def timed(
 
 def train(name: str, settings: ThreeDSettings, corpus: Corpus) -> dict[str, Any]:
     """The steps in the layout called `name`; this rank's figures."""
-    way = WAYS[name]
-    mesh = make_mesh(way.axes)
-    trained = ManyRanks(settings, mesh, way.config)
-    record = timed(trained, settings, corpus, "" if dist.get_rank() else way.title)
+    layout = LAYOUTS[name]
+    mesh = make_mesh(layout.axes)
+    trained = ManyRanks(settings, mesh, layout.config)
+    record = timed(trained, settings, corpus, "" if dist.get_rank() else layout.title)
     engine = engine_of(trained.model)
     record["coordinate"] = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     record["parameters"] = sum(parameter.numel() for parameter in trained.model.parameters())
-    record["state_bytes"] = sum(engine.ledger().values())
-    record["sent"] = dict(engine.wire.last_bytes_sent)
+    record["state_bytes"] = sum(engine.memory_breakdown().values())
+    record["sent"] = dict(engine.traffic.last_bytes_sent)
     record["slots"] = [asdict(slot) for slot in trained.pipeline.slots]
     return record
 
@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
         write_record(folder, ALONE, 0, timed(OneProcess(settings), settings, corpus, ""))
         return
     dist.init_process_group("gloo")
-    for name in WAYS:
+    for name in LAYOUTS:
         record = train(name, settings, corpus)
         gc.collect()
         write_record(folder, name, dist.get_rank(), record)

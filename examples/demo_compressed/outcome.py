@@ -8,8 +8,8 @@ from pathlib import Path
 
 from demo.record import mean_losses, read_records
 
+from demo_compressed.modes import MODES
 from demo_compressed.settings import CompressedSettings
-from demo_compressed.ways import WAYS
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Comparison:
 def compare(outcomes: dict[str, Outcome], settings: CompressedSettings) -> dict[str, Comparison]:
     """A comparison for every way that is judged against another, by name."""
     found = {}
-    for name, way in WAYS.items():
-        if way.against is not None:
-            own, base = outcomes[name], outcomes[way.against]
+    for name, mode in MODES.items():
+        if mode.against is not None:
+            own, base = outcomes[name], outcomes[mode.against]
             after = settings.warm_up
             found[name] = Comparison(
                 own,
@@ -79,7 +79,7 @@ def failures(
     outcomes: dict[str, Outcome], unigram: float, settings: CompressedSettings
 ) -> dict[str, list[str]]:
     """Every broken promise in words, by way; a way that kept all has an empty list."""
-    found: dict[str, list[str]] = {name: [] for name in WAYS}
+    found: dict[str, list[str]] = {name: [] for name in MODES}
     for name, outcome in outcomes.items():
         if len(outcome.losses) != settings.steps:
             found[name].append(f"{len(outcome.losses)} steps were trained, {settings.steps} wanted")
@@ -89,15 +89,15 @@ def failures(
                 "frequencies"
             )
     for name, one in compare(outcomes, settings).items():
-        way = WAYS[name]
+        mode = MODES[name]
         if not one.loss_ratio <= 1 + settings.loss_tolerance:
             found[name].append(
-                f"the held-out loss ended at {one.loss_ratio:.3f} times that of {way.against}; at most "
+                f"the held-out loss ended at {one.loss_ratio:.3f} times that of {mode.against}; at most "
                 f"{1 + settings.loss_tolerance:g} wanted"
             )
-        if not one.fewer >= way.bar(settings):
+        if not one.fewer >= mode.bar(settings):
             found[name].append(
-                f"{one.fewer:.1f} times fewer bytes than {way.against} crossed between nodes; "
-                f"{way.bar(settings):g} wanted"
+                f"{one.fewer:.1f} times fewer bytes than {mode.against} crossed between nodes; "
+                f"{mode.bar(settings):g} wanted"
             )
     return found

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from demo.report import markdown_table
 
+from demo_compressed.modes import MODES
 from demo_compressed.outcome import Outcome, compare
 from demo_compressed.settings import CompressedSettings
-from demo_compressed.ways import WAYS
 
 HEADINGS = (
     "way",
@@ -39,7 +39,7 @@ def rows(
             relative = [f"{one.loss_ratio:.3f}", f"{one.fewer:.1f}", f"{one.fewer_in_all:.1f}"]
         found.append(
             [
-                WAYS[name].title,
+                MODES[name].title,
                 f"{start:.3f} → {end:.3f}",
                 relative[0],
                 before,
@@ -60,12 +60,12 @@ def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
 
     figure, axes = pyplot.subplots(figsize=(7.0, 4.4))
     for name, outcome in outcomes.items():
-        style = "-" if WAYS[name].against is None else "--"
+        style = "-" if MODES[name].against is None else "--"
         axes.plot(
             *zip(*outcome.held_out, strict=True),
             style,
             color=COLOURS[name],
-            label=WAYS[name].title,
+            label=MODES[name].title,
             marker=".",
         )
     axes.axhline(unigram, color="black", linewidth=0.8, linestyle="dotted", label="byte frequencies alone")
@@ -92,7 +92,7 @@ def draw_bytes(outcomes: dict[str, Outcome], settings: CompressedSettings, path:
         for count in outcome.crossing:
             total += count
             summed.append(total / 1e6)
-        style = {"color": COLOURS[name], "label": WAYS[name].title, "linewidth": 1.2}
+        style = {"color": COLOURS[name], "label": MODES[name].title, "linewidth": 1.2}
         steps = range(1, len(summed) + 1)
         left.plot(steps, [max(count, 1) / KILO for count in outcome.crossing], **style)
         right.plot(steps, summed, **style)
@@ -120,7 +120,7 @@ def write_report(
     """Writes `report.md` with the pictures beside it; returns its path."""
     draw_loss(outcomes, unigram, folder / "loss.png")
     draw_bytes(outcomes, settings, folder / "bytes.png")
-    lines = [f"- {WAYS[name].title}: {line}" for name, found in broken.items() for line in found]
+    lines = [f"- {MODES[name].title}: {line}" for name, found in broken.items() for line in found]
     page = folder / "report.md"
     page.write_text(
         "\n".join(

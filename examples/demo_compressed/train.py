@@ -19,18 +19,18 @@ from demo.language_model import build_model, held_out_loss
 from demo.record import write_record
 
 import zero_ext
+from demo_compressed.modes import MODES
 from demo_compressed.settings import CompressedSettings
-from demo_compressed.ways import WAYS
 from zero_ext.data import ShardedLoader
 from zero_ext.zero import engine_of
 
 
 def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, Any]:
     """Trains in the way called `name` from the common start; this rank's figures."""
-    way = WAYS[name]
+    mode = MODES[name]
     model = build_model(settings)
-    optimizer = way.build(model.parameters(), settings)
-    model, optimizer = zero_ext.prepare(model, optimizer, way.config(settings))
+    optimizer = mode.build(model.parameters(), settings)
+    model, optimizer = zero_ext.prepare(model, optimizer, mode.config(settings))
     engine = engine_of(model)
     rank, ranks = engine.rank, engine.world_size
     windows = ByteWindows(corpus.training, settings.window)
@@ -39,7 +39,7 @@ def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, 
         ByteWindows(corpus.held_out, settings.window).spread(settings.held_out_windows).chunk(ranks)[rank]
     )
     record: dict[str, Any] = {"losses": [], "seconds": [], "sent": [], "crossing": []}
-    engine.wire.begin_step()  # what made the ranks alike is no step
+    engine.traffic.begin_step()  # what made the ranks alike is no step
     record["held_out"] = [(0, _judge(model, judged))]
     for step, batch in zip(range(settings.steps), loader, strict=False):
         began = time.perf_counter()
@@ -51,14 +51,14 @@ def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, 
         optimizer.zero_grad()
         record["losses"].append(loss.item())
         record["seconds"].append(time.perf_counter() - began)
-        record["sent"].append(sum(engine.wire.last_bytes_sent.values()))
-        record["crossing"].append(sum(engine.wire.last_crossing_bytes.values()))
+        record["sent"].append(sum(engine.traffic.last_bytes_sent.values()))
+        record["crossing"].append(sum(engine.traffic.last_crossing_bytes.values()))
         if (step + 1) % settings.held_out_every == 0:
             record["held_out"].append((step + 1, _judge(model, judged)))
             if rank == 0:
-                said = f"  {way.title}, step {step + 1}: held-out loss {record['held_out'][-1][1]:.3f}"
+                said = f"  {mode.title}, step {step + 1}: held-out loss {record['held_out'][-1][1]:.3f}"
                 print(said, flush=True)
-    record["kinds"] = dict(engine.wire.last_crossing_bytes)
+    record["kinds"] = dict(engine.traffic.last_crossing_bytes)
     return record
 
 
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     """Every way, a record each."""
     settings, corpus = read_settings(CompressedSettings, folder), Corpus.read(folder)
     dist.init_process_group("gloo")
-    for name in WAYS:
+    for name in MODES:
         record = train(name, settings, corpus)
         gc.collect()
         write_record(folder, name, dist.get_rank(), record)

@@ -12,7 +12,7 @@ from demo_long.processes import Ending
 from demo_long.settings import LongSettings
 from zero_ext.attention import build_layout
 from zero_ext.attention.plot_layout import plot_layout
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 
 HEADINGS = ("attention", "under the cap", "steps", "s/step", "peak MB", "loss, last step", "held-out loss")
 TITLES = {
@@ -34,7 +34,7 @@ class Result:
     unigram: float
 
 
-def pictures(folder: Path, settings: LongSettings) -> dict[str, Path]:
+def plots(folder: Path, settings: LongSettings) -> dict[str, Path]:
     """A picture of every mode's layout at the demonstration's length; the trained one first."""
     modes: dict[str, dict[str, Any]] = {
         "fixed": settings.layout,
@@ -45,7 +45,7 @@ def pictures(folder: Path, settings: LongSettings) -> dict[str, Path]:
     }
     found = {}
     for mode, values in modes.items():
-        policy = SparseAttentionPolicy.from_mapping({"block": settings.block, **values})
+        policy = SparseAttentionConfig.from_mapping({"block": settings.block, **values})
         layout = build_layout(policy, settings.heads, settings.window)
         found[mode] = plot_layout(
             layout, folder / f"layout-{mode}.png", f"{mode}, {settings.window:,} tokens"
@@ -99,7 +99,7 @@ def write_report(
     folder: Path, result: Result, settings: LongSettings, broken: list[str], seconds: float
 ) -> Path:
     """Writes `report.md` with the pictures beside it; returns its path."""
-    shown = pictures(folder, settings)
+    shown = plots(folder, settings)
     cap, enforced_by, base = result.cap
     lines = [
         "# Demonstration of long sequences",

@@ -15,7 +15,7 @@ class OffloadSettings(ModelShape):
 
     Attributes:
         steps: optimizer steps of every run that gets so far.
-        ring_bytes: memory through which the optimizer state on NVMe streams.
+        staging_buffer_bytes: memory through which the optimizer state on NVMe streams.
         cap_bytes_per_parameter: the cap is what the interpreter and its libraries take, plus this much for
             every parameter. Training in bf16 with Adam needs 16; the bf16 weights alone are 2.
         sample_seconds: time between two points of the memory timeline.
@@ -28,7 +28,7 @@ class OffloadSettings(ModelShape):
     heads: int = 16
     steps: int = 6
     learning_rate: float = 1e-4
-    ring_bytes: int = 32 * 2**20
+    staging_buffer_bytes: int = 32 * 2**20
     cap_bytes_per_parameter: int = 5
     sample_seconds: float = 0.05
     time_limit_seconds: float = 240.0

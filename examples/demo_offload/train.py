@@ -25,7 +25,6 @@ import zero_ext
 from demo_offload.settings import OffloadSettings
 from demo_offload.timeline import Recorder, process_memory
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 OUT_OF_MEMORY = 3
 MEGA = 1e6
@@ -91,7 +90,7 @@ def train_zero(settings: OffloadSettings, recorder: Recorder, nvme: Path | None)
             "grads": "host",
             "optimizer": "nvme",
             "nvme_paths": [str(nvme)],
-            "ring_bytes": settings.ring_bytes,
+            "staging_buffer_bytes": settings.staging_buffer_bytes,
         }
     optimizer = build_optimizer(list(model.parameters()), settings)
     model, optimizer = zero_ext.prepare(model, optimizer, config)
@@ -127,7 +126,7 @@ def tiers_of_kinds(engine: Any) -> dict[str, str]:
 
 def memory_by_tier(engine: Any) -> tuple[int, int]:
     """Bytes of state and staging in device memory and in host memory."""
-    held = ledger_by_tier(engine)
+    held = engine.memory_by_tier()
     return sum(held["device"].values()), sum(held["host"].values())
 
 

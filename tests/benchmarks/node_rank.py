@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.worker import main
-from zero_ext.comm import fastest_exchange
+from zero_ext.comm import fastest_host_transport
 
 
 class Rank:
@@ -20,8 +20,8 @@ class Rank:
         self.rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = [list(range(first, first + local)) for first in range(0, dist.get_world_size(), local)]
         of_node = [dist.new_group(ranks) for ranks in nodes][self.rank // local]
-        self.world = fastest_exchange(dist.group.WORLD, 60.0)
-        inside = fastest_exchange(of_node, 60.0)
+        self.world = fastest_host_transport(dist.group.WORLD, 60.0)
+        inside = fastest_host_transport(of_node, 60.0)
         return {"world": type(self.world).__name__, "node": type(inside).__name__}
 
     def send(self, source: int, target: int, nbytes: int) -> float:

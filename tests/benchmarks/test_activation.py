@@ -10,13 +10,13 @@ import torch
 import typer
 
 from benchmarks import activation
-from benchmarks.activation import BARS, WAYS, Run, measure, table_of
+from benchmarks.activation import BARS, MODES, Run, measure, table_of
 from benchmarks.harness.checkpointed import COMMANDS, TORCH, Checkpointed
 
 
 def test_bars_are_on_the_ratio_to_torch_and_on_the_gradients() -> None:
-    base = Run(TORCH, [2.0, 2.0, 2.0], True, {"kept": 0, "layers": 2})
-    host = Run("host", [2.0 * BARS["host"]] * 3, True, {"kept": 4_000_000, "layers": 2})
+    base = Run(TORCH, [2.0, 2.0, 2.0], True, {"saved": 0, "layers": 2})
+    host = Run("host", [2.0 * BARS["host"]] * 3, True, {"saved": 4_000_000, "layers": 2})
     assert host.met(base) and base.met(base)
     assert "2.00" in table_of([base, host], "tiny", 64, 3, 1).rows[1]
     host.seconds = [2.2] * 3
@@ -37,15 +37,15 @@ class InThisProcess:
 
 
 def test_a_run_of_a_tiny_model() -> None:
-    team, runs, threads = InThisProcess(), [Run(name) for name in WAYS], torch.get_num_threads()
-    team.ask("start", shape="tiny", threads=1, tokens=32, ways=WAYS)
+    team, runs, threads = InThisProcess(), [Run(name) for name in MODES], torch.get_num_threads()
+    team.ask("start", shape="tiny", threads=1, tokens=32, modes=MODES)
     measure(team, runs, rounds=1, repeats=1)  # type: ignore[arg-type]
     torch.set_num_threads(threads)
-    kept = {run.name: run.facts["kept"] for run in runs}
+    saved = {run.name: run.facts["saved"] for run in runs}
     assert all(run.same_bits and run.seconds[0] > 0 for run in runs)
-    assert kept[TORCH] == kept["device"] == 0
+    assert saved[TORCH] == saved["device"] == 0
     layers, nbytes = runs[0].facts["layers"], -(-runs[0].facts["input"] // 4096) * 4096
-    assert {kept[name] for name in ("one buffer", "host", "NVMe")} == {layers * nbytes}
+    assert {saved[name] for name in ("one buffer", "host", "NVMe")} == {layers * nbytes}
     team._rank.close()
 
 
@@ -67,15 +67,15 @@ class Wrong:
     def __call__(self, function: Any, hidden: torch.Tensor, *args: Any) -> Any:
         return function(Flipped.apply(hidden), *args)
 
-    def kept_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return 0
 
 
 def test_gradients_of_the_same_norm_are_not_the_same() -> None:
     rank, threads = Checkpointed(), torch.get_num_threads()
-    rank.start(shape="tiny", threads=1, tokens=32, ways={TORCH: None, "device": {}})
+    rank.start(shape="tiny", threads=1, tokens=32, modes={TORCH: None, "device": {}})
     assert rank.compare() == {TORCH: True, "device": True}
-    rank._ways["device"] = Wrong()  # type: ignore[assignment]
+    rank._modes["device"] = Wrong()  # type: ignore[assignment]
     assert rank.compare() == {TORCH: True, "device": False}
     torch.set_num_threads(threads)
     rank.close()
@@ -97,7 +97,7 @@ def test_a_missed_bar_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(team: Any, runs: list[Run], rounds: int, repeats: int) -> None:
         for run in runs:
             run.seconds, run.same_bits = [2.0], run.name != "host"
-            run.facts = {"kept": 0, "layers": 2}
+            run.facts = {"saved": 0, "layers": 2}
 
     def write(name: str, *rest: Any) -> list[Path]:
         written.append(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import aio
-from benchmarks.peers import storage_engines, tensor_homes
+from benchmarks.peers import storage_engines, tensor_storage
 from benchmarks.peers.storage_engines import Mover, block_latencies, percentile_99
 from zero_ext import ops
 from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile, Setting
@@ -63,45 +63,45 @@ def test_engines_are_judged_against_the_same_engine() -> None:
     assert table.rows[4][1:4] == ["0.56", "0.100", "2.0"]
 
 
-def homes_of(arena_seconds: float, files_seconds: float) -> list[aio.Passes]:
-    homes = [aio.Passes("arena in a file", aio.arena), aio.Passes("file per tensor", aio.file_per_tensor)]
-    for home, seconds in zip(homes, (arena_seconds, files_seconds), strict=True):
-        home.setups = [0.5]
-        for figures in (home.seconds, home.processor, home.p99):
+def storages_of(arena_seconds: float, files_seconds: float) -> list[aio.Passes]:
+    storages = [aio.Passes("arena in a file", aio.arena), aio.Passes("file per tensor", aio.file_per_tensor)]
+    for storage, seconds in zip(storages, (arena_seconds, files_seconds), strict=True):
+        storage.setups = [0.5]
+        for figures in (storage.seconds, storage.processor, storage.p99):
             for name, _ in aio.PASSES:
                 figures[name] = [seconds, 3 * seconds, seconds]
-    return homes
+    return storages
 
 
 @pytest.mark.parametrize(("arena_seconds", "met"), [(1.0, True), (1.04, True), (1.1, False)])
 def test_the_arena_is_judged_against_files(arena_seconds: float, met: bool) -> None:
-    table, figures = aio.judge_homes(homes_of(arena_seconds, 1.0), 0)
+    table, figures = aio.judge_storages(storages_of(arena_seconds, 1.0), 0)
     assert [row["met"] for row in figures] == [None, met] * 4
     assert {row["setup_seconds"] for row in figures} == {0.5}
     assert len(table.rows) == 8 and all(len(row) == len(table.columns) for row in table.rows)
 
 
-def homes() -> Iterator[object]:
-    yield tensor_homes.arena
-    yield tensor_homes.file_per_tensor
-    if not tensor_homes.why_no_loop_device():
-        yield tensor_homes.block_device
+def storages() -> Iterator[object]:
+    yield tensor_storage.arena
+    yield tensor_storage.file_per_tensor
+    if not tensor_storage.why_no_loop_device():
+        yield tensor_storage.block_device
 
 
-@pytest.mark.parametrize("make", list(homes()))
-def test_tensors_come_back_from_every_home(make: aio.Passes, tmp_path: Path) -> None:
-    with make(tmp_path, SIZES, SETTING) as home:  # type: ignore[operator]
+@pytest.mark.parametrize("make", list(storages()))
+def test_tensors_come_back_from_every_storage(make: aio.Passes, tmp_path: Path) -> None:
+    with make(tmp_path, SIZES, SETTING) as storage:  # type: ignore[operator]
         written = []
         for number, size in enumerate(SIZES):
             tensor = ops.host_buffer(size).random_()
             written.append(tensor)
-            home.start(number, tensor, True)()
+            storage.start(number, tensor, True)()
         for number, tensor in enumerate(written):
             target = ops.host_buffer(tensor.numel()).fill_(0xEE)
-            home.start(number, target, False)()
+            storage.start(number, target, False)()
             assert torch.equal(target, tensor)
         memory = ops.host_buffer(aio.WINDOW * max(SIZES))
-        assert len(aio.run_pass(home, memory, SIZES, writing=False)) == len(SIZES)
+        assert len(aio.run_pass(storage, memory, SIZES, writing=False)) == len(SIZES)
         last = len(SIZES) - 1
         begin = last % aio.WINDOW * max(SIZES)
         assert torch.equal(memory[begin : begin + SIZES[last]], written[last])
@@ -132,8 +132,8 @@ def test_a_short_run_names_who_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     assert "DeepSpeed's aio handle: needs libaio-dev: libaio.h" in missing
     assert all(len(each.p99[True]) == 1 for each in contenders[1:])
     assert any(line.startswith("fio: not installed") for line in missing)
-    passes = aio.measure_homes(tmp_path, 1, 2, missing)
+    passes = aio.measure_storages(tmp_path, 1, 2, missing)
     assert [len(each.setups) for each in passes] == [2] * len(passes)
-    aio.judge_homes(passes, 1)
+    aio.judge_storages(passes, 1)
     assert list(tmp_path.iterdir()) == []
-    assert storage_engines.HANDLE != tensor_homes.HANDLE
+    assert storage_engines.HANDLE != tensor_storage.HANDLE

@@ -21,7 +21,7 @@ from tests.benchmarks.conftest import Concluded
 # Of all ranks in a step; a node sends half of it.
 CROSSING = {"adam": 4_000_000, "onebit_adam": 200_000, "zero3": 6_000_000, "zeropp": 1_500_000}
 COMPUTE = {"adam": 1.0, "onebit_adam": 1.25, "zero3": 1.5, "zeropp": 2.0}
-SECONDS_ALONE = {"half": 1.0, "engine_half": 1.3, "signs": 0.08, "packed_signs": 0.2}
+SECONDS_ALONE = {"half": 1.0, "engine_half": 1.3, "onebit": 0.08, "packed_onebit": 0.2}
 
 
 class PretendedTeam:
@@ -38,16 +38,16 @@ class PretendedTeam:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def ask(self, command: str, **given: Any) -> list[Any]:
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
         if command == "start":
             return [None] * 4
-        steps, self.done = given["until"] - self.done, given["until"]
+        steps, self.done = arguments["until"] - self.done, arguments["until"]
         seconds = COMPUTE[self.mode]
         if self.network.rate is not None:
             seconds += max(0.0, 8 * CROSSING[self.mode] / 2 / self.network.rate - self.hidden * seconds)
         count = CROSSING[self.mode] * steps // 4
-        part = {"sent": {"gather": 2 * count}, "crossing": {"gather": count}, "seconds": seconds * steps}
-        return [part] * 4
+        answer = {"sent": {"gather": 2 * count}, "crossing": {"gather": count}, "seconds": seconds * steps}
+        return [answer] * 4
 
 
 class PretendedNetwork(ModelledNetwork):
@@ -82,9 +82,9 @@ def test_the_rate_is_found_by_measuring(network: PretendedNetwork) -> None:
     assert fast.communication > 5 and fast.failures() == []
 
 
-@pytest.mark.parametrize(("signs", "status"), [(0.08, 0), (0.12, 1)])
+@pytest.mark.parametrize(("onebit", "status"), [(0.08, 0), (0.12, 1)])
 def test_main(
-    signs: float,
+    onebit: float,
     status: int,
     network: PretendedNetwork,
     concluded: Concluded,
@@ -95,7 +95,7 @@ def test_main(
         yield network
 
     def alone(*_: Any, **__: Any) -> dict[str, float]:
-        return SECONDS_ALONE | {"signs": signs}
+        return SECONDS_ALONE | {"onebit": onebit}
 
     monkeypatch.setattr(compressed, "open_network", opened)
     monkeypatch.setattr(compressed, "alone", alone)
@@ -103,7 +103,7 @@ def test_main(
     assert ended == status
     assert [one["met"] for one in data["results"]] == [True, True]
     assert data["links"].startswith("token bucket") and data["times_shorter_alone"] == pytest.approx(
-        1 / signs
+        1 / onebit
     )
     rate = data["results"][0]["bits_per_second"]
     assert re.fullmatch(r"[\d.]+", str(rate)) and rate > 1e6

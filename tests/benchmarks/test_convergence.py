@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import convergence
 from benchmarks.harness import convergence_run
-from benchmarks.harness.convergence_run import LAST_STEPS, Record, places
+from benchmarks.harness.convergence_run import LAST_STEPS, Record, evaluation_steps
 from benchmarks.harness.convergence_verdict import judge
 from benchmarks.harness.text_model import BYTE_LLAMA, text_run
 from tests.benchmarks.conftest import Concluded
@@ -33,21 +33,21 @@ class PretendedTeam:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def ask(self, command: str, **given: Any) -> list[Any]:
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
         if command == "start":
-            self.mode, self.seed = given["mode"], given["seed"]
-            self.kept = Path(given["folder"]) / "step-1"
-            found = json.loads(self.kept.read_text()) if self.kept.exists() else None
+            self.mode, self.seed = arguments["mode"], arguments["seed"]
+            self.stored = Path(arguments["folder"]) / "step-1"
+            found = json.loads(self.stored.read_text()) if self.stored.exists() else None
             self.done = found["done"] if found else 0
             return [found] * 4
         if command == "train":
-            self.trained.append((self.mode, self.done, given["until"]))
-            steps, self.done = given["until"] - self.done, given["until"]
-            part = {"losses": [3.0] * steps, "sent": {"gather": 10 * steps}, "seconds": 1.0}
-            return [part | {"crossing": {"gather": steps}}] * 4
+            self.trained.append((self.mode, self.done, arguments["until"]))
+            steps, self.done = arguments["until"] - self.done, arguments["until"]
+            answer = {"losses": [3.0] * steps, "sent": {"gather": 10 * steps}, "seconds": 1.0}
+            return [answer | {"crossing": {"gather": steps}}] * 4
         if command == "held_out":
             return [ENDS[self.mode] * (1 + self.seed / 100)] * 4
-        self.kept.write_text(json.dumps(given["record"]))
+        self.stored.write_text(json.dumps(arguments["record"]))
         return [None] * 4
 
 
@@ -77,7 +77,7 @@ def test_a_run_goes_on_where_the_last_sitting_stopped(
     assert status == 0 and data["unfinished"] == []
     for mode in ("adam", "onebit_adam"):
         sittings = [(begin, end) for name, begin, end in pretended if name == mode]
-        assert [end for _, end in sittings] == places(60) and sittings[0][0] == 0
+        assert [end for _, end in sittings] == evaluation_steps(60) and sittings[0][0] == 0
         assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(sittings))
     (adam, one_bit) = data["runs"]
     assert len(adam["losses"]) == 60 and adam["sent"] == {"gather": 4 * 10 * 60}
@@ -126,17 +126,17 @@ def test_a_missed_bar_ends_the_program(
 
 
 def test_the_end_is_judged_closely() -> None:
-    at = places(3000)
+    at = evaluation_steps(3000)
     assert at[-10:] == list(range(2910, 3001, 10)) and 30 < len(at) < 45
     assert at[:3] == [100, 200, 300] and LAST_STEPS == 100
-    assert places(4)[-1] == 4 and places(1) == [1]
+    assert evaluation_steps(4)[-1] == 4 and evaluation_steps(1) == [1]
 
 
 def test_ranks_draw_other_windows_and_modes_the_same() -> None:
     run, text = text_run("8m-bytes"), torch.randint(256, (5000,), dtype=torch.uint8)
     drawn = [run.windows(text, 1, 7, rank, 4) for rank in range(4)]
     assert drawn[0].shape == (run.batch, run.window) and drawn[0].dtype == torch.int64
-    assert len({tuple(part.flatten().tolist()) for part in drawn}) == 4
+    assert len({tuple(answer.flatten().tolist()) for answer in drawn}) == 4
     assert torch.equal(drawn[2], run.windows(text, 1, 7, 2, 4))
     assert not torch.equal(drawn[2], run.windows(text, 1, 8, 2, 4))
     judged = torch.cat([run.held_out(text, rank, 4) for rank in range(4)])

@@ -22,7 +22,7 @@ def test_contenders_of_a_match_have_equal_resources() -> None:
         assert len(resources) == 1
 
 
-def test_only_keeps_the_named_contenders() -> None:
+def test_only_selects_the_named_contenders() -> None:
     (match,) = select(STEP_MATCHES, ["stage3", "fsdp2"])
     assert (match.subject, match.peers) == ("stage3", ("fsdp2",))
     assert select(STEP_MATCHES, []) == list(STEP_MATCHES)
@@ -33,10 +33,10 @@ def test_only_keeps_the_named_contenders() -> None:
 
 def test_a_match_is_split_when_memory_is_short() -> None:
     match, shape = STEP_MATCHES[0], SHAPES["239m"]
-    whole = expected_bytes((match.subject, *match.peers), shape)
-    assert split_to_fit(match, shape, whole) == [match]
-    parts = split_to_fit(match, shape, whole - 1)
-    assert [(part.subject, part.bars) for part in parts] == [("stage3", (bar,)) for bar in match.bars]
+    all_bytes = expected_bytes((match.subject, *match.peers), shape)
+    assert split_to_fit(match, shape, all_bytes) == [match]
+    fitting = split_to_fit(match, shape, all_bytes - 1)
+    assert [(each.subject, each.bars) for each in fitting] == [("stage3", (bar,)) for bar in match.bars]
 
 
 def test_rounds_alternate_direction() -> None:

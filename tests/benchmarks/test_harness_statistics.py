@@ -11,7 +11,7 @@ from benchmarks.harness.shapes import SHAPES, batch_for, build_model
 from benchmarks.harness.statistics import agree, largest_difference, mean_over_ranks, ratio_of_rounds, within
 
 
-def test_ratio_is_taken_within_rounds() -> None:
+def test_ratio_is_computed_within_rounds() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -53,7 +53,7 @@ def test_losses_are_averaged_over_ranks() -> None:
     assert mean_over_ranks([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
 
 
-def test_formula_gives_the_published_example() -> None:
+def test_formula_equals_the_published_example() -> None:
     gigabytes = [sum(state_bytes(7_500_000_000, stage, 64).values()) / 1e9 for stage in range(4)]
     assert gigabytes == pytest.approx([120.0, 31.4, 16.6, 1.88], rel=3e-3)
     with pytest.raises(ValueError, match="stage"):
@@ -85,9 +85,9 @@ def test_live_tensors_count_a_storage_once() -> None:
     import torch
 
     before = live_tensor_bytes()
-    whole = torch.ones(1 << 20)
-    views = [whole[:10], whole.view(2, -1)]
-    assert live_tensor_bytes() - before == whole.nbytes
-    whole.grad = torch.ones(1 << 20)
-    assert live_tensor_bytes() - before == 2 * whole.nbytes
+    tensor = torch.ones(1 << 20)
+    views = [tensor[:10], tensor.view(2, -1)]
+    assert live_tensor_bytes() - before == tensor.nbytes
+    tensor.grad = torch.ones(1 << 20)
+    assert live_tensor_bytes() - before == 2 * tensor.nbytes
     assert len(views) == 2

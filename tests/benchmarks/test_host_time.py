@@ -24,7 +24,7 @@ def count() -> dict[str, Counter[str]]:
     return found
 
 
-def test_a_layer_takes_fewer_calls_than_fsdp2s_and_one_of_the_backend_for_a_collective() -> None:
+def test_a_layer_needs_fewer_calls_than_fsdp2s_and_one_of_the_backend_for_a_collective() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.test_host_time"],
         cwd=Path(__file__).resolve().parents[2],

@@ -63,7 +63,7 @@ def test_a_tiny_trial(kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert facts["peak_bytes"] > 10**8
 
 
-def test_refused_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         torch.empty(1 << 50, device="cpu")
 

@@ -113,16 +113,16 @@ def test_aio(
         missing.append("DeepSpeed's aio handle: not here")
         return found
 
-    def homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[aio.Passes]:
+    def storages(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[aio.Passes]:
         found = [aio.Passes("arena in a file", aio.arena), aio.Passes("file per tensor", aio.file_per_tensor)]
-        for home in found:
-            home.setups = [0.5]
-            for figures in (home.seconds, home.processor, home.p99):
+        for passes in found:
+            passes.setups = [0.5]
+            for figures in (passes.seconds, passes.processor, passes.p99):
                 figures.update({name: [1.0] for name, _ in aio.PASSES})
         return found
 
     monkeypatch.setattr(aio, "measure_engines", movers)
-    monkeypatch.setattr(aio, "measure_homes", homes)
+    monkeypatch.setattr(aio, "measure_homes", storages)
     data, ended = concluded(aio.main, 0.001, 1, tmp_path)
     assert data["not_measured"] == ["DeepSpeed's aio handle: not here"]
     engines = [row for row in data["results"] if row["name"].startswith("fio")]
@@ -157,15 +157,15 @@ def test_load(over: int, status: int, concluded: Concluded, monkeypatch: pytest.
 @pytest.mark.parametrize(("seconds", "status"), [(1.9, 0), (2.1, 1)])
 def test_plan(seconds: float, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar is for a trillion parameters."""
-    taken: list[tuple[str, ...]] = []
+    commands: list[tuple[str, ...]] = []
 
     def seconds_of(arguments: tuple[str, ...]) -> float:
-        taken.append(arguments)
+        commands.append(arguments)
         return seconds if arguments[0] == "1t" else 5.0
 
     monkeypatch.setattr(plan, "seconds_of", seconds_of)
     data, ended = concluded(plan.main, 3)
-    assert ended == status and len(taken) == 3 * len(plan.PLANS)
+    assert ended == status and len(commands) == 3 * len(plan.PLANS)
     assert data["seconds"]["1t --machine dgx2-v100 --gpus 16"] == seconds
 
 
@@ -204,4 +204,4 @@ def test_tune(repeated: bool, status: int, concluded: Concluded, monkeypatch: py
     monkeypatch.setattr(tune, "search", misled)
     data, ended = concluded(tune.main, 2, 1, 2)
     assert ended == status and data["points"] == 24 and data["trials"] < 24 + 3 * 2
-    assert data["part_of_best"] == (1.0 if repeated else 1 / 16)
+    assert data["share_of_best"] == (1.0 if repeated else 1 / 16)

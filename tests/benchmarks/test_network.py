@@ -42,7 +42,7 @@ def namespaces() -> set[str]:
 
 def test_nodes_share_no_memory_and_their_links_are_limited(emulated: EmulatedNetwork) -> None:
     with Team("nodes", 4, 1, timeout_seconds=120.0, worker=WORKER, network=emulated) as team:
-        assert team.ask("join") == [{"world": "GroupExchange", "node": "HostExchange"}] * 4
+        assert team.ask("join") == [{"world": "ProcessGroupTransport", "node": "CrossProcessTransport"}] * 4
         before = [emulated.bytes_sent(node) for node in range(2)]
         team.ask("send", source=0, target=1, nbytes=8 * MEGA)
         inside = [emulated.bytes_sent(node) - count for node, count in enumerate(before)]
@@ -108,22 +108,22 @@ def test_modelled_links_are_shared_by_a_node(monkeypatch: pytest.MonkeyPatch) ->
     assert not links[0].exists()
 
 
-def test_crossing_bytes_take_time_where_the_link_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wire:
+def test_crossing_bytes_cost_time_where_the_link_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Traffic:
         def record(self, *arguments: object) -> None:
             recorded.append(arguments)
 
     recorded: list[object] = []
     slept: list[float] = []
     monkeypatch.setattr(token_bucket.time, "sleep", slept.append)
-    wire = Wire()
-    slow_down(wire)
-    wire.record("gather", 10, 20, 5)
+    traffic = Traffic()
+    slow_down(traffic)
+    traffic.record("gather", 10, 20, 5)
     assert slept == []
     with ModelledNetwork(2, 2, 8 * MEGA, "a test") as modelled:
         monkeypatch.setenv(token_bucket.FILE, modelled.environment(3)[token_bucket.FILE])
-        slow_down(wire)
-        wire.record("gather", 10, 20, MEGA)
+        slow_down(traffic)
+        traffic.record("gather", 10, 20, MEGA)
     assert recorded == [("gather", 10, 20, 5), ("gather", 10, 20, MEGA)]
     (seconds,) = slept
     assert 0.9 < seconds <= 1.0

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 
 
-class CountingStorage(Storage):
+class CountingFilesystem(Filesystem):
     """Calls ``strike(number, name)`` before every change; cuts the write of number ``torn_write`` in half."""
 
     block_bytes = 1 << 16
@@ -59,23 +59,23 @@ class CountingStorage(Storage):
         super().remove(path)
 
 
-def die_at(boundary: int, torn: bool) -> CountingStorage:
+def die_at(boundary: int, torn: bool) -> CountingFilesystem:
     """SIGKILL before the change of number ``boundary``, or in the middle of the write of that number."""
 
     def strike(number: int, name: str) -> None:
         if number == boundary and not torn:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return CountingStorage(strike, boundary if torn else None)
+    return CountingFilesystem(strike, boundary if torn else None)
 
 
 def fail_at(
     boundary: int, error: int, lasting: Callable[[str], bool] = lambda name: False
-) -> CountingStorage:
+) -> CountingFilesystem:
     """Raises OSError at that change, and at all later ones whose name ``lasting`` says cannot succeed."""
 
     def strike(number: int, name: str) -> None:
         if number == boundary or (number > boundary and lasting(name)):
             raise OSError(error, os.strerror(error), name)
 
-    return CountingStorage(strike)
+    return CountingFilesystem(strike)

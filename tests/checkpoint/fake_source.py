@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zero_ext.checkpoint import StoredValues
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     kind: str
     name: str
     start: int
@@ -108,8 +108,8 @@ class FakeSource:
         }
 
     def _own(self, numel: int) -> tuple[int, int]:
-        part = -(-numel // self.world_size)
-        return min(self.rank * part, numel), min((self.rank + 1) * part, numel)
+        size = -(-numel // self.world_size)
+        return min(self.rank * size, numel), min((self.rank + 1) * size, numel)
 
     def _held(self, full: torch.Tensor) -> tuple[int, int]:
         return self._own(full.numel()) if self.sharded else (0, full.numel())
@@ -117,20 +117,20 @@ class FakeSource:
     def parameter_table(self) -> Mapping[str, Parameter]:
         return self.table
 
-    def save_pieces(self) -> Iterator[Piece]:
+    def save_slices(self) -> Iterator[TensorSlice]:
         for (kind, name), tensor in self.held.items():
             begin, end = self._own(self.table[name].numel)
             first = begin if self.sharded else 0
-            # Two runs for each, so that a tensor has more pieces than ranks.
+            # Two slices for each, so that a tensor has more slices than ranks.
             middle = begin + (end - begin) // 3
             for low, high in ((begin, middle), (middle, end)):
                 if low < high:
-                    yield Piece(kind, name, low, tensor[low - first : high - first])
+                    yield TensorSlice(kind, name, low, tensor[low - first : high - first])
 
-    def load_pieces(self) -> Iterator[Piece]:
+    def load_slices(self) -> Iterator[TensorSlice]:
         for (kind, name), tensor in self.held.items():
             start = self._own(self.table[name].numel)[0] if self.sharded else 0
-            yield Piece(kind, name, start, tensor)
+            yield TensorSlice(kind, name, start, tensor)
 
     def scalar_state(self) -> dict[str, Any]:
         return copy.deepcopy(self.scalars)

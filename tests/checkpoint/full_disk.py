@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoint.fake_source import FakeSource, dense
 from tests.checkpoint.kill_loop import REFUSED, in_child, join
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, load_state, save_state
 
 SMALL = {"w": dense(1000)}
 LARGE = {"w": dense(400_000)}  # 4.8 MB of state
@@ -41,7 +41,7 @@ def save_large(folder: Path, store: Path, rank: int, mounted: bool) -> int:
         limit_file_size()
     group = join(store, rank, 2)
     try:
-        save_checkpoint(folder, FakeSource(LARGE, 2, rank, 2, group))
+        save_state(folder, FakeSource(LARGE, 2, rank, 2, group))
     except CheckpointError as error:
         # One write a line: both ranks have the same pipe.
         os.write(sys.stdout.fileno(), f"rank {rank}: {error}\n".encode())
@@ -55,7 +55,7 @@ def main() -> None:
     mounted = mount_small(folder)
     print("tmpfs" if mounted else "file size limit")
     sys.stdout.flush()
-    save_checkpoint(folder, FakeSource(SMALL, 1))
+    save_state(folder, FakeSource(SMALL, 1))
     before = {path.name for path in folder.iterdir()}
     store = folder.with_suffix(".store")
     children = [in_child(lambda rank=rank: save_large(folder, store, rank, mounted)) for rank in range(2)]  # type: ignore[misc]
@@ -66,7 +66,7 @@ def main() -> None:
     if after != before:
         raise AssertionError(f"left behind: {after - before}")
     source = FakeSource(SMALL, 99)
-    load_checkpoint(folder, source)
+    load_state(folder, source)
     if not source.holds(1):
         raise AssertionError("the last checkpoint is not whole")
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.boundaries import CountingStorage, die_at
+from tests.checkpoint.boundaries import CountingFilesystem, die_at
 from tests.checkpoint.fake_source import FakeSource, dense
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, saving
+from zero_ext.checkpoint import CheckpointError, load_state, save_state, saving
 
 TABLE = {"w": dense(25_000), "b": dense(17)}
 OLD, NEW, NEXT = 1, 2, 3
@@ -29,13 +29,13 @@ SCENARIOS = {
     "second": {},
     "replace": {"step": OLD},
     "keep": {"keep_last": 1},
-    "background": {"asynchronous": True},
+    "background": {"async_save": True},
 }
 SAVED, REFUSED, BROKEN = 0, 7, 9
 
 
-def use(storage: CountingStorage | None) -> None:
-    saving.Storage = (lambda: storage) if storage is not None else CountingStorage.__base__  # type: ignore[misc, assignment]
+def use(filesystem: CountingFilesystem | None) -> None:
+    saving.Filesystem = (lambda: filesystem) if filesystem is not None else CountingFilesystem.__base__  # type: ignore[misc, assignment]
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -62,23 +62,25 @@ def join(store: Path, rank: int, world_size: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-def save_new(folder: Path, scenario: str, rank: int, world_size: int, storage: CountingStorage | None) -> int:
+def save_new(
+    folder: Path, scenario: str, rank: int, world_size: int, filesystem: CountingFilesystem | None
+) -> int:
     group = join(folder.with_suffix(".store"), rank, world_size)
-    use(storage)
+    use(filesystem)
     try:
-        save_checkpoint(folder, FakeSource(TABLE, NEW, rank, world_size, group), **SCENARIOS[scenario]).wait()
+        save_state(folder, FakeSource(TABLE, NEW, rank, world_size, group), **SCENARIOS[scenario]).wait()
     except CheckpointError as error:
         print(f"rank {rank} refused: {error}", file=sys.stderr)
         return REFUSED
     return SAVED
 
 
-def check_whole(folder: Path, scenario: str) -> str:
+def check_complete(folder: Path, scenario: str) -> str:
     """What loads: the old state or the new one, never anything else."""
     source = FakeSource(TABLE, 99)
     source.poison()
     try:
-        load_checkpoint(folder, source)
+        load_state(folder, source)
     except CheckpointError as error:
         if scenario == "first" and "holds no checkpoint" in str(error):
             return "none"
@@ -92,9 +94,9 @@ def check_whole(folder: Path, scenario: str) -> str:
 
 def check_next(folder: Path) -> None:
     """The next save works and leaves nothing of the killed one behind."""
-    save_checkpoint(folder, FakeSource(TABLE, NEXT))
+    save_state(folder, FakeSource(TABLE, NEXT))
     source = FakeSource(TABLE, 99)
-    load_checkpoint(folder, source)
+    load_state(folder, source)
     if not source.holds(NEXT):
         raise AssertionError("the next save does not load")
     for path in folder.iterdir():
@@ -105,12 +107,12 @@ def check_next(folder: Path) -> None:
 def attempt(folder: Path, scenario: str, world_size: int, victim: int, boundary: int, torn: bool) -> bool:
     """One killed save; False if the save has fewer changes than ``boundary`` and so was not killed."""
     if scenario != "first":
-        save_checkpoint(folder, FakeSource(TABLE, OLD))
+        save_state(folder, FakeSource(TABLE, OLD))
     children = {}
     begin = time.monotonic()
     for rank in range(world_size):
-        storage = die_at(boundary, torn) if rank == victim else None
-        children[in_child(lambda r=rank, s=storage: save_new(folder, scenario, r, world_size, s))] = rank  # type: ignore[misc]
+        filesystem = die_at(boundary, torn) if rank == victim else None
+        children[in_child(lambda r=rank, s=filesystem: save_new(folder, scenario, r, world_size, s))] = rank  # type: ignore[misc]
     codes = {
         children[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in children)
     }
@@ -118,7 +120,7 @@ def attempt(folder: Path, scenario: str, world_size: int, victim: int, boundary:
     if BROKEN in codes.values() or seconds > 45:
         raise AssertionError(f"exit codes {codes} after {seconds:.1f} s")
     killed = codes[victim] == -signal.SIGKILL
-    state = check_whole(folder, scenario)
+    state = check_complete(folder, scenario)
     if not killed and (state, set(codes.values())) != ("new", {SAVED}):
         raise AssertionError(f"nobody was killed, yet {state} loads and the codes are {codes}")
     for rank, code in codes.items():

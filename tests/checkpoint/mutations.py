@@ -50,7 +50,7 @@ def hostile_value(generator: random.Random) -> Any:
     return generator.choice(makers)()
 
 
-def places_of(value: Any) -> list[tuple[Any, Any]]:
+def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Every container in a JSON value with every one of its keys or indices."""
     found: list[tuple[Any, Any]] = []
     pending = [value]
@@ -65,18 +65,18 @@ def places_of(value: Any) -> list[tuple[Any, Any]]:
 def mutate_json(value: Any, generator: random.Random) -> Any:
     """Replaces, removes, doubles or exchanges one to three items anywhere in `value`, which is changed."""
     for _ in range(generator.randint(1, 3)):
-        places = places_of(value)
-        if not places or generator.random() < 0.02:
+        items = items_of(value)
+        if not items or generator.random() < 0.02:
             return hostile_value(generator)
-        owner, key = generator.choice(places)
+        owner, key = generator.choice(items)
         action = generator.randrange(5)
         if action == 0:
             del owner[key]
         elif action == 1 and isinstance(owner, list):
             owner.insert(key, json.loads(json.dumps(owner[key])))
         elif action == 2:
-            other, place = generator.choice(places)
-            owner[key] = json.loads(json.dumps(other[place]))
+            other, other_key = generator.choice(items)
+            owner[key] = json.loads(json.dumps(other[other_key]))
         elif action == 3 and isinstance(owner, dict):
             owner[generator.choice(TEXTS)] = owner.pop(key)
         else:

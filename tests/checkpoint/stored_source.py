@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint.fake_source import FakeSource, Piece
+from tests.checkpoint.fake_source import FakeSource, TensorSlice
 from zero_ext.checkpoint import StoredValues
 
 BLOCK = 1024  # elements; a write changes whole blocks, as a disk does
@@ -103,18 +103,18 @@ class StoredSource(FakeSource):
         self.meter = meter or Meter()
         self.stored = stored
 
-    def _wrapped(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if isinstance(piece.tensor, torch.Tensor) and self.stored(piece.kind, piece.name):
-                yield piece._replace(tensor=FakeStore(piece.tensor, self.meter))
+    def _wrapped(self, slices: Iterator[TensorSlice]) -> Iterator[TensorSlice]:
+        for owned in slices:
+            if isinstance(owned.tensor, torch.Tensor) and self.stored(owned.kind, owned.name):
+                yield owned._replace(tensor=FakeStore(owned.tensor, self.meter))
             else:
-                yield piece
+                yield owned
 
-    def save_pieces(self) -> Iterator[Piece]:
-        return self._wrapped(super().save_pieces())
+    def save_slices(self) -> Iterator[TensorSlice]:
+        return self._wrapped(super().save_slices())
 
-    def load_pieces(self) -> Iterator[Piece]:
-        return self._wrapped(super().load_pieces())
+    def load_slices(self) -> Iterator[TensorSlice]:
+        return self._wrapped(super().load_slices())
 
 
 class FileValues:
@@ -144,8 +144,8 @@ class FileSource(FakeSource):
         self.table = table
         self.values = values
 
-    def save_pieces(self) -> Iterator[Piece]:
-        yield Piece("master", "w", 0, self.values)
+    def save_slices(self) -> Iterator[TensorSlice]:
+        yield TensorSlice("master", "w", 0, self.values)
 
-    def load_pieces(self) -> Iterator[Piece]:
-        return self.save_pieces()
+    def load_slices(self) -> Iterator[TensorSlice]:
+        return self.save_slices()

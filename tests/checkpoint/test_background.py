@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.boundaries import CountingStorage, fail_at
+from tests.checkpoint.boundaries import CountingFilesystem, fail_at
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from zero_ext import ops
-from zero_ext.checkpoint import CheckpointError, SaveHandle, load_checkpoint, save_checkpoint, saving
+from zero_ext.checkpoint import CheckpointError, SaveHandle, load_state, save_state, saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds every write until it is set."""
     event = threading.Event()
-    storage = CountingStorage(lambda number, name: event.wait(30) or None)
-    monkeypatch.setattr(saving, "Storage", lambda: storage)
+    filesystem = CountingFilesystem(lambda number, name: event.wait(30) or None)
+    monkeypatch.setattr(saving, "Filesystem", lambda: filesystem)
     return event
 
 
 def test_it_returns_before_anything_is_written(tmp_path: Path, gate: threading.Event) -> None:
     source = FakeSource(SMALL, 4)
-    handle = save_checkpoint(tmp_path, source, asynchronous=True)
+    handle = save_state(tmp_path, source, async_save=True)
     assert not handle.done()
     with pytest.raises(TimeoutError, match="step-000004"):
         handle.wait(0.05)
@@ -39,20 +39,20 @@ def test_it_returns_before_anything_is_written(tmp_path: Path, gate: threading.E
     source.poison()
     gate.set()
     assert handle.wait() == tmp_path / "step-000004"
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(4)
 
 
 def test_the_next_save_and_load_wait_for_it(tmp_path: Path, gate: threading.Event) -> None:
     source = FakeSource(SMALL, 4)
-    handle = save_checkpoint(tmp_path, source, step=1, asynchronous=True)
+    handle = save_state(tmp_path, source, step=1, async_save=True)
     threading.Timer(0.2, gate.set).start()
-    save_checkpoint(tmp_path, source, step=2)
+    save_state(tmp_path, source, step=2)
     assert handle.done()
     gate.clear()
-    handle = save_checkpoint(tmp_path, source, step=3, asynchronous=True)
+    handle = save_state(tmp_path, source, step=3, async_save=True)
     threading.Timer(0.2, gate.set).start()
-    assert load_checkpoint(tmp_path, source).step == 3
+    assert load_state(tmp_path, source).step == 3
     assert handle.done()
 
 
@@ -60,7 +60,7 @@ def test_the_staged_copy_goes_when_the_save_has_ended(tmp_path: Path, gate: thre
     source = FakeSource(SMALL, 4)
     gc.collect()
     before = ops.host_buffer_bytes()
-    handle = save_checkpoint(tmp_path, source, asynchronous=True)
+    handle = save_state(tmp_path, source, async_save=True)
     state = sum(tensor.nbytes for tensor in source.held.values())
     assert state <= ops.host_buffer_bytes() - before <= state + 64 * 20
     gate.set()
@@ -72,8 +72,8 @@ def test_the_staged_copy_goes_when_the_save_has_ended(tmp_path: Path, gate: thre
 
 
 def fail_in_background(folder: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> SaveHandle:
-    monkeypatch.setattr(saving, "Storage", lambda: fail_at(5, errno.ENOSPC, lambda name: True))
-    handle = save_checkpoint(folder, source, asynchronous=True)
+    monkeypatch.setattr(saving, "Filesystem", lambda: fail_at(5, errno.ENOSPC, lambda name: True))
+    handle = save_state(folder, source, async_save=True)
     monkeypatch.undo()
     return handle
 
@@ -84,8 +84,8 @@ def test_an_error_comes_out_of_the_handle(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait()
-    save_checkpoint(tmp_path, source)  # who has been told is not told again
-    load_checkpoint(tmp_path, source)
+    save_state(tmp_path, source)  # who has been told is not told again
+    load_state(tmp_path, source)
 
 
 @pytest.mark.parametrize("following", ["save", "load"])
@@ -93,15 +93,15 @@ def test_an_error_comes_out_of_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, following: str
 ) -> None:
     source = FakeSource(SMALL, 4)
-    save_checkpoint(tmp_path, source, step=1)
+    save_state(tmp_path, source, step=1)
     fail_in_background(tmp_path, source, monkeypatch)
     with pytest.raises(CheckpointError, match=r"previous save, step-000004, failed.*No space left"):
         if following == "save":
-            save_checkpoint(tmp_path, source, step=2)
+            save_state(tmp_path, source, step=2)
         else:
-            load_checkpoint(tmp_path, source)
+            load_state(tmp_path, source)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001"]
-    save_checkpoint(tmp_path, source, step=2)
+    save_state(tmp_path, source, step=2)
 
 
 def test_an_error_nobody_asks_for_is_printed(
@@ -121,21 +121,21 @@ def test_an_error_nobody_asks_for_is_printed(
 EXIT_PROGRAM = """
 import errno, sys, time
 import torch.distributed as dist
-from tests.checkpoint.boundaries import CountingStorage, fail_at
+from tests.checkpoint.boundaries import CountingFilesystem, fail_at
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from zero_ext.checkpoint import save_checkpoint, saving
+from zero_ext.checkpoint import save_state, saving
 
 folder, store, fail = sys.argv[1], sys.argv[2], sys.argv[5]
 rank, world_size = int(sys.argv[3]), int(sys.argv[4])
-slow = CountingStorage(lambda number, name: time.sleep(0.05))
+slow = CountingFilesystem(lambda number, name: time.sleep(0.05))
 full = fail_at(8, errno.ENOSPC, lambda name: not name.startswith("remove"))
-saving.Storage = lambda: full if fail == "fail" else slow
+saving.Filesystem = lambda: full if fail == "fail" else slow
 group = None
 if world_size > 1:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     group = dist.group.WORLD
 source = FakeSource(SMALL, 6, rank, world_size, group)
-handle = save_checkpoint(folder, source, asynchronous=True)
+handle = save_state(folder, source, async_save=True)
 assert not handle.done()
 if world_size > 1:
     dist.destroy_process_group()
@@ -166,7 +166,7 @@ def test_the_process_ends_after_the_save(tmp_path: Path, world_size: int, fail: 
             assert "No space left" in err
     if fail == "work":
         source = FakeSource(SMALL, 99)
-        load_checkpoint(tmp_path / "out", source)
+        load_state(tmp_path / "out", source)
         assert source.holds(6)
     else:
         assert not list((tmp_path / "out").glob("*step*"))

@@ -16,11 +16,11 @@ import torch
 from tests.checkpoint.fake_source import FakeSource, channels_last, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, loading, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, loading, save_state
 from zero_ext.checkpoint.format.manifest import checksum
 from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader
 
-HERE = "tests.checkpoint.test_damage"
+MODULE = "tests.checkpoint.test_damage"
 STATE, OTHER = 5, 6
 TABLE = {
     "big": dense(300_000),  # more than one chunk
@@ -31,13 +31,13 @@ TABLE = {
 
 
 def save_on_rank(world: World, directory: str) -> None:
-    save_checkpoint(directory, FakeSource(TABLE, STATE, world.rank, world.size, world.group))
+    save_state(directory, FakeSource(TABLE, STATE, world.rank, world.size, world.group))
 
 
 @pytest.fixture(scope="module")
 def original(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
-    rank_pool.run(2, f"{HERE}:save_on_rank", {"directory": str(folder)})
+    rank_pool.run(2, f"{MODULE}:save_on_rank", {"directory": str(folder)})
     return folder
 
 
@@ -56,7 +56,7 @@ def refuse(folder: Path, source: FakeSource | None = None, **settings: Any) -> s
     """The error of a load, after checking that it changed nothing."""
     source = source or FakeSource(TABLE, OTHER)
     with pytest.raises((CheckpointError, ValueError)) as caught:
-        load_checkpoint(folder, source, **settings)
+        load_state(folder, source, **settings)
     assert source.holds(OTHER), "a refused load changed the model"
     assert source.finished == 0
     text = str(caught.value)
@@ -82,10 +82,10 @@ def flip(path: Path, position: int, bit: int) -> None:
 
 def test_the_original_loads(folder: Path) -> None:
     source = FakeSource(TABLE, OTHER)
-    load_checkpoint(folder, source)
+    load_state(folder, source)
     assert source.holds(STATE)
     edit(folder, lambda fields: None)
-    load_checkpoint(folder, source)
+    load_state(folder, source)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
@@ -99,7 +99,7 @@ def test_any_flipped_bit_is_found(folder: Path, name: str, seed: int) -> None:
         flip(path, position, bit)
         assert name in refuse(folder), f"bit {bit} of byte {position}"
         flip(path, position, bit)
-    load_checkpoint(folder, FakeSource(TABLE, OTHER))
+    load_state(folder, FakeSource(TABLE, OTHER))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
@@ -159,13 +159,13 @@ def test_foreign_manifests(folder: Path, content: bytes) -> None:
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets the value at a path of keys: ``put("pieces", 0, "offset", 3)``."""
+    """Sets the value at a path of keys: ``put("slices", 0, "offset", 3)``."""
 
     def change(fields: dict[str, Any]) -> None:
-        *way, key, value = path
+        *parents, key, value = path
         target: Any = fields
-        for part in way:
-            target = target[part]
+        for parent in parents:
+            target = target[parent]
         target[key] = value
 
     return change
@@ -173,33 +173,35 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     def change(fields: dict[str, Any]) -> None:
-        *way, key = path
+        *parents, key = path
         target: Any = fields
-        for part in way:
-            target = target[part]
+        for parent in parents:
+            target = target[parent]
         del target[key]
 
     return change
 
 
-def big_piece(fields: dict[str, Any]) -> dict[str, Any]:
-    return next(piece for piece in fields["pieces"] if len(piece["crc32c"]) > 0 and piece["name"] == "big")
+def big_slice(fields: dict[str, Any]) -> dict[str, Any]:
+    return next(
+        record for record in fields["slices"] if len(record["crc32c"]) > 0 and record["name"] == "big"
+    )
 
 
-def in_piece(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda fields: big_piece(fields).__setitem__(key, value)
+def in_slice(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: big_slice(fields).__setitem__(key, value)
 
 
-def shift_piece(key: str, by: int) -> Callable[[dict[str, Any]], None]:
-    return lambda fields: big_piece(fields).__setitem__(key, big_piece(fields)[key] + by)
+def shift_slice(key: str, by: int) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: big_slice(fields).__setitem__(key, big_slice(fields)[key] + by)
 
 
-def repeat_piece(fields: dict[str, Any]) -> None:
-    fields["pieces"].append(dict(big_piece(fields)))
+def repeat_slice(fields: dict[str, Any]) -> None:
+    fields["slices"].append(dict(big_slice(fields)))
 
 
 def swap_crc(fields: dict[str, Any]) -> None:
-    big_piece(fields)["crc32c"][0] ^= 1
+    big_slice(fields)["crc32c"][0] ^= 1
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -213,7 +215,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "step negative": (put("step", -1), "step"),
     "step infinite": (put("step", float("inf")), "Infinity"),
     "unknown key": (put("surprise", 1), "surprise"),
-    "missing key": (drop("pieces"), "pieces"),
+    "missing key": (drop("slices"), "slices"),
     "world size 0": (put("world_size", 0), "world_size"),
     "world size 3": (put("world_size", 3), "2 files are listed for a world size of 3"),
     "chunk 0": (put("chunk_bytes", 0), "chunk_bytes"),
@@ -243,25 +245,25 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "buffer gone": (drop("buffers", "mask"), "no such buffer is listed"),
     "buffer dtype": (put("buffers", "mask", "dtype", "uint8"), "its buffer uint8"),
     "buffer shape": (put("buffers", "mask", "shape", [8]), "elements 7 to 8 are not stored"),
-    "piece dtype": (in_piece("dtype", "object"), "'object' is unknown"),
-    "piece dtype width": (in_piece("dtype", "bfloat16"), "big"),
-    "piece kind empty": (in_piece("kind", ""), "kind"),
-    "piece kind": (in_piece("kind", "other"), "big"),
-    "piece name": (in_piece("name", "nobody"), "no such parameter is listed"),
-    "piece file": (in_piece("file", 2), "in file 2 of 2"),
-    "piece file negative": (in_piece("file", -1), "file"),
-    "piece empty": (in_piece("numel", 0), "has 0 elements"),
-    "piece longer": (shift_piece("numel", 1), "big"),
-    "piece shorter": (shift_piece("numel", -1), "big"),
-    "piece earlier": (shift_piece("start", -1), "start"),
-    "piece later": (shift_piece("start", 1), "big"),
-    "piece moved": (shift_piece("offset", 4), "begins at byte"),
-    "piece moved back": (shift_piece("offset", -4), "begins at byte"),
-    "piece far": (in_piece("offset", 1 << 60), "past the end"),
-    "piece twice": (repeat_piece, "begins at byte"),
-    "piece gone": (lambda fields: fields["pieces"].remove(big_piece(fields)), "manifest.json"),
-    "checksums short": (in_piece("crc32c", []), "checksums for"),
-    "checksum range": (put("pieces", 0, "crc32c", [1 << 32]), "crc32c"),
+    "slice dtype": (in_slice("dtype", "object"), "'object' is unknown"),
+    "slice dtype width": (in_slice("dtype", "bfloat16"), "big"),
+    "slice kind empty": (in_slice("kind", ""), "kind"),
+    "slice kind": (in_slice("kind", "other"), "big"),
+    "slice name": (in_slice("name", "nobody"), "no such parameter is listed"),
+    "slice file": (in_slice("file", 2), "in file 2 of 2"),
+    "slice file negative": (in_slice("file", -1), "file"),
+    "slice empty": (in_slice("numel", 0), "has 0 elements"),
+    "slice longer": (shift_slice("numel", 1), "big"),
+    "slice shorter": (shift_slice("numel", -1), "big"),
+    "slice earlier": (shift_slice("start", -1), "start"),
+    "slice later": (shift_slice("start", 1), "big"),
+    "slice moved": (shift_slice("offset", 4), "begins at byte"),
+    "slice moved back": (shift_slice("offset", -4), "begins at byte"),
+    "slice far": (in_slice("offset", 1 << 60), "past the end"),
+    "slice twice": (repeat_slice, "begins at byte"),
+    "slice gone": (lambda fields: fields["slices"].remove(big_slice(fields)), "manifest.json"),
+    "checksums short": (in_slice("crc32c", []), "checksums for"),
+    "checksum range": (put("slices", 0, "crc32c", [1 << 32]), "crc32c"),
     "checksum wrong": (swap_crc, "damaged"),
     "header checksum": (put("files", 1, "header_crc32c", 1), "table of tensors"),
     "a list": (lambda fields: [fields], "manifest.json"),
@@ -320,7 +322,7 @@ def test_json_that_readers_trip_over(folder: Path) -> None:
 def test_strange_latest_files(folder: Path, content: bytes, named: str) -> None:
     (folder / "latest").write_bytes(content)
     assert named in refuse(folder)
-    load_checkpoint(folder, FakeSource(TABLE, OTHER), step=STATE)
+    load_state(folder, FakeSource(TABLE, OTHER), step=STATE)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -376,14 +378,14 @@ def test_other_buffers(folder: Path) -> None:
         source = FakeSource(TABLE, OTHER)
         change(source.live_buffers)
         with pytest.raises(ValueError, match="does not fit this model") as caught:
-            load_checkpoint(folder, source)
+            load_state(folder, source)
         assert named in str(caught.value)
 
 
 def load_on_rank(world: World, directory: str) -> str:
     source = FakeSource(TABLE, OTHER, world.rank, world.size, world.group)
     try:
-        load_checkpoint(directory, source)
+        load_state(directory, source)
     except CheckpointError as error:
         assert source.holds(OTHER)
         return str(error)
@@ -392,10 +394,10 @@ def load_on_rank(world: World, directory: str) -> str:
 
 def test_damage_that_one_rank_sees_stops_all(rank_pool: RankPool, folder: Path) -> None:
     fields = json.loads((step(folder) / "manifest.json").read_text())
-    last = max((p for p in fields["pieces"] if p["name"] == "big"), key=lambda p: p["start"])
+    last = max((p for p in fields["slices"] if p["name"] == "big"), key=lambda p: p["start"])
     path = step(folder) / fields["files"][last["file"]]["name"]
     flip(path, last["offset"] + 5, 3)
-    answers = rank_pool.run(4, f"{HERE}:load_on_rank", {"directory": str(folder)})
+    answers = rank_pool.run(4, f"{MODULE}:load_on_rank", {"directory": str(folder)})
     assert len(set(answers)) == 1
     assert "rank 3" in answers[0]
     assert "rank 0:" not in answers[0]
@@ -417,7 +419,7 @@ def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch
     monkeypatch.setattr(loading, "_fill", damage_then_fill)
     source = FakeSource(TABLE, OTHER)
     with pytest.raises(CheckpointError, match=r"damaged: .*mixture of its old state and the checkpoint"):
-        load_checkpoint(folder, source)
+        load_state(folder, source)
     assert source.finished == 0
 
 

@@ -22,12 +22,12 @@ from zero_ext.checkpoint.transfer import device_staging
 from zero_ext.checkpoint.weights.hf_export import export_huggingface
 from zero_ext.zero import engine_of
 
-HERE = "tests.checkpoint.test_device_checkpoint"
+MODULE = "tests.checkpoint.test_device_checkpoint"
 DEVICE = "stand_in:0"
 
 
 class Large(Mixture):
-    """Has a parameter of several pieces of staging as well, and no convolution, which the device lacks."""
+    """Has a parameter of several staging chunks as well, and no convolution, which the device lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class Training:
 
 
 @on_ranks(1, stand_in=True)
-def test_staging_is_ordered_both_ways(world: World) -> None:
+def test_staging_is_ordered_in_both_directions(world: World) -> None:
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     staging = device_staging.DeviceStaging()
-    values = torch.randn(3 * CHUNK_BYTES)  # 12 MiB: three pieces in two rooms
+    values = torch.randn(3 * CHUNK_BYTES)  # 12 MiB: three chunks in two buffers
     into = torch.full_like(values, float("nan"), device=DEVICE)
     staging.write(into, values)
     doubled = into * 2
-    found = torch.cat([part.clone() for part in staging.read(doubled)]).view(torch.float32)
+    found = torch.cat([chunk.clone() for chunk in staging.read(doubled)]).view(torch.float32)
     assert torch.equal(found, values * 2)
 
 
@@ -108,7 +108,7 @@ def load_and_save(
         zero_ext.load_checkpoint(source, training.model)
         torch.manual_seed(0)
         state = zero_ext.full_state_dict(training.model)
-        handle = zero_ext.save_checkpoint(directory, training.model, asynchronous=background)
+        handle = zero_ext.save_checkpoint(directory, training.model, async_save=background)
         training.step()  # while a background save may still be writing
         handle.wait()
     return state
@@ -127,16 +127,16 @@ def manifest_of(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-PLACES = [
+TIERS = [
     (1, 3, {}, False),
     (2, 0, {}, True),
     (3, 3, {"optimizer": "host", "grads": "host", "params": "host"}, True),
     (2, 3, {"optimizer": "nvme", "params": "nvme"}, False),
 ]
-PLACES = [(*place, "fp32") for place in PLACES] + [(2, 1, {}, False, "8bit")]
+TIERS = [(*case, "fp32") for case in TIERS] + [(2, 1, {}, False, "8bit")]
 
 
-@pytest.mark.parametrize(("ranks", "stage", "tiers", "background", "moments"), PLACES)
+@pytest.mark.parametrize(("ranks", "stage", "tiers", "background", "moments"), TIERS)
 def test_a_device_saves_what_a_cpu_saves(
     stand_in_pool: RankPool,
     tmp_path: Path,
@@ -148,18 +148,20 @@ def test_a_device_saves_what_a_cpu_saves(
 ) -> None:
     common = {"seed": secrets.randbits(20), "folder": str(tmp_path)}
     print(common["seed"])
-    here = tmp_path / "here"
+    local = tmp_path / "here"
     stand_in_pool.run(
         2,
-        f"{HERE}:train_and_save",
-        {**common, "directory": str(here), "device": DEVICE, "stage": 2, "tiers": {}},
+        f"{MODULE}:train_and_save",
+        {**common, "directory": str(local), "device": DEVICE, "stage": 2, "tiers": {}},
     )
     states = {}
     for device in (DEVICE, "cpu"):
         setting = {"device": device, "stage": stage, "tiers": tiers, "moments": moments}
         setting["background"] = background
-        target = {"source": str(here), "directory": str(tmp_path / device)}
-        states[device] = stand_in_pool.run(ranks, f"{HERE}:load_and_save", {**common, **setting, **target})[0]
+        target = {"source": str(local), "directory": str(tmp_path / device)}
+        states[device] = stand_in_pool.run(ranks, f"{MODULE}:load_and_save", {**common, **setting, **target})[
+            0
+        ]
     check_same(states[DEVICE], states["cpu"])
     assert {value.device.type for value in states[DEVICE].values()} == {"cpu"}
     ours, theirs = files_of(tmp_path / DEVICE), files_of(tmp_path / "cpu")
@@ -182,8 +184,8 @@ def draws(world: World, directory: str, load: bool) -> list[float]:
 
 def test_random_numbers_of_the_device_go_on(stand_in_pool: RankPool, tmp_path: Path) -> None:
     arguments = {"directory": str(tmp_path)}
-    before = stand_in_pool.run(2, f"{HERE}:draws", {**arguments, "load": False})
-    assert stand_in_pool.run(2, f"{HERE}:draws", {**arguments, "load": True}) == before
+    before = stand_in_pool.run(2, f"{MODULE}:draws", {**arguments, "load": False})
+    assert stand_in_pool.run(2, f"{MODULE}:draws", {**arguments, "load": True}) == before
 
 
 def load_weights(world: World, path: str, folder: str, tiers: dict[str, str]) -> None:
@@ -193,7 +195,7 @@ def load_weights(world: World, path: str, folder: str, tiers: dict[str, str]) ->
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     offload = {**tiers, "nvme_paths": [folder]} if "nvme" in tiers.values() else tiers
     config = {"stage": 3, "timeout_seconds": 120.0, "offload": offload}
-    model, _ = zero_ext.prepare(model, optimizer, config, process_group=world.group, values="empty")
+    model, _ = zero_ext.prepare(model, optimizer, config, process_group=world.group, init="skip")
     assert engine_of(model).device == torch.device(DEVICE)
     zero_ext.load_safetensors(model, path)
     assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
@@ -214,11 +216,11 @@ def test_weights_reach_a_model_that_was_never_anywhere(
     path = str(tmp_path / "model.safetensors")
     save_file(state, path)
     torch.save(state, path + ".reference")
-    stand_in_pool.run(2, f"{HERE}:load_weights", {"path": path, "folder": str(tmp_path), "tiers": tiers})
+    stand_in_pool.run(2, f"{MODULE}:load_weights", {"path": path, "folder": str(tmp_path), "tiers": tiers})
 
 
 def test_export_needs_no_device(stand_in_pool: RankPool, tmp_path: Path) -> None:
     arguments = {"seed": 3, "folder": str(tmp_path), "device": DEVICE, "stage": 3, "tiers": {}}
-    stand_in_pool.run(2, f"{HERE}:train_and_save", {**arguments, "directory": str(tmp_path / "saved")})
+    stand_in_pool.run(2, f"{MODULE}:train_and_save", {**arguments, "directory": str(tmp_path / "saved")})
     (file,) = export_huggingface(tmp_path / "saved", tmp_path / "out")
     assert file.stat().st_size > 900 * 1000 * 2

@@ -18,8 +18,9 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.checkpoint.inspection import inspect_checkpoint
 from zero_ext.optim.steppers.moments import moment_fields
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 
-HERE = "tests.checkpoint.test_eight_bit_moments"
+MODULE = "tests.checkpoint.test_eight_bit_moments"
 SEED = secrets.randbits(20)
 
 
@@ -35,7 +36,7 @@ class Training:
             "timeout_seconds": 120.0,
             "precision": {"dtype": "bf16", "moments_dtype": moments},
             "units": {"bucket_elements": 700},
-            "offload": {"optimizer": tier, "ring_bytes": 1 << 20, **paths},
+            "offload": {"optimizer": tier, "staging_buffer_bytes": 1 << 20, **paths},
         }
         self.world = world
         self.model, self.optimizer = zero_ext.prepare(
@@ -62,20 +63,20 @@ class Training:
         ]
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Whole moments by kind and name, from all ranks' pieces."""
+        """Full moments by kind and name, from all ranks' slices."""
         mine = [
-            (f"{piece.kind} {piece.name}", piece.start, values.tolist())
-            for piece in engine_of(self.model).state.save_pieces()
-            if piece.kind != "master"
-            for values in [piece.tensor if isinstance(piece.tensor, torch.Tensor) else read(piece.tensor)]
+            (f"{owned.kind} {owned.name}", owned.start, values.tolist())
+            for owned in checkpoint_sources(engine_of(self.model)).own.save_slices()
+            if owned.kind != "master"
+            for values in [owned.tensor if isinstance(owned.tensor, torch.Tensor) else read(owned.tensor)]
         ]
-        runs: dict[str, list[tuple[int, list[float]]]] = {}
+        slices_by_key: dict[str, list[tuple[int, list[float]]]] = {}
         for own in self.world.everyone(mine):
             for key, start, values in own:
-                runs.setdefault(key, []).append((start, values))
+                slices_by_key.setdefault(key, []).append((start, values))
         return {
-            key: torch.tensor([value for _, values in sorted(parts) for value in values])
-            for key, parts in runs.items()
+            key: torch.tensor([value for _, values in sorted(slices) for value in values])
+            for key, slices in slices_by_key.items()
         }
 
 
@@ -110,11 +111,11 @@ def check_bounded(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
     """Off by at most the stated part of a largest magnitude, which is at most that of the whole kind."""
     assert found.keys() == wanted.keys()
     assert any(not torch.equal(found[key], values) for key, values in wanted.items())
-    for part, kind in ((0.0071, "exp_avg "), (0.0036, "exp_avg_sq ")):
+    for bound, kind in ((0.0071, "exp_avg "), (0.0036, "exp_avg_sq ")):
         largest = max(values.abs().max() for key, values in wanted.items() if key.startswith(kind))
         for key, values in wanted.items():
             if key.startswith(kind):
-                assert (found[key] - values).abs().max() <= part * largest, key
+                assert (found[key] - values).abs().max() <= bound * largest, key
 
 
 @pytest.mark.parametrize(
@@ -125,13 +126,13 @@ def test_blocks_cut_the_same_come_back_bit_for_bit(
     rank_pool: RankPool, tmp_path: Path, world_size: int, stage: int, saved: str, loaded: str
 ) -> None:
     common = {"directory": str(tmp_path), "stage": stage, "moments": "8bit"}
-    before = rank_pool.run(world_size, f"{HERE}:save_on_rank", {**common, "tier": saved})[0]
-    after = rank_pool.run(world_size, f"{HERE}:load_on_rank", {**common, "tier": loaded})[0]
+    before = rank_pool.run(world_size, f"{MODULE}:save_on_rank", {**common, "tier": saved})[0]
+    after = rank_pool.run(world_size, f"{MODULE}:load_on_rank", {**common, "tier": loaded})[0]
     for found, wanted in zip(after["blocks"], before["blocks"], strict=True):
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert after["losses"] == before["losses"]
     manifest = json.loads(next(tmp_path.glob("step-*/manifest.json")).read_text())
-    assert {piece["dtype"] for piece in manifest["pieces"]} == {"float32"}
+    assert {owned["dtype"] for owned in manifest["slices"]} == {"float32"}
     report = inspect_checkpoint(tmp_path)
     assert report.damage == () and report.bytes_by_kind["exp_avg"] == report.bytes_by_kind["master"]
 
@@ -151,7 +152,7 @@ def test_other_blocks_are_within_the_bound(
     before, after = (
         rank_pool.run(
             setting[0],
-            f"{HERE}:{body}",
+            f"{MODULE}:{body}",
             {"directory": str(tmp_path), **dict(zip(("stage", "tier", "moments"), setting[1:], strict=True))},
         )[0]
         for setting, body in ((saved, "save_on_rank"), (loaded, "load_on_rank"))
@@ -160,10 +161,10 @@ def test_other_blocks_are_within_the_bound(
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_run_with_float_moments_takes_them(rank_pool: RankPool, tmp_path: Path, moments: str) -> None:
+def test_float_moments_load_eight_bit_moments(rank_pool: RankPool, tmp_path: Path, moments: str) -> None:
     setting = {"directory": str(tmp_path), "stage": 3, "tier": "nvme"}
-    before = rank_pool.run(2, f"{HERE}:save_on_rank", {**setting, "moments": "8bit"})[0]
-    after = rank_pool.run(1, f"{HERE}:load_on_rank", {**setting, "moments": moments})[0]
+    before = rank_pool.run(2, f"{MODULE}:save_on_rank", {**setting, "moments": "8bit"})[0]
+    after = rank_pool.run(1, f"{MODULE}:load_on_rank", {**setting, "moments": moments})[0]
     for key, values in before["moments"].items():
         wanted = values.bfloat16().float() if moments == "bf16" else values
         assert torch.equal(after["moments"][key], wanted), key

@@ -19,8 +19,9 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel
 from zero_ext.checkpoint.weights.hf_export import export_huggingface
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 
-HERE = "tests.checkpoint.test_engine_checkpoint"
+MODULE = "tests.checkpoint.test_engine_checkpoint"
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, betas=(0.8, 0.95)),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1),
@@ -29,7 +30,7 @@ OPTIMIZERS: dict[str, Any] = {
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
     "adamw backwards": lambda params: torch.optim.AdamW([*params][::-1], lr=1e-2, betas=(0.8, 0.95)),
     "adamw in two groups": lambda params: torch.optim.AdamW(
-        [{"params": part} for part in (lambda all: (all[:3], all[3:]))([*params])], lr=1e-2
+        [{"params": half} for half in (lambda all: (all[:3], all[3:]))([*params])], lr=1e-2
     ),
 }
 
@@ -92,21 +93,21 @@ class Training:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every state tensor whole, by kind and name, put together from all ranks' pieces; and buffers."""
-        state = engine_of(self.model).state
-        mine = [(p.kind, p.name, p.start, p.tensor.tolist()) for p in state.save_pieces()]
-        parts: dict[str, list[tuple[int, list[float]]]] = {}
+        """Every state full tensor by kind and name, put together from all ranks' slices; and buffers."""
+        state = checkpoint_sources(engine_of(self.model)).own
+        mine = [(p.kind, p.name, p.start, p.tensor.tolist()) for p in state.save_slices()]
+        slices: dict[str, list[tuple[int, list[float]]]] = {}
         for kind, name, start, values in itertools.chain(*self.world.everyone(mine)):
-            parts.setdefault(f"{kind} {name}", []).append((start, values))
-        whole = {}
-        for key, runs in parts.items():
+            slices.setdefault(f"{kind} {name}", []).append((start, values))
+        full = {}
+        for key, runs in slices.items():
             values = torch.tensor(list(itertools.chain(*(values for _, values in sorted(runs)))))
             shape = state.parameter_table()[key.partition(" ")[2]].shape
             assert values.numel() == torch.Size(shape).numel(), key
-            whole[key] = values
+            full[key] = values
         buffers = {f"buffer {name}": buffer.clone() for name, buffer in state.buffers().items()}
         rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
-        return {**whole, **buffers, "lr": rates, "steps": torch.tensor(engine_of(self.model).steps)}
+        return {**full, **buffers, "lr": rates, "steps": torch.tensor(engine_of(self.model).steps)}
 
 
 def save_on_rank(world: World, directory: str, seed: int, background: bool, **setting: Any) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def save_on_rank(world: World, directory: str, seed: int, background: bool, **se
     training.run(seed, 0, 3)
     state = training.state()
     handle = zero_ext.save_checkpoint(
-        directory, training.model, scheduler=training.scheduler, client_state="mine", asynchronous=background
+        directory, training.model, scheduler=training.scheduler, client_state="mine", async_save=background
     )
     losses = training.run(seed, 3, 3)  # while a background save may still be writing
     handle.wait()
@@ -152,9 +153,9 @@ def test_any_engine_to_any_other(rank_pool: RankPool, tmp_path: Path, number: in
     print(f"seed {SEED}: {saved_at} -> {loaded_at} ranks, stage {saved} -> {wanted}, {optimizer}, {dtype}")
     common = {"directory": str(tmp_path), "seed": SEED, "optimizer": optimizer, "dtype": dtype}
     before = rank_pool.run(
-        saved_at, f"{HERE}:save_on_rank", {**common, "stage": saved, "background": number % 2 == 0}
+        saved_at, f"{MODULE}:save_on_rank", {**common, "stage": saved, "background": number % 2 == 0}
     )[0]
-    after = rank_pool.run(loaded_at, f"{HERE}:load_on_rank", {**common, "stage": wanted})[0]
+    after = rank_pool.run(loaded_at, f"{MODULE}:load_on_rank", {**common, "stage": wanted})[0]
     check_same(before["state"], after["state"])
     if saved_at == loaded_at and (dtype == "fp32" or saved == wanted or saved_at == 1):
         assert after["losses"] == before["losses"]
@@ -171,8 +172,8 @@ def test_a_resume_is_bit_exact(rank_pool: RankPool, tmp_path: Path, stage: int) 
             "dtype": dtype,
             "stage": stage,
         }
-        before = rank_pool.run(2, f"{HERE}:save_on_rank", {**common, "background": True})[0]
-        after = rank_pool.run(2, f"{HERE}:load_on_rank", common)[0]
+        before = rank_pool.run(2, f"{MODULE}:save_on_rank", {**common, "background": True})[0]
+        after = rank_pool.run(2, f"{MODULE}:load_on_rank", common)[0]
         assert len({loss for own in before["losses"] for loss in own}) == 6  # dropout and data differ
         assert after["losses"] == before["losses"]
         check_same(before["after"], after["after"])
@@ -216,24 +217,24 @@ def refuse_on_rank(world: World, directory: str) -> None:
         check_same(before, training.state())
         assert torch.equal(torch.get_rng_state(), random_state)
         training.run(2, 1, 1)
-    keeper = Stateful()
-    zero_ext.save_checkpoint(directory, saved.model, loader=keeper, scheduler=saved.scheduler, step=9)
+    stateful = Stateful()
+    zero_ext.save_checkpoint(directory, saved.model, loader=stateful, scheduler=saved.scheduler, step=9)
     other = Training(world, seed=2, **{**setting, "width": 6})
-    keeper.state = {"at": 5}
+    stateful.state = {"at": 5}
     rates = dict(other.scheduler.state_dict())
     with pytest.raises(ValueError, match="does not fit this model"):
-        zero_ext.load_checkpoint(directory, other.model, loader=keeper, scheduler=other.scheduler)
-    assert keeper.state == {"at": 5} and other.scheduler.state_dict() == rates
+        zero_ext.load_checkpoint(directory, other.model, loader=stateful, scheduler=other.scheduler)
+    assert stateful.state == {"at": 5} and other.scheduler.state_dict() == rates
     with pytest.raises(ValueError, match="not a prepared model"):
         zero_ext.load_checkpoint(directory, nn.Linear(2, 2))
 
 
 def test_the_order_within_a_param_group_may_differ(rank_pool: RankPool, tmp_path: Path) -> None:
     setting = {"directory": str(tmp_path), "seed": SEED, "stage": 2, "dtype": "fp32"}
-    saved = rank_pool.run(1, f"{HERE}:save_on_rank", {**setting, "optimizer": "adamw", "background": False})[
-        0
-    ]
-    loaded = rank_pool.run(1, f"{HERE}:load_on_rank", {**setting, "optimizer": "adamw backwards"})[0]
+    saved = rank_pool.run(
+        1, f"{MODULE}:save_on_rank", {**setting, "optimizer": "adamw", "background": False}
+    )[0]
+    loaded = rank_pool.run(1, f"{MODULE}:load_on_rank", {**setting, "optimizer": "adamw backwards"})[0]
     check_same(saved["state"], loaded["state"])
     assert saved["losses"][0] == pytest.approx(loaded["losses"][0], rel=1e-6)
 
@@ -241,7 +242,7 @@ def test_the_order_within_a_param_group_may_differ(rank_pool: RankPool, tmp_path
 def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    rank_pool.run(2, f"{HERE}:refuse_on_rank", {"directory": str(tmp_path)})
+    rank_pool.run(2, f"{MODULE}:refuse_on_rank", {"directory": str(tmp_path)})
 
 
 def use_on_rank(world: World, directory: str) -> None:
@@ -253,12 +254,12 @@ def use_on_rank(world: World, directory: str) -> None:
     wanted = zero_ext.full_state_dict(training.model)
     model = Mixture()
     model, optimizer = zero_ext.prepare(
-        model, None, {"stage": 3, "precision": {"dtype": "bf16"}}, process_group=world.group, values="empty"
+        model, None, {"stage": 3, "precision": {"dtype": "bf16"}}, process_group=world.group, init="skip"
     )
     assert optimizer is None
     zero_ext.load_checkpoint(directory, model)
     found = zero_ext.full_state_dict(model)
-    for name in engine_of(model).state.buffers() if world.rank else ():
+    for name in checkpoint_sources(engine_of(model)).own.buffers() if world.rank else ():
         del wanted[name], found[name]  # the first rank's are saved
     check_same(wanted, found)
     with torch.no_grad():
@@ -266,7 +267,7 @@ def use_on_rank(world: World, directory: str) -> None:
 
 
 def test_a_checkpoint_of_training_loads_for_use(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(2, f"{HERE}:use_on_rank", {"directory": str(tmp_path)})
+    rank_pool.run(2, f"{MODULE}:use_on_rank", {"directory": str(tmp_path)})
 
 
 def write_on_rank(world: World, directory: str) -> None:
@@ -298,7 +299,7 @@ def write_on_rank(world: World, directory: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_written_in_place_is_saved(rank_pool: RankPool, tmp_path: Path, world_size: int) -> None:
-    rank_pool.run(world_size, f"{HERE}:write_on_rank", {"directory": str(tmp_path)})
+    rank_pool.run(world_size, f"{MODULE}:write_on_rank", {"directory": str(tmp_path)})
 
 
 def llama_on_rank(world: World, directory: str, tied: bool) -> None:
@@ -318,7 +319,7 @@ def llama_on_rank(world: World, directory: str, tied: bool) -> None:
     optimizer.step()
     optimizer.zero_grad()
     zero_ext.save_checkpoint(directory, model)
-    whole = zero_ext.full_state_dict(model)
+    full = zero_ext.full_state_dict(model)
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -327,11 +328,11 @@ def llama_on_rank(world: World, directory: str, tied: bool) -> None:
         export_huggingface(directory, out)
         shape.save_pretrained(out)
         read = LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
-        check_same(whole, dict(read.state_dict()))
+        check_same(full, dict(read.state_dict()))
         with torch.no_grad():
             assert torch.equal(read(input_ids=ids).logits, logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_reads_the_export(rank_pool: RankPool, tmp_path: Path, tied: bool) -> None:
-    rank_pool.run(2, f"{HERE}:llama_on_rank", {"directory": str(tmp_path), "tied": tied})
+    rank_pool.run(2, f"{MODULE}:llama_on_rank", {"directory": str(tmp_path), "tied": tied})

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.boundaries import CountingStorage, fail_at
+from tests.checkpoint.boundaries import CountingFilesystem, fail_at
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, saving
+from zero_ext.checkpoint import CheckpointError, load_state, save_state, saving
 from zero_ext.checkpoint.format.directory import CheckpointDirectory
 
-HERE = "tests.checkpoint.test_faults"
+MODULE = "tests.checkpoint.test_faults"
 ROOT = Path(__file__).parents[2]
 
 
@@ -85,26 +85,26 @@ def test_an_error_at_every_change_to_the_disk(
     boundary, failed = 0, True
     while failed:
         folder = memory_folder / str(boundary)
-        save_checkpoint(folder, FakeSource(SMALL, 1))
-        storage = fail_at(boundary, error, ERRORS[error])
-        monkeypatch.setattr(saving, "Storage", lambda storage=storage: storage)
+        save_state(folder, FakeSource(SMALL, 1))
+        filesystem = fail_at(boundary, error, ERRORS[error])
+        monkeypatch.setattr(saving, "Filesystem", lambda filesystem=filesystem: filesystem)
         source = FakeSource(SMALL, 2)
         failed = False
         try:
-            save_checkpoint(folder, source, step=step)
+            save_state(folder, source, step=step)
         except CheckpointError as raised:
             failed = True
             assert os.strerror(error) in str(raised)
             assert "rank 0" in str(raised)
         monkeypatch.undo()
         loaded = FakeSource(SMALL, 99)
-        load_checkpoint(folder, loaded)
+        load_state(folder, loaded)
         # The commit may have happened before the error; a mixture may not.
         assert loaded.holds(1) or loaded.holds(2)
         assert failed or loaded.holds(2)
         if failed and error == errno.ENOSPC:
             assert not list(folder.glob(".saving-*"))
-        save_checkpoint(folder, source, step=3)
+        save_state(folder, source, step=3)
         left = {path.name for path in folder.iterdir()}
         assert left <= {".lock", "latest", "step-000001", "step-000002", "step-000003"}
         boundary += 1
@@ -116,7 +116,7 @@ def fail_on_one_rank(world: World, directory: str, victim: int, background: bool
     if world.rank == victim:
         source.held["master", "embed.weight"] = source.held["master", "embed.weight"].reshape(1, -1)
     try:
-        save_checkpoint(directory, source, asynchronous=background).wait()
+        save_state(directory, source, async_save=background).wait()
     except ValueError as error:
         return str(error)
     return "saved"
@@ -126,10 +126,10 @@ def test_everything_is_on_the_disk_before_it_becomes_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power cut cannot be played here, so the order of what reaches the disk is checked instead."""
-    storage = CountingStorage(lambda number, name: None)
-    monkeypatch.setattr(saving, "Storage", lambda: storage)
-    save_checkpoint(tmp_path / "new", FakeSource(MIXED, 1))
-    names = storage.names
+    filesystem = CountingFilesystem(lambda number, name: None)
+    monkeypatch.setattr(saving, "Filesystem", lambda: filesystem)
+    save_state(tmp_path / "new", FakeSource(MIXED, 1))
+    names = filesystem.names
     commit = names.index("rename .saving-step-000001 to step-000001")
     publish = names.index("rename .latest to latest")
     for file, visible in (
@@ -157,7 +157,7 @@ def test_an_error_on_one_rank_reaches_all(
     rank_pool: RankPool, tmp_path: Path, victim: int, background: bool
 ) -> None:
     arguments = {"directory": str(tmp_path), "victim": victim, "background": background}
-    answers = rank_pool.run(3, f"{HERE}:fail_on_one_rank", arguments)
+    answers = rank_pool.run(3, f"{MODULE}:fail_on_one_rank", arguments)
     assert len(set(answers)) == 1
     assert f"rank {victim}: master of 'embed.weight'" in answers[0]
     assert not list(tmp_path.glob("step-*"))
@@ -170,7 +170,7 @@ def save_differently(world: World, directory: str, what: str) -> str:
         source.scalars["lr"] = world.rank
     step = world.rank if what == "step" else 7
     try:
-        save_checkpoint(directory, source, step=step)
+        save_state(directory, source, step=step)
     except ValueError as error:
         return str(error)
     return "saved"
@@ -181,23 +181,23 @@ def save_differently(world: World, directory: str, what: str) -> str:
     [("table", "parameter table"), ("scalars", "scalar_state['lr']"), ("step", "step differs")],
 )
 def test_ranks_that_disagree_are_refused(rank_pool: RankPool, tmp_path: Path, what: str, named: str) -> None:
-    answers = rank_pool.run(2, f"{HERE}:save_differently", {"directory": str(tmp_path), "what": what})
+    answers = rank_pool.run(2, f"{MODULE}:save_differently", {"directory": str(tmp_path), "what": what})
     assert all(named in answer for answer in answers), answers
 
 
-def lose_a_piece(world: World, directory: str) -> str:
+def lose_a_slice(world: World, directory: str) -> str:
     source = FakeSource(MIXED, 2, world.rank, world.size, world.group)
     if world.rank == 1:
         del source.held["exp_avg", "embed.weight"]
     try:
-        save_checkpoint(directory, source)
+        save_state(directory, source)
     except ValueError as error:
         return str(error)
     return "saved"
 
 
-def test_pieces_that_do_not_make_the_whole_are_never_committed(rank_pool: RankPool, tmp_path: Path) -> None:
-    answers = rank_pool.run(2, f"{HERE}:lose_a_piece", {"directory": str(tmp_path)})
+def test_slices_that_do_not_cover_the_state_are_never_committed(rank_pool: RankPool, tmp_path: Path) -> None:
+    answers = rank_pool.run(2, f"{MODULE}:lose_a_slice", {"directory": str(tmp_path)})
     assert all("exp_avg of 'embed.weight'" in answer and "not stored" in answer for answer in answers), (
         answers
     )
@@ -223,7 +223,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     tmp_path: Path, settings: dict[str, object], kind: type[Exception], named: str
 ) -> None:
     with pytest.raises(kind, match=named):
-        save_checkpoint(tmp_path / "new", FakeSource(SMALL, 1), **settings)  # type: ignore[arg-type]
+        save_state(tmp_path / "new", FakeSource(SMALL, 1), **settings)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
 
 
@@ -231,23 +231,23 @@ def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
     state: list[object] = []
     state.append(state)
     with pytest.raises(ValueError, match="nested deeper"):
-        save_checkpoint(tmp_path, FakeSource(SMALL, 1), client_state=state)
+        save_state(tmp_path, FakeSource(SMALL, 1), client_state=state)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"rank 0.*file"):
-        save_checkpoint(tmp_path / "file" / "sub", FakeSource(SMALL, 1))
+        save_state(tmp_path / "file" / "sub", FakeSource(SMALL, 1))
 
 
-def test_a_second_saver_waits_and_then_gives_up(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, FakeSource(SMALL, 1))
+def test_a_second_saver_waits_and_then_raises(tmp_path: Path) -> None:
+    save_state(tmp_path, FakeSource(SMALL, 1))
     source = FakeSource(SMALL, 2)
     source.config = type(source.config)(timeout_seconds=0.2)
     with CheckpointDirectory(tmp_path).locked(1.0):
         (tmp_path / ".saving-step-000002").mkdir()
         with pytest.raises(CheckpointError, match=r"another save has held this directory for 0\.1 s"):
-            save_checkpoint(tmp_path, source)
+            save_state(tmp_path, source)
         assert (tmp_path / ".saving-step-000002").is_dir(), "the other save's work was removed"
     begin = threading.Event()
 
@@ -261,7 +261,7 @@ def test_a_second_saver_waits_and_then_gives_up(tmp_path: Path) -> None:
     begin.wait()
     start = time.monotonic()
     source.config = type(source.config)(timeout_seconds=20.0)
-    save_checkpoint(tmp_path, source)
+    save_state(tmp_path, source)
     assert time.monotonic() - start > 0.2
     holder.join()
 
@@ -271,6 +271,6 @@ def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=1)
+        save_state(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=1)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*names, ".lock", "latest", "step-000003"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, save_state
 from zero_ext.checkpoint.files.checkpoint_error import shortened
 from zero_ext.checkpoint.format import manifest
 from zero_ext.checkpoint.format.json_state import decode, encode
@@ -21,7 +21,7 @@ from zero_ext.checkpoint.weights.safetensors_files import find_weights
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     return tmp_path / "run"
 
 
@@ -47,7 +47,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def refuse(folder: Path) -> str:
     source = FakeSource(SMALL, 2)
     with pytest.raises((CheckpointError, ValueError)) as caught:
-        load_checkpoint(folder, source)
+        load_state(folder, source)
     assert source.holds(2)
     text = str(caught.value)
     assert len(text.encode()) <= 2000
@@ -90,8 +90,8 @@ LONG_TEXTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "version": lambda fields: fields.update(version=[[LONG]]),
     "key": lambda fields: fields.update({LONG: 1}),
     "parameter": lambda fields: fields["parameters"].update({LONG: fields["parameters"]["b.bias"]}),
-    "kind": lambda fields: fields["pieces"][0].update(kind=LONG),
-    "dtype": lambda fields: fields["pieces"][0].update(dtype=LONG),
+    "kind": lambda fields: fields["slices"][0].update(kind=LONG),
+    "dtype": lambda fields: fields["slices"][0].update(dtype=LONG),
     "file": lambda fields: fields["files"][0].update(name=LONG),
     "mark": lambda fields: fields.update(client_state={f"${LONG}": 1}),
     "float": lambda fields: fields.update(client_state={"$float": LONG}),
@@ -131,18 +131,18 @@ def test_the_manifest_follows_the_shards(folder: Path, monkeypatch: pytest.Monke
     with path.open("ab") as file:
         file.truncate((64 << 20) + 4 * shard.stat().st_size + 1)
     assert f"beside {shard.stat().st_size} bytes of shards, got more" in refuse(folder)
-    save_checkpoint(folder, FakeSource(SMALL, 1))
+    save_state(folder, FakeSource(SMALL, 1))
     edit(folder, lambda fields: fields.update(client_state=[[]] * 1_600_000))
     assert "lists and objects, got 16000" in refuse(folder)
     # What would be refused is not saved, and what is saved is read.
     monkeypatch.setattr(manifest, "_BYTES_FOR_NAMED_STATES", 1000)
-    save_checkpoint(folder, FakeSource(SMALL, 1))
+    save_state(folder, FakeSource(SMALL, 1))
     with pytest.raises(ValueError, match=r"client_state and extra: manifest: expected at most .* got more"):
-        save_checkpoint(folder, FakeSource(SMALL, 1), client_state="x" * 100_000)
-    load_checkpoint(folder, FakeSource(SMALL, 2))
+        save_state(folder, FakeSource(SMALL, 1), client_state="x" * 100_000)
+    load_state(folder, FakeSource(SMALL, 2))
 
 
-def test_shortened_keeps_both_ends() -> None:
+def test_shortened_retains_both_ends() -> None:
     text = "begin" + "ü" * 5000 + "end"
     cut = shortened(text)
     assert cut.startswith("beginü") and cut.endswith("üend") and " ... " in cut

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense
 from tests.checkpoint.mutations import mutate_bytes, mutated_text
 from tests.integrations.deepspeed_checkpoint.forged import Forged
-from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, save_state
 from zero_ext.checkpoint.format.manifest import checksum
 from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.config import ConfigError, load_config, load_deepspeed_config
@@ -51,7 +51,7 @@ CONFIGURATIONS = (
         "offload": {"optimizer": "nvme", "params": "host", "nvme_paths": ["/tmp/a", "/tmp/b"]},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.99]}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-        "monitor": {"folder": "logs", "wandb": {"mode": "offline"}},
+        "monitor": {"output_dir": "logs", "wandb": {"mode": "offline"}},
     },
     {
         "train_micro_batch_size_per_gpu": 2,
@@ -121,7 +121,7 @@ def misfit(error: BaseException) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "run", FakeSource(TABLE, 1), client_state=STATE, extra={"loader": STATE})
+    save_state(tmp_path / "run", FakeSource(TABLE, 1), client_state=STATE, extra={"loader": STATE})
     return tmp_path / "run" / "step-000001"
 
 
@@ -145,7 +145,7 @@ def test_manifests(folder: Path, signed: bool) -> None:
     def read() -> None:
         source = FakeSource(TABLE, 2)
         try:
-            load_checkpoint(folder.parent, source)
+            load_state(folder.parent, source)
         except Exception:
             assert source.holds(2)
             raise
@@ -164,7 +164,7 @@ def _verified(folder: Path) -> None:
     report = inspect_checkpoint(folder)
     if report.damage:
         raise CheckpointError(report.damage[0])
-    load_checkpoint(folder.parent, FakeSource(TABLE, 2))
+    load_state(folder.parent, FakeSource(TABLE, 2))
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.multi.rank import World
 from tests.zero.step.one_bit.training import COURSES, Branching, check_same, parameters, prepared, train
 from zero_ext.zero import engine_of
 
-HERE = "tests.checkpoint.test_one_bit"
+MODULE = "tests.checkpoint.test_one_bit"
 STOPS = [
     ("1-bit Adam", 2),  # in the warm-up
     ("1-bit Adam", 7),
@@ -52,16 +52,16 @@ def load_on_rank(world: World, directory: str, name: str, stop: int, seed: int) 
     course = COURSES[name]
     model, optimizer, _ = prepared(world, course, seed + 1)
     train(world, course, seed + 1, model, optimizer, range(course.steps))  # its own state, which must go
-    told: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zero_ext").addHandler(handler)
     zero_ext.load_checkpoint(directory, model)
     logging.getLogger("zero_ext").removeHandler(handler)
     loaded = {key: value.clone() for key, value in held(optimizer).items()}
     losses = train(world, course, seed, model, optimizer, range(stop, course.steps))
     result = {"saved": loaded, "losses": losses, "shards": held(optimizer), "parameters": parameters(model)}
-    return {**result, "told": told}
+    return {**result, "warnings": warnings}
 
 
 def load_own_on_rank(world: World, directory: str, name: str, stop: int, seed: int) -> dict[str, Any]:
@@ -80,14 +80,14 @@ def load_own_on_rank(world: World, directory: str, name: str, stop: int, seed: i
 def test_a_resumed_run_goes_on_bit_for_bit(
     rank_pool: RankPool, tmp_path: Path, name: str, stop: int, ranks: int
 ) -> None:
-    given = {"directory": str(tmp_path), "name": name, "stop": stop, "seed": secrets.randbits(20)}
-    through = rank_pool.run(ranks, f"{HERE}:save_on_rank", given)
+    arguments = {"directory": str(tmp_path), "name": name, "stop": stop, "seed": secrets.randbits(20)}
+    through = rank_pool.run(ranks, f"{MODULE}:save_on_rank", arguments)
     for load in ("load_on_rank", "load_own_on_rank"):
-        for first, second in zip(through, rank_pool.run(ranks, f"{HERE}:{load}", given), strict=True):
+        for first, second in zip(through, rank_pool.run(ranks, f"{MODULE}:{load}", arguments), strict=True):
             assert first["losses"] == second["losses"]
             check_same(first["parameters"], second["parameters"])
             check_same(first["shards"], second["shards"])
-            assert not second.get("told")
+            assert not second.get("warnings")
             if "saved" in second:
                 check_same(first["saved"], second["saved"])
 
@@ -96,24 +96,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_on_other_ranks_errors_start_at_zero_and_it_is_said(
     rank_pool: RankPool, tmp_path: Path, name: str, stop: int
 ) -> None:
-    given = {"directory": str(tmp_path), "name": name, "stop": stop, "seed": secrets.randbits(20)}
-    saved = _whole(rank_pool.run(3, f"{HERE}:save_on_rank", given))
+    arguments = {"directory": str(tmp_path), "name": name, "stop": stop, "seed": secrets.randbits(20)}
+    saved = _full_state(rank_pool.run(3, f"{MODULE}:save_on_rank", arguments))
     for ranks in (1, 2):
-        results = rank_pool.run(ranks, f"{HERE}:load_on_rank", given)
-        check_same(saved, _whole(results))
-        assert ["start at zero" in text for text in results[0]["told"]] == [True]
+        results = rank_pool.run(ranks, f"{MODULE}:load_on_rank", arguments)
+        check_same(saved, _full_state(results))
+        assert ["start at zero" in text for text in results[0]["warnings"]] == [True]
         assert all(torch.isfinite(torch.tensor(each["losses"])).all() for each in results)
 
 
-def _whole(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Masters and moments, whole, from all ranks' parts."""
-    parts: dict[str, dict[int, torch.Tensor]] = {}
+def _full_state(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Full masters and moments from all ranks' slices."""
+    slices: dict[str, dict[int, torch.Tensor]] = {}
     for result in results:
         for key, value in result["saved"].items():
             kind_and_name, _, start = key.rpartition("/")
             if value.numel() and not kind_and_name.startswith("one_bit_"):
-                parts.setdefault(kind_and_name, {})[int(start)] = value
-    return {key: torch.cat([runs[start] for start in sorted(runs)]) for key, runs in parts.items()}
+                slices.setdefault(kind_and_name, {})[int(start)] = value
+    return {key: torch.cat([runs[start] for start in sorted(runs)]) for key, runs in slices.items()}
 
 
 def resume_adam_on_rank(world: World, directory: str) -> None:
@@ -132,8 +132,8 @@ def resume_adam_on_rank(world: World, directory: str) -> None:
                 assert torch.equal(value, before[key])
         # Four steps were made, and freeze_step is 3.
         train(world, course, 3, other, resumed, range(4, 6))
-        kinds = engine_of(other).wire.last_bytes_sent
-        assert (kinds["signs_to_owners"] > 0) == (world.size > 1)
+        kinds = engine_of(other).traffic.last_bytes_sent
+        assert (kinds["onebit_reduce_scatter"] > 0) == (world.size > 1)
 
 
 def prepared_adam(world: World, course: Any) -> tuple[Any, Any, Any]:
@@ -145,5 +145,5 @@ def prepared_adam(world: World, course: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_of_adam_is_taken_over(rank_pool: RankPool, tmp_path: Path, ranks: int) -> None:
-    rank_pool.run(ranks, f"{HERE}:resume_adam_on_rank", {"directory": str(tmp_path)})
+def test_a_checkpoint_of_adam_is_loaded(rank_pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    rank_pool.run(ranks, f"{MODULE}:resume_adam_on_rank", {"directory": str(tmp_path)})

@@ -15,16 +15,16 @@ import pytest
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint import CheckpointError, load_state, save_state
+from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 
-HERE = "tests.checkpoint.test_rank_consensus"
+MODULE = "tests.checkpoint.test_rank_consensus"
 
 
 def outcome(source: FakeSource, directory: str) -> str:
     try:
-        save_checkpoint(directory, source)
+        save_state(directory, source)
     except KeyboardInterrupt:
         return "interrupted"
     except CheckpointError as error:
@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[int, Any, str]] = {
     "opening": (0, SaveJob, "_open"),
     "writing": (1, SaveJob, "_write"),
     "committing": (0, SaveJob, "_commit"),
-    "exchange": (1, Agreement, "_all_gather"),
+    "exchange": (1, RankConsensus, "_all_gather"),
 }
 
 
@@ -50,13 +50,13 @@ def interrupt(world: World, directory: str, where: str) -> list[Any]:
         odd, owner, name = POINTS[where]
         if world.rank == odd:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            whole = getattr(owner, name)
+            original = getattr(owner, name)
 
             def struck(*arguments: Any) -> Any:
                 if where == "exchange":
                     # Before and after: the signal comes while the ranks exchange.
                     signal.raise_signal(signal.SIGINT)  # to this thread, at once
-                    return whole(*arguments)
+                    return original(*arguments)
                 raise KeyboardInterrupt
 
             patch.setattr(owner, name, struck)
@@ -69,7 +69,7 @@ def interrupt(world: World, directory: str, where: str) -> list[Any]:
 def test_an_interrupt_on_one_rank_ends_the_save_on_all(
     rank_pool: RankPool, tmp_path: Path, where: str
 ) -> None:
-    answers = rank_pool.run(3, f"{HERE}:interrupt", {"directory": str(tmp_path), "where": where})
+    answers = rank_pool.run(3, f"{MODULE}:interrupt", {"directory": str(tmp_path), "where": where})
     for rank, (first, quick, *later) in enumerate(answers):
         assert quick and later == ["saved", "saved"]
         odd = POINTS[where][0]
@@ -77,33 +77,33 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all(
             assert first == "interrupted"
         else:
             assert f"failed: rank {odd}: KeyboardInterrupt" in first
-            outcome_of_it = "The latest checkpoint is whole" if where == "committing" else UNTOUCHED
+            outcome_of_it = "The latest checkpoint is complete" if where == "committing" else UNTOUCHED
             assert outcome_of_it in first
     source = FakeSource(SMALL, 4)
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(3)
     assert not list(tmp_path.glob(".saving-*"))
 
 
 def test_an_interrupt_in_the_last_exchange_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, last = 0, 0
-    whole = Agreement._all_gather
+    original = RankConsensus._all_gather
 
-    def struck(self: Agreement, data: bytes) -> list[bytes]:
+    def struck(self: RankConsensus, data: bytes) -> list[bytes]:
         nonlocal calls
         calls += 1
         if calls == last:
             signal.raise_signal(signal.SIGINT)  # to this thread, at once
-        return whole(self, data)
+        return original(self, data)
 
-    monkeypatch.setattr(Agreement, "_all_gather", struck)
-    save_checkpoint(tmp_path / "undisturbed", FakeSource(SMALL, 3))
+    monkeypatch.setattr(RankConsensus, "_all_gather", struck)
+    save_state(tmp_path / "undisturbed", FakeSource(SMALL, 3))
     calls, last = 0, calls
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, FakeSource(SMALL, 3))
+        save_state(tmp_path, FakeSource(SMALL, 3))
     assert calls == last > 0
     source = FakeSource(SMALL, 4)
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(3)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -112,9 +112,9 @@ def load_own_step(world: World, directory: str, steps: list[Any]) -> str:
     source = FakeSource(SMALL, 1, world.rank, world.size, world.group)
     for seed in (1, 2):
         source.scalars["steps"] = seed
-        save_checkpoint(directory, source)
+        save_state(directory, source)
     try:
-        loaded = load_checkpoint(directory, source, step=steps[world.rank])
+        loaded = load_state(directory, source, step=steps[world.rank])
     except ValueError as error:
         return str(error)
     return f"step {loaded.step}"
@@ -133,7 +133,7 @@ def load_own_step(world: World, directory: str, steps: list[Any]) -> str:
 def test_ranks_load_the_same_step(
     rank_pool: RankPool, tmp_path: Path, steps: list[Any], expected: str
 ) -> None:
-    answers = rank_pool.run(2, f"{HERE}:load_own_step", {"directory": str(tmp_path), "steps": steps})
+    answers = rank_pool.run(2, f"{MODULE}:load_own_step", {"directory": str(tmp_path), "steps": steps})
     assert all(expected in answer for answer in answers), answers
 
 
@@ -146,7 +146,7 @@ def save_to_own(world: World, directories: list[str], hidden: bool) -> list[str]
         if hidden and world.rank == 1:
             patch.setattr(Path, "is_dir", lambda path: False)
         try:
-            found.append(str(save_checkpoint(own, source).path))
+            found.append(str(save_state(own, source).path))
         except CheckpointError as error:
             found.append(str(error))
     return found + [str(each.message) for each in caught if each.category is RuntimeWarning]
@@ -156,7 +156,7 @@ def save_to_own(world: World, directories: list[str], hidden: bool) -> list[str]
 def test_the_directory_of_rank_0_counts(rank_pool: RankPool, tmp_path: Path, hidden: bool) -> None:
     directories = [str(tmp_path / name) for name in ("first", "second")]
     arguments = {"directories": directories, "hidden": hidden}
-    (zeroth,), (first, warning) = rank_pool.run(2, f"{HERE}:save_to_own", arguments)
+    (zeroth,), (first, warning) = rank_pool.run(2, f"{MODULE}:save_to_own", arguments)
     assert f"got '{directories[0]}' on rank 0 and '{directories[1]}' on rank 1." in warning
     assert not Path(directories[1]).exists()
     if hidden:  # as on another host, whose file system is its own
@@ -165,7 +165,7 @@ def test_the_directory_of_rank_0_counts(rank_pool: RankPool, tmp_path: Path, hid
         return
     assert zeroth == first == f"{directories[0]}/step-000003"
     source = FakeSource(SMALL, 4)
-    load_checkpoint(directories[0], source)
+    load_state(directories[0], source)
     assert source.holds(3)
 
 
@@ -175,12 +175,12 @@ def test_a_lock_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     lock = folder / ".lock"
     lock.symlink_to(outside)
     with pytest.raises(CheckpointError, match=r"\.lock: expected a regular file, got a symbolic link"):
-        save_checkpoint(folder, FakeSource(SMALL, 1))
+        save_state(folder, FakeSource(SMALL, 1))
     assert not outside.exists()
     lock.unlink()
     for make in (os.mkfifo, os.mkdir):
         make(lock)
         with pytest.raises(CheckpointError, match=r"\.lock: expected a regular file, got something else"):
-            save_checkpoint(folder, FakeSource(SMALL, 1))
+            save_state(folder, FakeSource(SMALL, 1))
         lock.rmdir() if lock.is_dir() else lock.unlink()
-    save_checkpoint(folder, FakeSource(SMALL, 1))
+    save_state(folder, FakeSource(SMALL, 1))

@@ -18,15 +18,15 @@ from safetensors import safe_open
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_state
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import load_state, save_state
 from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
 
-HERE = "tests.checkpoint.test_round_trip"
+MODULE = "tests.checkpoint.test_round_trip"
 
 
 def save_on_rank(world: World, directory: str, state: int, sharded: bool, background: bool) -> None:
     source = FakeSource(MIXED, state, world.rank, world.size, world.group, sharded)
-    handle = save_checkpoint(directory, source, client_state={"rank": 0}, asynchronous=background)
+    handle = save_state(directory, source, client_state={"rank": 0}, async_save=background)
     if background:
         source.poison()  # the staged copy must be what is written
     assert handle.wait() == Path(directory) / f"step-{state:06d}"
@@ -36,7 +36,7 @@ def save_on_rank(world: World, directory: str, state: int, sharded: bool, backgr
 def load_on_rank(world: World, directory: str, state: int, sharded: bool) -> int:
     source = FakeSource(MIXED, state + 1, world.rank, world.size, world.group, sharded)
     source.poison()
-    loaded = load_checkpoint(directory, source)
+    loaded = load_state(directory, source)
     assert source.holds(state)
     assert source.finished == 1
     assert loaded.client_state == {"rank": 0}
@@ -45,12 +45,12 @@ def load_on_rank(world: World, directory: str, state: int, sharded: bool) -> int
 
 def save(pool: RankPool, world_size: int, directory: Path, state: int, **settings: bool) -> None:
     arguments = {"directory": str(directory), "state": state, "sharded": True, "background": False}
-    pool.run(world_size, f"{HERE}:save_on_rank", arguments | settings)
+    pool.run(world_size, f"{MODULE}:save_on_rank", arguments | settings)
 
 
 def load(pool: RankPool, world_size: int, directory: Path, state: int, sharded: bool = True) -> list[int]:
     arguments = {"directory": str(directory), "state": state, "sharded": sharded}
-    return pool.run(world_size, f"{HERE}:load_on_rank", arguments)
+    return pool.run(world_size, f"{MODULE}:load_on_rank", arguments)
 
 
 WORLDS = [*itertools.product((1, 2, 4), (1, 2, 4)), (3, 2), (2, 3)]
@@ -77,20 +77,20 @@ def test_shards_are_safetensors_of_one_dimensional_slices(
     rank_pool: RankPool, tmp_path: Path, seed: int
 ) -> None:
     save(rank_pool, 2, tmp_path, seed)
-    parts: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = collections.defaultdict(list)
+    stored: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = collections.defaultdict(list)
     for path in sorted((tmp_path / f"step-{seed:06d}").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 name, kind, start = key.rsplit(":", 2)
-                parts[kind, name].append((int(start), file.get_tensor(key)))
+                stored[kind, name].append((int(start), file.get_tensor(key)))
     for key, full in random_state(MIXED, seed).items():
-        pieces = [tensor for _, tensor in sorted(parts[key], key=lambda part: part[0])]
-        assert all(piece.dim() == 1 for piece in pieces)
-        assert torch.equal(torch.cat([full[:0], *pieces]), full), key
+        values = [tensor for _, tensor in sorted(stored[key], key=lambda item: item[0])]
+        assert all(value.dim() == 1 for value in values)
+        assert torch.equal(torch.cat([full[:0], *values]), full), key
 
 
 def test_precision_converts_at_load(tmp_path: Path, seed: int) -> None:
-    save_checkpoint(tmp_path, FakeSource(SMALL, seed))
+    save_state(tmp_path, FakeSource(SMALL, seed))
     narrow = {
         name: replace(entry, kinds=dict.fromkeys(entry.kinds, torch.bfloat16))
         for name, entry in SMALL.items()
@@ -102,7 +102,7 @@ def test_precision_converts_at_load(tmp_path: Path, seed: int) -> None:
     for table, dtype in ((narrow, torch.bfloat16), (wide, torch.float32)):
         source = FakeSource(table, seed)
         source.poison()
-        load_checkpoint(tmp_path, source)
+        load_state(tmp_path, source)
         for key, tensor in source.held.items():
             assert torch.equal(tensor, full[key].to(dtype)), key
 
@@ -110,10 +110,10 @@ def test_precision_converts_at_load(tmp_path: Path, seed: int) -> None:
 def test_tied_names_may_come_in_another_order(tmp_path: Path, seed: int) -> None:
     saved = {"embed.weight": dense(9, 4, aliases=("head.weight",))}
     loaded = {"head.weight": dense(9, 4, aliases=("embed.weight",))}
-    save_checkpoint(tmp_path, FakeSource(saved, seed))
+    save_state(tmp_path, FakeSource(saved, seed))
     source = FakeSource(loaded, seed)
     source.poison()
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     for kind in ("master", "exp_avg"):
         assert torch.equal(source.held[kind, "head.weight"], random_state(saved, seed)[kind, "embed.weight"])
 
@@ -132,10 +132,10 @@ def test_named_states_come_back_as_they_were(tmp_path: Path, seed: int) -> None:
         "torch": torch.get_rng_state(),
         "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
     }
-    save_checkpoint(
+    save_state(
         tmp_path, FakeSource(SMALL, seed), client_state=state, extra={"scheduler": state, "none": None}
     )
-    loaded = load_checkpoint(tmp_path, FakeSource(SMALL, seed))
+    loaded = load_state(tmp_path, FakeSource(SMALL, seed))
     for found in (loaded.client_state, loaded.extra["scheduler"]):
         tensors = {key: found.pop(key) for key in ("torch", "scalar")}
         assert torch.equal(tensors["torch"], state["torch"])
@@ -148,8 +148,8 @@ def test_named_states_come_back_as_they_were(tmp_path: Path, seed: int) -> None:
 
 
 def test_nan_comes_back(tmp_path: Path, seed: int) -> None:
-    save_checkpoint(tmp_path, FakeSource(SMALL, seed), client_state=[math.nan])
-    assert math.isnan(load_checkpoint(tmp_path, FakeSource(SMALL, seed)).client_state[0])
+    save_state(tmp_path, FakeSource(SMALL, seed), client_state=[math.nan])
+    assert math.isnan(load_state(tmp_path, FakeSource(SMALL, seed)).client_state[0])
 
 
 class LazySource(FakeSource):
@@ -164,19 +164,19 @@ class LazySource(FakeSource):
 
 
 def test_late_state_is_asked_for(tmp_path: Path, seed: int) -> None:
-    save_checkpoint(tmp_path, FakeSource(MIXED, seed))
+    save_state(tmp_path, FakeSource(MIXED, seed))
     source = LazySource(MIXED, seed + 1)
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(seed)
 
 
 def test_a_step_can_be_chosen_and_replaced(tmp_path: Path) -> None:
     for step, state in ((1, 1), (2, 2), (1, 3)):
-        save_checkpoint(tmp_path, FakeSource(SMALL, state), step=step)
+        save_state(tmp_path, FakeSource(SMALL, state), step=step)
     assert (tmp_path / "latest").read_text() == "step-000001\n"
     for step, state in ((1, 3), (2, 2), ("latest", 3), (None, 3)):
         source = FakeSource(SMALL, 99)
-        load_checkpoint(tmp_path, source, step=step)  # type: ignore[arg-type]
+        load_state(tmp_path, source, step=step)  # type: ignore[arg-type]
         assert source.holds(state), step
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".lock", "latest", "step-000001", "step-000002"]
@@ -184,19 +184,19 @@ def test_a_step_can_be_chosen_and_replaced(tmp_path: Path) -> None:
 
 def test_keep_last_removes_the_oldest_saves(tmp_path: Path) -> None:
     for step in (100, 200, 300, 150):
-        save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=2)
+        save_state(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=2)
     # 150 was saved last, 300 before it: age counts, not the number.
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000150", "step-000300"]
-    save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=1, keep_last=1)
+    save_state(tmp_path, FakeSource(SMALL, 1), step=1, keep_last=1)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
 
 
 def test_a_graph_that_saved_the_old_values_finds_out(tmp_path: Path) -> None:
     source = FakeSource(SMALL, 1)
-    save_checkpoint(tmp_path, source)
+    save_state(tmp_path, source)
     weight = source.held["master", "a.weight"]
     loss = (weight * torch.ones(weight.numel(), requires_grad=True)).sum()
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -206,11 +206,11 @@ def test_state_without_tensors(tmp_path: Path) -> None:
         def buffers(self) -> dict[str, torch.Tensor]:
             return {}
 
-    save_checkpoint(tmp_path, Empty({"nothing": dense(0)}, 5))
+    save_state(tmp_path, Empty({"nothing": dense(0)}, 5))
     source = Empty({"nothing": dense(0)}, 6)
-    assert load_checkpoint(tmp_path, source).step == 5
+    assert load_state(tmp_path, source).step == 5
     manifest = json.loads((tmp_path / "step-000005" / "manifest.json").read_text())
-    assert manifest["pieces"] == []
+    assert manifest["slices"] == []
 
 
 def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,21 +218,21 @@ def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pyte
     from zero_ext.checkpoint.transfer import chunk_reader
 
     table = {"w": dense(8 << 20, kinds={"master": torch.float32})}
-    save_checkpoint(tmp_path, FakeSource(table, seed))
+    save_state(tmp_path, FakeSource(table, seed))
     manifest, path = (
         tmp_path / f"step-{seed:06d}" / name for name in ("manifest.json", "rank-00000.safetensors")
     )
     assert path.stat().st_size > 32 << 20
     from zero_ext.checkpoint.format.manifest import read_manifest
-    from zero_ext.checkpoint.transfer.read_plan import Wanted, plan_fills
+    from zero_ext.checkpoint.transfer.read_plan import FillTarget, plan_fills
 
-    part = FakeSource(table, seed, 3, 8).held["master", "w"].zero_()
+    item = FakeSource(table, seed, 3, 8).held["master", "w"].zero_()
     found, _ = read_manifest(manifest.parent)
-    fills = plan_fills(found, [Wanted("master", "w", 3 << 20, part)])
+    fills = plan_fills(found, [FillTarget("master", "w", 3 << 20, item)])
     read = 0
     with chunk_reader.ChunkReader(chunk_reader.shard_paths(path.parent, found)) as reader:
-        for arrived in reader.read([fill.read() for fill in fills]):
-            read += arrived.data.numel()
-            fills[arrived.request].place(arrived.data, DeviceStaging())
-    assert torch.equal(part, random_state(table, seed)["master", "w"][3 << 20 : 4 << 20])
-    assert read <= part.nbytes + 2 * (1 << 20)
+        for chunk_read in reader.read([fill.read() for fill in fills]):
+            read += chunk_read.data.numel()
+            fills[chunk_read.request].write(chunk_read.data, DeviceStaging())
+    assert torch.equal(item, random_state(table, seed)["master", "w"][3 << 20 : 4 << 20])
+    assert read <= item.nbytes + 2 * (1 << 20)

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, Piece, dense, random_state
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, TensorSlice, dense, random_state
 from tests.checkpoint.stored_source import FakeStore, Meter, StoredSource
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, StoredValues, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, StoredValues, load_state, save_state
 from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
 
-HERE = "tests.checkpoint.test_stored_values"
+MODULE = "tests.checkpoint.test_stored_values"
 ROOT = Path(__file__).parents[2]
 LARGE = {
     "w": dense(5 * CHUNK_BYTES // 4 + 77, kinds={"master": torch.float32, "exp_avg": torch.bfloat16}),
@@ -44,13 +44,13 @@ def source_on(world: World, state: int, where: str, **settings: Any) -> FakeSour
 
 
 def save_on_rank(world: World, directory: str, state: int, where: str) -> None:
-    save_checkpoint(directory, source_on(world, state, where))
+    save_state(directory, source_on(world, state, where))
 
 
 def load_on_rank(world: World, directory: str, state: int, where: str, sharded: bool) -> None:
     source = source_on(world, state + 1, where, sharded=sharded)
     source.poison()
-    load_checkpoint(directory, source)
+    load_state(directory, source)
     assert source.holds(state)
     assert source.finished == 1
     if isinstance(source, StoredSource):
@@ -64,28 +64,28 @@ def test_any_world_size_to_any_other(
 ) -> None:
     for where in ("memory", "store", "both"):
         arguments: dict[str, Any] = {"directory": str(tmp_path / where), "state": seed, "where": where}
-        rank_pool.run(saved_at, f"{HERE}:save_on_rank", arguments)
+        rank_pool.run(saved_at, f"{MODULE}:save_on_rank", arguments)
     for saved in ("store", "both"):
         for file in (tmp_path / "memory" / f"step-{seed:06d}").iterdir():
             assert (tmp_path / saved / file.parent.name / file.name).read_bytes() == file.read_bytes()
     for saved, loaded in (("memory", "store"), ("memory", "both"), ("store", "memory"), ("store", "store")):
         for sharded in (True, False):
             arguments = {"directory": str(tmp_path / saved), "state": seed, "where": loaded}
-            rank_pool.run(loaded_at, f"{HERE}:load_on_rank", arguments | {"sharded": sharded})
+            rank_pool.run(loaded_at, f"{MODULE}:load_on_rank", arguments | {"sharded": sharded})
 
 
 def test_a_few_chunks_are_alive(tmp_path: Path, seed: int) -> None:
     source = StoredSource(LARGE, seed)
-    save_checkpoint(tmp_path, source)
+    save_state(tmp_path, source)
     # The source yields two runs of each tensor, a third and the rest of it.
-    pieces = [piece.tensor for piece in source.save_pieces()]
-    sizes = [piece.numel * piece.dtype.itemsize for piece in pieces if isinstance(piece, StoredValues)]
-    assert len(sizes) == len(pieces) == 6
+    tensors = [record.tensor for record in source.save_slices()]
+    sizes = [record.numel * record.dtype.itemsize for record in tensors if isinstance(record, StoredValues)]
+    assert len(sizes) == len(tensors) == 6
     assert source.meter.reads == sum(-(-size // CHUNK_BYTES) for size in sizes)
     assert source.meter.alive == 0
     assert source.meter.peak <= 2 * CHUNK_BYTES
     source.poison()
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(seed)
     assert source.meter.largest_write <= CHUNK_BYTES
 
@@ -95,7 +95,7 @@ import re, sys, torch
 from pathlib import Path
 from tests.checkpoint.fake_source import dense
 from tests.checkpoint.stored_source import FileSource, FileValues
-from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import load_state, save_state
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 def round_trip(numel, folder):
@@ -104,8 +104,8 @@ def round_trip(numel, folder):
     parts = [(begin, min(begin + (1 << 18), numel)) for begin in range(0, numel, 1 << 18)]
     for begin, end in parts:
         first.write(begin, torch.arange(begin, end).float())
-    save_checkpoint(folder, FileSource(table, first))
-    load_checkpoint(folder, FileSource(table, second))
+    save_state(folder, FileSource(table, first))
+    load_state(folder, FileSource(table, second))
     assert all(torch.equal(second.read(*part), torch.arange(*part).float()) for part in parts)
 round_trip(1 << 10, sys.argv[1] + "/small")
 Path("/proc/self/clear_refs").write_text("5")
@@ -127,12 +127,12 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_precision_converts_at_load(tmp_path: Path, seed: int, narrow: bool) -> None:
-    save_checkpoint(tmp_path, StoredSource(LARGE, seed))
+    save_state(tmp_path, StoredSource(LARGE, seed))
     dtype = torch.bfloat16 if narrow else torch.float32
     table = {name: replace(entry, kinds=dict.fromkeys(entry.kinds, dtype)) for name, entry in LARGE.items()}
     source = StoredSource(table, seed)
     source.poison()
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     for key, full in random_state(LARGE, seed).items():
         assert torch.equal(source.held[key], full.to(dtype)), key
 
@@ -140,10 +140,10 @@ def test_precision_converts_at_load(tmp_path: Path, seed: int, narrow: bool) -> 
 def test_every_element_is_written_once(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
     """Of runs whose ends lie anywhere in chunks and blocks, nothing is lost and nothing written twice."""
     arguments = {"directory": str(tmp_path), "state": seed, "where": "store"}
-    rank_pool.run(3, f"{HERE}:save_on_rank", arguments)
+    rank_pool.run(3, f"{MODULE}:save_on_rank", arguments)
     source = StoredSource(MIXED, seed + 1)
     source.poison()
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(seed)
     for tensor in source.held.values():
         ranges = sorted(source.meter.written.get(tensor.data_ptr(), []))
@@ -153,11 +153,11 @@ def test_every_element_is_written_once(rank_pool: RankPool, tmp_path: Path, seed
 
 
 def test_a_read_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, StoredSource(SMALL, 1))
+    save_state(tmp_path, StoredSource(SMALL, 1))
     for number in itertools.count():
         source = StoredSource(SMALL, 2, meter=Meter(failing_read=number))
         try:
-            save_checkpoint(tmp_path, source)
+            save_state(tmp_path, source)
         except CheckpointError as error:
             text = str(error)
             assert "rank 0:" in text
@@ -168,16 +168,16 @@ def test_a_read_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
         else:
             break
     assert number == source.meter.reads > 3
-    load_checkpoint(tmp_path, source, step=1)
+    load_state(tmp_path, source, step=1)
     assert source.holds(1)
 
 
 def test_a_write_that_fails_says_half_loaded(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, FakeSource(SMALL, 1))
+    save_state(tmp_path, FakeSource(SMALL, 1))
     for number in itertools.count():
         source = StoredSource(SMALL, 2, meter=Meter(failing_write=number))
         try:
-            load_checkpoint(tmp_path, source)
+            load_state(tmp_path, source)
         except CheckpointError as error:
             text = str(error)
             assert f"of its store failed: RuntimeError: write of number {number}: Input/output" in text
@@ -195,9 +195,9 @@ def fail_on_one_rank(world: World, directory: str, saving: bool) -> str:
     source = source_on(world, 2, "store", meter=meter)
     try:
         if saving:
-            save_checkpoint(directory, source)
+            save_state(directory, source)
         else:
-            load_checkpoint(directory, source)
+            load_state(directory, source)
     except CheckpointError as error:
         return str(error)
     return "done"
@@ -206,9 +206,9 @@ def fail_on_one_rank(world: World, directory: str, saving: bool) -> str:
 @pytest.mark.parametrize("saving", [True, False])
 def test_an_error_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path, saving: bool) -> None:
     if not saving:
-        save_checkpoint(tmp_path, FakeSource(MIXED, 1))
+        save_state(tmp_path, FakeSource(MIXED, 1))
     arguments = {"directory": str(tmp_path), "saving": saving}
-    answers = rank_pool.run(2, f"{HERE}:fail_on_one_rank", arguments)
+    answers = rank_pool.run(2, f"{MODULE}:fail_on_one_rank", arguments)
     assert len(set(answers)) == 1
     assert "rank 1: " in answers[0]
     assert "of number 2: Input/output error" in answers[0]
@@ -216,14 +216,14 @@ def test_an_error_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path, s
 
 
 def test_nothing_is_written_before_everything_is_verified(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, FakeSource(LARGE, 1))
+    save_state(tmp_path, FakeSource(LARGE, 1))
     path = tmp_path / "step-000001" / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     source = StoredSource(LARGE, 2)
     with pytest.raises(CheckpointError, match=r"damaged: .*Nothing of the model was changed"):
-        load_checkpoint(tmp_path, source)
+        load_state(tmp_path, source)
     assert source.meter.writes == 0
     assert source.holds(2)
 
@@ -232,23 +232,23 @@ def save_in_background(world: World, directory: str, state: int) -> list[Any]:
     source = source_on(world, state, "both" if world.rank == 1 else "memory")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        handle = save_checkpoint(directory, source, asynchronous=True)
+        handle = save_state(directory, source, async_save=True)
     done = handle.done()
     source.poison()  # what training does to the state must not reach the file
     handle.wait()
     return [done, [str(warning.message) for warning in caught]]
 
 
-def test_a_background_save_is_whole_when_it_returns(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
+def test_a_background_save_has_ended_when_it_returns(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
     """On all ranks, though the state of one alone is in a store."""
     arguments = {"directory": str(tmp_path), "state": seed}
-    answers = rank_pool.run(2, f"{HERE}:save_in_background", arguments)
+    answers = rank_pool.run(2, f"{MODULE}:save_in_background", arguments)
     assert [done for done, _ in answers] == [True, True]
     assert len(answers[0][1]) == 1
     assert "written before the call returned" in answers[0][1][0]
     assert answers[1][1] == []
     source = FakeSource(MIXED, seed + 1)
-    load_checkpoint(tmp_path, source)
+    load_state(tmp_path, source)
     assert source.holds(seed)
 
 
@@ -293,12 +293,12 @@ class StrangeSource(FakeSource):
     values: Any
     start: Any = 0
 
-    def save_pieces(self) -> Any:
-        yield from (piece for piece in super().save_pieces() if piece.name != "b.bias")
-        yield Piece("master", "b.bias", self.start, self.values)
+    def save_slices(self) -> Any:
+        yield from (record for record in super().save_slices() if record.name != "b.bias")
+        yield TensorSlice("master", "b.bias", self.start, self.values)
 
-    def load_pieces(self) -> Any:
-        return self.save_pieces()
+    def load_slices(self) -> Any:
+        return self.save_slices()
 
 
 @pytest.mark.parametrize("case", STRANGE_TO_SAVE)
@@ -306,17 +306,17 @@ def test_strange_stores_are_not_saved(tmp_path: Path, case: str) -> None:
     source = StrangeSource(SMALL, 1)
     source.values, kind, named = STRANGE_TO_SAVE[case]
     with pytest.raises(kind, match=rf"master of 'b.bias'.*{named}|b\.bias.*not stored"):
-        save_checkpoint(tmp_path, source)
+        save_state(tmp_path, source)
     assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize("case", STRANGE_TO_LOAD)
 def test_strange_stores_are_not_loaded(tmp_path: Path, case: str) -> None:
-    save_checkpoint(tmp_path, FakeSource(SMALL, 1))
+    save_state(tmp_path, FakeSource(SMALL, 1))
     source = StrangeSource(SMALL, 2)
     source.values, kind, named = STRANGE_TO_LOAD[case]
     with pytest.raises(kind, match=rf"master of 'b.bias'.*{named}"):
-        load_checkpoint(tmp_path, source)
+        load_state(tmp_path, source)
     assert source.held["master", "a.weight"].equal(FakeSource(SMALL, 2).held["master", "a.weight"])
 
 
@@ -325,13 +325,13 @@ def test_a_strange_start_is_named(tmp_path: Path, start: Any) -> None:
     source = StrangeSource(SMALL, 1)
     source.values, source.start = FakeStore(torch.zeros(13), Meter()), start
     with pytest.raises(ValueError, match=rf"master of 'b.bias': starts at {start}"):
-        save_checkpoint(tmp_path, source)
+        save_state(tmp_path, source)
 
 
-def test_a_store_without_elements_takes_no_part(tmp_path: Path) -> None:
+def test_a_store_without_elements_is_not_saved(tmp_path: Path) -> None:
     source = StoredSource({"nothing": dense(0)}, 5)
-    save_checkpoint(tmp_path, source)
+    save_state(tmp_path, source)
     manifest = json.loads((tmp_path / "step-000005" / "manifest.json").read_text())
-    assert {piece["kind"] for piece in manifest["pieces"]} == {"buffer"}
-    load_checkpoint(tmp_path, source)
+    assert {record["kind"] for record in manifest["slices"]} == {"buffer"}
+    load_state(tmp_path, source)
     assert (source.meter.reads, source.meter.writes) == (0, 0)

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_state
 from tests.cli.command import run
-from zero_ext.checkpoint import save_checkpoint
+from zero_ext.checkpoint import save_state
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
-        save_checkpoint(tmp_path / "run", FakeSource(MIXED, step))
+        save_state(tmp_path / "run", FakeSource(MIXED, step))
     return tmp_path / "run"
 
 
@@ -56,7 +56,7 @@ def test_export(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "files"), [("0.5kb", 2), ("100", 3), ("1MiB", 1), ("1.5 KB", 1)])
 def test_export_splits(tmp_path: Path, size: str, files: int) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     output = run("export", str(tmp_path / "run"), str(tmp_path / "hf"), "--max-shard-size", size)
     shards = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(shards) == files
@@ -89,7 +89,7 @@ def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
     table = {
         bad: dense(3, aliases=("tied\x1b[31m",), kinds={"master": torch.float32, "m\x1b[1m": torch.float32})
     }
-    save_checkpoint(tmp_path / "run", FakeSource(table, 1))
+    save_state(tmp_path / "run", FakeSource(table, 1))
     output = run("inspect", str(tmp_path / "run"))
     assert not set(output) & {"\x1b", "\x07", "\x9b", "\u202e"}
     assert r"w\x1b]0;title\x07" in output and r"tied\x1b[31m" in output and r"m\x1b[1m: 12 bytes" in output

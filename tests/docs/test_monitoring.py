@@ -39,11 +39,11 @@ def test_the_page_runs_and_names_every_value(tmp_path: Path, monkeypatch: pytest
     (text,) = blocks("json")
     settings = json.loads(text)
     assert load_config(settings).monitor is not None
-    kept = ("output_dir", "csv", "comms", "flops", "trace")
-    settings["monitor"] = {name: settings["monitor"][name] for name in kept}
+    sections = ("output_dir", "csv", "comms", "flops", "trace")
+    settings["monitor"] = {name: settings["monitor"][name] for name in sections}
     model = nn.Linear(3, 1)
     model, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)
-    logging, pieces = blocks("python")
+    logging, attaching = blocks("python")
     before, during = logging.split("...\n")
     names: dict[str, Any] = {"model": model, "optimizer": optimizer, "accuracy": 0.5, "MyWriter": Writer}
     exec(before, names)
@@ -53,12 +53,12 @@ def test_the_page_runs_and_names_every_value(tmp_path: Path, monkeypatch: pytest
         optimizer.zero_grad()
     rows = [json.loads(line) for line in Path("runs/first/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and all(row["accuracy"] == 0.5 for row in rows)
-    told = set(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE))
-    documented = {name for cell in told for name in re.findall(r"`([\w/]+)`", cell)} | {"time", "accuracy"}
+    cells = set(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE))
+    documented = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)} | {"time", "accuracy"}
     for name in rows[-1]:
-        assert name in documented or name.split("/")[0] in ("wire", "moved"), name
+        assert name in documented or name.split("/")[0] in ("traffic", "transfer"), name
     names["monitor"].close()
-    first, last = pieces.split("...\n")
+    first, last = attaching.split("...\n")
     exec(
         first.replace("MyWriter()", "writer"),
         {**names, "writer": names.setdefault("writer", Writer())},
@@ -70,7 +70,7 @@ def test_the_page_runs_and_names_every_value(tmp_path: Path, monkeypatch: pytest
     assert [row["step"] for row in names["writer"].rows] == [3] and "time/step" in names["writer"].rows[0]
 
 
-def test_the_picture_is_there_and_small() -> None:
+def test_the_plot_exists_and_is_small() -> None:
     (name,) = re.findall(r"!\[.*?\]\((.*?)\)", PAGE.read_text())
     data = (PAGE.parent / name).read_bytes()
     assert data[:4] == b"\x89PNG" and len(data) < 150_000

@@ -17,7 +17,9 @@ def texts_of(path: Path) -> list[str]:
             found.append(node.value)
         elif isinstance(node, ast.JoinedStr):
             found.append(
-                "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                "".join(
+                    literal.value if isinstance(literal, ast.Constant) else "…" for literal in node.values
+                )
             )
     return found
 

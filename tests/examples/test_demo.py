@@ -25,11 +25,11 @@ def demo() -> Iterator[Any]:
     """Imports the parts of the demonstration as `demo.<part>`."""
     sys.path.insert(0, str(EXAMPLES))
 
-    class Parts:
+    class DemoModules:
         def __getattr__(self, name: str) -> ModuleType:
             return importlib.import_module(f"demo.{name}")
 
-    yield Parts()
+    yield DemoModules()
     sys.path.remove(str(EXAMPLES))
 
 
@@ -102,14 +102,14 @@ def write_runs(folder: Path, settings: Any, changes: dict[str, Any]) -> None:
     }
     losses = [5.0, 4.0, 3.5]
     runs = {f"train-{settings.save_at}": (2, first), f"train-{settings.steps}": (1, second)}
-    whole = {"params": 2 * PARAMETERS, "grads": 2 * PARAMETERS, "optimizer": 12 * PARAMETERS}
-    runs["plain"] = (1, {"losses": [loss * 1.0001 for loss in losses], "seconds": 0.5, "bytes": whole})
-    wire = [("reduce_scatter", "gather_gradients"), ("reduce_scatter", "gather_updated")]
-    wire += [wire[1], ("reduce_scatter", "gather", "gather")]
+    full = {"params": 2 * PARAMETERS, "grads": 2 * PARAMETERS, "optimizer": 12 * PARAMETERS}
+    runs["plain"] = (1, {"losses": [loss * 1.0001 for loss in losses], "seconds": 0.5, "bytes": full})
+    traffic = [("reduce_scatter", "gather_gradients"), ("reduce_scatter", "gather_updated")]
+    traffic += [traffic[1], ("reduce_scatter", "gather", "gather")]
     for stage in range(4):
-        parts = dict(zip(whole, (stage >= 3, stage >= 2, stage >= 1), strict=True))
-        held = {kind: count // (2 if parts[kind] else 1) for kind, count in whole.items()}
-        sent = Counter({kind: wire[stage].count(kind) * PARAMETERS for kind in wire[stage]})
+        sharded = dict(zip(full, (stage >= 3, stage >= 2, stage >= 1), strict=True))
+        held = {kind: count // (2 if sharded[kind] else 1) for kind, count in full.items()}
+        sent = Counter({kind: traffic[stage].count(kind) * PARAMETERS for kind in traffic[stage]})
         runs[f"stage-{stage}"] = (2, {"losses": losses, "seconds": 0.5, "bytes": held, "wire_bytes": sent})
     for run, (ranks, record) in runs.items():
         for rank in range(ranks):
@@ -129,8 +129,8 @@ def test_a_run_that_held_its_promises_passes_and_gets_its_report(demo: Any, tmp_
     rows = demo.comparison.compare(tmp_path, run.parameters)
     page = demo.report.write_report(tmp_path, run, rows, [], 1.0).read_text()
     assert "All checks passed" in page and "| stage 3 ×2 | 3.50000 |" in page
-    for picture in ("loss.png", "memory.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG") and picture in page
+    for image in ("loss.png", "memory.png"):
+        assert (tmp_path / image).read_bytes().startswith(b"\x89PNG") and image in page
 
 
 @pytest.mark.parametrize(

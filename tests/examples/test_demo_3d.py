@@ -23,20 +23,20 @@ def demo() -> Iterator[Any]:
     """Imports the parts of the demonstration as `demo_3d.<part>`."""
     sys.path.insert(0, str(EXAMPLES))
 
-    class Parts:
+    class DemoModules:
         def __getattr__(self, name: str) -> ModuleType:
             return importlib.import_module(f"demo_3d.{name}")
 
-    yield Parts()
+    yield DemoModules()
     sys.path.remove(str(EXAMPLES))
 
 
-def test_kept_and_broken_promises(demo: Any) -> None:
+def test_met_and_broken_promises(demo: Any) -> None:
     settings = demo.settings.ThreeDSettings(steps=3)
     losses = [5.5, 4.0, 3.0]
 
     def outcomes(**changed: list[float]) -> dict[str, Any]:
-        names = (demo.settings.ALONE, *demo.settings.WAYS)
+        names = (demo.settings.ALONE, *demo.settings.LAYOUTS)
         return {name: demo.report.Outcome(changed.get(name, losses), 0.1, 9, 9, []) for name in names}
 
     assert not any(demo.report.failures(outcomes(), settings).values())
@@ -68,7 +68,7 @@ def test_a_tiny_run_on_four_ranks(demo: Any, tmp_path: Path, monkeypatch: pytest
         assert f"![{name}]({name}.png)" in page
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     split = demo.report.Outcome.read(folder, "pp_dp").parameters
-    whole = demo.report.Outcome.read(folder, "tp_dp")
-    assert whole.records[0]["sent"]["gather"] > 0 and split > 0
-    slots = whole.records[0]["slots"]
+    result = demo.report.Outcome.read(folder, "tp_dp")
+    assert result.records[0]["sent"]["gather"] > 0 and split > 0
+    slots = result.records[0]["slots"]
     assert len(slots) == 2 * settings.micro_batches

@@ -91,7 +91,7 @@ def test_a_tiny_run_on_four_ranks(demo: Any, tmp_path: Path, monkeypatch: pytest
         importlib.import_module("demo.folder").read_settings(demo.settings.CompressedSettings, folder)
         == settings
     )
-    for name in demo.ways.WAYS:
+    for name in demo.modes.MODES:
         outcome = demo.outcome.Outcome.read(folder, name)
         assert len(outcome.losses) == 6 and [step for step, _ in outcome.held_out] == [0, 3, 6]
         start = demo.outcome.Outcome.read(folder, "adam").held_out[0][1]

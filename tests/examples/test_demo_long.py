@@ -23,11 +23,11 @@ def demo() -> Iterator[Any]:
     """Imports the parts of the demonstration as `demo_long.<part>`."""
     sys.path.insert(0, str(EXAMPLES))
 
-    class Parts:
+    class DemoModules:
         def __getattr__(self, name: str) -> ModuleType:
             return importlib.import_module(f"demo_long.{name}")
 
-    yield Parts()
+    yield DemoModules()
     sys.path.remove(str(EXAMPLES))
 
 
@@ -51,22 +51,22 @@ def result_of(demo: Any, dense: int, sparse: int, held_out: tuple[float, float])
     )
 
 
-def test_kept_and_broken_promises(demo: Any, tmp_path: Path) -> None:
+def test_met_and_broken_promises(demo: Any, tmp_path: Path) -> None:
     settings = demo.settings.LongSettings()
     refused = demo.processes.OUT_OF_MEMORY
     for dense in (refused, -9):
         assert demo.report.failures(result_of(demo, dense, 0, (5.6, 2.9)), settings) == []
-    for given, words in (
+    for arguments, words in (
         ((0, 0, (5.6, 2.9)), "dense attention was to run out of memory"),
         ((1, 0, (5.6, 2.9)), "failed, status 1"),
         ((refused, refused, (5.6, 2.9)), "sparse attention was to train under the cap, but out of memory"),
         ((refused, 0, (5.6, 3.15)), "was to end below 3.100"),
     ):
-        (failure,) = demo.report.failures(result_of(demo, *given), settings)
+        (failure,) = demo.report.failures(result_of(demo, *arguments), settings)
         assert words in failure
 
 
-def test_the_report_has_pictures_of_every_layout(demo: Any, tmp_path: Path) -> None:
+def test_the_report_has_plots_of_every_layout(demo: Any, tmp_path: Path) -> None:
     settings = dataclasses.replace(demo.settings.LongSettings(), window=2048)
     result = result_of(demo, demo.processes.OUT_OF_MEMORY, 0, (5.6, 2.9))
     page = demo.report.write_report(tmp_path, result, settings, [], 200.0).read_text()
@@ -77,7 +77,7 @@ def test_the_report_has_pictures_of_every_layout(demo: Any, tmp_path: Path) -> N
         assert (tmp_path / f"layout-{mode}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_tiny_run_trains_and_tells(demo: Any, tmp_path: Path) -> None:
+def test_a_tiny_run_trains_and_reports(demo: Any, tmp_path: Path) -> None:
     corpus = importlib.import_module("demo.corpus")
     library = tmp_path / "library"
     library.mkdir()

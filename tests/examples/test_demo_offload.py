@@ -26,11 +26,11 @@ def demo() -> Iterator[Any]:
     """Imports the parts of the demonstration as `demo_offload.<part>`."""
     sys.path.insert(0, str(EXAMPLES))
 
-    class Parts:
+    class DemoModules:
         def __getattr__(self, name: str) -> ModuleType:
             return importlib.import_module(f"demo_offload.{name}")
 
-    yield Parts()
+    yield DemoModules()
     sys.path.remove(str(EXAMPLES))
 
 
@@ -41,9 +41,9 @@ def test_the_line_a_killed_run_was_writing_does_not_count(demo: Any, tmp_path: P
     samples = demo.timeline.read_timeline(path)
     assert (samples[-1].step, samples[-1].device, samples[-1].host) == (2, 30, 4)
     assert samples[-1].resident > MIB and samples[-1].data > MIB
-    whole = path.read_text()
+    text = path.read_text()
     for cut in (1, 3, random.randrange(4, 12)):
-        path.write_text(whole[:-cut])
+        path.write_text(text[:-cut])
         assert demo.timeline.read_timeline(path) == samples[:-1]
 
 
@@ -108,7 +108,7 @@ def test_a_broken_promise_fails(
 
 
 def test_a_tiny_model_trains_on_nvme_and_leaves_nothing_there(demo: Any, tmp_path: Path) -> None:
-    settings = demo.settings.OffloadSettings(**TINY, ring_bytes=MIB, sample_seconds=0.005)
+    settings = demo.settings.OffloadSettings(**TINY, staging_buffer_bytes=MIB, sample_seconds=0.005)
     folder, nvme = tmp_path / "report", tmp_path / "nvme"
     folder.mkdir()
     nvme.mkdir()
@@ -123,7 +123,7 @@ def test_a_tiny_model_trains_on_nvme_and_leaves_nothing_there(demo: Any, tmp_pat
     assert ending.timeline[-1].step == settings.steps and not list(nvme.iterdir())
 
 
-def test_a_run_that_takes_too_long_is_ended(demo: Any, tmp_path: Path) -> None:
+def test_a_run_past_its_time_limit_is_ended(demo: Any, tmp_path: Path) -> None:
     settings = demo.settings.OffloadSettings(**TINY, time_limit_seconds=0.2)
     importlib.import_module("demo.folder").write_settings(settings, tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -71,7 +71,7 @@ def test_without_slurm_it_is_one_node(tmp_path: Path) -> None:
     assert "--nnodes 1 --nproc-per-node 1" in found and "--rdzv-endpoint localhost:20000" in found
 
 
-def test_two_agents_on_this_machine_train_together(tmp_path: Path) -> None:
+def test_two_agents_on_one_machine_train_jointly(tmp_path: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**plain, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

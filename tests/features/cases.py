@@ -42,7 +42,7 @@ def stages_by_tiers_by_plans() -> list[Case]:
         kinds = KINDS[:stage]
         rows = [dict(zip(kinds, ("device",) * len(kinds), strict=True))] if not kinds else []
         for shift, tier in itertools.product(range(3 if stage > 1 else 1), range(3)):
-            rows.append({kind: TIERS[(tier + shift * place) % 3] for place, kind in enumerate(kinds)})
+            rows.append({kind: TIERS[(tier + shift * index) % 3] for index, kind in enumerate(kinds)})
         for offload in [row for number, row in enumerate(rows) if row not in rows[:number]]:
             name, plan = next(plans)
             tiers = ", ".join(f"{kind} {tier}" for kind, tier in offload.items()) or "device"
@@ -83,7 +83,7 @@ def sharding_cases() -> list[Case]:
                 settings = {key: value for key, value in PLANS[plan].items() if key != "clip"}
             else:
                 settings = PLANS[plan]
-            offload = {"optimizer": tier, "grads": "host", "step": step}
+            offload = {"optimizer": tier, "grads": "host", "update_mode": step}
             arguments = {"stage": 3, "plan": settings, "offload": offload}
             found.append(
                 Case(
@@ -166,14 +166,14 @@ CASES += [
                 {"precision": {"reduction": "rank_order"}},
             ),
             ("int4 gradients", PLANS["bf16, accumulated, clipped"], {"quantized_gradients": "int4"}, {}),
-            ("secondary shards", PLANS["bf16, no_sync"], {"secondary_shards": True}, {}),
+            ("secondary shards", PLANS["bf16, no_sync"], {"hierarchical_partition": True}, {}),
             (
                 "all of ZeRO++",
                 PLANS["fp32, clipped"],
-                {"quantized_weights": "int8", "quantized_gradients": "int8", "secondary_shards": True},
+                {"quantized_weights": "int8", "quantized_gradients": "int8", "hierarchical_partition": True},
                 {},
             ),
-            ("sharding groups", PLANS["fp32, clipped"], {"sharding_ranks": 2}, {}),
+            ("sharding groups", PLANS["fp32, clipped"], {"shard_group_size": 2}, {}),
         )
     ),
     Case(
@@ -261,9 +261,12 @@ CASES += [
         Case("activations kept for backward", name, f"{ACTIVATIONS}:checkpointed", 2, {"section": section})
         for name, section in (
             ("on the device", {}),
-            ("in host memory", {"tier": "host", "smallest_bytes": 0}),
-            ("on NVMe", {"tier": "nvme", "smallest_bytes": 0}),
-            ("saved tensors in host memory", {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}),
+            ("in host memory", {"tier": "host", "min_offload_bytes": 0}),
+            ("on NVMe", {"tier": "nvme", "min_offload_bytes": 0}),
+            (
+                "saved tensors in host memory",
+                {"mode": "offload_saved_tensors", "tier": "host", "min_offload_bytes": 0},
+            ),
             ("divided among the ranks", {"partition_activations": True}),
             ("divided, in host memory", {"partition_activations": True, "tier": "host"}),
         )

@@ -28,10 +28,12 @@ class BothDevices:
             worlds.run(case.ranks, case.body, {**case.arguments, "device": device}, seed)
             for device, worlds in self._worlds.items()
         )
-        for rank, (here, there) in enumerate(zip(found, wanted, strict=True)):
-            assert here.keys() == there.keys() and here, f"rank {rank}"
-            for name, value in here.items():
-                assert same(value, there[name]), f"rank {rank}, {name}: {value}; on the CPU {there[name]}"
+        for rank, (found_state, wanted_state) in enumerate(zip(found, wanted, strict=True)):
+            assert found_state.keys() == wanted_state.keys() and found_state, f"rank {rank}"
+            for name, value in found_state.items():
+                assert same(value, wanted_state[name]), (
+                    f"rank {rank}, {name}: {value}; on the CPU {wanted_state[name]}"
+                )
 
     def close(self) -> None:
         """Ends all ranks."""

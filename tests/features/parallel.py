@@ -40,10 +40,14 @@ def pipeline(
     own = mesh["dp"].get_local_rank()
     losses, norms = [], []
     for words, wanted in stages.batches(world.seed, 3, SAMPLES * mesh["dp"].size()):
-        part = slice(SAMPLES * own, SAMPLES * (own + 1))
-        losses.append(float(engine.train_batch(words[part].to(device), targets=wanted[part].to(device))))
+        share_index = slice(SAMPLES * own, SAMPLES * (own + 1))
+        losses.append(
+            float(engine.train_batch(words[share_index].to(device), targets=wanted[share_index].to(device)))
+        )
         norms.append(engine_of(model).grad_norm)
-    evaluated = float(engine.eval_batch(words[part].to(device), targets=wanted[part].to(device)))
+    evaluated = float(
+        engine.eval_batch(words[share_index].to(device), targets=wanted[share_index].to(device))
+    )
     return {
         "losses": losses,
         "norms": norms,
@@ -64,9 +68,9 @@ def tensors(world: World, device: str, config: dict[str, Any], sequence: bool) -
     prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
     losses, norms = [], []
     share, own = SAMPLES // mesh["dp"].size(), mesh["dp"].get_local_rank()
-    for given, wanted in tensor_batches(world.seed, 3):
-        part = slice(share * own, share * (own + 1))
-        loss = loss_of(prepared, given[part].to(device), wanted[part].to(device))
+    for inputs, wanted in tensor_batches(world.seed, 3):
+        share_index = slice(share * own, share * (own + 1))
+        loss = loss_of(prepared, inputs[share_index].to(device), wanted[share_index].to(device))
         prepared.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +123,9 @@ def sequences(world: World, device: str, config: dict[str, Any], lengths: dict[s
     losses = []
     for _ in range(3):
         hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH).chunk(2)
-        part = mesh["cp"].get_local_rank()
-        given, targets = (each[0].chunk(2, 1)[part].contiguous().to(device) for each in (hidden, wanted))
-        losses.append(float(engine.train_batch(given, targets=targets)))
+        share_index = mesh["cp"].get_local_rank()
+        inputs, targets = (
+            each[0].chunk(2, 1)[share_index].contiguous().to(device) for each in (hidden, wanted)
+        )
+        losses.append(float(engine.train_batch(inputs, targets=targets)))
     return {"losses": losses, **on_host(zero_ext.full_state_dict(model))}

@@ -42,7 +42,7 @@ def shared_folder(world: World) -> str:
 
 def with_storage(offload: dict[str, Any], folder: str) -> dict[str, Any]:
     paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-    return {"ring_bytes": 1 << 20, **paths, **offload}
+    return {"staging_buffer_bytes": 1 << 20, **paths, **offload}
 
 
 def zero(
@@ -57,8 +57,8 @@ def zero(
             stage, course, offload=with_storage(offload, folder), units={"bucket_elements": 700}, **more
         )
 
-        def batch(*place: int) -> torch.Tensor:
-            return language_batch(*place).to(device)
+        def batch(*indices: int) -> torch.Tensor:
+            return language_batch(*indices).to(device)
 
         run = train_prepared(world, tiny_model(device), language_loss, batch, config, course, make)
     return {"losses": run.losses, "norms": run.norms, **on_host(run.parameters)}
@@ -103,7 +103,7 @@ def sharded_init(world: World, device: str, offload: dict[str, Any], loads: bool
             with zero_ext.Init(config=config):
                 model = ScaledModel(tied=True)
         prepared, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), config, device=device, values="empty" if loads else "keep"
+            model, adamw(model.parameters()), config, device=device, init="skip" if loads else "broadcast"
         )
         if loads:
             zero_ext.load_safetensors(prepared, folder)

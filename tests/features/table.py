@@ -9,7 +9,10 @@ from tests.features.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "features.md"
-PLACES = {False: "tests/features/test_features.py", True: "tests/integrations/transformers/test_stand_in.py"}
+TEST_FILES = {
+    False: "tests/features/test_features.py",
+    True: "tests/integrations/transformers/test_stand_in.py",
+}
 INTRODUCTION = """\
 # Features on the strict stand-in
 
@@ -41,7 +44,7 @@ def page() -> str:
     for case in sorted(CASES, key=lambda case: features_of_readme().index(case.feature)):
         feature = case.feature if case.feature != before else ""
         before = case.feature
-        rows.append(f"| {feature} | `{PLACES[case.needs_transformers]}` | {case.name} |")
+        rows.append(f"| {feature} | `{TEST_FILES[case.needs_transformers]}` | {case.name} |")
     return INTRODUCTION + "\n".join(rows) + "\n"
 
 

@@ -33,9 +33,14 @@ def trainer(world: World, device: str, adapters: bool, config: dict[str, Any]) -
                 from zero_ext.integrations.peft import ZeroPeftTrainer
 
                 kind, model = ZeroPeftTrainer, with_adapters(model, world.seed)
-            given = arguments(folder, **settings)
-            given.__dict__["_setup_devices"] = torch.device(device)
-            made = kind(model=model, args=given, train_dataset=Sentences(32, world.seed), zero_config=config)
+            training_arguments = arguments(folder, **settings)
+            training_arguments.__dict__["_setup_devices"] = torch.device(device)
+            made = kind(
+                model=model,
+                args=training_arguments,
+                train_dataset=Sentences(32, world.seed),
+                zero_config=config,
+            )
             made.train(resume_from_checkpoint=resumed)
             assert engine_of(made.model).device.type == device
             found[f"resumed from {bool(resumed)}"] = column(made, "loss")

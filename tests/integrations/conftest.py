@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+MODULE = Path(__file__).resolve().parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves the folders out of an ordinary run of the whole suite."""
-    if collection_path.parent != HERE or not collection_path.is_dir():
+    if collection_path.parent != MODULE or not collection_path.is_dir():
         return None
     named = (
         Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args
     )
-    return None if any(path == HERE or HERE in path.parents for path in named) else True
+    return None if any(path == MODULE or MODULE in path.parents for path in named) else True

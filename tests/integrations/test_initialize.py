@@ -24,11 +24,11 @@ from tests.multi.rank import World
 from tests.zero.models import VOCABULARY, TinyModel
 from tests.zero.step.test_loss_scaler import Reference
 from tests.zero.training import distance
-from zero_ext.config import LossScalePolicy, SchedulerPolicy
+from zero_ext.config import LossScaleConfig, SchedulerConfig
 from zero_ext.optim.optimizer_builder import build_scheduler
 from zero_ext.zero import engine_of
 
-HERE = "tests.integrations.test_initialize"
+MODULE = "tests.integrations.test_initialize"
 INTRODUCTION: dict[str, Any] = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 2,
@@ -74,7 +74,7 @@ def batch_of(data: Sentences, samples: int, step: int, micro: int, rank: int) ->
 class PlainLoop:
     """fp16 parameters, fp32 masters, AdamW, loss scale and clipping by torch alone, on all ranks' data."""
 
-    def __init__(self, model: nn.Module, ranks: int, policy: LossScalePolicy) -> None:
+    def __init__(self, model: nn.Module, ranks: int, policy: LossScaleConfig) -> None:
         self.masters = [parameter.detach().clone() for parameter in model.parameters()]
         self.model, self.ranks = model.half(), ranks
         self.optimizer = torch.optim.AdamW(self.masters)
@@ -117,7 +117,7 @@ def test_the_introductory_loop(world: World, fp16: dict[str, int]) -> None:
     config = json.loads(json.dumps(INTRODUCTION))
     config["fp16"].update(fp16)
     config["gradient_clipping"] = 0.4
-    policy = LossScalePolicy(
+    policy = LossScaleConfig(
         initial_power=fp16.get("initial_scale_power", 16), hysteresis=fp16.get("hysteresis", 2)
     )
     torch.manual_seed(world.seed)
@@ -207,7 +207,7 @@ def test_schedulers_of_the_json_move_the_rate_that_is_used(world: World) -> None
             "gradient_clipping": 0.0,
         }
         alone = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.02)
-        schedule = build_scheduler(SchedulerPolicy(type=name, params=params), alone)
+        schedule = build_scheduler(SchedulerConfig(type=name, params=params), alone)
         alone.step()
         rates = []
         model = nn.Linear(3, 1, bias=False)
@@ -228,7 +228,7 @@ def test_schedulers_of_the_json_move_the_rate_that_is_used(world: World) -> None
 
 
 @on_ranks(2)
-def test_what_the_caller_gives_comes_before_the_configuration(world: World) -> None:
+def test_arguments_of_the_caller_precede_the_configuration(world: World) -> None:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 5.0}},
@@ -245,14 +245,14 @@ def test_what_the_caller_gives_comes_before_the_configuration(world: World) -> N
     for built in (False, True):
         model = nn.Linear(3, 1)
         own = make(model.parameters())
-        given = {"optimizer": own, "lr_scheduler": schedule(own)} if built else {}
+        built_arguments = {"optimizer": own, "lr_scheduler": schedule(own)} if built else {}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine, optimizer, _, scheduler = zero_ext.initialize(
                 model=model,
                 config=config,
                 process_group=world.group,
-                **(given or {"optimizer": make, "lr_scheduler": schedule}),
+                **(built_arguments or {"optimizer": make, "lr_scheduler": schedule}),
             )
             for step in range(3):
                 assert engine.get_lr() == [pytest.approx(0.5 / (step + 1))]
@@ -350,7 +350,9 @@ def test_a_resume_at_another_world_size_repeats_and_skips_no_sample(
     seen: list[int] = []
     for number, (ranks, steps) in enumerate(((first, 3), (second, 4), (third, 100))):
         found = rank_pool.run(
-            ranks, f"{HERE}:consume", {**arguments, "steps": steps, "resume": number > 0, "save": number < 2}
+            ranks,
+            f"{MODULE}:consume",
+            {**arguments, "steps": steps, "resume": number > 0, "save": number < 2},
         )[0]
         assert found["batches"] * (16 // 2) == 208
         assert len({len(own) for own in found["seen"]}) == 1  # every rank has equally much to do
@@ -358,7 +360,7 @@ def test_a_resume_at_another_world_size_repeats_and_skips_no_sample(
         assert len(set(seen)) == len(seen) == 16 * found["steps"]
     assert sorted(seen) == list(range(208))
     assert seen != sorted(seen)
-    whole = rank_pool.run(1, f"{HERE}:consume", {**arguments, "steps": 100, "resume": False, "save": False})[
-        0
-    ]
-    assert set(whole["seen"][0][: 16 * 3]) == set(seen[: 16 * 3])  # the same order at every world size
+    single = rank_pool.run(
+        1, f"{MODULE}:consume", {**arguments, "steps": 100, "resume": False, "save": False}
+    )[0]
+    assert set(single["seen"][0][: 16 * 3]) == set(seen[: 16 * 3])  # the same order at every world size

@@ -14,8 +14,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.attention import BlockLayout, SparseSelfAttention
-from zero_ext.integrations import split_sequence
-from zero_ext.parallel import cut_batch, make_mesh
+from zero_ext.integrations import apply_sequence_parallel
+from zero_ext.parallel import make_mesh, shard_batch
 
 STEPS, SAMPLES, LENGTH, WIDTH, HEADS, WORDS = 3, 4, 64, 32, 4, 11
 
@@ -37,9 +37,9 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        parts = self.project(hidden).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
+        projections = self.project(hidden).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
         found = self.attention(
-            *parts.split([HEADS, HEADS // 2, HEADS // 2], 1), enable_gqa=True, key_padding=padding
+            *projections.split([HEADS, HEADS // 2, HEADS // 2], 1), enable_gqa=True, key_padding=padding
         )
         return hidden + self.out(found.transpose(1, 2).flatten(2))
 
@@ -71,9 +71,9 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(("cp", "stage"), [(2, 0), (2, 3), (4, 0), (4, 3)])
 def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> None:
     mesh, model, reference = mesh_of(cp), Words(world.seed), Words(world.seed)
-    split_sequence(model, mesh)
+    apply_sequence_parallel(model, mesh)
     with pytest.raises(ValueError, match="has its sequences over ranks already"):
-        split_sequence(model, mesh)
+        apply_sequence_parallel(model, mesh)
     optimizer, plain = (
         torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, reference)
     )
@@ -89,11 +89,11 @@ def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> No
             dict(zip(("input_ids", "labels", "attention_mask"), each, strict=True))
             for each in zip(*(tensor.chunk(replicas) for tensor in (words, labels, seen)), strict=True)
         ]
-        loss = loss_of(model, cut_batch(batches[replica], mesh))
+        loss = loss_of(model, shard_batch(batches[replica], mesh))
         model.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        wanted = torch.stack([loss_of(reference, cut_batch(batch, one)) for batch in batches]).mean()
+        wanted = torch.stack([loss_of(reference, shard_batch(batch, one)) for batch in batches]).mean()
         wanted.backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         plain.step()
@@ -108,4 +108,4 @@ def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> No
 def test_a_layout_for_each_head_is_refused(world: World) -> None:
     layout = BlockLayout.from_block_mask(torch.ones(2, 4, 4, dtype=torch.bool), 16)
     with pytest.raises(ValueError, match="layouts of SparseSelfAttention differ from head to head"):
-        split_sequence(nn.Sequential(SparseSelfAttention(layout)), mesh_of(2))
+        apply_sequence_parallel(nn.Sequential(SparseSelfAttention(layout)), mesh_of(2))

@@ -16,7 +16,7 @@ from tests.multi.pool import RankFailure, RankPool
 from tests.zoo.case import Case
 from tests.zoo.training import STEPS_BEFORE_CHECKPOINT
 
-HERE = "tests.zoo.training"
+MODULE = "tests.zoo.training"
 TOLERANCE = 1e-5
 # Differences are relative to the largest element of a tensor, and to this where that is smaller: a bias that
 # started at zero has moved by a few thousandths after four steps, in directions that rounding decides.
@@ -60,7 +60,7 @@ class Comparison:
     """
 
     def __init__(self, preload: list[str] | None = None) -> None:
-        self._pool = RankPool(2, preload=[HERE, "tests.zoo.catalog", *(preload or [])])
+        self._pool = RankPool(2, preload=[MODULE, "tests.zoo.catalog", *(preload or [])])
         self._references: dict[str, dict[str, Any] | Outcome] = {}
 
     def close(self) -> None:
@@ -83,12 +83,12 @@ class Comparison:
             with tempfile.TemporaryDirectory(prefix="zoo") as folder:
                 answer = self._run(1, "train_plain", {"name": case.name}, folder)
             if isinstance(answer, tuple):
-                kept: dict[str, Any] | Outcome = Outcome(
+                reference: dict[str, Any] | Outcome = Outcome(
                     case.name, "", "failed", f"plain torch: {answer[1]}", answer[2], passed=False
                 )
             else:
-                kept = answer[0]
-            self._references[case.name] = kept
+                reference = answer[0]
+            self._references[case.name] = reference
         return self._references[case.name]
 
     def _variant(self, case: Case, variant: str, reference: dict[str, Any]) -> Outcome:
@@ -117,7 +117,7 @@ class Comparison:
         """Return the ranks' records, or kind, message and traceback of what ended them."""
         try:
             return self._pool.run(
-                ranks, f"{HERE}:{target}", {**arguments, "folder": folder}, timeout=LIMIT_SECONDS
+                ranks, f"{MODULE}:{target}", {**arguments, "folder": folder}, timeout=LIMIT_SECONDS
             )
         except RankFailure as failure:
             return _explained(str(failure), ranks, Path(folder))

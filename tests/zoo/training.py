@@ -122,9 +122,9 @@ def _plain(case: Case) -> dict[str, Any]:
 def _sharded(world: World, case: Case, variant: str, folder: Path) -> dict[str, Any]:
     config = _configuration(variant, folder)
     seed_all(0)
-    born_sharded = variant == "init"
+    sharded_init = variant == "init"
     initialization = (
-        zero_ext.Init(config, process_group=world.group) if born_sharded else contextlib.nullcontext()
+        zero_ext.Init(config, process_group=world.group) if sharded_init else contextlib.nullcontext()
     )
     with initialization:
         built = _as_list(case.build())
@@ -167,7 +167,7 @@ def _configuration(variant: str, folder: Path) -> dict[str, Any]:
             "grads": "nvme",
             "optimizer": "nvme",
             "nvme_paths": [str(storage)],
-            "ring_bytes": 1 << 20,
+            "staging_buffer_bytes": 1 << 20,
         }
     return config
 

@@ -30,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.zoo.case import Case, adamw, sgd
 from tests.zoo.transformers_exclusions import CLASSES_BY_REASON, EXCLUDED
 from tests.zoo.transformers_inputs import Draw, loss_of, make_inputs, sub_configs
-from tests.zoo.transformers_overrides import FIELDS, ILL_CONDITIONED, INPUTS, LARGE_LOSSES, Part
+from tests.zoo.transformers_overrides import FIELDS, ILL_CONDITIONED, INPUTS, LARGE_LOSSES, Subconfig
 from tests.zoo.transformers_shrink import shrink
 
 # Mappings whose classes have no head. They are used where nothing else is there.
@@ -113,14 +113,14 @@ def tiny_config(model_type: str, class_name: str = "") -> Any:
     arguments = overrides.pop("arguments", {})
     # A field "backbone_config": Part("resnet") is the shrunk configuration of another model type.
     arguments, overrides = (
-        {name: part(value) if isinstance(value, Part) else value for name, value in values.items()}
+        {name: subconfig(value) if isinstance(value, Subconfig) else value for name, value in values.items()}
         for values in (arguments, overrides)
     )
     return shrink(CONFIG_MAPPING[model_type](**arguments), {**overrides, **arguments})
 
 
-def part(value: Part) -> Any:
-    """Return the configuration that a :class:`Part` names."""
+def subconfig(value: Subconfig) -> Any:
+    """Return the configuration that a :class:`Subconfig` names."""
     config = copy.deepcopy(tiny_config(value.model_type))
     if value.out_indices:
         config.out_indices = list(value.out_indices)
@@ -173,7 +173,7 @@ def generate(recipe: Recipe, model: Any, inputs: Mapping[str, Any]) -> torch.Ten
 
 
 def generates(recipe: Recipe) -> bool:
-    """Tell whether greedy decoding is part of the case."""
+    """Tell whether greedy decoding is --shard of the case."""
     return bool(recipe.tasks & GENERATING) and recipe.settings.get("generate", True) is not None
 
 
@@ -272,21 +272,21 @@ def checked(case: Case) -> dict[str, Any]:
             "name": case.name,
             "ok": False,
             "error": f"{type(error).__name__}: {error}",
-            "trace": place_of(error),
+            "trace": location_of(error),
         }
     finally:
         signal.alarm(0)
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Return the innermost lines of a traceback."""
-    frames = []
+    locations = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        frames.append(f"{code.co_filename.split('/')[-1]}:{trace.tb_lineno}:{code.co_name}")
+        locations.append(f"{code.co_filename.split('/')[-1]}:{trace.tb_lineno}:{code.co_name}")
         trace = trace.tb_next
-    return " < ".join(reversed(frames[-4:]))
+    return " < ".join(reversed(locations[-4:]))
 
 
 def main() -> None:
@@ -294,17 +294,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", nargs="?", const="*", required=True, metavar="PATTERN")
     parser.add_argument("--all", action="store_true", help="check excluded classes, too")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="check every N-th case, from the I-th")
+    parser.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="check every N-th case, from the I-th"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
-    index, parts = map(int, options.part.split("/"))
+    index, shards = map(int, options.shard.split("/"))
     wanted = options.check if "*" in options.check else f"*{options.check}*"
     cases = [case_of(recipe) for recipe in recipes()] if options.all else CASES
-    cases = [case for case in cases if fnmatch.fnmatch(case.name, wanted)][index::parts]
+    cases = [case for case in cases if fnmatch.fnmatch(case.name, wanted)][index::shards]
     results = []
     for case in cases:
         results.append(checked(case))

@@ -14,7 +14,7 @@ from tests.zoo.transformers_shrink import is_config, is_int, special_tokens, val
 BATCH = 2
 LENGTH = 12
 SAMPLES = 8000
-FRAMES = 64
+AUDIO_STEPS = 64
 CHOICES = 2
 
 
@@ -104,11 +104,11 @@ class Draw:
         )
         if "grid_thw" in required(self):
             return flat_patches(self)
-        frames = self.setting("frames", find(self.config, "num_frames", "frames_per_clip", default=4))
+        steps = self.setting("frames", find(self.config, "num_frames", "frames_per_clip", default=4))
         if "images" in self.settings:
             return self.normal(BATCH, self.settings["images"], channels, *self.image_side())
         if "VIDEO_CLASSIFICATION" in self.tasks or "frames" in self.settings:
-            return self.normal(BATCH, frames, channels, *self.image_side())
+            return self.normal(BATCH, steps, channels, *self.image_side())
         return self.normal(BATCH, channels, *self.image_side())
 
     def features(self) -> torch.Tensor:
@@ -123,13 +123,13 @@ class Draw:
             "input_dim",
         )
         bins = self.setting("bins", find(self.config, *names, default=80))
-        frames = self.setting("audio_frames", FRAMES)
+        steps = self.setting("audio_frames", AUDIO_STEPS)
         layout = self.setting("features", "time_first")
         if layout == "time_first":
-            return self.normal(BATCH, frames, bins)
+            return self.normal(BATCH, steps, bins)
         if layout == "bins_first":
-            return self.normal(BATCH, bins, frames)
-        return self.normal(BATCH, 1, frames, bins)
+            return self.normal(BATCH, bins, steps)
+        return self.normal(BATCH, 1, steps, bins)
 
     def waveforms(self) -> torch.Tensor:
         """Return audio samples, or features where the model calls those input values."""
@@ -155,10 +155,10 @@ class Draw:
 def flat_patches(draw: Draw) -> torch.Tensor:
     """Return the patches of all images, one per row, for models that take images of any size."""
     patch = find(draw.config, "patch_size", default=8)
-    frames = find(draw.config, "temporal_patch_size", default=1)
-    frames = draw.setting("temporal", frames)
+    steps = find(draw.config, "temporal_patch_size", default=1)
+    steps = draw.setting("temporal", steps)
     channels = find(draw.config, "num_channels", "in_channels", "in_chans", default=3)
-    return draw.normal(BATCH * 16, channels * frames * patch * patch)
+    return draw.normal(BATCH * 16, channels * steps * patch * patch)
 
 
 def image_mask(draw: Draw) -> torch.Tensor:
@@ -217,7 +217,7 @@ def input_ids(draw: Draw) -> torch.Tensor:
 def ones_like_tokens(draw: Draw) -> torch.Tensor:
     """Return an attention mask without padding, for tokens or for frames of audio."""
     if draw.setting("audio_mask", False):
-        return torch.ones(BATCH, draw.setting("audio_frames", FRAMES), dtype=torch.long)
+        return torch.ones(BATCH, draw.setting("audio_frames", AUDIO_STEPS), dtype=torch.long)
     return torch.ones(draw.text_shape(), dtype=torch.long)
 
 
@@ -246,7 +246,7 @@ ON_DEMAND: dict[str, Callable[[Draw], Any]] = {
     "grid_thw": lambda draw: torch.tensor([[1, 4, 4]] * BATCH),
     "hidden_states": lambda draw: flat_patches(draw),
     "input_features_mask": lambda draw: torch.ones(
-        BATCH, draw.setting("audio_frames", FRAMES), dtype=torch.long
+        BATCH, draw.setting("audio_frames", AUDIO_STEPS), dtype=torch.long
     ),
     "past_values": lambda draw: draw.normal(BATCH, find(draw.config, "context_length", default=32), 1),
     "qformer_input_ids": lambda draw: draw.token_ids(BATCH, draw.length),

@@ -12,7 +12,7 @@ from tests.zoo.transformers_shrink import DEFAULT
 
 
 @dataclass(frozen=True)
-class Part:
+class Subconfig:
     """The shrunk configuration of another model type, as the value of a field."""
 
     model_type: str
@@ -23,7 +23,7 @@ def resnet(*out_indices: int) -> dict[str, Any]:
     """Return the fields of a detector whose default backbone needs timm."""
     return {
         "arguments": {
-            "backbone_config": Part("resnet", out_indices),
+            "backbone_config": Subconfig("resnet", out_indices),
             "use_timm_backbone": False,
             "use_pretrained_backbone": False,
         }
@@ -67,8 +67,8 @@ def queries_and_text(draw: Any) -> torch.Tensor:
 
 WHISPER = {"features": "bins_first", "audio_frames": 128}
 CODEC = {"waveform_channel": True}
-FORECAST = {"prediction_length": 4, "context_length": 16, "num_time_features": 1}
-FORECAST_INPUTS = {
+TIME_SERIES = {"prediction_length": 4, "context_length": 16, "num_time_features": 1}
+TIME_SERIES_INPUTS = {
     "make": {
         "past_values": normal(2, 23),
         "past_time_features": normal(2, 23, 1),
@@ -103,7 +103,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "BeitForSemanticSegmentation": FEATURE_MAPS,
     "Data2VecVisionForSemanticSegmentation": FEATURE_MAPS,
     "DetrForSegmentation": resnet(1, 2, 3, 4),
-    "autoformer": FORECAST,
+    "autoformer": TIME_SERIES,
     "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4},
     "chameleon": {"vocabulary_map": {"<image>": 99}},
@@ -137,7 +137,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, **HYBRID},
     "hiera": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 4},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
-    "informer": FORECAST,
+    "informer": TIME_SERIES,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {"vq_config.base_channels": 32},
     "layoutlmv3": {"coordinate_size": 11, "shape_size": 10, "input_size": 32},
@@ -165,7 +165,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, 4], "is_decoder": False},
     "sapiens2": {"num_key_value_heads_per_layer": [4, 4]},
     "table-transformer": resnet(4),
-    "time_series_transformer": FORECAST,
+    "time_series_transformer": TIME_SERIES,
     "univnet": {"model_hidden_channels": 8},
     "vit": {"encoder_stride": 8},
     "vitmatte": {"backbone_config.patch_size": 16, "backbone_config.num_channels": 4, "hidden_size": 96},
@@ -237,7 +237,7 @@ INPUTS: Mapping[str, Mapping[str, Any]] = {
     },
     "audio-spectrogram-transformer": {"bins": 16},
     "audioflamingo3_encoder": {**WHISPER, "pass": ("input_features_mask",)},
-    "autoformer": FORECAST_INPUTS,
+    "autoformer": TIME_SERIES_INPUTS,
     "clap": {"features": "channel"},
     "clvp": {"features": "bins_first"},
     "dac": CODEC,
@@ -254,7 +254,7 @@ INPUTS: Mapping[str, Mapping[str, Any]] = {
     "glmasr_encoder": {"features": "bins_first"},
     "granite_speech5": {"bins": 64},
     "granite_speech5_encoder": {"bins": 64},
-    "informer": FORECAST_INPUTS,
+    "informer": TIME_SERIES_INPUTS,
     "lasr_ctc": {"audio_mask": True},
     "layoutlmv3": {"image_size": 32},
     "lxmert": {"make": {"visual_feats": normal(2, 4, 64), "visual_pos": lambda draw: draw.uniform(2, 4, 4)}},
@@ -279,7 +279,7 @@ INPUTS: Mapping[str, Mapping[str, Any]] = {
     "siglip2_vision_model": NAFLEX,
     "speech-encoder-decoder": {"omit": ("input_features",)},
     "swin2sr": {"image_size": 16},
-    "time_series_transformer": FORECAST_INPUTS,
+    "time_series_transformer": TIME_SERIES_INPUTS,
     "timesfm": {"make": {"past_values": normal(2, 32)}},
     "timesfm2_5": {"make": {"past_values": normal(2, 32)}},
     "tvp": {"frames": 48},

@@ -106,11 +106,11 @@ def values_of(config: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(config) if field.init]
     stored = vars(config)
     # Some fields are stored under another name.
-    places = {name: config.attribute_map.get(name, name) for name in names}
+    attributes = {name: config.attribute_map.get(name, name) for name in names}
     return {
-        name: stored[place]
-        for name, place in places.items()
-        if place in stored and name not in skipped and name[0] != "_"
+        name: stored[attribute]
+        for name, attribute in attributes.items()
+        if attribute in stored and name not in skipped and name[0] != "_"
     }
 
 
@@ -157,9 +157,9 @@ def special_tokens(config: Any) -> dict[int, int]:
     for name, value in walk(config):
         if kind_of(name) == "token":
             ids.update(filter(is_int, value if isinstance(value, list | tuple) else [value]))
-    kept = {value for value in ids if value < 4}
+    special = {value for value in ids if value < 4}
     free = iter(range(VOCABULARY - 1, 3, -1))
-    return {value: value if value in kept else next(free) for value in sorted(ids)}
+    return {value: value if value in special else next(free) for value in sorted(ids)}
 
 
 def divided(value: int) -> int:

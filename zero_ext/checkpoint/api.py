@@ -15,14 +15,13 @@ from zero_ext.checkpoint import loading as loading
 from zero_ext.checkpoint import saving as saving
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.checkpoint.format.json_state import decode
-from zero_ext.checkpoint.format.state_source import StateSource
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
-from zero_ext.checkpoint.save_session import SaveHandle, save_under_way, session_of
+from zero_ext.checkpoint.save_session import SaveHandle, save_in_progress, session_of
 from zero_ext.zero.api.close_engine import OBSTACLES
-from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.engine_state import EngineState
-from zero_ext.zero.api.model_parallel_state import PartsState
+from zero_ext.zero.api.model_parallel_state import ModelParallelState
 from zero_ext.zero.engine import Engine
 
 
@@ -44,17 +43,17 @@ def save_checkpoint(
     scheduler: Stateful | None = None,
     loader: Stateful | None = None,
     client_state: Any = None,
-    asynchronous: bool | None = None,
+    async_save: bool | None = None,
     keep_last: int | None = None,
-    frozen: bool = True,
+    include_frozen: bool = True,
 ) -> SaveHandle:
     """Saves a prepared model with its optimizer as ``directory/step-000123``; all ranks call it together.
 
     ``scheduler``, ``loader`` (anything with ``state_dict``) and each rank's random state go along.
-    ``asynchronous`` and ``keep_last`` default to the configuration's ``checkpoint`` section; a save of
-    state on NVMe is written before this returns. ``frozen`` False leaves out what nothing trains, as the base
-    model under adapters. Further arguments, guarantees and errors are those of
-    :func:`zero_ext.checkpoint.save_checkpoint`.
+    ``async_save`` and ``keep_last`` default to the configuration's ``checkpoint`` section; a save of
+    state on NVMe is written before this returns. ``include_frozen=False`` leaves out what nothing trains, as
+    the base model under adapters. Further arguments, guarantees and errors are those of
+    :func:`zero_ext.checkpoint.save_state`.
     """
     engine = engine_of(model)
     engine.finish_updates()
@@ -62,17 +61,17 @@ def save_checkpoint(
     if engine.device.type != "cpu":
         own = DefaultGenerator(engine.device).state()
         extra["device_random"] = {engine.device.type: _of_all_ranks(engine, own)}
-    for name, part in (("scheduler", scheduler), ("loader", loader)):
-        if part is not None:
-            extra[name] = part.state_dict()
+    for name, stateful in (("scheduler", scheduler), ("loader", loader)):
+        if stateful is not None:
+            extra[name] = stateful.state_dict()
     policy = engine.config.checkpoint
-    return saving.save_checkpoint(
+    return saving.save_state(
         directory,
-        _state_of(engine, frozen),
+        _state_of(engine, include_frozen),
         step=step,
         client_state=client_state,
         keep_last=policy.keep_last if keep_last is None else keep_last,
-        asynchronous=policy.asynchronous if asynchronous is None else asynchronous,
+        async_save=policy.async_save if async_save is None else async_save,
         extra=extra,
     )
 
@@ -84,13 +83,14 @@ def load_checkpoint(
     step: int | None = None,
     scheduler: Stateful | None = None,
     loader: Stateful | None = None,
-    frozen: bool = True,
+    include_frozen: bool = True,
 ) -> LoadedCheckpoint:
     """Loads a checkpoint (default: the latest) into a prepared model; all ranks call it together.
 
     The checkpoint may come from any world size, stage and device. Random states are restored where the world
-    size is the same, the device's where it is of the same type. A checkpoint saved with ``frozen`` False is
-    loaded with it, into a model whose frozen parameters are those it was trained with. Raises ``ValueError``
+    size is the same, the device's where it is of the same type. A checkpoint saved with
+    ``include_frozen=False`` is loaded with it, into a model whose frozen parameters are those it was trained
+    with. Raises ``ValueError``
     if a ``scheduler`` or ``loader`` is given whose state was not saved or does not fit, ``CheckpointError``
     for anything missing, damaged or foreign; nothing has changed then.
     """
@@ -98,35 +98,39 @@ def load_checkpoint(
     engine.finish_updates(replaced=True)
     # Before the load's own exchanges, which know nothing of what the other ranks may be doing instead.
     engine.collectives.sum_(torch.zeros(1, device="cpu"), "load_checkpoint")
-    parts = {name: part for name, part in (("scheduler", scheduler), ("loader", loader)) if part is not None}
-    source = _state_of(engine, frozen)
-    states = _saved_states(directory, source, step, parts) if parts else {}
-    before = {name: copy.deepcopy(parts[name].state_dict()) for name in states}
+    statefuls = {
+        name: stateful
+        for name, stateful in (("scheduler", scheduler), ("loader", loader))
+        if stateful is not None
+    }
+    source = _state_of(engine, include_frozen)
+    states = _saved_states(directory, source, step, statefuls) if statefuls else {}
+    before = {name: copy.deepcopy(statefuls[name].state_dict()) for name in states}
     try:
         for name, state in states.items():
-            parts[name].load_state_dict(state)
-        loaded = loading.load_checkpoint(directory, source, step="latest" if step is None else step)
+            statefuls[name].load_state_dict(state)
+        loaded = loading.load_state(directory, source, step="latest" if step is None else step)
     except Exception:
         source.abandon_load()
         for name, state in before.items():
-            parts[name].load_state_dict(state)
+            statefuls[name].load_state_dict(state)
         raise
     _restore_random_states(engine, loaded.extra)
     return loaded
 
 
-def _state_of(engine: Engine, frozen: bool) -> EngineState | PartsState:
+def _state_of(engine: Engine, include_frozen: bool) -> EngineState | ModelParallelState:
     """What is saved and loaded: the engine's state, or, where it has a part of the model, all parts'."""
-    state = engine.state if frozen else engine.trained_state
-    if state.parts is None:
-        return state
-    state.parts.meet()
-    return state.parts
+    sources = checkpoint_sources(engine)
+    source = sources.full if include_frozen else sources.trained
+    if isinstance(source, ModelParallelState):
+        source.meet()
+    return source
 
 
 def _saved_states(
     directory: str | os.PathLike[str],
-    source: EngineState | PartsState,
+    source: EngineState | ModelParallelState,
     step: int | None,
     names: Iterable[str],
 ) -> dict[str, Any]:
@@ -148,30 +152,29 @@ def _saved_states(
     return states
 
 
-def _save_of(engine: Engine) -> str:
-    sources: list[StateSource] = [engine.state, engine.trained_state]
-    sources += [state.parts for state in (engine.state, engine.trained_state) if state.parts is not None]
-    for source in sources:
-        handle = save_under_way(source)
+def _background_save(engine: Engine) -> str:
+    sources = checkpoint_sources(engine)
+    for source in (sources.full, sources.trained, sources.own):
+        handle = save_in_progress(source)
         if handle is not None:
             return f"'{handle.path}' is being saved in the background; call wait() of its handle first"
     return ""
 
 
-OBSTACLES.append(_save_of)
+OBSTACLES.append(_background_save)
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
     """The random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is this
     one's."""
-    ranks = engine.state.everyone
+    ranks = checkpoint_sources(engine).full.everyone
     table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
     table[ranks.rank] = own.int()
     return ranks.sum_(table, "random states for the checkpoint").to(torch.uint8)
 
 
 def _restore_random_states(engine: Engine, extra: Mapping[str, Any]) -> None:
-    ranks = engine.state.everyone
+    ranks = checkpoint_sources(engine).full.everyone
     states = extra.get("random")
     if states is not None and len(states) == ranks.world_size:
         torch.set_rng_state(states[ranks.rank].clone())

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a model? The same parameters and buffers, whole for whole."""
+"""Does a checkpoint fit a model? The same parameters and buffers, one by one."""
 
 from __future__ import annotations
 

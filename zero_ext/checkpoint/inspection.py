@@ -9,14 +9,14 @@ from pathlib import Path
 
 from zero_ext.checkpoint.format.directory import CheckpointDirectory
 from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zero_ext.checkpoint.format.manifest_check import check_manifest, piece_bytes
+from zero_ext.checkpoint.format.manifest_check import check_manifest, slice_bytes
 from zero_ext.checkpoint.format.state_source import BUFFER
 from zero_ext.checkpoint.transfer.chunk_reader import (
     ChunkReader,
-    Read,
+    ChunkRequest,
     header_chunk,
-    piece_chunks,
     shard_paths,
+    slice_chunks,
 )
 
 
@@ -71,9 +71,9 @@ def inspect_checkpoint(directory: str | os.PathLike[str], *, step: int | None = 
     path, manifest = open_checkpoint(directory, step)
     stored: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
     totals: Counter[str] = Counter()
-    for piece in manifest.pieces:
-        totals[piece.kind] += piece_bytes(piece)
-        stored[piece.kind == BUFFER, piece.name][piece.kind] += piece_bytes(piece)
+    for record in manifest.slices:
+        totals[record.kind] += slice_bytes(record)
+        stored[record.kind == BUFFER, record.name][record.kind] += slice_bytes(record)
     parameters = [
         TensorSummary(name, tuple(entry.shape), entry.dtype, tuple(entry.aliases), dict(stored[False, name]))
         for name, entry in manifest.parameters.items()
@@ -95,13 +95,13 @@ def inspect_checkpoint(directory: str | os.PathLike[str], *, step: int | None = 
 
 def _damage(path: Path, manifest: Manifest) -> list[str]:
     chunks = [header_chunk(manifest, file) for file in range(len(manifest.files))]
-    for piece in manifest.pieces:
-        chunks.extend(piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c)))
+    for record in manifest.slices:
+        chunks.extend(slice_chunks(record, manifest.chunk_bytes, 0, len(record.crc32c)))
     chunks.sort()
     with ChunkReader(shard_paths(path, manifest)) as reader:
-        arrivals = reader.read([Read(chunk, None) for chunk in chunks])
+        reads = reader.read([ChunkRequest(chunk, None) for chunk in chunks])
         return [
-            reader.damage(chunks[arrived.request], arrived.crc32c)
-            for arrived in arrivals
-            if arrived.crc32c != chunks[arrived.request].crc32c
+            reader.damage(chunks[chunk_read.request], chunk_read.crc32c)
+            for chunk_read in reads
+            if chunk_read.crc32c != chunks[chunk_read.request].crc32c
         ]

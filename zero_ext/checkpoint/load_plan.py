@@ -16,9 +16,9 @@ from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from zero_ext.checkpoint.format.manifest_check import tensor_elements
 from zero_ext.checkpoint.format.state_source import BUFFER, LazyStateSource, StateSource
-from zero_ext.checkpoint.transfer.read_plan import Fill, Wanted, check_piece, plan_fills
+from zero_ext.checkpoint.transfer.read_plan import Fill, FillTarget, check_slice, plan_fills
 
-RunIndex = tuple[int, int, int]  # stored tensor (by its place in the sorted list), first element, elements
+SliceIndex = tuple[int, int, int]  # stored tensor (by its index in the sorted list), first element, elements
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class NamedStates:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Everything a rank reads, and where it goes. ``requested`` tells the others which runs that is."""
+    """Everything a rank reads, and where it goes. ``requested`` lists those slices for the other ranks."""
 
     manifest: Manifest
     named: NamedStates
     fills: list[Fill]
-    requested: list[RunIndex]
+    requested: list[SliceIndex]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]  # live buffer, host copy to be filled
 
 
@@ -49,36 +49,36 @@ def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
     match_buffers(manifest, live_buffers, path)
     if isinstance(source, LazyStateSource):
         source.prepare_load(_kinds(manifest, stored_names))
-    wanted = [_wanted_piece(piece, stored_names) for piece in source.load_pieces()]
+    targets = [_fill_target(needed, stored_names) for needed in source.load_slices()]
     buffers = []
     for name, buffer in live_buffers.items():
         copy = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
         buffers.append((buffer, copy))
-        wanted.append(Wanted(BUFFER, name, 0, copy))
-    wanted = [run for run in wanted if run.numel]
+        targets.append(FillTarget(BUFFER, name, 0, copy))
+    targets = [target for target in targets if target.numel]
     try:
-        fills = plan_fills(manifest, wanted)
+        fills = plan_fills(manifest, targets)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     numbers = {key: number for number, key in enumerate(_stored_tensors(manifest))}
-    requested = [(numbers[run.kind, run.name], run.start, run.numel) for run in wanted]
+    requested = [(numbers[target.kind, target.name], target.start, target.numel) for target in targets]
     return LoadPlan(manifest, named, fills, requested, buffers)
 
 
 def check_requests(
-    manifest: Manifest, parts: Iterable[Iterable[RunIndex]], leaves: Callable[[str], bool]
+    manifest: Manifest, requests: Iterable[Iterable[SliceIndex]], leaves: Callable[[str], bool]
 ) -> None:
     """ValueError if something is stored that no rank asks for: to drop it would change the training. State of
     a kind that the source ``leaves`` aside may stay behind."""
-    runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for part in parts:
-        for number, start, numel in part:
-            runs[number].append((start, start + numel))
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for request in requests:
+        for number, start, numel in request:
+            ranges[number].append((start, start + numel))
     for number, (kind, name) in enumerate(_stored_tensors(manifest)):
         if leaves(kind):
             continue
         end = 0
-        for low, high in sorted(runs[number]):
+        for low, high in sorted(ranges[number]):
             if low > end:
                 break
             end = max(end, high)
@@ -101,16 +101,16 @@ def _named_states(manifest: Manifest, path: Path) -> NamedStates:
         raise CheckpointError(f"{path / MANIFEST_NAME}: {error}") from error
 
 
-def _wanted_piece(piece: Any, stored_names: Mapping[str, str]) -> Wanted:
-    check_piece(piece)
-    if piece.name not in stored_names:
-        raise ValueError(f"{piece.kind} of {piece.name!r} is asked for, but no such parameter is listed")
-    values = piece.tensor.detach() if isinstance(piece.tensor, torch.Tensor) else piece.tensor
-    return Wanted(piece.kind, stored_names[piece.name], piece.start, values)
+def _fill_target(needed: Any, stored_names: Mapping[str, str]) -> FillTarget:
+    check_slice(needed)
+    if needed.name not in stored_names:
+        raise ValueError(f"{needed.kind} of {needed.name!r} is asked for, but no such parameter is listed")
+    values = needed.tensor.detach() if isinstance(needed.tensor, torch.Tensor) else needed.tensor
+    return FillTarget(needed.kind, stored_names[needed.name], needed.start, values)
 
 
 def _stored_tensors(manifest: Manifest) -> list[tuple[str, str]]:
-    return sorted({(piece.kind, piece.name) for piece in manifest.pieces})
+    return sorted({(needed.kind, needed.name) for needed in manifest.slices})
 
 
 def _kinds(manifest: Manifest, stored_names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -23,9 +23,15 @@ from zero_ext.checkpoint.format.state_source import (
     StateSource,
 )
 from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
-from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_session import session_of
-from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader, Read, header_chunk, shard_paths
+from zero_ext.checkpoint.transfer.chunk_reader import (
+    Chunk,
+    ChunkReader,
+    ChunkRequest,
+    header_chunk,
+    shard_paths,
+)
 from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
 
 _UNCHANGED = "Nothing of the model was changed"
@@ -44,7 +50,7 @@ class LoadedCheckpoint:
     extra: dict[str, Any]
 
 
-def load_checkpoint(
+def load_state(
     directory: str | os.PathLike[str], source: StateSource, *, step: int | str | None = "latest"
 ) -> LoadedCheckpoint:
     """Fills ``source`` from ``directory/step-000123``, saved at any world size and ZeRO stage.
@@ -61,7 +67,7 @@ def load_checkpoint(
     refuse what is written, the error says that the model is half-loaded.
     """
     session = session_of(source)
-    agreement = Agreement(
+    consensus = RankConsensus(
         source.rank, source.world_size, session.group_of(source), f"loading from {directory}"
     )
     root = CheckpointDirectory(Path(directory).absolute())
@@ -73,15 +79,15 @@ def load_checkpoint(
         asked = step if type(step) is int else None
         return asked, root.resolve(asked) if source.rank == 0 else None
 
-    answers = agreement.stage(resolve, _UNCHANGED)
+    answers = consensus.stage(resolve, _UNCHANGED)
     first, found = answers[0]
     for rank, (asked, _) in enumerate(answers):
         if asked != first:
             raise ValueError(
-                f"{agreement.purpose}: step: expected the same on all ranks, got {_step(first)} on rank 0 "
+                f"{consensus.purpose}: step: expected the same on all ranks, got {_step(first)} on rank 0 "
                 f"and {_step(asked)} on rank {rank}. {_UNCHANGED}"
             )
-    return _Load(source, agreement, root.committed(found)).run()
+    return _Load(source, consensus, root.committed(found)).run()
 
 
 def _step(step: int | None) -> object:
@@ -93,25 +99,25 @@ class _Load:
     """One load on one rank."""
 
     source: StateSource
-    agreement: Agreement
+    consensus: RankConsensus
     path: Path
 
     def run(self) -> LoadedCheckpoint:
         plans: list[LoadPlan] = []
         checksums = self._stage(lambda: self._plan(plans), _UNCHANGED)
         plan = plans[0]
-        requests = self.agreement.collect(json.dumps(plan.requested).encode())
-        self._stage(lambda: self._check_together(plan, checksums, requests), _UNCHANGED)
+        requests = self.consensus.collect(json.dumps(plan.requested).encode())
+        self._stage(lambda: self._check_ranks_agree(plan, checksums, requests), _UNCHANGED)
         with ChunkReader(shard_paths(self.path, plan.manifest)) as reader:
             self._stage(lambda: self._verify(reader, plan), _UNCHANGED)
             self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _UNCHANGED)
             self._stage(lambda: _fill(reader, plan), _HALF_LOADED)
         self.source.finish_load()
-        self.agreement.raise_interrupt()
+        self.consensus.raise_interrupt()
         return LoadedCheckpoint(plan.manifest.step, plan.named.client_state, plan.named.extra)
 
     def _stage(self, action: Callable[[], Any], advice: str) -> list[Any]:
-        return self.agreement.stage(action, advice)
+        return self.consensus.stage(action, advice)
 
     def _plan(self, plans: list[LoadPlan]) -> int:
         manifest, checksum = read_manifest(self.path)
@@ -119,12 +125,12 @@ class _Load:
         plans.append(plan_load(self.source, manifest, self.path))
         return checksum
 
-    def _check_together(self, plan: LoadPlan, checksums: list[int], requests: list[bytes]) -> None:
+    def _check_ranks_agree(self, plan: LoadPlan, checksums: list[int], requests: list[bytes]) -> None:
         if len(set(checksums)) > 1:
             raise CheckpointError(
                 f"{self.path}: the ranks read different manifests; is another job saving there?"
             )
-        if self.agreement.rank == 0:
+        if self.consensus.rank == 0:
             check_requests(plan.manifest, [json.loads(request) for request in requests], self._leaves_aside)
 
     def _leaves_aside(self, kind: str) -> bool:
@@ -137,19 +143,19 @@ class _Load:
 
     def _verify(self, reader: ChunkReader, plan: LoadPlan) -> None:
         chunks: dict[Chunk, None] = {fill.chunk: None for fill in plan.fills}
-        for file in range(self.agreement.rank, len(plan.manifest.files), self.agreement.world_size):
+        for file in range(self.consensus.rank, len(plan.manifest.files), self.consensus.world_size):
             chunks[header_chunk(plan.manifest, file)] = None
         listed = sorted(chunks)
-        for arrived in reader.read([Read(chunk, None) for chunk in listed]):
-            reader.check(listed[arrived.request], arrived.crc32c)
+        for chunk_read in reader.read([ChunkRequest(chunk, None) for chunk in listed]):
+            reader.check(listed[chunk_read.request], chunk_read.crc32c)
 
 
 def _fill(reader: ChunkReader, plan: LoadPlan) -> None:
     staging = DeviceStaging()
-    for arrived in reader.read([fill.read() for fill in plan.fills]):
-        fill = plan.fills[arrived.request]
-        reader.check(fill.chunk, arrived.crc32c)
-        fill.place(arrived.data, staging)
+    for chunk_read in reader.read([fill.read() for fill in plan.fills]):
+        fill = plan.fills[chunk_read.request]
+        reader.check(fill.chunk, chunk_read.crc32c)
+        fill.write(chunk_read.data, staging)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.reshape(buffer.shape))

@@ -1,4 +1,4 @@
-"""How ranks stay together through a save or a load: an error on one rank becomes an error on all.
+"""Rank consensus during a save or a load: an error on one rank becomes an error on all.
 
 Collectives are called on the backend object, which torch.distributed does not know and so leaves alone.
 """
@@ -24,7 +24,7 @@ _BYTES_BESIDE_REASONS = 400
 _USER_MISTAKES = {"ValueError": ValueError, "TypeError": TypeError}
 
 
-class Agreement:
+class RankConsensus:
     """The ranks of one ``group`` (None: this process alone) in a save or load described by ``purpose``."""
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroupGloo | None, purpose: str) -> None:
@@ -92,7 +92,7 @@ class Agreement:
             options = dist.GatherOptions()
             options.rootRank = 0
             self._run(lambda group: group.gather([received] if received else [], [mine], options))
-        return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=False)]
+        return [_bytes(padded)[:size] for padded, size in zip(received, sizes, strict=False)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
@@ -104,7 +104,7 @@ class Agreement:
         mine = _padded(data, max(sizes))
         received = [torch.empty_like(mine) for _ in sizes]
         self._run(lambda group: group.allgather([received], [mine]))
-        return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=True)]
+        return [_bytes(padded)[:size] for padded, size in zip(received, sizes, strict=True)]
 
     def _run(self, start: Callable[[Any], dist.Work]) -> None:
         if self._group is None:

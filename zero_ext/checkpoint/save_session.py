@@ -53,7 +53,7 @@ class SaveHandle:
         return self.path
 
     def raise_unseen(self) -> None:
-        """Waits for the end of the save; CheckpointError if it failed and nobody has been told."""
+        """Waits for the end of the save; CheckpointError if it failed and it has not been reported."""
         self._finished.wait()
         if self._unseen and self._error is not None:
             self._unseen.clear()
@@ -92,7 +92,7 @@ def _report(unseen: list[str]) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Session:
+class SaveSession:
     """Saves and loads of one source come one after another; this holds what they leave for the next."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Session:
         self._group: dist.ProcessGroupGloo | None = None
 
     def finish_previous(self) -> None:
-        """Waits for the save in flight. CheckpointError if it failed and nobody has been told."""
+        """Waits for the save in flight. CheckpointError if it failed and it has not been reported."""
         handle, self.in_flight = self.in_flight, None
         if handle is not None:
             handle.raise_unseen()
@@ -118,9 +118,9 @@ class Session:
         if self._group is None:
             store = source.group.get_group_store()
             # All ranks come here together, so the arrivals of one meeting are world_size counts in a row.
-            meeting = (store.add(_STORE_PREFIX, 1) - 1) // source.world_size
+            session_number = (store.add(_STORE_PREFIX, 1) - 1) // source.world_size
             self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"{_STORE_PREFIX}/{meeting}", store),
+                dist.PrefixStore(f"{_STORE_PREFIX}/{session_number}", store),
                 source.rank,
                 source.world_size,
                 timedelta(seconds=source.config.timeout_seconds),
@@ -129,15 +129,15 @@ class Session:
 
 
 # A source knows nothing of checkpoints, and a save in flight has to be found again from the source alone.
-_sessions: WeakKeyDictionary[StateSource, Session] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[StateSource, SaveSession] = WeakKeyDictionary()
 
 
-def session_of(source: StateSource) -> Session:
+def session_of(source: StateSource) -> SaveSession:
     """The session of ``source``, which lives as long as it does."""
-    return _sessions.setdefault(source, Session())
+    return _sessions.setdefault(source, SaveSession())
 
 
-def save_under_way(source: StateSource) -> SaveHandle | None:
+def save_in_progress(source: StateSource) -> SaveHandle | None:
     """The save of ``source`` that is under way in the background; None if there is none."""
     session = _sessions.get(source)
     handle = None if session is None else session.in_flight

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its pieces, all agree that every byte is on the disk, one rename commits."""
+"""Saving: every rank writes its slices, all agree that every byte is on the disk, one rename commits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
 from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
 from zero_ext.checkpoint.format.json_state import encode
@@ -25,25 +25,25 @@ from zero_ext.checkpoint.format.manifest import (
 )
 from zero_ext.checkpoint.format.memory_order import memory_order
 from zero_ext.checkpoint.format.state_source import ParameterDescription, StateSource
-from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 from zero_ext.checkpoint.save_session import SaveHandle, session_of
-from zero_ext.checkpoint.transfer.shard_file import owned_pieces
+from zero_ext.checkpoint.transfer.shard_file import saved_slices
 
 _NOT_IN_BACKGROUND = (
     "state on NVMe or in 8-bit blocks is not copied in memory for a save in the background: this one was "
-    "written before the call returned; asynchronous=False saves the same way without this warning"
+    "written before the call returned; async_save=False saves the same way without this warning"
 )
 
 
-def save_checkpoint(
+def save_state(
     directory: str | os.PathLike[str],
     source: StateSource,
     *,
     step: int | None = None,
     client_state: Any = None,
     keep_last: int | None = None,
-    asynchronous: bool = False,
+    async_save: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> SaveHandle:
     """Saves the state of ``source`` as ``directory/step-000123``; all ranks call it together.
@@ -51,8 +51,9 @@ def save_checkpoint(
     ``step`` defaults to the source's own count (``scalar_state()["steps"]``); a checkpoint of the same step
     is replaced. ``client_state`` is the user's, ``extra`` holds named states such as a scheduler's; both take
     None, numbers, text, bytes, lists, tuples, dicts and tensors up to 16 MiB, and rank 0's are kept.
-    ``keep_last`` removes older checkpoints once this one is whole. ``asynchronous`` copies the state in host
-    memory and returns; writing goes on in the background, the next save or load of the source waits for it.
+    ``keep_last`` removes older checkpoints once this one is complete. ``async_save`` copies the state
+    in host memory and returns; writing goes on in the background, the next save or load of the source waits
+    for it.
 
     State that a rank keeps in a store (``StoredValues``) is streamed from there, without a copy in memory.
     Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
@@ -60,35 +61,35 @@ def save_checkpoint(
 
     Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others.
 
-    Every rank must have written its part within ``config.timeout_seconds``. Errors reach every rank:
+    Every rank must have written its shard within ``config.timeout_seconds``. Errors reach every rank:
     ValueError or TypeError for arguments, CheckpointError for everything else (disk full, a rank that died).
-    The last checkpoint stays whole whatever happens, a killed process included.
+    The last checkpoint stays complete whatever happens, a killed process included.
     """
     session = session_of(source)
     request = _Request(directory, step, client_state, keep_last, extra)
     group = session.group_of(source)
-    agreement = Agreement(source.rank, source.world_size, group, f"saving to {directory}")
+    consensus = RankConsensus(source.rank, source.world_size, group, f"saving to {directory}")
     jobs: list[SaveJob] = []
 
     def prepare() -> dict[str, Any]:
         session.finish_previous()
-        jobs.append(_prepare(request, source, agreement))
+        jobs.append(_prepare(request, source, consensus))
         return {
             "directory": str(jobs[0].directory.root),
             "fingerprint": jobs[0].fingerprint(),
             "reads_stores": jobs[0].reads_stores,
         }
 
-    answers = agreement.stage(prepare, UNTOUCHED)
-    in_background = asynchronous and not any(answer["reads_stores"] for answer in answers)
+    answers = consensus.stage(prepare, UNTOUCHED)
+    in_background = async_save and not any(answer["reads_stores"] for answer in answers)
 
-    def settle() -> None:
+    def check_and_stage() -> None:
         _check_same([answer["fingerprint"] for answer in answers])
         jobs[0] = _in_directory(jobs[0], answers[0]["directory"])
         if in_background:
             jobs[0] = jobs[0].staged()
 
-    agreement.stage(settle, UNTOUCHED)
+    consensus.stage(check_and_stage, UNTOUCHED)
     job = jobs[0]
     handle = SaveHandle(job.manifest.step, job.directory.committed(job.manifest.step))
     if in_background:
@@ -96,13 +97,13 @@ def save_checkpoint(
         return handle.run_in_background(job.run)
     handle.run(job.run)
     # Not sooner: where warnings are errors the other ranks would wait for this one.
-    if asynchronous and source.rank == 0:
+    if async_save and source.rank == 0:
         warnings.warn(_NOT_IN_BACKGROUND, RuntimeWarning, stacklevel=2)
     return handle
 
 
 class _Request(NamedTuple):
-    """The arguments of ``save_checkpoint``, not yet checked."""
+    """The arguments of ``save_state``, not yet checked."""
 
     directory: str | os.PathLike[str]
     step: int | None
@@ -118,7 +119,7 @@ def _in_directory(job: SaveJob, root: str) -> SaveJob:
         return job
     warnings.warn(
         f"save_checkpoint: directory: expected the same on all ranks, got '{root}' on rank 0 and '{own}' on "
-        f"rank {job.agreement.rank}. All ranks save to that of rank 0. Pass one directory, for example "
+        f"rank {job.consensus.rank}. All ranks save to that of rank 0. Pass one directory, for example "
         "without a time or a rank in its name.",
         RuntimeWarning,
         stacklevel=2,
@@ -134,20 +135,20 @@ def _check_same(answers: list[dict[str, Any]]) -> None:
                 raise ValueError(f"{name} differs between ranks: {first} on rank 0, {seen} on rank {rank}")
 
 
-def _prepare(request: _Request, source: StateSource, agreement: Agreement) -> SaveJob:
+def _prepare(request: _Request, source: StateSource, consensus: RankConsensus) -> SaveJob:
     if request.keep_last is not None and (type(request.keep_last) is not int or request.keep_last < 1):
         raise ValueError(f"keep_last is {request.keep_last!r}; give a number from 1, or None to keep all")
     buffers = source.buffers()
     manifest = _describe(request, source, buffers)
-    pieces = owned_pieces(source.save_pieces(), buffers if source.rank == 0 else {})
+    slices = saved_slices(source.save_slices(), buffers if source.rank == 0 else {})
     return SaveJob(
         directory=CheckpointDirectory(Path(request.directory).absolute()),
         manifest=manifest,
-        pieces=pieces,
-        agreement=agreement,
+        slices=slices,
+        consensus=consensus,
         keep_last=request.keep_last,
         timeout_seconds=source.config.timeout_seconds,
-        storage=Storage(),
+        filesystem=Filesystem(),
     )
 
 
@@ -172,7 +173,7 @@ def _describe(request: _Request, source: StateSource, buffers: Mapping[str, torc
             for name, buffer in buffers.items()
         },
         files=[],
-        pieces=[],
+        slices=[],
         scalar_state=encode(scalar_state, "scalar_state"),
         client_state=encode(request.client_state, "client_state"),
         extra=encode(extra, "extra"),

@@ -3,6 +3,6 @@
 from zero_ext.integrations.engine_module import TrainingModule
 from zero_ext.integrations.initialize import initialize
 from zero_ext.integrations.prepare_with_features import prepare
-from zero_ext.integrations.sequence_parallel import split_sequence
+from zero_ext.integrations.sequence_parallel import apply_sequence_parallel
 
-__all__ = ["TrainingModule", "initialize", "prepare", "split_sequence"]
+__all__ = ["TrainingModule", "apply_sequence_parallel", "initialize", "prepare"]

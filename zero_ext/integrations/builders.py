@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.config import OptimizerPolicy, ZeroConfig
+from zero_ext.config import OptimizerConfig, ZeroConfig
 from zero_ext.data import ShardedLoader
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler
 
@@ -41,16 +41,16 @@ def make_optimizer(
         return optimizer(model_parameters)
     if settings.optimizer is None:
         say("no optimizer given and no 'optimizer' section: AdamW with torch's defaults is used")
-    return build_optimizer(settings.optimizer or OptimizerPolicy(type="AdamW"), model_parameters)
+    return build_optimizer(settings.optimizer or OptimizerConfig(type="AdamW"), model_parameters)
 
 
-def make_scheduler(given: Scheduler | None, settings: ZeroConfig, optimizer: Any) -> LRScheduler | None:
+def make_scheduler(scheduler: Scheduler | None, settings: ZeroConfig, optimizer: Any) -> LRScheduler | None:
     """The scheduler over the prepared ``optimizer``: what the caller gives or makes, else the
     configuration's."""
-    if isinstance(given, LRScheduler):
-        return given
-    if given is not None:
-        return given(optimizer)
+    if isinstance(scheduler, LRScheduler):
+        return scheduler
+    if scheduler is not None:
+        return scheduler(optimizer)
     return build_scheduler(settings.scheduler, optimizer) if settings.scheduler is not None else None
 
 

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from zero_ext.parallel.sequence.ulysses import SequenceExchange
 
 
-def split_sequence(model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float = 600.0) -> SequenceExchange:
+def apply_sequence_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float = 600.0
+) -> SequenceExchange:
     """Puts an exchange of sequences for heads over mesh["cp"] around all attention of ``model``, in place.
 
     All models of transformers in it that look their attention up in transformers' registry, and all
     :class:`zero_ext.attention.SparseSelfAttention`: afterwards each rank gives the model its part of the
-    tokens, as :func:`zero_ext.parallel.cut_batch` cuts them. A collective of the ranks along "cp", after
+    tokens, as :func:`zero_ext.parallel.shard_batch` cuts them. A collective of the ranks along "cp", after
     attention was made sparse and tensors were split, before :func:`zero_ext.prepare`. ``timeout_seconds``:
-    longest wait for the other ranks. Returns the exchange that all layers share, whose ``wire`` counts.
+    longest wait for the other ranks. Returns the exchange that all layers share, whose ``traffic`` counts.
 
     Raises ``ValueError``, with nothing changed, for a mesh without "cp", a model with neither or with its
     sequences over ranks already, and layouts that differ from head to head; models of transformers with
@@ -33,9 +35,9 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float
     """
     from zero_ext.attention import SparseSelfAttention
     from zero_ext.parallel.sequence.sequence_attention import SequenceAttention
-    from zero_ext.parallel.sequence.ulysses import SequenceExchange, part_of
+    from zero_ext.parallel.sequence.ulysses import SequenceExchange, sequence_rank
 
-    part_of(mesh)
+    sequence_rank(mesh)
     found = outermost_models(model)
     served = {module for each in found.values() for module in each.modules()}
     sparse = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]

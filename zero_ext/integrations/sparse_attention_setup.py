@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zero_ext.config import ConfigError, SparseAttentionPolicy
+from zero_ext.config import ConfigError, SparseAttentionConfig
 from zero_ext.config.schema.config_errors import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> None:
+def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:
     """Makes attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
 
     Raises:
@@ -24,12 +24,12 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
     staged = sys.modules.get(
         "zero_ext.parallel.pipeline.stages.hf_pipeline"
     )  # there is none of its models otherwise
-    if staged is not None and isinstance(model, staged.StagedModel):
+    if staged is not None and isinstance(model, staged.HfPipelineModule):
         raise ConfigError(
             Problem(
                 "sparse_attention",
                 "the model is cut into stages, some of which may have no attention; leave the section out, "
-                "and call sparsify_attention(model, ...) before split_model",
+                "and call sparsify_attention(model, ...) before apply_pipeline_parallel",
             )
         )
     from zero_ext.attention import SparseSelfAttention

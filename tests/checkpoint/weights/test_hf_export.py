@@ -18,10 +18,10 @@ from tests.checkpoint.boundaries import fail_at
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_buffers, random_state
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, export_huggingface, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, export_huggingface, save_state
 from zero_ext.checkpoint.weights import weight_files
 
-HERE = "tests.checkpoint.weights.test_hf_export"
+MODULE = "tests.checkpoint.weights.test_hf_export"
 ROOT = Path(__file__).parents[3]
 
 
@@ -45,11 +45,11 @@ def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 
 def save_on_rank(world: World, directory: str, state: int) -> None:
-    save_checkpoint(directory, FakeSource(MIXED, state, world.rank, world.size, world.group))
+    save_state(directory, FakeSource(MIXED, state, world.rank, world.size, world.group))
 
 
 def test_one_file(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
-    rank_pool.run(3, f"{HERE}:save_on_rank", {"directory": str(tmp_path / "run"), "state": seed})
+    rank_pool.run(3, f"{MODULE}:save_on_rank", {"directory": str(tmp_path / "run"), "state": seed})
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert export_huggingface(tmp_path / "run", tmp_path / "hf") == [tmp_path / "hf" / "model.safetensors"]
@@ -61,7 +61,7 @@ def test_one_file(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, "float16", "bfloat16"])
 def test_another_precision(tmp_path: Path, seed: int, dtype: torch.dtype | str) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(MIXED, seed))
+    save_state(tmp_path / "run", FakeSource(MIXED, seed))
     export_huggingface(tmp_path / "run" / f"step-{seed:06d}", tmp_path / "hf", dtype)
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     check(load_file(tmp_path / "hf" / "model.safetensors"), expected(seed, wanted))
@@ -70,18 +70,18 @@ def test_another_precision(tmp_path: Path, seed: int, dtype: torch.dtype | str) 
 def test_weights_too_large_for_float16(tmp_path: Path) -> None:
     source = FakeSource(SMALL, 1)
     source.held["master", "a.weight"][7] = 70_000.0
-    save_checkpoint(tmp_path / "run", source)
+    save_state(tmp_path / "run", source)
     with pytest.raises(ValueError, match=r"'a.weight' holds values beyond float16"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
     source.held["master", "a.weight"][7] = float("inf")
-    save_checkpoint(tmp_path / "run", source)
+    save_state(tmp_path / "run", source)
     export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
     assert load_file(tmp_path / "hf" / "model.safetensors")["a.weight"][1, 0] == float("inf")
 
 
 @pytest.mark.parametrize("limit", [1, 3000, 1_420_000])
 def test_shards_and_index(tmp_path: Path, seed: int, limit: int) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(MIXED, seed))
+    save_state(tmp_path / "run", FakeSource(MIXED, seed))
     paths = export_huggingface(tmp_path / "run", tmp_path / "hf", None, limit)
     shards, index = paths[:-1], json.loads(paths[-1].read_text())
     assert paths[-1].name == "model.safetensors.index.json"
@@ -98,19 +98,19 @@ def test_shards_and_index(tmp_path: Path, seed: int, limit: int) -> None:
 
 
 def test_an_earlier_export_is_not_mixed_with(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     export_huggingface(tmp_path / "run", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"model\.safetensors exists; remove"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", None, 10)
 
 
 def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     path = tmp_path / "run" / "step-000001" / "rank-00000.safetensors"
     manifest = json.loads((path.parent / "manifest.json").read_text())
-    piece = next(piece for piece in manifest["pieces"] if piece["kind"] == "master")
+    record = next(record for record in manifest["slices"] if record["kind"] == "master")
     data = bytearray(path.read_bytes())
-    data[piece["offset"]] ^= 1
+    data[record["offset"]] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged: bytes"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", None, 100)
@@ -120,12 +120,12 @@ def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_at_any_point_leaves_no_half_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     boundary, failed = 0, True
     while failed:
         out = tmp_path / f"hf{boundary}"
-        storage = fail_at(boundary, 28, lambda name: not name.startswith("remove"))
-        monkeypatch.setattr(weight_files, "Storage", lambda storage=storage: storage)
+        filesystem = fail_at(boundary, 28, lambda name: not name.startswith("remove"))
+        monkeypatch.setattr(weight_files, "Filesystem", lambda filesystem=filesystem: filesystem)
         try:
             export_huggingface(tmp_path / "run", out, None, 400)
             failed = False
@@ -142,7 +142,7 @@ def test_a_full_disk_at_any_point_leaves_no_half_export(
     "bad", [{"dtype": "int8"}, {"dtype": torch.bool}, {"max_shard_bytes": 0}, {"max_shard_bytes": 1e9}]
 )
 def test_bad_arguments(tmp_path: Path, bad: dict[str, object]) -> None:
-    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    save_state(tmp_path / "run", FakeSource(SMALL, 1))
     with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "hf").exists()
@@ -164,7 +164,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
     source.live_buffers = {}
     for name, weight in model.named_parameters():
         source.held["master", name] = weight.detach().reshape(-1).clone()
-    save_checkpoint(tmp_path / "run", source)
+    save_state(tmp_path / "run", source)
     config.save_pretrained(tmp_path / "hf")
     export_huggingface(tmp_path / "run", tmp_path / "hf", None, 4000)
     loaded, problems = transformers.LlamaForCausalLM.from_pretrained(
@@ -191,9 +191,9 @@ print((peak() - before) * 1024)
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """192 MB of weights, 16 MB the largest of them; a first, small export pays for what stays."""
-    save_checkpoint(tmp_path / "run", FakeSource({"w": dense(10)}, 1))
+    save_state(tmp_path / "run", FakeSource({"w": dense(10)}, 1))
     table = {f"w{number}": dense(1 << 20, 4, kinds={"master": torch.float32}) for number in range(12)}
-    save_checkpoint(tmp_path / "run", FakeSource(table, 2))
+    save_state(tmp_path / "run", FakeSource(table, 2))
     done = subprocess.run(
         [sys.executable, "-c", MEMORY_PROGRAM, tmp_path / "run", tmp_path / "hf"],
         cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -15,9 +15,9 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.weights.load_into_meta import load_born
+from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
 from zero_ext.config import ZeroConfig
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.presharded import presharded_of
 
 
 class Net(nn.Module):
@@ -57,8 +57,8 @@ def write(world: World, folder: Path, state: dict[str, torch.Tensor]) -> None:
 
 @on_ranks(1, 2, 3)
 def test_every_stage_and_tier_gets_the_values_of_the_file(world: World) -> None:
-    whole = Net()
-    state = dict(whole.state_dict())
+    full = Net()
+    state = dict(full.state_dict())
     del state["head.weight"]
     state["layers.0.weight"] = state["layers.0.weight"].double()  # converted on the way
     with tempfile.TemporaryDirectory() as own:
@@ -69,16 +69,16 @@ def test_every_stage_and_tier_gets_the_values_of_the_file(world: World) -> None:
         for stage, offload in cases:
             config = ZeroConfig.from_mapping({"stage": stage, "offload": offload})
             model = on_meta()
-            missing, unexpected = load_born(model, folder, config, same, world.group)
+            missing, unexpected = load_into_meta(model, folder, config, same, world.group)
             assert missing == unexpected == []
             assert model.head.weight is model.embed.weight and not model.scale.requires_grad
             sharded = stage == 3 and (world.size > 1 or bool(offload))
-            assert all((born_shard(each) is not None) == sharded for each in model.parameters())
-            assert torch.equal(model.offset, whole.offset)
+            assert all((presharded_of(each) is not None) == sharded for each in model.parameters())
+            assert torch.equal(model.offset, full.offset)
             prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group)
             found = zero_ext.full_state_dict(prepared)
-            assert found.keys() == whole.state_dict().keys()
-            assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+            assert found.keys() == full.state_dict().keys()
+            assert all(torch.equal(found[name], value) for name, value in full.state_dict().items())
         world.barrier()
 
 
@@ -92,7 +92,7 @@ def test_what_is_missing_stays_on_meta_and_what_does_not_fit_is_refused(world: W
         less = {name: value for name, value in state.items() if not name.startswith("layers.1")}
         write(world, folder, {**less, "other": torch.zeros(2)})
         model = on_meta()
-        missing, unexpected = load_born(model, folder, config, same, world.group)
+        missing, unexpected = load_into_meta(model, folder, config, same, world.group)
         assert missing == ["layers.1.weight", "layers.1.bias"] and unexpected == ["net.other"]
         assert model.layers[1].weight.is_meta and not model.layers[0].weight.is_meta
         for changed, words in (
@@ -101,10 +101,10 @@ def test_what_is_missing_stays_on_meta_and_what_does_not_fit_is_refused(world: W
         ):
             write(world, folder, {**state, **changed})
             with pytest.raises(ValueError, match=words):
-                load_born(on_meta(), folder, config, same, world.group)
+                load_into_meta(on_meta(), folder, config, same, world.group)
         write(world, folder, {"other": torch.zeros(2)})
         with pytest.raises(ValueError, match=r"none of its tensors belongs to Net; it holds net.other"):
-            load_born(on_meta(), folder, config, same, world.group)
+            load_into_meta(on_meta(), folder, config, same, world.group)
         with pytest.raises(CheckpointError, match="nowhere"):
-            load_born(on_meta(), folder / "nowhere.safetensors", config, same, world.group)
+            load_into_meta(on_meta(), folder / "nowhere.safetensors", config, same, world.group)
         world.barrier()

@@ -33,10 +33,11 @@ from zero_ext.checkpoint.transfer import chunk_reader
 from zero_ext.checkpoint.weights import safetensors_load
 from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.units import master_weights
 
 NVME = {"params": "nvme", "grads": "host", "optimizer": "nvme"}
-PLACES: list[tuple[int, dict[str, Any]]] = [
+TIERS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {"optimizer": "nvme"}),
     (2, {"optimizer": "host"}),
@@ -50,7 +51,7 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 def prepared(world: World, model: nn.Module, folder: str, stage: int = 3, **more: Any) -> tuple[Any, Any]:
     offload = dict(more.pop("offload", {}))
     if "nvme" in offload.values():
-        offload |= {"nvme_paths": [folder], "ring_bytes": 1 << 20}
+        offload |= {"nvme_paths": [folder], "staging_buffer_bytes": 1 << 20}
     config = {"stage": stage, "timeout_seconds": 120.0, "offload": offload, **more.pop("config", {})}
     config |= {"units": {"bucket_elements": 300, **more.pop("units", {})}}
     optimizer = more.pop("optimizer", True)
@@ -92,12 +93,12 @@ def weights(world: World, tensors: Mapping[str, torch.Tensor], files: int = 1) -
 
 
 def masters(model: Any) -> dict[tuple[str, int], list[float]]:
-    state = engine_of(model).state
+    state = checkpoint_sources(engine_of(model)).own
     return {
         (p.name, p.start): p.tensor[:].tolist()
         if isinstance(p.tensor, torch.Tensor)
         else p.tensor.read(0, p.tensor.numel).tolist()
-        for p in state.load_pieces()
+        for p in state.load_slices()
         if p.kind == "master"
     }
 
@@ -143,9 +144,9 @@ def check_loaded(world: World, stage: int, offload: dict[str, Any], stored: str,
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("number", range(len(PLACES)))
+@pytest.mark.parametrize("number", range(len(TIERS)))
 def test_the_values_of_plain_loading(world: World, number: int) -> None:
-    stage, offload = PLACES[number]
+    stage, offload = TIERS[number]
     dtypes = ("float32", "bfloat16", "float16", "float64")
     check_loaded(world, stage, offload, dtypes[(number + world.size) % 4], "fp32")
     check_loaded(world, stage, offload, dtypes[(number + world.seed) % 4], "bf16")
@@ -162,7 +163,7 @@ def test_from_the_meta_device(world: World, tiles: dict[str, int]) -> None:
             more: dict[str, Any] = {"offload": offload, "config": config, "units": {"tiles": tiles}}
             with torch.device("meta"):
                 meta = TinyModel(tied=True)
-            model, optimizer = prepared(world, meta, storage, values="empty", **more)
+            model, optimizer = prepared(world, meta, storage, init="skip", **more)
             assert zero_ext.load_safetensors(model, folder) == ([], [])
             torch.manual_seed(world.seed)
             plain = TinyModel(tied=True)
@@ -209,9 +210,9 @@ def test_without_optimizer_and_with_other_names(world: World) -> None:
 
 
 @on_ranks(2)
-def test_each_rank_reads_its_own_bytes_in_bounded_pieces(world: World) -> None:
+def test_each_rank_reads_its_own_bytes_in_bounded_chunks(world: World) -> None:
     source = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(4)))
-    whole = 4 * 300 * 300 * 4
+    content = 4 * 300 * 300 * 4
     with weights(world, values_of(source, torch.float32)) as (folder, storage):
         model, _ = prepared(world, source, storage, offload=NVME)
         sizes: list[int] = []
@@ -227,8 +228,8 @@ def test_each_rank_reads_its_own_bytes_in_bounded_pieces(world: World) -> None:
             mock.patch.object(chunk_reader, "_BATCH_BYTES", 1 << 16),
         ):
             zero_ext.load_safetensors(model, folder)
-        assert sum(world.everyone(sum(sizes))) == whole
-        assert sum(sizes) <= whole // 2 + 4 * 8192 and max(sizes) <= 1 << 16
+        assert sum(world.everyone(sum(sizes))) == content
+        assert sum(sizes) <= content // 2 + 4 * 8192 and max(sizes) <= 1 << 16
 
 
 @on_ranks(1, 2)
@@ -270,7 +271,7 @@ def test_one_rank_that_cannot_read_the_table(world: World) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("fault", ["file", "storage"])
-def test_a_failure_half_way_is_told_to_all_ranks(world: World, fault: str) -> None:
+def test_a_failure_after_partial_loading_is_raised_on_all_ranks(world: World, fault: str) -> None:
     torch.manual_seed(world.seed)
     with weights(world, values_of(TinyModel(), torch.float32)) as (folder, storage):
         model, _ = prepared(world, TinyModel(), storage, offload=NVME)
@@ -357,14 +358,14 @@ def test_hostile_tables_are_refused(tmp_path: Path, number: int) -> None:
 def test_a_changed_byte_is_refused_or_read_as_what_it_says(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(3), "b": torch.zeros(2, 2, dtype=torch.int64)}, path)
-    whole = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(whole) - 1))
-    whole[place] = data.draw(st.integers(0, 255))
-    path.write_bytes(whole)
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
     with contextlib.suppress(CheckpointError):
         found = read_header(path)
-        end = max((tensor.offset + tensor.entry.nbytes for tensor in found), default=len(whole))
-        assert end == len(whole)
+        end = max((tensor.offset + tensor.entry.nbytes for tensor in found), default=len(content))
+        assert end == len(content)
 
 
 def test_an_index_cannot_lead_elsewhere(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def accelerator_of(**arguments):
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **arguments)
 
 
-def parts_of(accelerator, model, lr=1e-2):
+def optimizer_and_scheduler(accelerator, model, lr=1e-2):
     """What stands for the sections of the JSON, or is in the place of those that are not there."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if "optimizer" in config:
@@ -75,17 +75,17 @@ def train(accelerator, model, optimizer, scheduler, batches, factor=1.0):
     return {"losses": losses, "norms": norms, "rates": rates, "skipped": skipped}
 
 
-def whole(accelerator, folder):
+def train_and_save(accelerator, folder):
     """Everything that a script does with one model."""
     model = Model()
-    parts = parts_of(accelerator, model)
-    model, optimizer, scheduler, batches = accelerator.prepare(model, *parts, loader())
-    given = model, optimizer, scheduler
-    found = {"first": train(accelerator, *given, batches)}
+    optimization = optimizer_and_scheduler(accelerator, model)
+    model, optimizer, scheduler, batches = accelerator.prepare(model, *optimization, loader())
+    prepared = model, optimizer, scheduler
+    found = {"first": train(accelerator, *prepared, batches)}
     accelerator.save_state(str(folder / "state"))
-    found["after"] = train(accelerator, *given, batches)
+    found["after"] = train(accelerator, *prepared, batches)
     accelerator.load_state(str(folder / "state"))
-    found["again"] = train(accelerator, *given, batches)
+    found["again"] = train(accelerator, *prepared, batches)
     model.eval()
     outputs = []
     for inputs, _ in batches:
@@ -100,7 +100,7 @@ def whole(accelerator, folder):
     found["unwrapped"] = type(accelerator.unwrap_model(model)).__name__
     found["type"] = accelerator.distributed_type.value
     found["engine"] = type(model).__module__.partition(".")[0]
-    found["freed"] = [each is None for each in accelerator.free_memory(*given)]
+    found["freed"] = [each is None for each in accelerator.free_memory(*prepared)]
     return found
 
 
@@ -131,7 +131,7 @@ def json_of(stage, *without):
 
 
 def as_launched(folder):
-    return whole(accelerator_of(), folder)
+    return train_and_save(accelerator_of(), folder)
 
 
 def by_flags(folder, stage, precision):
@@ -143,20 +143,20 @@ def by_flags(folder, stage, precision):
     arguments.deepspeed_fields_from_accelerate_config = ""
     _, environment = prepare_deepspeed_cmd_env(arguments)
     os.environ.update({name: text for name, text in environment.items() if name.startswith("ACCELERATE_")})
-    return whole(accelerator_of(), folder)
+    return train_and_save(accelerator_of(), folder)
 
 
 def by_plugin(folder, stage, *without):
     settings = {"gradient_accumulation_steps": 2, "gradient_clipping": CLIP}
     plugin = DeepSpeedPlugin(hf_ds_config=json_of(int(stage), *without), **settings)
-    return whole(accelerator_of(deepspeed_plugin=plugin), folder)
+    return train_and_save(accelerator_of(deepspeed_plugin=plugin), folder)
 
 
 def offloaded(folder):
     """Its optimizer becomes DeepSpeed's, which is not compiled here for the real one."""
     devices = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     settings = {"gradient_accumulation_steps": 2, "gradient_clipping": CLIP}
-    return whole(
+    return train_and_save(
         accelerator_of(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, **devices, **settings)), folder
     )
 
@@ -166,9 +166,9 @@ def overflowing(folder):
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=1)
     accelerator = accelerator_of(deepspeed_plugin=plugin, mixed_precision="fp16")
     model = Model()
-    parts = parts_of(accelerator, model)
-    given = accelerator, *accelerator.prepare(model, *parts, loader())
-    return {"first": train(*given, factor=1e7), "after": train(*given)}
+    optimization = optimizer_and_scheduler(accelerator, model)
+    prepared = accelerator, *accelerator.prepare(model, *optimization, loader())
+    return {"first": train(*prepared, factor=1e7), "after": train(*prepared)}
 
 
 def two_plugins(folder):
@@ -182,8 +182,8 @@ def two_plugins(folder):
     }
     accelerator = accelerator_of(deepspeed_plugin=plugins, mixed_precision="no")
     student, teacher = Model(), Model()
-    parts = parts_of(accelerator, student)
-    student, optimizer, scheduler, batches = accelerator.prepare(student, *parts, loader())
+    optimization = optimizer_and_scheduler(accelerator, student)
+    student, optimizer, scheduler, batches = accelerator.prepare(student, *optimization, loader())
     accelerator.state.select_deepspeed_plugin("teacher")
     teacher = accelerator.prepare(teacher)
     assert accelerator.deepspeed_engine_wrapped.engine is student
@@ -218,7 +218,9 @@ def two_accelerators(folder):
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
         model = Model()
         batches = loader()
-        made = accelerator.prepare(model, *parts_of(accelerator, model, 1e-2 * int(name)), batches)
+        made = accelerator.prepare(
+            model, *optimizer_and_scheduler(accelerator, model, 1e-2 * int(name)), batches
+        )
         assert accelerator.deepspeed_engine_wrapped.engine is made[0]
         trained.append((accelerator, *made))
     losses = []
@@ -233,8 +235,8 @@ def main():
     if hasattr(deepspeed.ops, "__compatible_ops__"):
         # The real one asks before it compiles an operator: none is to be had, so torch's own functions serve.
         deepspeed.ops.__compatible_ops__ = {}
-    here = importlib.machinery.PathFinder.find_spec("deepspeed")
-    found = {"installed": here is not None, "file": deepspeed.__file__}
+    spec = importlib.machinery.PathFinder.find_spec("deepspeed")
+    found = {"installed": spec is not None, "file": deepspeed.__file__}
     for case in sys.argv[2:]:
         name, *arguments = case.split("-")
         found[case] = globals()[name](out / case, *arguments)

@@ -20,14 +20,14 @@ from tests.integrations.accelerate.deepspeed_script import SAMPLES, json_of
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).resolve().parent / "deepspeed_script.py"
 
-WHOLE = (
+TRAIN_AND_SAVE = (
     "as_launched",
     *(f"by_flags-{stage}-no" for stage in range(4)),
     "by_flags-2-bf16",
     "by_plugin-2-scheduler",
     "by_plugin-3",
 )
-COMPARED = (*WHOLE, "two_plugins", "two_accelerators")
+COMPARED = (*TRAIN_AND_SAVE, "two_plugins", "two_accelerators")
 # DeepSpeed refuses fp16 on CPUs, and would compile an optimizer.
 ALONE = ("by_flags-2-fp16", "by_flags-3-fp16", "overflowing", "offloaded")
 
@@ -87,18 +87,18 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", TRAIN_AND_SAVE)
 def test_a_script_trains_alike(real: dict[str, Any], ours: dict[str, Any], case: str) -> None:
     own, theirs = ours[case], real[case]
     assert (own["engine"], theirs["engine"]) == ("zero_ext", "deepspeed")
     # DeepSpeed adds gradients of micro-batches and ranks in bf16, this engine in fp32.
     tolerance = 4e-3 if "bf16" in case else 1e-5
-    for part in ("first", "after", "again"):
-        assert own[part]["losses"] == pytest.approx(theirs[part]["losses"], rel=tolerance)
-        assert own[part]["rates"] == pytest.approx(theirs[part]["rates"])
+    for phase in ("first", "after", "again"):
+        assert own[phase]["losses"] == pytest.approx(theirs[phase]["losses"], rel=tolerance)
+        assert own[phase]["rates"] == pytest.approx(theirs[phase]["rates"])
         if case != "by_flags-0-no":  # where DeepSpeed has no norm
-            assert own[part]["norms"] == pytest.approx(theirs[part]["norms"], rel=tolerance)
-        assert not any(own[part]["skipped"]) and len(own[part]["norms"]) == len(theirs[part]["norms"])
+            assert own[phase]["norms"] == pytest.approx(theirs[phase]["norms"], rel=tolerance)
+        assert not any(own[phase]["skipped"]) and len(own[phase]["norms"]) == len(theirs[phase]["norms"])
     assert own["again"] == own["after"] != own["first"]
     assert len(own["outputs"]) == len(theirs["outputs"]) == SAMPLES
     for key in ("outputs", "weights") if tolerance == 1e-5 else ():
@@ -120,12 +120,12 @@ def test_two_models(real: dict[str, Any], ours: dict[str, Any], case: str) -> No
 
 
 @pytest.mark.parametrize("case", ["by_flags-2-fp16", "by_flags-3-fp16", "offloaded"])
-def test_what_deepspeed_does_not_run_here(ours: dict[str, Any], case: str) -> None:
+def test_cases_that_deepspeed_cannot_run(ours: dict[str, Any], case: str) -> None:
     wanted = ours["by_flags-2-no"]
-    for part in ("first", "after", "again"):
+    for phase in ("first", "after", "again"):
         for key in ("losses", "norms", "rates"):
-            assert ours[case][part][key] == pytest.approx(
-                wanted[part][key], rel=5e-3 if "fp16" in case else 1e-5
+            assert ours[case][phase][key] == pytest.approx(
+                wanted[phase][key], rel=5e-3 if "fp16" in case else 1e-5
             )
     assert ours[case]["again"] == ours[case]["after"]
 

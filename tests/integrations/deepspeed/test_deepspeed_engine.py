@@ -88,7 +88,7 @@ def engine_of(world: World, stage: int, **more: Any) -> deepspeed.DeepSpeedEngin
 
 @on_ranks(ALL)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_three_ways_to_accumulate(world: World, stage: int) -> None:
+def test_three_accumulation_loops(world: World, stage: int) -> None:
     """By the JSON's number, by boundaries that the caller sets, and under no_sync."""
     engine, reference = engine_of(world, stage), Reference(world)
     for number in range(4):
@@ -271,8 +271,8 @@ def test_parameters_of_stage_3(world: World) -> None:
         if world.rank == 0:
             engine.module[2].weight.zero_()
     assert not engine.module_state_dict()["2.weight"].any()
-    with zero.unwrap_model_for_generation(engine) as whole:
-        assert whole is model and not whole[2].weight.any()
+    with zero.unwrap_model_for_generation(engine) as full_model:
+        assert full_model is model and not full_model[2].weight.any()
     deepspeed.zero.register_external_parameter(model, model[2].weight)
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="mpu"):
         zero.Init(mpu=object())
@@ -281,7 +281,7 @@ def test_parameters_of_stage_3(world: World) -> None:
 
 
 @on_ranks(ALL)
-def test_initialize_takes_its_arguments_as_deepspeed_does(world: World) -> None:
+def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
     folder = Path(world.everyone(tempfile.mkdtemp())[0])
     path = folder / f"config-{world.rank}.json"
     path.write_text(__import__("json").dumps(config_of(2)))

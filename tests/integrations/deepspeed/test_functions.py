@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_ext
-from zero_ext.config import ActivationPolicy, ConfigError
+from zero_ext.config import ActivationCheckpointingConfig, ConfigError
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed import checkpointing as deepspeed_checkpointing
 from zero_ext.integrations.deepspeed.checkpoint.clone_tensors import clone_tensors_for_torch_save
@@ -62,24 +62,24 @@ def test_files(tmp_path: Path) -> None:
         2,
     )
     torch.manual_seed(secrets.randbits(31))
-    parts = [torch.randn(3000), torch.randn(17), torch.randn(5000)]
+    tensors = [torch.randn(3000), torch.randn(17), torch.randn(5000)]
     offsets = [0, 12_000, 12_068]
     path = str(tmp_path / "values")
-    for part, offset in zip(parts, offsets, strict=True):
-        assert handle.async_pwrite(part, path, offset) == 0
+    for source, offset in zip(tensors, offsets, strict=True):
+        assert handle.async_pwrite(source, path, offset) == 0
     assert handle.wait() == 3 and handle.wait() == 0
-    whole = torch.full((8017,), float("nan"))
-    assert handle.sync_pread(whole, path) == 1
-    assert torch.equal(whole, torch.cat(parts))
-    middle = handle.new_cpu_locked_tensor(17, whole)
+    buffer = torch.full((8017,), float("nan"))
+    assert handle.sync_pread(buffer, path) == 1
+    assert torch.equal(buffer, torch.cat(tensors))
+    middle = handle.new_cpu_locked_tensor(17, buffer)
     assert handle.async_pread(middle, path, 12_000) == 0 and handle.wait() == 1
-    assert torch.equal(middle, parts[1])
+    assert torch.equal(middle, tensors[1])
     with pytest.raises(RuntimeError, match="32068 bytes wanted from offset 4 on, 32064 are there"):
-        handle.read(whole, path, file_offset=4)
+        handle.read(buffer, path, file_offset=4)
     with pytest.raises(RuntimeError, match="no-such-folder"):
-        handle.write(whole, str(tmp_path / "no-such-folder" / "x"))
+        handle.write(buffer, str(tmp_path / "no-such-folder" / "x"))
     with pytest.raises(DeepSpeedFeatureError, match="give the path"):
-        handle.async_pwrite(whole, 3)
+        handle.async_pwrite(buffer, 3)
 
 
 def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,13 +103,13 @@ def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_configuration_models() -> None:
-    given = {
+    settings = {
         "train_batch_size": 8,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
     }
-    config = deepspeed.DeepSpeedConfig(given)
+    config = deepspeed.DeepSpeedConfig(settings)
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 8)
     assert config.bfloat16_enabled and not config.fp16_enabled and config.zero_enabled
     assert config.zero_config.offload_optimizer.device == "cpu" and config.zero_config.sub_group_size == 10**9
@@ -157,7 +157,7 @@ def test_activation_checkpointing() -> None:
     checkpointing.configure(
         None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
     )
-    assert deepspeed_checkpointing._CONFIGURED.checkpointing.policy == ActivationPolicy()
+    assert deepspeed_checkpointing._CONFIGURED.checkpointing.config == ActivationCheckpointingConfig()
     with pytest.raises(TypeError, match="no_such"):
         checkpointing.configure(no_such=True)
 
@@ -194,7 +194,7 @@ def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
     for _ in range(3):
         hidden = checkpointing.checkpoint(dropped, hidden * 1)
     made = deepspeed_checkpointing._CONFIGURED.checkpointing
-    assert made.kept_bytes() == 3 * inputs.nbytes == made.held_bytes()["host"]
+    assert made.used_bytes() == 3 * inputs.nbytes == made.allocated_bytes()["host"]
     hidden.sum().backward()
     generator = torch.Generator().manual_seed(7 + 2718 + 2)
     factors = [torch.rand(64, 64, generator=generator) for _ in range(3)]

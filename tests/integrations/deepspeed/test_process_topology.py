@@ -31,18 +31,16 @@ def test_every_question_on_random_grids() -> None:
             coord = dict(zip(axes, at, strict=True))
             assert topology.get_rank(**coord) == rank, seed
             assert topology.get_coord(rank)._asdict() == coord, seed
-        for place, axis in enumerate(axes):
-            assert topology.get_dim(axis) == dims[place]
-            for index in range(dims[place]):
-                wanted = [rank for rank, at in enumerate(table) if at[place] == index]
+        for dim, axis in enumerate(axes):
+            assert topology.get_dim(axis) == dims[dim]
+            for index in range(dims[dim]):
+                wanted = [rank for rank, at in enumerate(table) if at[dim] == index]
                 assert topology.get_axis_list(axis, index) == wanted, seed
             lists = topology.get_axis_comm_lists(axis)
             assert sorted(itertools.chain(*lists)) == list(range(len(table))), seed
             for line in lists:
-                rest = {tuple(v for i, v in enumerate(table[rank]) if i != place) for rank in line}
-                assert len(rest) == 1 and [table[rank][place] for rank in line] == list(range(dims[place])), (
-                    seed
-                )
+                rest = {tuple(v for i, v in enumerate(table[rank]) if i != dim) for rank in line}
+                assert len(rest) == 1 and [table[rank][dim] for rank in line] == list(range(dims[dim])), seed
         some = generator.sample(axes, generator.randint(0, len(axes)))
         match = {axis: generator.randrange(dims[axes.index(axis)]) for axis in some}
         wanted = [

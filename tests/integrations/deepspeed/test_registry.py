@@ -132,7 +132,7 @@ def test_every_name_can_be_imported_and_works_or_says_why_not() -> None:
     assert min(found["counts"]) > 1000 and found["star"] == "train_batch_size"
 
 
-def test_names_give_what_they_give_in_deepspeed() -> None:
+def test_names_return_what_they_return_in_deepspeed() -> None:
     constants = {name: sorted(names().constants(name)) for name in names().modules if "constants" in name}
     used = [path for paths in names().used.values() for path in paths if "." in path]
     arguments = json.dumps({"constants": constants, "used": used})
@@ -186,8 +186,8 @@ def test_what_is_served_says_what_it_is() -> None:
     assert len(served) > 200
     for entry in served:
         found = deepspeed
-        for part in entry.path.split(".")[1:]:
-            found = getattr(found, part, None) or getattr(found, "__annotations__", {}).get(part)
+        for attribute in entry.path.split(".")[1:]:
+            found = getattr(found, attribute, None) or getattr(found, "__annotations__", {}).get(attribute)
         if callable(found) and not isinstance(found, str):
             assert found.__doc__, entry.path
 

@@ -48,9 +48,11 @@ def deepspeed_modules() -> Iterator[None]:
     for name in before:
         del sys.modules[name]
     for kind in (LossScaler, DynamicLossScaler, fragment_address, ZeroStageEnum):
-        parts = kind.__module__.split(".")
-        for end in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        module_names = kind.__module__.split(".")
+        for end in range(1, len(module_names) + 1):
+            sys.modules.setdefault(
+                ".".join(module_names[:end]), types.ModuleType(".".join(module_names[:end]))
+            )
         setattr(sys.modules[kind.__module__], kind.__name__, kind)
     try:
         yield
@@ -111,21 +113,21 @@ class Forged:
 
     def flat(self, kind: str, group: dict[str, tuple[int, ...]], rank: int) -> torch.Tensor:
         """A rank's flat partition with all its padding."""
-        whole = []
+        padded_values = []
         for (name, shape), gap in zip(group.items(), self.gaps(group), strict=True):
             values = self.held[f"{kind} {name}"].reshape(-1)
             if self.stage == 3:
-                part = -(-math.prod(shape) // self.ranks)
-                values = torch.cat([values, torch.full((part * self.ranks - values.numel(),), math.nan)])
-                whole.append(values[rank * part : (rank + 1) * part])
+                size = -(-math.prod(shape) // self.ranks)
+                values = torch.cat([values, torch.full((size * self.ranks - values.numel(),), math.nan)])
+                padded_values.append(values[rank * size : (rank + 1) * size])
             else:
-                whole += [values, torch.full((gap,), math.nan)]
-        joined = torch.cat(whole)
+                padded_values += [values, torch.full((gap,), math.nan)]
+        joined = torch.cat(padded_values)
         if self.stage == 3:
             return joined
         joined = torch.cat([joined, torch.full((-joined.numel() % (2 * self.ranks),), math.nan)])
-        part = joined.numel() // self.ranks
-        return joined[rank * part : (rank + 1) * part].clone()
+        size = joined.numel() // self.ranks
+        return joined[rank * size : (rank + 1) * size].clone()
 
     def padding(self, group: dict[str, tuple[int, ...]]) -> int:
         needed = sum(math.prod(shape) for shape in group.values()) + sum(self.gaps(group))
@@ -178,8 +180,8 @@ class Forged:
         )
         module["frozen"] = frozen if self.stage < 3 else torch.empty(0)
         module["buffer"] = torch.arange(4)
-        part = -(-15 // self.ranks)
-        padded = torch.cat([frozen.reshape(-1), torch.full((part * self.ranks - 15,), math.nan)])
+        size = -(-15 // self.ranks)
+        padded = torch.cat([frozen.reshape(-1), torch.full((size * self.ranks - 15,), math.nan)])
         return {
             "module": module,
             "buffer_names": ["buffer"],
@@ -188,7 +190,7 @@ class Forged:
                 for group in self.groups
             ],
             "frozen_param_shapes": {"frozen": frozen.shape} if self.stage > 1 else None,
-            "frozen_param_fragments": {"frozen": padded[rank * part : (rank + 1) * part].clone()},
+            "frozen_param_fragments": {"frozen": padded[rank * size : (rank + 1) * size].clone()},
             "shared_params": {"tied.weight": "a.weight"},
             "lr_scheduler": None,
             "skipped_steps": 2,

@@ -38,19 +38,19 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
     path, manifest = open_checkpoint(directory)
     files = [load_file(path / entry.name) for entry in manifest.files]
-    runs: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for piece in manifest.pieces:
-        values = files[piece.file][f"{piece.name}:{piece.kind}:{piece.start}"]
-        runs.setdefault(f"{piece.kind} {piece.name}", []).append((piece.start, values))
+    slices_by_key: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for record in manifest.slices:
+        values = files[record.file][f"{record.name}:{record.kind}:{record.start}"]
+        slices_by_key.setdefault(f"{record.kind} {record.name}", []).append((record.start, values))
     return {
-        key: torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
-        for key, parts in runs.items()
+        key: torch.cat([values for _, values in sorted(by_start, key=lambda item: item[0])])
+        for key, by_start in slices_by_key.items()
     }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_element_finds_its_place(tmp_path: Path, stage: int, ranks: int) -> None:
+def test_every_element_is_imported_in_order(tmp_path: Path, stage: int, ranks: int) -> None:
     forged = Forged(stage, ranks, alignment=(1, 4)[(stage + ranks) % 2])
     forged.write(tmp_path / "ds")
     found = import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out", optimizer="Adam")
@@ -130,7 +130,7 @@ class Attack:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("place", ["optimizer", "model", "last model"])
-def test_nothing_pickled_runs(tmp_path: Path, stage: int, place: str) -> None:
+def test_nothing_pickled_runs(tmp_path: Path, stage: int, location: str) -> None:
     mark = tmp_path / "ran"
     bombs = {
         "posix.system": Attack(os.system, f"touch {mark}"),
@@ -139,7 +139,7 @@ def test_nothing_pickled_runs(tmp_path: Path, stage: int, place: str) -> None:
     }
 
     def plant(rank: int, state: dict[str, Any], bomb: object) -> None:
-        if place != "last model" or rank == 1 or stage == 1:
+        if location != "last model" or rank == 1 or stage == 1:
             state["client"] = [bomb]
 
     registered = set(torch.serialization.get_safe_globals())
@@ -147,7 +147,7 @@ def test_nothing_pickled_runs(tmp_path: Path, stage: int, place: str) -> None:
     try:
         for number, (name, bomb) in enumerate(bombs.items()):
             edit = {
-                "edit_optimizer" if place == "optimizer" else "edit_model": lambda r, s, b=bomb: plant(
+                "edit_optimizer" if location == "optimizer" else "edit_model": lambda r, s, b=bomb: plant(
                     r, s, b
                 )
             }
@@ -370,7 +370,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path, name: str) -> None:
     change, message = FOLDERS[name]
     change(Forged(2, 2).write(tmp_path / "ds"))
     with pytest.raises(CheckpointError, match=message):
@@ -406,20 +406,20 @@ def test_a_tensor_beyond_its_record_is_refused(tmp_path: Path, claimed: bytes) -
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_ext.checkpoint.files.filesystem import Storage
+    from zero_ext.checkpoint.files.filesystem import Filesystem
 
     Forged(3, 2).write(tmp_path / "ds")
     import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out")
     before = stored(tmp_path / "out")
     writes = itertools.count()
-    whole = Storage.write
+    original = Filesystem.write
 
-    def fail(self: Storage, descriptor: int, data: memoryview, path: Path) -> None:
+    def fail(self: Filesystem, descriptor: int, data: memoryview, path: Path) -> None:
         if next(writes) == 1:
             raise OSError(28, "No space left on device", str(path))
-        whole(self, descriptor, data, path)
+        original(self, descriptor, data, path)
 
-    monkeypatch.setattr(Storage, "write", fail)
+    monkeypatch.setattr(Filesystem, "write", fail)
     with pytest.raises(OSError, match="No space left"):
         import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out")
     monkeypatch.undo()

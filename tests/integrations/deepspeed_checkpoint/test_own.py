@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from tests.integrations.deepspeed.pipe.model import engine_of, micro_batches, whole_values
+from tests.integrations.deepspeed.pipe.model import engine_of, full_values, micro_batches
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, save_state
 from zero_ext.integrations.deepspeed.checkpoint import checkpoint_tags
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -38,7 +38,7 @@ def test_a_pipeline(world: World, stage: int) -> None:
     (folder,) = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[:1]
     engine.save_checkpoint(folder)
     found = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
-    wanted = whole_values(world, engine)
+    wanted = full_values(world, engine)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].shape == value.shape and torch.equal(found[name].contiguous(), value), name
@@ -47,7 +47,7 @@ def test_a_pipeline(world: World, stage: int) -> None:
 def saved(folder: Path) -> dict[str, torch.Tensor]:
     """A checkpoint of a few parameters as ``folder/mine``; their values."""
     source = FakeSource(SMALL, 1)
-    save_checkpoint(folder / "mine", source, client_state={"client": {"epoch": 3}})
+    save_state(folder / "mine", source, client_state={"client": {"epoch": 3}})
     (folder / "latest").write_text("mine")
     return {name: source.held["master", name] for name in SMALL}
 
@@ -65,13 +65,13 @@ def test_every_folder_that_names_one(tmp_path: Path) -> None:
 
 def flip(step: Path) -> None:
     path = step / "rank-00000.safetensors"
-    piece = next(
-        piece
-        for piece in json.loads((step / "manifest.json").read_text())["pieces"]
-        if piece["kind"] == "master"
+    record = next(
+        record
+        for record in json.loads((step / "manifest.json").read_text())["slices"]
+        if record["kind"] == "master"
     )
     data = bytearray(path.read_bytes())
-    data[piece["offset"]] ^= 1
+    data[record["offset"]] ^= 1
     path.write_bytes(data)
 
 

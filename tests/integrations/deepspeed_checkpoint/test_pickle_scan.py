@@ -61,7 +61,7 @@ ONE = torch.ones(1000)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "lists": (lambda: doubled(60), "it repeats its parts"),
     "tuples": (lambda: doubled(60, tuple), "it repeats its parts"),
-    "dicts": (lambda: doubled(60, lambda parts: dict(enumerate(parts))), "it repeats its parts"),
+    "dicts": (lambda: doubled(60, lambda items: dict(enumerate(items))), "it repeats its parts"),
     "one text": (lambda: ["text" * 500] * 10_000, "it repeats its parts"),
     "one tensor": (lambda: [ONE] * 10_000, "bytes of tensors, more than 32 times"),
     "one element seen often": (lambda: ONE[:1].expand(1 << 40), "bytes of tensors, more than 32 times"),

@@ -38,8 +38,9 @@ from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
 )
 from zero_ext.optim.schedulers import WarmupLR
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 
-HERE = "tests.integrations.deepspeed_checkpoint.test_real"
+MODULE = "tests.integrations.deepspeed_checkpoint.test_real"
 ROOT = Path(__file__).resolve().parents[3]
 # Ranks and stage that go on from each case, others than those that saved it.
 GOES_ON = {"stage1-fp32": (3, 3), "stage2-bf16": (1, 0), "stage3-fp32": (2, 1), "stage3-bf16": (3, 2)}
@@ -73,8 +74,8 @@ def resume_on_rank(world: World, folder: str, stage: int, dtype: str) -> dict[st
     model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
     scheduler = WarmupLR(optimizer, **WARMUP)
     loaded = zero_ext.load_checkpoint(folder, model, scheduler=scheduler)
-    state = engine_of(model).state
-    mine = [(p.kind, p.name, p.start, p.tensor.float().tolist()) for p in state.save_pieces()]
+    state = checkpoint_sources(engine_of(model)).own
+    mine = [(p.kind, p.name, p.start, p.tensor.float().tolist()) for p in state.save_slices()]
     scalars = state.scalar_state()
     buffers = {f"buffer {name}": value.clone() for name, value in state.buffers().items()}
     rates, losses = [group["lr"] for group in optimizer.param_groups], []
@@ -85,10 +86,10 @@ def resume_on_rank(world: World, folder: str, stage: int, dtype: str) -> dict[st
         optimizer.zero_grad()
         scheduler.step()
         losses.append(loss.item())
-    pieces = list(itertools.chain(*world.everyone(mine)))
+    slices = list(itertools.chain(*world.everyone(mine)))
     means = [sum(each) / world.size for each in zip(*world.everyone(losses), strict=True)]
     return {
-        "pieces": pieces,
+        "slices": slices,
         "buffers": buffers,
         "scalars": scalars,
         "rates": rates,
@@ -104,16 +105,16 @@ def test_training_goes_on(name: str, written: Path, tmp_path: Path, rank_pool: R
     assert (found.step, found.stage, found.ranks, found.optimizer) == (3, CASES[name]["stage"], 2, "AdamW")
     assert inspect_checkpoint(tmp_path).damage == ()
     arguments = {"folder": str(tmp_path), "stage": stage, "dtype": dtype}
-    result = rank_pool.run(ranks, f"{HERE}:resume_on_rank", arguments)[0]
+    result = rank_pool.run(ranks, f"{MODULE}:resume_on_rank", arguments)[0]
     assert result["loaded"] == (3, {"mine": [1, (2, "three")]})
-    whole: dict[str, list[tuple[int, list[float]]]] = {}
-    for kind, parameter, start, values in result["pieces"]:
-        whole.setdefault(f"{kind} {parameter}", []).append((start, values))
+    slices_by_key: dict[str, list[tuple[int, list[float]]]] = {}
+    for kind, parameter, start, values in result["slices"]:
+        slices_by_key.setdefault(f"{kind} {parameter}", []).append((start, values))
     held = held_by(folder)
     buffers = {key: held.pop(key) for key in [key for key in held if key.startswith("buffer ")]}
-    assert whole.keys() == held.keys()
+    assert slices_by_key.keys() == held.keys()
     for key, value in held.items():
-        values = torch.tensor(list(itertools.chain(*(part for _, part in sorted(whole[key])))))
+        values = torch.tensor(list(itertools.chain(*(chunk for _, chunk in sorted(slices_by_key[key])))))
         assert torch.equal(values, value.float().flatten()), key
     for key, value in buffers.items():
         assert torch.equal(result["buffers"][key].float(), value.float()), key
@@ -208,7 +209,7 @@ def test_the_script_beside_an_own_checkpoint(
     folder = tmp_path / "run"
     values = json.dumps(zero).replace("<folder>", str(tmp_path))
     arguments = {"folder": str(folder), "stage": stage, "dtype": dtype, "zero": values}
-    held = rank_pool.run(4, f"{HERE}:save_on_rank", arguments)[0]
+    held = rank_pool.run(4, f"{MODULE}:save_on_rank", arguments)[0]
     assert {path.name for path in folder.iterdir()} == {
         "global_step3",
         "latest",

@@ -15,7 +15,7 @@ from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import ModelFi
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_scalars import _per_parameter
 
 
-def test_parameters_without_elements_take_linear_time() -> None:
+def test_parameters_without_elements_need_linear_time() -> None:
     many = 40_000
     checkpoint: Any = SimpleNamespace(
         first=SimpleNamespace(
@@ -33,7 +33,7 @@ def test_parameters_without_elements_take_linear_time() -> None:
     assert found == {"step": {f"p{number}": number for number in range(many)}}
 
 
-def test_the_first_of_many_wrong_entries_is_told(tmp_path: Path) -> None:
+def test_the_first_of_many_wrong_entries_is_named(tmp_path: Path) -> None:
     many, valid = 100_000, {"module": {}, "param_shapes": [], "buffer_names": []}
     steps = {"global_steps": 1, "skipped_steps": 0}
     for wrong in (

@@ -116,11 +116,11 @@ def round_robin_state_of(engine: Any) -> dict[str, torch.Tensor]:
     ):
         state = engine.optimizer.optimizer.state[flat]
         for kind, own in (("master", flat), *((kind, state[kind]) for kind in KINDS)):
-            parts = [torch.empty_like(own) for _ in range(RANKS)]
-            torch.distributed.all_gather(parts, own.detach())
-            whole = torch.cat(parts)
+            shards = [torch.empty_like(own) for _ in range(RANKS)]
+            torch.distributed.all_gather(shards, own.detach())
+            gathered = torch.cat(shards)
             for parameter in group:
-                values, whole = whole[: parameter.numel()], whole[parameter.numel() :]
+                values, gathered = gathered[: parameter.numel()], gathered[parameter.numel() :]
                 held[f"{kind} {names[parameter]}"] = values.view_as(parameter)
     return held
 

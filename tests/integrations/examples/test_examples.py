@@ -22,7 +22,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_an_example_keeps_its_promises(name: str, tmp_path: Path) -> None:
+def test_an_example_meets_its_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, *STARTS[name], str(ROOT / "examples" / f"{name}.py"), "--ci"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -44,9 +44,9 @@ class Language(LightningModule):
 
     def on_fit_start(self) -> None:
         if isinstance(self.trainer.strategy, ZeroStrategy):
-            engine_of(self).subscribe(self.hear)
+            engine_of(self).subscribe(self.record)
 
-    def hear(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         if isinstance(event, ReduceEvent):
             self.reductions[event.unit] += 1
 

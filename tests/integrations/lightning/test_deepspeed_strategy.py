@@ -33,8 +33,8 @@ def found_under(wanted: str, folder: Path) -> dict[str, Any]:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    place = "site-packages/deepspeed/" if wanted == "real" else "zero_ext/integrations/deepspeed/"
-    assert place in found.pop("file")
+    path = "site-packages/deepspeed/" if wanted == "real" else "zero_ext/integrations/deepspeed/"
+    assert path in found.pop("file")
     return found
 
 

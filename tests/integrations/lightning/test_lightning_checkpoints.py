@@ -21,7 +21,7 @@ from zero_ext.checkpoint import inspect_checkpoint
 from zero_ext.integrations.lightning import ZeroStrategy
 from zero_ext.zero import engine_of
 
-HERE = "tests.integrations.lightning.test_lightning_checkpoints"
+MODULE = "tests.integrations.lightning.test_lightning_checkpoints"
 BATCH = 4  # samples of a step, over all ranks
 
 
@@ -35,7 +35,7 @@ def fitted(world: World, stage: int, folder: Path, epochs: int, **arguments: Any
     return module, made
 
 
-def train_and_keep(world: World, folder: str) -> list[float]:
+def train_and_return(world: World, folder: str) -> list[float]:
     """Four epochs; the best two and the last are kept, at other names and elsewhere as weights only."""
     root = Path(folder)
     best = ModelCheckpoint(
@@ -50,8 +50,10 @@ def train_and_keep(world: World, folder: str) -> list[float]:
     assert list(rates.lrs) == ["lr-AdamW"]
     made.save_checkpoint(root / "weights", weights_only=True)
     world.barrier()
-    kept = sorted(path.name for path in (root / "best").iterdir())
-    assert len(kept) == 3 and "last.ckpt" in kept and Path(best.best_model_path).name in kept, kept
+    results = sorted(path.name for path in (root / "best").iterdir())
+    assert len(results) == 3 and "last.ckpt" in results and Path(best.best_model_path).name in results, (
+        results
+    )
     assert sorted(path.name for path in (root / "every").iterdir()) == [f"epoch={e}.ckpt" for e in range(4)]
     check_evaluation(world, module, made, best)
     if world.rank == 0:
@@ -67,9 +69,9 @@ def check_evaluation(world: World, module: Language, made: Any, best: ModelCheck
     plain = Language(world.seed)
     plain.load_state_dict(weights)
     check_predictions(world, plain, made.predict(module, loader(world.seed + 1, 2)), world.seed + 1)
-    whole = made.validate(module, loader(world.seed + 1, 2), verbose=False)[0]["val_loss"]
+    full_loss = made.validate(module, loader(world.seed + 1, 2), verbose=False)[0]["val_loss"]
     losses = torch.stack([plain.loss_of(batch).detach() for batch in loader(world.seed + 1, 2)])
-    assert whole == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert full_loss == pytest.approx(losses.mean().item(), rel=1e-5)
     again = made.test(module, loader(world.seed + 1, 2), ckpt_path="best", verbose=False)[0]["test_loss"]
     assert again == pytest.approx(float(best.best_model_score), rel=1e-5)
     made.strategy.load_checkpoint(str(best.dirpath) + "/../every/epoch=3.ckpt")
@@ -81,7 +83,7 @@ def check_predictions(world: World, plain: Language, found: list[torch.Tensor], 
     ids = torch.cat([batch[0] for batch in loader(seed, 1)])[world.rank :: world.size]
     with torch.no_grad():
         wanted = plain.model(ids)
-    assert [len(part) for part in found] == [2] * (len(ids) // 2)
+    assert [len(indices) for indices in found] == [2] * (len(ids) // 2)
     assert torch.allclose(torch.cat(found), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -107,7 +109,7 @@ def evaluate_alone(world: World, folder: str, seed: int) -> None:
         found = made.predict(module, loader(seed, 2), ckpt_path=str(Path(folder) / name))
         assert distance(zero_ext.full_state_dict(module), reference) == 0
         engine = engine_of(module)
-        assert engine.optimizer_step.stepper is None and engine.ledger()["optimizer"] == 0
+        assert engine.optimizer_step.stepper is None and engine.memory_breakdown()["optimizer"] == 0
         plain = Language(seed)
         plain.load_state_dict(reference)
         check_predictions(world, plain, found, seed)
@@ -143,7 +145,7 @@ def test_resuming_at_other_world_sizes_and_stages(rank_pool: Any, tmp_path: Path
     seed = secrets.randbelow(1 << 30)
     print(f"seed {seed}")
     folder = str(tmp_path)
-    kept = rank_pool.run(2, f"{HERE}:train_and_keep", {"folder": folder}, seed=seed)
+    results = rank_pool.run(2, f"{MODULE}:train_and_return", {"folder": folder}, seed=seed)
     saved = inspect_checkpoint(tmp_path / "every" / "epoch=1.ckpt")
     assert saved.world_size == 2 and saved.step == 12 and not saved.damage
     assert saved.bytes_by_kind["exp_avg"] == saved.bytes_by_kind["master"]
@@ -152,16 +154,16 @@ def test_resuming_at_other_world_sizes_and_stages(rank_pool: Any, tmp_path: Path
     assert {path.suffix for path in files} == {".safetensors", ".json"}
 
     for stage in (3, 1):
-        again = rank_pool.run(2, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": stage})
-        for one, other in zip(again, kept, strict=True):
+        again = rank_pool.run(2, f"{MODULE}:go_on", {"folder": folder, "seed": seed, "stage": stage})
+        for one, other in zip(again, results, strict=True):
             assert largest_difference(one, other[12:24]) < 1e-5
-    alone = rank_pool.run(1, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": 2})[0]
-    mean = [(a + b) / 2 for a, b in zip(kept[0][12:24], kept[1][12:24], strict=True)]
+    alone = rank_pool.run(1, f"{MODULE}:go_on", {"folder": folder, "seed": seed, "stage": 2})[0]
+    mean = [(a + b) / 2 for a, b in zip(results[0][12:24], results[1][12:24], strict=True)]
     assert largest_difference(alone, mean) < 1e-4
-    rank_pool.run(2, f"{HERE}:evaluate_alone", {"folder": folder, "seed": seed})
-    rank_pool.run(2, f"{HERE}:save_plain", {"folder": folder})
+    rank_pool.run(2, f"{MODULE}:evaluate_alone", {"folder": folder, "seed": seed})
+    rank_pool.run(2, f"{MODULE}:save_plain", {"folder": folder})
     damage(tmp_path / "every" / "epoch=1.ckpt", tmp_path / "damaged")
-    rank_pool.run(2, f"{HERE}:refuse", {"folder": folder, "seed": seed})
+    rank_pool.run(2, f"{MODULE}:refuse", {"folder": folder, "seed": seed})
 
 
 def damage(source: Path, target: Path) -> None:

@@ -76,7 +76,7 @@ class Watching(ZeroStrategy):
         assert module is not None
         with torch._C.DisableTorchFunctionSubclass():
             held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
-        self.born_sharded = held < sum(parameter.nbytes for parameter in module.parameters()) / 10
+        self.initialized_sharded = held < sum(parameter.nbytes for parameter in module.parameters()) / 10
         super().setup(trainer)
 
 
@@ -101,7 +101,7 @@ def test_manual_optimization_and_clipping_of_the_modules_own_are_those_of_ddp(wo
 
 
 @on_ranks(2)
-def test_a_model_built_in_configure_model_is_born_sharded(world: World) -> None:
+def test_a_model_built_in_configure_model_is_initialized_sharded(world: World) -> None:
     enter(world)
     curves = []
     for inside, explicit in ((False, False), (True, False), (True, True)):
@@ -109,14 +109,14 @@ def test_a_model_built_in_configure_model_is_born_sharded(world: World) -> None:
         if explicit:
             plainly = module.build
 
-            def born(plainly: Any = plainly) -> Any:
+            def construct(plainly: Any = plainly) -> Any:
                 with zero_ext.Init({"stage": 3}):
                     return plainly()
 
-            module.build = born  # type: ignore[method-assign]
+            module.build = construct  # type: ignore[method-assign]
         strategy = Watching(3)
         trainer(world, strategy, max_epochs=1).fit(module, loader(world.seed))
-        assert strategy.born_sharded == inside
+        assert strategy.initialized_sharded == inside
         curves.append(module.losses)
     assert curves[0] == curves[1] == curves[2]
 

@@ -15,7 +15,7 @@ from tests.zero.training import distance
 from zero_ext.integrations.lightning import ZeroStrategy
 from zero_ext.zero import engine_of
 
-HERE = "tests.integrations.lightning.test_training"
+MODULE = "tests.integrations.lightning.test_training"
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 
 
@@ -74,10 +74,10 @@ class Evaluated(Language):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.under_way: dict[str, set[bool]] = {"training": set(), "validation": set()}
+        self.in_progress: dict[str, set[bool]] = {"training": set(), "validation": set()}
 
-    def note(self, place: str) -> None:
-        self.under_way[place].add(engine_of(self).optimizer_step.under_way)
+    def note(self, phase: str) -> None:
+        self.in_progress[phase].add(engine_of(self).optimizer_step.in_progress)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         self.note("training")
@@ -92,7 +92,7 @@ class Evaluated(Language):
 def test_evaluation_within_a_fit_sees_delayed_updates(world: World) -> None:
     enter(world)
     module = Evaluated(world.seed)
-    strategy = ZeroStrategy(3, {"offload": {**HOST, "step": "delayed"}})
+    strategy = ZeroStrategy(3, {"offload": {**HOST, "update_mode": "delayed"}})
     made = trainer(world, strategy, max_epochs=2, val_check_interval=2)
     made.fit(module, loader(world.seed), loader(world.seed + 1))
-    assert module.under_way == {"training": {False, True}, "validation": {False}}
+    assert module.in_progress == {"training": {False, True}, "validation": {False}}

@@ -22,23 +22,23 @@ BLOCK, HEADER = 32768, 7
 def records(path: Path) -> Iterator[Any]:
     """The records of a .wandb file: LevelDB's log format after seven bytes of the file's own."""
     data = path.read_bytes()
-    place, parts = HEADER, b""
-    while place + HEADER <= len(data):
-        if BLOCK - place % BLOCK < HEADER:
-            place += BLOCK - place % BLOCK
+    offset, payload = HEADER, b""
+    while offset + HEADER <= len(data):
+        if BLOCK - offset % BLOCK < HEADER:
+            offset += BLOCK - offset % BLOCK
             continue
-        length = int.from_bytes(data[place + 4 : place + 6], "little")
-        kind = data[place + 6]  # 1 whole, 2 first, 3 middle, 4 last
-        parts += data[place + HEADER : place + HEADER + length]
-        place += HEADER + length
+        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
+        kind = data[offset + 6]  # 1 whole, 2 first, 3 middle, 4 last
+        payload += data[offset + HEADER : offset + HEADER + length]
+        offset += HEADER + length
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
+            record.ParseFromString(payload)
+            payload = b""
             yield record
 
 
-def whole_run(path: Path) -> list[Any]:
+def records_of(path: Path) -> list[Any]:
     """The records once the run's end is among them: wandb's own process writes them out."""
     until = time.monotonic() + 20
     while True:
@@ -55,7 +55,7 @@ def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = {
         "stage": 2,
         "monitor": {
-            "folder": str(tmp_path),
+            "output_dir": str(tmp_path),
             "jsonl": False,
             "wandb": {"project": "tests", "group": "ours", "name": "first", "mode": "offline"},
         },
@@ -72,7 +72,7 @@ def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert monitor is not None
     monitor.close()
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    found = whole_run(path)
+    found = records_of(path)
     (run,) = [record.run for record in found if record.HasField("run")]
     assert (run.project, run.run_group, run.display_name) == ("tests", "ours", "first")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}

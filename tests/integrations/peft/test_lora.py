@@ -20,7 +20,6 @@ from tests.zero.training import adamw, configuration
 from zero_ext.integrations.peft import ZeroPeftTrainer, adapter_state_dict, load_adapter_weights, prepare
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 SHARDED = {"persistence_threshold": 0}
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -79,9 +78,9 @@ def test_training_saving_loading_and_merging(world: World, tier: str) -> None:
         ids = batch(world.seed, 9, 0, 0)
         with zero_ext.gathered(model, modifier_rank=0):
             merged = model.merge_and_unload()
-            whole = {name: value.clone() for name, value in merged.state_dict().items()}
+            merged_state = {name: value.clone() for name, value in merged.state_dict().items()}
     plain = base(0)
-    plain.load_state_dict(whole)
+    plain.load_state_dict(merged_state)
     assert torch.allclose(plain(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -92,7 +91,7 @@ def _check_only_adapters_cost(model: PeftModel, tier: str) -> None:
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert {spec.name for master in engine.masters for spec in master.unit.layout.specs} == set(trained)
     assert {id(unit) for unit in engine._gradients} == {id(master.unit) for master in engine.masters}
-    found = ledger_by_tier(engine)
+    found = engine.memory_by_tier()
     owned = sum(master.end - master.begin for master in engine.masters)
     held = sum(each["optimizer"] for each in found.values())
     assert 2 * 4 * owned <= held <= 3 * 4 * owned + 3 * 4096 * len(engine.masters)
@@ -125,7 +124,7 @@ def _check_saved(model: PeftModel, twin: PeftModel, seed: int, folder: Path, cha
 
 
 @on_ranks(2)
-def test_an_adapter_that_is_there_takes_stored_weights(world: World) -> None:
+def test_an_existing_adapter_loads_stored_weights(world: World) -> None:
     with shared_folder(world) as folder:
         source = with_adapters(base(world.seed), world.seed + 5)
         if world.rank == 0:

@@ -47,7 +47,7 @@ def test_modules_to_save_train_are_saved_and_resume(world: World) -> None:
         assert largest_difference(column(second, "loss"), column(plain, "loss")) < 1e-5
         for name in ("checkpoint-2", "checkpoint-4"):
             assert not (folder / name / "model.safetensors").exists()
-        whole = PeftModel.from_pretrained(base(world.seed), folder / "checkpoint-4").eval()
+        loaded = PeftModel.from_pretrained(base(world.seed), folder / "checkpoint-4").eval()
         for sharded in (trained, again):
             wanted = sharded.eval()(input_ids=ids).logits
-            assert torch.allclose(whole(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-6)
+            assert torch.allclose(loaded(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,6 @@ from tests.zero.training import configuration
 from zero_ext.integrations.peft import prepare
 from zero_ext.integrations.transformers import from_pretrained
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 
 @on_ranks(2)
@@ -42,11 +41,11 @@ def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None
             check_same(curve(world, model, optimizer, 5, everyone=False), wanted)
             engine = engine_of(model)
             packed = [unit for unit in engine.units if unit.layout.dtype is torch.uint8]
-            assert packed and all(unit.home.tier == tier for unit in packed)
+            assert packed and all(unit.storage.tier == tier for unit in packed)
             total = sum(each.numel() for each in before.values() if each.dtype is torch.uint8)
-            held = sum(unit.home.numel for unit in packed)
+            held = sum(unit.storage.numel for unit in packed)
             assert total / 2 <= held <= total / 2 + 4096 * len(packed)
-            assert ledger_by_tier(engine)[tier]["params"] >= held
+            assert engine.memory_by_tier()[tier]["params"] >= held
             # Evaluation would put the bytes into another order on processors with AVX512-BF16.
             model.eval()
             twin.train()

@@ -58,9 +58,9 @@ def test_two_workers_train_as_one_process_and_one_goes_on(cluster: None, tmp_pat
     assert first.metrics["workers"] == 2 and first.metrics["started"] == 0
     assert first.metrics["losses"] == pytest.approx(wanted[:6], rel=1e-5)
     # Written in place by both, and the oldest of three removed by Ray.
-    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert kept == ["checkpoint-000004", "checkpoint-000006"]
-    assert Path(first.checkpoint.path) == tmp_path / "run" / kept[-1]
+    folders = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert folders == ["checkpoint-000004", "checkpoint-000006"]
+    assert Path(first.checkpoint.path) == tmp_path / "run" / folders[-1]
     found = inspect_checkpoint(first.checkpoint.path)
     assert found.world_size == 2 and not found.damage
 

@@ -37,8 +37,8 @@ def assert_steps_as_alone(
     )
     model.train()
     plain = optimizer_of(reference)
-    for loss_here, loss_alone in losses:
-        loss = loss_here(model)
+    for sharded_loss, loss_alone in losses:
+        loss = sharded_loss(model)
         model.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

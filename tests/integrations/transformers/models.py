@@ -49,10 +49,10 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids, here = self.ids[index], torch.arange(TIME) < self.lengths[index]
+        ids, attended = self.ids[index], torch.arange(TIME) < self.lengths[index]
         if self.labels is not None:
             return {"input_ids": ids, "labels": ids.sum() % self.labels}
-        return {"input_ids": ids, "labels": torch.where(here, ids, -100)}
+        return {"input_ids": ids, "labels": torch.where(attended, ids, -100)}
 
 
 def llama(seed: int, **changes: Any) -> LlamaForCausalLM:

@@ -31,7 +31,7 @@ def accuracy(outcome: Any) -> dict[str, float]:
 
 
 @on_ranks(1, 2)
-def test_evaluate_and_predict_give_what_the_plain_trainer_gives(world: World) -> None:
+def test_evaluate_and_predict_equal_the_plain_trainer(world: World) -> None:
     enter(world)
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     data, held_out = Sentences(24, world.seed, labels=3), Sentences(11, world.seed + 1, labels=3)
@@ -57,14 +57,14 @@ def test_evaluate_and_predict_give_what_the_plain_trainer_gives(world: World) ->
 
 
 @on_ranks(2)
-def test_a_trainer_without_training_data_keeps_no_optimizer_state(world: World) -> None:
+def test_a_trainer_without_training_data_has_no_optimizer_state(world: World) -> None:
     enter(world)
     with shared_folder(world) as folder:
         trainer = ZeroTrainer(
             model=llama(world.seed), args=arguments(folder), eval_dataset=Sentences(7, world.seed)
         )
         assert trainer.evaluate()["eval_loss"] > 0
-        held = engine_of(trainer.model).ledger()
+        held = engine_of(trainer.model).memory_breakdown()
         assert not any(bytes_ for kind, bytes_ in held.items() if "optimizer" in kind or "grads" in kind), (
             held
         )

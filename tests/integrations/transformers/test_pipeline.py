@@ -23,8 +23,8 @@ from tests.multi.rank import World
 from zero_ext.checkpoint import export_huggingface
 from zero_ext.config import ConfigError
 from zero_ext.integrations.transformers import sparsify_attention
-from zero_ext.parallel import make_mesh, split_tensors
-from zero_ext.parallel.pipeline import Pipeline, split_model
+from zero_ext.parallel import apply_tensor_parallel, make_mesh
+from zero_ext.parallel.pipeline import Pipeline, apply_pipeline_parallel
 from zero_ext.zero import engine_of
 
 STEPS, SAMPLES, LENGTH, LAYERS = 3, 8, 10, 3
@@ -92,8 +92,8 @@ class Course:
 
     def __init__(self, model: Any, pp: int, tp: int, config: dict[str, Any], **options: Any) -> None:
         mesh = make_mesh(pp=pp, tp=tp, device_type="cpu")
-        split_tensors(model, mesh)
-        module = split_model(model, mesh, inputs=("input_ids", "attention_mask"), **options)
+        apply_tensor_parallel(model, mesh)
+        module = apply_pipeline_parallel(model, mesh, inputs=("input_ids", "attention_mask"), **options)
         self.model, optimizer = zero_ext.prepare(module, optimizer_of(module), config, process_group=mesh)
         self.pipeline = Pipeline(self.model, optimizer, micro_batches=2)
         self.data = mesh["dp"]
@@ -169,7 +169,7 @@ def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None
     words = batches(world.seed)[0]
     mesh = make_mesh(device_type="cpu")
     options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
-    stages = split_model(model, mesh, inputs=("input_ids", "attention_mask"), **options).eval()
+    stages = apply_pipeline_parallel(model, mesh, inputs=("input_ids", "attention_mask"), **options).eval()
     values: Any = (words, mask_of(words))
     for chunk in range(3):
         values = stages(chunk, *values)
@@ -187,7 +187,7 @@ def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
     mask = mask_of(words).roll(1, 1)  # padding is not only behind
     options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
     inputs = ("input_ids", "attention_mask")
-    stages = split_model(model, make_mesh(device_type="cpu"), inputs=inputs, **options).eval()
+    stages = apply_pipeline_parallel(model, make_mesh(device_type="cpu"), inputs=inputs, **options).eval()
     values: Any = (words, mask)
     for chunk in range(3):
         values = stages(chunk, *values)
@@ -204,7 +204,7 @@ def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     model = llama(world.seed, **shape)
     sparsify_attention(model, layout)
     mesh = make_mesh(pp=2, device_type="cpu")
-    module = split_model(model, mesh, inputs=("input_ids", "attention_mask"))
+    module = apply_pipeline_parallel(model, mesh, inputs=("input_ids", "attention_mask"))
     config = {"stage": 3, "timeout_seconds": 120.0}
     with pytest.raises(ConfigError, match="call sparsify_attention"):
         zero_ext.prepare(module, None, {**config, "sparse_attention": layout}, process_group=mesh)
@@ -227,28 +227,28 @@ def test_models_that_cannot_be_split(world: World) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
     config = AutoConfig.for_model("opt", ffn_dim=16, word_embed_proj_dim=16, **sizes)
     with pytest.raises(ValueError, match="OPTForCausalLM brings no plan for pipelines"):
-        split_model(AutoModelForCausalLM.from_config(config), mesh)
+        apply_pipeline_parallel(AutoModelForCausalLM.from_config(config), mesh)
     with pytest.raises(ValueError, match=r"'bert.pooler.dense.weight' \(16, 16\) is in no part"):
-        split_model(AutoModelForPreTraining.from_config(encoder("bert", 2)), mesh)
+        apply_pipeline_parallel(AutoModelForPreTraining.from_config(encoder("bert", 2)), mesh)
     config = AutoConfig.for_model(
         "esmc", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
     with pytest.raises(ValueError, match="EsmcModel takes no 'inputs_embeds'"):
-        split_model(AutoModelForMaskedLM.from_config(config), mesh)
+        apply_pipeline_parallel(AutoModelForMaskedLM.from_config(config), mesh)
 
     class Renamed(BertForMaskedLM):
         """Its loss does not shift labels, which its name no longer says."""
 
     with pytest.raises(ValueError, match="the loss of Renamed is not told by its name"):
-        split_model(Renamed(encoder("bert", 2)), mesh)
+        apply_pipeline_parallel(Renamed(encoder("bert", 2)), mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):
-        split_model(model.model, mesh)
+        apply_pipeline_parallel(model.model, mesh)
     with pytest.raises(ValueError, match="3 weights given for 4 layers"):
-        split_model(model, mesh, split=[1.0] * 3)
+        apply_pipeline_parallel(model, mesh, split=[1.0] * 3)
     model.model.register_parameter("prefix", nn.Parameter(torch.zeros(4)))
     with pytest.raises(ValueError, match=r"'model.prefix' \(4,\) is in no part of the plan"):
-        split_model(model, mesh)
+        apply_pipeline_parallel(model, mesh)
 
 
 @on_ranks(2)
@@ -259,20 +259,20 @@ def test_models_whose_stages_would_compute_something_else(world: World) -> None:
     sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY}
     scaled = AutoConfig.for_model("granite", **sizes, embedding_multiplier=2.0)
     with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its parts"):
-        split_model(AutoModelForCausalLM.from_config(scaled), mesh)
+        apply_pipeline_parallel(AutoModelForCausalLM.from_config(scaled), mesh)
     judged = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification has no head for words"):
-        split_model(judged, mesh)
+        apply_pipeline_parallel(judged, mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="'token_type_ids' are embedded"):
-        split_model(model, mesh, inputs=("input_ids", "token_type_ids"))
+        apply_pipeline_parallel(model, mesh, inputs=("input_ids", "token_type_ids"))
     with pytest.raises(ValueError, match="'cp' 2, and the model's own loss knows no parts"):
-        split_model(model, make_mesh(cp=2, device_type="cpu"))
+        apply_pipeline_parallel(model, make_mesh(cp=2, device_type="cpu"))
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits, whose loss needs the routers"):
-        split_model(model, mesh)
+        apply_pipeline_parallel(model, mesh)
     with pytest.raises(ValueError, match="'layer_major' needs layers"):
-        split_model(llama(world.seed), make_mesh(device_type="cpu"), schedule="layer_major")
+        apply_pipeline_parallel(llama(world.seed), make_mesh(device_type="cpu"), schedule="layer_major")
 
 
 @on_ranks(1)

@@ -37,7 +37,7 @@ from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.config import ConfigError
 from zero_ext.integrations.transformers import ZeroTrainer, from_pretrained
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.presharded import presharded_of
 
 MIB = 2**20
 
@@ -55,25 +55,25 @@ def test_models_are_those_that_transformers_loads(world: World) -> None:
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(world.seed))
     with shared_folder(world) as folder:
         for name, make in MODELS.items():
-            whole = make(world.seed).eval()
-            save(world, whole, folder / name, max_shard_size="20KB")
+            reference = make(world.seed).eval()
+            save(world, reference, folder / name, max_shard_size="20KB")
             tiers = [{"stage": 3}, {"stage": 2}]
             if name == "llama":
                 nvme = {"params": "nvme", "nvme_paths": [str(folder)]}
                 tiers += [{"stage": 3, "offload": {"params": "host"}}, {"stage": 3, "offload": nvme}]
             for config in tiers:
-                model = from_pretrained(type(whole), folder / name, config)
-                sharded = [born_shard(parameter) is not None for parameter in model.parameters()]
+                model = from_pretrained(type(reference), folder / name, config)
+                sharded = [presharded_of(parameter) is not None for parameter in model.parameters()]
                 moves = config.get("offload") is not None
                 assert (
                     all(sharded) if config["stage"] == 3 and (world.size > 1 or moves) else not any(sharded)
                 )
                 assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
                 prepared, _ = zero_ext.prepare(model, None, config, wrap=False)
-                assert torch.equal(prepared(ids).logits, whole(ids).logits), (name, config)
+                assert torch.equal(prepared(ids).logits, reference(ids).logits), (name, config)
                 assert not prepared.training
                 found = zero_ext.full_state_dict(prepared)
-                assert all(torch.equal(found[key], value) for key, value in whole.state_dict().items())
+                assert all(torch.equal(found[key], value) for key, value in reference.state_dict().items())
 
 
 @on_ranks(2)
@@ -101,8 +101,8 @@ def test_new_heads_other_precisions_and_resized_embeddings(world: World) -> None
     enter(world)
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(world.seed))
     with shared_folder(world) as folder:
-        whole = bert(world.seed)
-        save(world, whole.bert, folder / "base")
+        reference = bert(world.seed)
+        save(world, reference.bert, folder / "base")
         torch.manual_seed(world.seed)
         model = from_pretrained(
             AutoModelForSequenceClassification,
@@ -114,12 +114,12 @@ def test_new_heads_other_precisions_and_resized_embeddings(world: World) -> None
         assert model.classifier.weight.shape == (5, 32) and model.dtype is torch.bfloat16
         prepared, _ = zero_ext.prepare(model, None, {"stage": 3}, wrap=False)
         found = zero_ext.full_state_dict(prepared)
-        for key, value in whole.bert.state_dict().items():
+        for key, value in reference.bert.state_dict().items():
             assert torch.equal(found[f"bert.{key}"], value.bfloat16()), key
         assert 0.01 < found["classifier.weight"].float().std() < 0.03 and not found["classifier.bias"].any()
         backbone = from_pretrained(BertModel, folder / "base", {"stage": 3})
         prepared, _ = zero_ext.prepare(backbone, None, {"stage": 3}, wrap=False)
-        assert torch.equal(prepared(ids).last_hidden_state, whole.bert.eval()(ids).last_hidden_state)
+        assert torch.equal(prepared(ids).last_hidden_state, reference.bert.eval()(ids).last_hidden_state)
 
         save(world, llama(world.seed), folder / "llama")
         wider, model = (
@@ -129,7 +129,7 @@ def test_new_heads_other_precisions_and_resized_embeddings(world: World) -> None
         for each in (wider, model):
             torch.manual_seed(world.seed)
             each.resize_token_embeddings(75, mean_resizing=False)
-        assert model.config.vocab_size == 75 and all(born_shard(each) for each in model.parameters())
+        assert model.config.vocab_size == 75 and all(presharded_of(each) for each in model.parameters())
         prepared, _ = zero_ext.prepare(model, None, {"stage": 3}, wrap=False)
         assert torch.equal(prepared(ids).logits, wider(ids).logits)
 
@@ -154,9 +154,9 @@ def test_no_rank_holds_more_than_its_shard_and_one_tensor(world: World) -> None:
         nbytes = sum(each.numel() * 4 for each in prepared.parameters())
         largest = max(each.numel() * 4 for each in prepared.parameters())
         assert nbytes > 150 * MIB and largest < 10 * MIB
-        room = nbytes / 2 + largest + 16 * MIB  # reads in flight, and what Python makes
-        assert loaded < room, (loaded / MIB, nbytes / 2 / MIB)
-        assert peak < room + engine_of(prepared).pool.total_bytes, (peak / MIB, nbytes / 2 / MIB)
+        allowance = nbytes / 2 + largest + 16 * MIB  # reads in flight, and what Python makes
+        assert loaded < allowance, (loaded / MIB, nbytes / 2 / MIB)
+        assert peak < allowance + engine_of(prepared).pool.total_bytes, (peak / MIB, nbytes / 2 / MIB)
 
 
 def resident(name: str) -> int:
@@ -182,9 +182,9 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
         ((LlamaForCausalLM, "saved"), {"zero_config": tmp_path / "none.json"}, ConfigError, "none.json"),
         ((LlamaForCausalLM, "saved"), {"zero_config": {"stag": 3}}, ConfigError, "did you mean stage"),
     ]
-    for (kind, name), given, error, words in cases:
+    for (kind, name), options, error, words in cases:
         with pytest.raises(error, match=words):
-            from_pretrained(kind, tmp_path / name, **given)
+            from_pretrained(kind, tmp_path / name, **options)
     model = from_pretrained(LlamaForCausalLM, tmp_path / "saved", torch_dtype=torch.bfloat16)
     assert model.dtype is torch.bfloat16  # its older name
 

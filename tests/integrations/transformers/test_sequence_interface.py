@@ -17,9 +17,9 @@ from tests.integrations.transformers.beside_one_process import assert_steps_as_a
 from tests.integrations.transformers.models import VOCABULARY, bert, enter, gpt2, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.integrations import split_sequence
+from zero_ext.integrations import apply_sequence_parallel
 from zero_ext.integrations.transformers import sparsify_attention
-from zero_ext.parallel import cut_batch, make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, make_mesh, shard_batch
 
 STEPS, SAMPLES, LENGTH = 3, 4, 64
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
@@ -94,28 +94,30 @@ def test_steps_are_those_of_one_process(
     if checkpoints:
         model.gradient_checkpointing_enable()
     if tp > 1:
-        split_tensors(model, mesh)
-    exchange = split_sequence(model, mesh)
+        apply_tensor_parallel(model, mesh)
+    exchange = apply_sequence_parallel(model, mesh)
     replica = mesh["dp"].get_local_rank()
 
-    def loss_here(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return model(**cut_batch({name: each.chunk(dp)[replica] for name, each in batch.items()}, mesh)).loss
+    def sharded_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(
+            **shard_batch({name: each.chunk(dp)[replica] for name, each in batch.items()}, mesh)
+        ).loss
 
     losses = [
-        (partial(loss_here, batch=batch), partial(alone, batch=batch, replicas=dp))
+        (partial(sharded_loss, batch=batch), partial(alone, batch=batch, replicas=dp))
         for batch in batches(world.seed, padded)
     ]
     assert_steps_as_alone(world, mesh, model, reference, stage, losses)
-    assert exchange.wire.bytes_sent["sequence"] > 0
+    assert exchange.traffic.bytes_sent["sequence"] > 0
 
 
 @on_ranks(2)
-def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
+def test_a_rank_saves_activations_of_its_shard_alone(world: World) -> None:
     enter(world)
-    kept = []
+    saved_bytes = []
     for cp in (1, 2):
         mesh, model = mesh_of(2 // cp, cp), llama(world.seed, num_key_value_heads=4)
-        split_sequence(model, mesh)
+        apply_sequence_parallel(model, mesh)
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         found: dict[int, int] = {}
 
@@ -126,12 +128,12 @@ def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model(**cut_batch(batches(world.seed, False)[0], mesh))
-        kept.append(sum(found.values()))
+            output = model(**shard_batch(batches(world.seed, False)[0], mesh))
+        saved_bytes.append(sum(found.values()))
         del output
     # Attention keeps its output with whole sequences, what follows keeps the rank's own part of it.
     outputs = 2 * SAMPLES * LENGTH // 2 * model.config.hidden_size * 4
-    assert kept[0] / 2 <= kept[1] <= kept[0] / 2 + outputs + 64, kept
+    assert saved_bytes[0] / 2 <= saved_bytes[1] <= saved_bytes[0] / 2 + outputs + 64, saved_bytes
 
 
 def masked(kind: str, seed: int, **changes: Any) -> Any:
@@ -168,39 +170,41 @@ def test_masked_tokens_are_predicted_as_by_one_process(
     changes = {} if padding is None else {"pad_token_id": padding}
     model, reference = masked(kind, world.seed, **changes), masked(kind, world.seed, **changes)
     if tp > 1:
-        split_tensors(model, mesh)
-    exchange = split_sequence(model, mesh)
+        apply_tensor_parallel(model, mesh)
+    exchange = apply_sequence_parallel(model, mesh)
     replica = mesh["dp"].get_local_rank()
 
-    def loss_here(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        part = {name: each.chunk(dp)[replica] for name, each in batch.items()}
-        return model(**cut_batch(part, mesh, shift_labels=False, padding_idx=padding)).loss
+    def sharded_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        shard = {name: each.chunk(dp)[replica] for name, each in batch.items()}
+        return model(**shard_batch(shard, mesh, shift_labels=False, padding_idx=padding)).loss
 
-    given = batches(world.seed, True)
+    inputs = batches(world.seed, True)
     if padding is not None:
-        for batch in given:
+        for batch in inputs:
             batch["input_ids"][batch["attention_mask"] == 0] = padding
-    losses = [(partial(loss_here, batch=batch), partial(alone, batch=batch, replicas=dp)) for batch in given]
+    losses = [
+        (partial(sharded_loss, batch=batch), partial(alone, batch=batch, replicas=dp)) for batch in inputs
+    ]
     assert_steps_as_alone(world, mesh, model, reference, stage, losses)
-    assert exchange.wire.bytes_sent["sequence"] > 0
+    assert exchange.traffic.bytes_sent["sequence"] > 0
 
 
 @on_ranks(2)
-def test_masked_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
+def test_masked_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
     enter(world)
     model, mesh = masked("roberta", world.seed, pad_token_id=1), mesh_of(1, 2)
-    split_sequence(model, mesh)
+    apply_sequence_parallel(model, mesh)
     batch = batches(world.seed, False)[0]
     for options, message in (
-        ({"padding_idx": 1}, "Give cut_batch shift_labels=False"),
+        ({"padding_idx": 1}, "Give shard_batch shift_labels=False"),
         ({"shift_labels": False}, "position_ids: expected at least 1, got 0"),
     ):
         theirs = "rank 0 of 'cp' refused its part of the sequence"
         both = world.rank == 0 or "shift" in message
         with pytest.raises(ValueError, match=re.escape(message if both else theirs)):
-            model(**cut_batch(batch, mesh, **options))
-    part = cut_batch(batch, mesh, shift_labels=False, padding_idx=1)
-    torch.testing.assert_close(model(**part, return_dict=False)[0], model(**part).loss)
+            model(**shard_batch(batch, mesh, **options))
+    shard = shard_batch(batch, mesh, shift_labels=False, padding_idx=1)
+    torch.testing.assert_close(model(**shard, return_dict=False)[0], model(**shard).loss)
 
 
 @on_ranks(2)
@@ -223,32 +227,32 @@ def test_models_that_cannot_be_split(world: World) -> None:
         (per_head, "layouts of SparseSelfAttention differ from head to head"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            split_sequence(model, mesh)
+            apply_sequence_parallel(model, mesh)
     model = llama(world.seed)
-    split_sequence(model, mesh)
+    apply_sequence_parallel(model, mesh)
     with pytest.raises(ValueError, match="has its sequences over ranks already"):
-        split_sequence(model, mesh)
+        apply_sequence_parallel(model, mesh)
     with pytest.raises(ValueError, match="make its attention sparse first"):
         sparsify_attention(model, SPARSE)
 
 
 @on_ranks(2)
-def test_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
+def test_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
     enter(world)
     model, mesh = llama(world.seed), mesh_of(1, 2)
-    split_sequence(model, mesh)
-    given = cut_batch(batches(world.seed, True)[0], mesh)
-    half = given["attention_mask"][:, : LENGTH // 2]
-    again = {**given, "position_ids": given["position_ids"] % 10, "attention_mask": None}
-    without = {name: value for name, value in given.items() if name != "shift_labels"}
-    for parts, message in (
-        ({**given, "position_ids": None}, "position_ids are missing"),
+    apply_sequence_parallel(model, mesh)
+    inputs = shard_batch(batches(world.seed, True)[0], mesh)
+    half = inputs["attention_mask"][:, : LENGTH // 2]
+    again = {**inputs, "position_ids": inputs["position_ids"] % 10, "attention_mask": None}
+    without = {name: value for name, value in inputs.items() if name != "shift_labels"}
+    for wrong, message in (
+        ({**inputs, "position_ids": None}, "position_ids are missing"),
         (without, "labels given without shift_labels"),
-        ({**given, "num_items_in_batch": None}, "labels given without num_items_in_batch"),
-        ({**given, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
+        ({**inputs, "num_items_in_batch": None}, "labels given without num_items_in_batch"),
+        ({**inputs, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
         (again, "position_ids begin anew"),
     ):
         theirs = "rank 1 of 'cp' refused its part of the sequence"
         with pytest.raises(ValueError, match=re.escape(theirs if world.rank == 0 else message)):
-            model(**(given if world.rank == 0 else parts))
-    model(**given)
+            model(**(inputs if world.rank == 0 else wrong))
+    model(**inputs)

@@ -34,7 +34,7 @@ from transformers.models.bloom.modeling_bloom import BloomBlock
 
 from tests.integrations.transformers.models import VOCABULARY, gpt2, llama
 from zero_ext.attention import SparseSelfAttention, build_layout
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 from zero_ext.integrations.transformers import extend_position_embedding, sparsify_attention
 
 LENGTH = 45
@@ -131,13 +131,13 @@ def test_dense_layout_is_the_original(name: str, padding: str) -> None:
     inputs = batch(left=padding == "left")
     if padding == "none":
         del inputs["attention_mask"]
-    here = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
-    weight = torch.randn(2, LENGTH, 64) * here[..., None]
+    attended = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
+    weight = torch.randn(2, LENGTH, 64) * attended[..., None]
     logits = []
     for model in (original, swapped):
         out = model(**inputs)[0]
         (out * weight).sum().backward()
-        logits.append(out.detach()[here])
+        logits.append(out.detach()[attended])
     equal(logits[1], logits[0])
     for (key, wanted), found in zip(original.named_parameters(), swapped.parameters(), strict=True):
         assert wanted.grad is None or found.grad is not None, key
@@ -171,29 +171,29 @@ def test_generation_with_a_cache_is_that_without(name: str, config: dict[str, An
     cached = swapped.generate(**inputs, **how, output_logits=True, return_dict_in_generate=True)
     assert cached.sequences.shape == (2, LENGTH + 6)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 5), value=1)
-    whole = {"input_ids": cached.sequences[:, :-1], "attention_mask": mask, "use_cache": False}
+    full = {"input_ids": cached.sequences[:, :-1], "attention_mask": mask, "use_cache": False}
     if name != "bloom":  # which takes positions from the mask
-        whole["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        full["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
     for model in (swapped, original) if config["mode"] == "dense" else (swapped,):
         with torch.no_grad():
-            logits = model(**whole).logits[:, LENGTH - 1 :]
+            logits = model(**full).logits[:, LENGTH - 1 :]
         equal(torch.stack(cached.logits, dim=1), logits)
 
 
-def test_steps_with_a_cache_give_the_logits_of_the_whole() -> None:
+def test_steps_with_a_cache_equal_the_full_logits() -> None:
     _, model = pair("llama", FIXED)
     ids = batch()["input_ids"]
     with torch.no_grad():
-        whole = model(input_ids=ids)[0]
-        cache, parts = None, []
-        for piece in ids.split([31, 1, 1, 12], dim=1):
-            out = model(input_ids=piece, past_key_values=cache, use_cache=True)
+        full = model(input_ids=ids)[0]
+        cache, chunks = None, []
+        for chunk in ids.split([31, 1, 1, 12], dim=1):
+            out = model(input_ids=chunk, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            parts.append(out[0])
-    equal(torch.cat(parts, dim=1), whole)
+            chunks.append(out[0])
+    equal(torch.cat(chunks, dim=1), full)
 
 
-def test_masks_of_length_squared_are_not_made_but_taken() -> None:
+def test_masks_of_length_squared_are_accepted_but_not_made() -> None:
     original, swapped = pair("bert", {"mode": "dense"})
     ids = batch()["input_ids"]
     allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
@@ -215,12 +215,12 @@ def test_flex_attention_computes_the_same(name: str, monkeypatch: pytest.MonkeyP
     sparsify_attention(kernel, layout)
     assert sparsify_attention(flex, layout, backend="flex").backend == "flex"
     inputs = batch()
-    here = inputs["attention_mask"].bool()
-    weight = torch.randn(2, LENGTH, 64) * here[..., None]
+    attended = inputs["attention_mask"].bool()
+    weight = torch.randn(2, LENGTH, 64) * attended[..., None]
     outs = [model(**inputs)[0] for model in (kernel, flex)]
     for out in outs:
         (out * weight[..., : out.shape[2]]).sum().backward()
-    equal(outs[1][here], outs[0][here])
+    equal(outs[1][attended], outs[0][attended])
     for (key, wanted), found in zip(kernel.named_parameters(), flex.parameters(), strict=True):
         assert (wanted.grad is None) == (found.grad is None), key
         if wanted.grad is not None and found.grad is not None:
@@ -240,7 +240,7 @@ def test_what_flex_attention_cannot_do_is_refused() -> None:
     sparsify_attention(relative, {"mode": "dense"}, backend="flex")
     with pytest.raises(ValueError, match="bias: expected one without a gradient"):
         relative(**batch())
-    model, layout = made("llama"), build_layout(SparseAttentionPolicy(mode="dense"), 1, LENGTH)
+    model, layout = made("llama"), build_layout(SparseAttentionConfig(mode="dense"), 1, LENGTH)
     with (
         mock.patch("zero_ext.attention.flex_attention.MOST_TILES", 0),
         pytest.raises(ValueError, match="expected at most 0 tiles"),
@@ -344,8 +344,8 @@ def test_a_model_that_shares_the_configuration_stays_dense(name: str) -> None:
     assert torch.equal(model(**inputs)[0], before)
     held, own = configurations(model), configurations(twin)
     assert not {id(each) for each in held} & {id(each) for each in own}
-    together = [[[one is two for one in each] for two in each] for each in (held, own)]
-    assert together[0] == together[1], "modules that shared an object share its copy"
+    same_objects = [[[one is two for one in each] for two in each] for each in (held, own)]
+    assert same_objects[0] == same_objects[1], "modules that shared an object share its copy"
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -372,8 +372,8 @@ def test_eager_attention_comes_back(name: str) -> None:
     original.set_attn_implementation("eager")
     inputs = batch()
     wanted = original(**inputs)[0]
-    here = inputs["attention_mask"].bool()
-    assert not torch.allclose(swapped(**inputs)[0][here], wanted[here], rtol=1e-3, atol=1e-3)
+    attended = inputs["attention_mask"].bool()
+    assert not torch.allclose(swapped(**inputs)[0][attended], wanted[attended], rtol=1e-3, atol=1e-3)
     swapped.set_attn_implementation("eager")
     assert torch.equal(swapped(**inputs)[0], wanted)
     assert torch.equal(copy.deepcopy(swapped)(**inputs)[0], wanted)
@@ -409,9 +409,9 @@ def test_dropout_of_the_weights_is_the_models(name: str) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     sparse = sparsify_attention(model, FIXED)
-    given = []
+    dropout_seen = []
     sparse.register_forward_pre_hook(
-        lambda module, args, kwargs: given.append(kwargs["dropout_p"]), with_kwargs=True
+        lambda module, args, kwargs: dropout_seen.append(kwargs["dropout_p"]), with_kwargs=True
     )
     ids = batch()["input_ids"]
 
@@ -420,10 +420,10 @@ def test_dropout_of_the_weights_is_the_models(name: str) -> None:
         return model(input_ids=ids)[0].detach()
 
     plain = model.eval()(input_ids=ids)[0].detach()
-    assert given == [0.0, 0.0]
+    assert dropout_seen == [0.0, 0.0]
     model.train()
     first, again, other = run(1), run(1), run(2)
-    assert given[2:] == [probability] * 6
+    assert dropout_seen[2:] == [probability] * 6
     assert torch.equal(first, again)
     for one, two in ((first, plain), (first, other)):
         assert not torch.allclose(one, two, rtol=1e-3, atol=1e-3)

@@ -10,7 +10,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ConfigError
 from zero_ext.attention import SparseSelfAttention
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.sparse_attention_setup import apply_sparse_attention
 from zero_ext.integrations.transformers import sparsify_attention
@@ -51,11 +51,11 @@ def test_prepare_makes_it_sparse_and_trains_alike(world: World) -> None:
 
 
 @on_ranks(1)
-def test_what_cannot_take_it_is_refused(world: World) -> None:
+def test_models_without_support_are_refused(world: World) -> None:
     config = {"sparse_attention": LAYOUT}
     with pytest.raises(ConfigError, match="Linear is no model of transformers"):
         prepare(torch.nn.Linear(2, 2), None, config, process_group=world.group)
-    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    policy = SparseAttentionConfig.from_mapping(LAYOUT)
     own = torch.nn.Sequential(torch.nn.Linear(2, 2), SparseSelfAttention(policy.replace(block=32)))
     with pytest.raises(ConfigError, match="make them agree"):
         prepare(own, None, config, process_group=world.group)
@@ -90,7 +90,7 @@ def attention_names(model: torch.nn.Module) -> list[str]:
 
 
 def test_models_side_by_side_all_become_sparse() -> None:
-    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    policy = SparseAttentionConfig.from_mapping(LAYOUT)
     pair = torch.nn.ModuleDict({"one": llama(0, hidden_size=64), "two": llama(1, hidden_size=64)})
     ids = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(3))
     dense = [pair[name](input_ids=ids).logits for name in ("one", "two")]
@@ -100,7 +100,7 @@ def test_models_side_by_side_all_become_sparse() -> None:
 
 
 def test_one_model_that_cannot_leaves_the_others_as_they_are() -> None:
-    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    policy = SparseAttentionConfig.from_mapping(LAYOUT)
     crossed = gpt2(0, add_cross_attention=True, n_embd=64)
     pair = torch.nn.ModuleDict({"good": llama(0, hidden_size=64), "bad": crossed})
     with pytest.raises(ConfigError, match="module 'bad': GPT2LMHeadModel has cross-attention"):
@@ -111,7 +111,7 @@ def test_one_model_that_cannot_leaves_the_others_as_they_are() -> None:
 
 @pytest.mark.parametrize("attention", [None, "bidirectional"])
 def test_a_model_that_is_sparse_already_agrees_with_its_section(attention: str | None) -> None:
-    policy = SparseAttentionPolicy(mode="local_sliding_window", attention=attention)
+    policy = SparseAttentionConfig(mode="local_sliding_window", attention=attention)
     model = llama(0, hidden_size=64)
     sparse = sparsify_attention(model, policy)
     apply_sparse_attention(model, policy)
@@ -131,7 +131,7 @@ class Wrapper(torch.nn.Module):
 def test_a_wrapper_holds_the_configuration_of_its_model() -> None:
     outside = llama(0, hidden_size=64)
     wrapper = Wrapper(type(outside)(outside.config))
-    apply_sparse_attention(wrapper, SparseAttentionPolicy.from_mapping(LAYOUT))
+    apply_sparse_attention(wrapper, SparseAttentionConfig.from_mapping(LAYOUT))
     assert wrapper.config is wrapper.model.config
     assert wrapper.config is not outside.config
     assert outside.config._attn_implementation != "zero_ext_sparse"

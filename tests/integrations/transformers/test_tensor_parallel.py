@@ -19,7 +19,7 @@ from tests.integrations.transformers.beside_one_process import assert_steps_as_a
 from tests.integrations.transformers.models import VOCABULARY, enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, make_mesh
 
 STEPS, SAMPLES, LENGTH = 4, 4, 10
 SIZES: dict[str, Any] = {
@@ -89,7 +89,7 @@ def loss_of(model: Any, words: torch.Tensor, samples: slice = slice(None)) -> to
 def test_steps_are_those_of_one_process(world: World, kind: str, stage: int, tied: bool) -> None:
     enter(world)
     mesh = make_mesh(tp=2, device_type="cpu")
-    model = split_tensors(built(kind, world.seed, tie_word_embeddings=tied), mesh)
+    model = apply_tensor_parallel(built(kind, world.seed, tie_word_embeddings=tied), mesh)
     assert isinstance(model.get_parameter("model.layers.0.self_attn.q_proj.weight"), DTensor)
     assert isinstance(model.get_input_embeddings().weight, DTensor)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
@@ -102,24 +102,24 @@ def test_steps_are_those_of_one_process(world: World, kind: str, stage: int, tie
 def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:
     enter(world)
     mesh = make_mesh(tp=2, device_type="cpu")
-    model = split_tensors(unplanned(kind, world.seed), mesh)
+    model = apply_tensor_parallel(unplanned(kind, world.seed), mesh)
     matrices = [each for each in model.base_model.parameters() if isinstance(each, DTensor)]
     assert sum(each.dim() == 2 for each in matrices) == {"gpt2": 9, "bloom": 9, "bert": 13}[kind]
     check_steps(world, mesh, model, unplanned(kind, world.seed), stage)
 
 
 @on_ranks(4)
-def test_projections_side_by_side_are_saved_whole(world: World) -> None:
+def test_fused_projections_are_saved_in_full(world: World) -> None:
     enter(world)
     folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
-    first = split_tensors(unplanned("gpt2", world.seed), make_mesh(tp=2, device_type="cpu"))
+    first = apply_tensor_parallel(unplanned("gpt2", world.seed), make_mesh(tp=2, device_type="cpu"))
     first, _ = zero_ext.prepare(
         first, optimizer_of(first), {"stage": 3}, process_group=make_mesh(tp=2, device_type="cpu")
     )
     zero_ext.save_checkpoint(folder, first).wait()
     for tp in (4, 1):
         mesh = make_mesh(tp=tp, device_type="cpu")
-        then = split_tensors(unplanned("gpt2", world.seed + 1), mesh)
+        then = apply_tensor_parallel(unplanned("gpt2", world.seed + 1), mesh)
         then, _ = zero_ext.prepare(then, optimizer_of(then), {"stage": 1}, process_group=mesh)
         zero_ext.load_checkpoint(folder, then)
         for name, value in unplanned("gpt2", world.seed).state_dict().items():
@@ -150,7 +150,7 @@ def test_splits_that_cannot_be(world: World, changes: Any, plan: Any, message: s
     enter(world)
     model = built("llama", world.seed, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        split_tensors(model, make_mesh(tp=2, device_type="cpu"), plan)
+        apply_tensor_parallel(model, make_mesh(tp=2, device_type="cpu"), plan)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -162,5 +162,5 @@ def test_a_model_without_a_plan(world: World) -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="CodeGenForCausalLM: expected a plan"):
-        split_tensors(model, make_mesh(tp=2, device_type="cpu"))
-    assert split_tensors(model, make_mesh(pp=2, device_type="cpu")) is model  # nothing is to be split
+        apply_tensor_parallel(model, make_mesh(tp=2, device_type="cpu"))
+    assert apply_tensor_parallel(model, make_mesh(pp=2, device_type="cpu")) is model  # nothing is to be split

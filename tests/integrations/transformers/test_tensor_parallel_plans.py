@@ -20,7 +20,7 @@ from tests.integrations.transformers.beside_one_process import assert_steps_as_a
 from tests.integrations.transformers.models import VOCABULARY, enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, make_mesh
 
 STEPS, SAMPLES, LENGTH = 4, 4, 10
 # Each configuration takes what it knows of these.
@@ -138,6 +138,6 @@ def test_steps_are_those_of_one_process(world: World, case: str) -> None:
     enter(world)
     kind, changes = {**SHIPPED, **OURS}[case]
     for stage in (0, 1, 2, 3):
-        model = split_tensors(built(kind, changes, world.seed), mesh_of_all())
+        model = apply_tensor_parallel(built(kind, changes, world.seed), mesh_of_all())
         losses = [(partial(loss_of, words=words),) * 2 for words in batches(world.seed)]
         assert_steps_as_alone(world, mesh_of_all(), model, built(kind, changes, world.seed), stage, losses)

@@ -29,7 +29,7 @@ from tests.multi.worlds import Worlds
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.integrations.transformers import ZeroTrainer
 
-HERE = "tests.integrations.transformers.test_trainer_checkpoints"
+MODULE = "tests.integrations.transformers.test_trainer_checkpoints"
 STEPS = 9
 
 
@@ -69,21 +69,21 @@ def test_a_resumed_run_goes_on_where_it_was(
 ) -> None:
     seed = int(torch.randint(1000, ()))
     common = {"seed": seed, "resume": False}
-    whole = rank_pool.run(
-        1, f"{HERE}:train", {**common, "folder": str(tmp_path / "whole"), "steps": STEPS, "stage": 0}
+    uninterrupted = rank_pool.run(
+        1, f"{MODULE}:train", {**common, "folder": str(tmp_path / "whole"), "steps": STEPS, "stage": 0}
     )[0]
     folder = {"folder": str(tmp_path / "run"), "seed": seed}
-    rank_pool.run(first, f"{HERE}:train", {**folder, "steps": 6, "stage": stages[0], "resume": False})
+    rank_pool.run(first, f"{MODULE}:train", {**folder, "steps": 6, "stage": stages[0], "resume": False})
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-3", "checkpoint-6"]
     # A job that was killed while it saved leaves a folder without its end.
     shutil.copytree(tmp_path / "run" / "checkpoint-6", tmp_path / "run" / "checkpoint-8")
     (tmp_path / "run" / "checkpoint-8" / "trainer_state.json").unlink()
     again = rank_pool.run(
-        second, f"{HERE}:train", {**folder, "steps": STEPS, "stage": stages[1], "resume": True}
+        second, f"{MODULE}:train", {**folder, "steps": STEPS, "stage": stages[1], "resume": True}
     )[0]
     assert len(again["loss"]) == STEPS  # six from the checkpoint's log, three new ones
-    assert largest_difference(again["loss"], whole["loss"]) < 1e-5, seed
-    assert again["rates"] == whole["rates"]
+    assert largest_difference(again["loss"], uninterrupted["loss"]) < 1e-5, seed
+    assert again["rates"] == uninterrupted["rates"]
     assert (tmp_path / "run" / "checkpoint-9").is_dir()
 
 
@@ -150,7 +150,7 @@ def test_the_best_model_is_loaded_at_the_end_and_early_stopping_stops(world: Wor
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_weights_alone_gives_weights_alone(world: World) -> None:
+def test_a_checkpoint_of_weights_alone_loads_weights_alone(world: World) -> None:
     enter(world)
     data = Sentences(24, world.seed)
     with shared_folder(world) as folder:

@@ -84,7 +84,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         {"warmup_steps": 3},
         ("warmup_num_steps", "7", "warmup_steps = 3"),
     ),
-    ({"checkpoint": {"asynchronous": True}}, {}, ("checkpoint.asynchronous", "older checkpoints")),
+    ({"checkpoint": {"async_save": True}}, {}, ("checkpoint.async_save", "older checkpoints")),
     ({"checkpoint": {"keep_last": 2}}, {}, ("checkpoint.keep_last", "save_total_limit")),
     ({"stage": 4}, {}, ("stage", "4")),
     ({"stages": 3}, {}, ("stages", "stage")),
@@ -103,7 +103,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         ("total_num_steps", "50", "training steps = 10"),
     ),
     ({**DEEPSPEED, "zero_optimization": {"stage": 2, "stag": 3}}, {}, ("zero_optimization.stag",)),
-    ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "refused")),
+    ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "unsupported")),
     (
         {"optimizer": {"type": "AdamW"}},
         {"optim": "sgd"},
@@ -168,7 +168,7 @@ def test_a_configuration_of_another_type_is_refused(tmp_path: Path) -> None:
             ZeroTrainer(model=llama(0), args=arguments(tmp_path), zero_config=wrong)
 
 
-def test_an_optimizer_given_beside_one_of_the_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_second_optimizer_besides_the_configured_one_is_refused(tmp_path: Path) -> None:
     model = llama(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)

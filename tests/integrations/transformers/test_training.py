@@ -70,7 +70,7 @@ def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World
 
 
 @on_ranks(2)
-def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(world: World) -> None:
+def test_accumulation_checkpointing_smoothing_clipping_and_schedule_combined(world: World) -> None:
     enter(world)
     settings = {
         "num_train_epochs": 2,
@@ -86,9 +86,9 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(wor
     with shared_folder(world) as folder:
         plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
         plain.train()
-        cases = {**CASES, "in backward": {"stage": 3, "offload": {**HOST, "step": "in_backward"}}}
+        cases = {**CASES, "in backward": {"stage": 3, "offload": {**HOST, "update_mode": "in_backward"}}}
         del cases["host"], cases["nvme"]
-        moved = {"tier": "host", "smallest_bytes": 0}
+        moved = {"tier": "host", "min_offload_bytes": 0}
         cases["checkpoints on the host"] = {"stage": 3, "activation_checkpointing": moved}
         for name, config in cases.items():
             trainer = ZeroTrainer(
@@ -104,7 +104,7 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(wor
             assert max(column(plain, "grad_norm")) > 0.7  # and so was clipped
             assert column(trainer, "learning_rate") == column(plain, "learning_rate")
             assert trainer.zero_config.gradient_clipping == 0.7
-            held = engine_of(trainer.model).checkpointing.held_bytes()["host"]
+            held = engine_of(trainer.model).checkpointing.allocated_bytes()["host"]
             assert (held > 0) == ("activation_checkpointing" in config)
 
 
@@ -228,7 +228,7 @@ def test_the_users_optimizer_and_schedule_are_used(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_deepspeed_json_with_auto_values_trains_like_the_arguments_it_takes_them_from(world: World) -> None:
+def test_a_deepspeed_json_with_auto_values_trains_like_its_arguments(world: World) -> None:
     enter(world)
     json = {
         "fp16": {"enabled": "auto", "loss_scale": 0},

@@ -94,7 +94,7 @@ def test_preferences_have_the_curve_of_trl(world: World) -> None:
                 if config is not None and peft_config is None:
                     assert engine_of(trainer.ref_model).optimizer_step.stepper is None
                     tier = config.get("offload", {}).get("params", "device")
-                    assert {unit.home.tier for unit in engine_of(trainer.ref_model).units} == {tier}
+                    assert {unit.storage.tier for unit in engine_of(trainer.ref_model).units} == {tier}
             assert min(curves[0]) != max(curves[0])
             for curve in curves[1:]:
                 assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
@@ -120,12 +120,12 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
         )
 
     with shared_folder(world) as folder:
-        whole = make(folder / "whole", lora())
-        whole.train()
-        wanted = column(whole, "loss")
+        reference = make(folder / "whole", lora())
+        reference.train()
+        wanted = column(reference, "loss")
         saved = folder / "whole" / "checkpoint-3"
         assert all("lora_" in name for name in load_file(saved / "adapter_model.safetensors"))
-        names = {name for name, each in whole.model.named_parameters() if not each.requires_grad}
+        names = {name for name, each in reference.model.named_parameters() if not each.requires_grad}
         stored = (saved / "zero_ext").rglob("*.json")
         assert not any(name in file.read_text() for file in stored for name in names)
         resumed = make(folder / "resumed", lora())

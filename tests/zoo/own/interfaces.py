@@ -110,7 +110,7 @@ class InThread(Stack):
         return self.head(out[0])
 
 
-def whole_in_thread(model: Any, inputs: Any) -> torch.Tensor:
+def step_in_thread(model: Any, inputs: Any) -> torch.Tensor:
     """Run forward in a worker thread of the loop."""
     out: list[torch.Tensor] = []
     grad = torch.is_grad_enabled()
@@ -214,7 +214,7 @@ CASES = [
         evaluate=next_token,
     ),
     interface("thread-of-blocks", InThread),
-    interface("thread-of-loop", loss=whole_in_thread),
+    interface("thread-of-loop", loss=step_in_thread),
     *(
         interface(f"output-{k}", lambda k=k: Packs(k))
         for k in [

@@ -97,8 +97,8 @@ class GroupedExperts(nn.Module):
         if self.training:
             # DeepSeek-V3 balances by a bias that is no parameter.
             self.expert_bias += 0.01 * (counts.float().mean() - counts).sign()
-        parts = torch.split(flat[order], counts.tolist())
-        outs = [F.silu(part @ self.w1[i]) @ self.w2[i] for i, part in enumerate(parts)]
+        per_expert = torch.split(flat[order], counts.tolist())
+        outs = [F.silu(rows @ self.w1[i]) @ self.w2[i] for i, rows in enumerate(per_expert)]
         result = torch.empty_like(flat)
         result[order] = torch.cat(outs)
         return (result * scores.gather(1, choice[:, None])).view_as(x)

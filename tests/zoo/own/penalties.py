@@ -170,7 +170,7 @@ def noisy_gradients(state: TrainingState, inputs: Any) -> torch.Tensor:
     return loss
 
 
-def taken_gradients(state: TrainingState, inputs: Any) -> torch.Tensor:
+def popped_gradients(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Take gradients with respect to parameters by ``autograd.grad`` and assign them."""
     state.optimizer.zero_grad()
     loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
@@ -185,8 +185,8 @@ def accumulated(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Add up two micro-batches before the step."""
     state.optimizer.zero_grad()
     total = torch.tensor(0.0)
-    for part in (slice(0, 2), slice(2, 4)):
-        loss = F.cross_entropy(state.model(inputs[0][part]), inputs[1][part]) / 2
+    for rows in (slice(0, 2), slice(2, 4)):
+        loss = F.cross_entropy(state.model(inputs[0][rows]), inputs[1][rows]) / 2
         loss.backward()
         total = total + loss.detach()
     state.optimizer.step()
@@ -255,7 +255,7 @@ CASES = [
     penalty_case("gradient-norms", step=gradient_norms),
     penalty_case("gradient-clipped-by-value", step=clipped_by_value),
     penalty_case("gradient-noise", step=noisy_gradients),
-    penalty_case("gradient-taken", step=taken_gradients),
+    penalty_case("gradient-taken", step=popped_gradients),
     penalty_case("accumulated", step=accumulated),
     penalty_case("sharpness-aware", step=lambda s, i: sharpness_aware(s, i, False)),
     penalty_case("sharpness-aware-gathered", step=lambda s, i: sharpness_aware(s, i, True)),

@@ -179,8 +179,8 @@ class LayerNormLSTM(nn.Module):
     def forward(self, x):
         h = c = x.new_zeros(x.shape[0], WIDTH)
         for t in range(x.shape[1]):
-            parts = self.gates(torch.cat([x[:, t], h], 1)).chunk(4, 1)
-            i, f, g, o = (self.norms[n](p) for n, p in zip("ifgo", parts, strict=True))
+            pre_gates = self.gates(torch.cat([x[:, t], h], 1)).chunk(4, 1)
+            i, f, g, o = (self.norms[n](p) for n, p in zip("ifgo", pre_gates, strict=True))
             new = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             keep = torch.rand_like(c) < 0.1 if self.training else torch.zeros_like(c, dtype=torch.bool)
             c = torch.where(keep, c, new)

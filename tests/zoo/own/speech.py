@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from tests.zoo.case import Case
 from tests.zoo.inputs import generator, mean_square, own_loss, sequences
 
-WIDTH, FRAMES = 12, 9
+WIDTH, AUDIO_STEPS = 12, 9
 
 
 def utterances(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return features [3, frames, 8] and transcripts [3, 4] of labels from 1."""
     random = generator(step)
-    return torch.randn(3, FRAMES, 8, generator=random), torch.randint(1, 7, (3, 4), generator=random)
+    return torch.randn(3, AUDIO_STEPS, 8, generator=random), torch.randint(1, 7, (3, 4), generator=random)
 
 
 def ctc(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -31,7 +31,7 @@ def ctc(model: nn.Module, inputs: Any) -> torch.Tensor:
     )
 
 
-class InPlaceResidual(nn.Module):
+class InplaceResidual(nn.Module):
     """``h += x`` on the output of a block that is a linear layer over three dimensions."""
 
     def __init__(self, relu: bool = False) -> None:
@@ -270,11 +270,11 @@ def waves(step: int) -> torch.Tensor:
 
 
 CASES = [
-    speech("in-place-residual", InPlaceResidual),
-    speech("in-place-relu", lambda: InPlaceResidual(relu=True)),
+    speech("in-place-residual", InplaceResidual),
+    speech("in-place-relu", lambda: InplaceResidual(relu=True)),
     speech(
         "in-place-residual-2d",
-        InPlaceResidual,
+        InplaceResidual,
         batch=lambda step: torch.randn(5, 8, generator=generator(step)),
         loss=mean_square,
     ),
@@ -288,9 +288,9 @@ CASES = [
     speech(
         "sequence-norms",
         lambda: nn.Sequential(
-            nn.Linear(8, WIDTH), nn.RReLU(), nn.LayerNorm([FRAMES, WIDTH]), nn.Linear(WIDTH, 7)
+            nn.Linear(8, WIDTH), nn.RReLU(), nn.LayerNorm([AUDIO_STEPS, WIDTH]), nn.Linear(WIDTH, 7)
         ),
-        batch=sequences(FRAMES, 8),
+        batch=sequences(AUDIO_STEPS, 8),
         loss=mean_square,
     ),
 ]

@@ -184,8 +184,8 @@ class NeuralTuringMachine(nn.Module):
         self.heads = nn.ModuleDict({"read": nn.Linear(10, 5), "write": nn.Linear(10, 5 + 8)})
         self.out = nn.Linear(14, WIDTH)
 
-    def address(self, memory: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-        k, beta = parts[:, :4], F.softplus(parts[:, 4:5])
+    def address(self, memory: torch.Tensor, head_outputs: torch.Tensor) -> torch.Tensor:
+        k, beta = head_outputs[:, :4], F.softplus(head_outputs[:, 4:5])
         return F.softmax(beta * F.cosine_similarity(memory + 1e-16, k[:, None] + 1e-16, dim=-1), dim=1)
 
     def forward(self, x):
@@ -206,17 +206,17 @@ class MemoryNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for hop in range(3):
+        for layer in range(3):
             C = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
             C.weight.data.normal_(0, 0.1)
-            self.add_module(f"C_{hop}", C)
-        self.C = [getattr(self, f"C_{hop}") for hop in range(3)]
+            self.add_module(f"C_{layer}", C)
+        self.C = [getattr(self, f"C_{layer}") for layer in range(3)]
 
     def forward(self, ids):
         u = self.C[0](ids[:, 0])
-        for hop in range(2):
-            p = torch.softmax((self.C[hop](ids) * u[:, None]).sum(-1), 1)
-            u = u + (p.unsqueeze(-1) * self.C[hop + 1](ids)).sum(1)
+        for layer in range(2):
+            p = torch.softmax((self.C[layer](ids) * u[:, None]).sum(-1), 1)
+            u = u + (p.unsqueeze(-1) * self.C[layer + 1](ids)).sum(1)
         return (u @ self.C[2].weight.transpose(0, 1))[:, None].expand(-1, ids.shape[1], -1)
 
 

@@ -147,14 +147,14 @@ class Taker(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(3)])
 
     def forward(self, x):
-        given = self.giver()
+        returned = self.giver()
         for block in self.blocks:
             x = torch.tanh(block(x))
-        if isinstance(given, dict):
-            return x @ given["rows"].t() + given["row"].sum()
-        if isinstance(given, tuple):
-            return x * given[0] + given[1] * given[2]
-        return x * given if given.dim() == 1 else x @ given.t()
+        if isinstance(returned, dict):
+            return x @ returned["rows"].t() + returned["row"].sum()
+        if isinstance(returned, tuple):
+            return x * returned[0] + returned[1] * returned[2]
+        return x * returned if returned.dim() == 1 else x @ returned.t()
 
 
 class Memo(nn.Module):
@@ -170,10 +170,10 @@ class Memo(nn.Module):
         return self.low @ self.high
 
     def forward(self, x):
-        self.kept = self.weight
+        self.stored = self.weight
         for layer in self.body:
-            x = torch.tanh(layer(x @ self.kept))
-        return x + self.kept.sum()
+            x = torch.tanh(layer(x @ self.stored))
+        return x + self.stored.sum()
 
 
 class Symmetric(nn.Module):

@@ -196,13 +196,13 @@ def evaluated_with_average(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Swap averaged weights in for an evaluation and back, inside ``gathered``."""
     loss = log_step(state, inputs)
     with state.gathered(state.model, modifier_rank=0), torch.no_grad():
-        kept = copy.deepcopy([p.detach() for p in state.model.parameters()])
+        before = copy.deepcopy([p.detach() for p in state.model.parameters()])
         for p in state.model.parameters():
             p.mul_(0.5)
     with torch.no_grad():
         state.record("halved", classification(state.model, inputs))
     with state.gathered(state.model, modifier_rank=0), torch.no_grad():
-        for p, old in zip(state.model.parameters(), kept, strict=True):
+        for p, old in zip(state.model.parameters(), before, strict=True):
             p.copy_(old)
     return loss
 

@@ -11,7 +11,7 @@ from pathlib import Path
 DIRECT_ALIGNMENT = 4096
 
 
-class Storage:
+class Filesystem:
     """Files and directories of a checkpoint being written.
 
     ``block_bytes`` is the size of one large write. All methods raise OSError naming the path.

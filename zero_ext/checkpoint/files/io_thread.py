@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Worker:
+class IoThread:
     """A thread that runs submitted calls one after another; leaving the context waits for all of them.
 
     Executors of the standard library refuse work once the main thread has ended, and a save under way then
@@ -23,7 +23,7 @@ class Worker:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=False)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> IoThread:
         self._thread.start()
         return self
 

@@ -1,7 +1,7 @@
-"""The checkpoint directory: which steps are whole, which is the latest, what a crash left behind.
+"""The checkpoint directory: which steps are complete, which is the latest, what a crash left behind.
 
 A step is written under a name that starts with a dot and appears under its own name by one rename. ``latest``
-is a file with that name in it, replaced the same way. So every moment has a whole latest checkpoint.
+is a file with that name in it, replaced the same way. So every moment has a complete latest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.files.safe_open import read_limited
 from zero_ext.checkpoint.format.manifest import MANIFEST_NAME
 
@@ -77,7 +77,7 @@ class CheckpointDirectory:
         try:
             name = read_limited(path, 64).decode("ascii", "replace").strip()
         except FileNotFoundError:
-            # A crash between a first checkpoint's commit and its 'latest' file: the checkpoint is whole.
+            # A crash between a first checkpoint's commit and its 'latest' file: the checkpoint is complete.
             if known:
                 return known[-1]
             raise CheckpointError(f"{self.root}: holds no checkpoint") from None
@@ -146,7 +146,7 @@ class CheckpointDirectory:
                 )
             time.sleep(_LOCK_POLL_SECONDS)
 
-    def clean(self, storage: Storage) -> None:
+    def clean(self, filesystem: Filesystem) -> None:
         """Removes what saves that crashed have left; a step they were replacing gets its name back."""
         for path in sorted(self.root.iterdir()):
             if path.name.startswith(_REPLACED):
@@ -154,11 +154,11 @@ class CheckpointDirectory:
                 if _step_of(original.name) is None:
                     continue
                 if original.exists():
-                    self._remove(storage, path)
+                    self._remove(filesystem, path)
                 else:
-                    storage.rename(path, original)
+                    filesystem.rename(path, original)
             elif self._is_leftover(path.name):
-                storage.remove(path)
+                filesystem.remove(path)
 
     def _is_leftover(self, name: str) -> bool:
         for prefix in (_SAVING, _REMOVED):
@@ -166,31 +166,31 @@ class CheckpointDirectory:
                 return _step_of(name.removeprefix(prefix)) is not None
         return name == _NEW_LATEST
 
-    def commit(self, storage: Storage, step: int) -> None:
+    def commit(self, filesystem: Filesystem, step: int) -> None:
         """Gives ``saving(step)``, complete and on the disk, its own name, and makes it the latest."""
         final = self.root / step_name(step)
         replaced = self.root / (_REPLACED + step_name(step))
         if final.exists():
-            storage.rename(final, replaced)
-        storage.rename(self.saving(step), final)
-        storage.sync_directory(self.root)
-        storage.write_file(self.root / _NEW_LATEST, f"{step_name(step)}\n".encode())
-        storage.rename(self.root / _NEW_LATEST, self.root / LATEST_NAME)
-        storage.sync_directory(self.root)
+            filesystem.rename(final, replaced)
+        filesystem.rename(self.saving(step), final)
+        filesystem.sync_directory(self.root)
+        filesystem.write_file(self.root / _NEW_LATEST, f"{step_name(step)}\n".encode())
+        filesystem.rename(self.root / _NEW_LATEST, self.root / LATEST_NAME)
+        filesystem.sync_directory(self.root)
         if replaced.exists():
-            self._remove(storage, replaced)
+            self._remove(filesystem, replaced)
 
-    def discard(self, storage: Storage, step: int) -> None:
+    def discard(self, filesystem: Filesystem, step: int) -> None:
         """Removes what a save that failed has written."""
-        storage.remove(self.saving(step))
-        storage.remove(self.root / _NEW_LATEST)
+        filesystem.remove(self.saving(step))
+        filesystem.remove(self.root / _NEW_LATEST)
 
-    def prune(self, storage: Storage, keep_last: int, newest: int) -> None:
+    def prune(self, filesystem: Filesystem, keep_last: int, newest: int) -> None:
         """Removes all but the ``keep_last`` checkpoints saved last; ``newest`` stays in any case."""
         others = [step for step in self.steps() if step != newest]
         others.sort(key=lambda step: (self._saved_at(step), step), reverse=True)
         for step in others[keep_last - 1 :]:
-            self._remove(storage, self.root / step_name(step))
+            self._remove(filesystem, self.root / step_name(step))
 
     def _saved_at(self, step: int) -> int:
         try:
@@ -198,12 +198,12 @@ class CheckpointDirectory:
         except OSError:
             return 0
 
-    def _remove(self, storage: Storage, path: Path) -> None:
+    def _remove(self, filesystem: Filesystem, path: Path) -> None:
         """A half-removed directory must not pass for a checkpoint: it loses its name first."""
         doomed = self.root / (_REMOVED + path.name.removeprefix(_REPLACED))
-        storage.remove(doomed)
-        storage.rename(path, doomed)
-        storage.remove(doomed)
+        filesystem.remove(doomed)
+        filesystem.rename(path, doomed)
+        filesystem.remove(doomed)
 
 
 def _step_of(name: str) -> int | None:

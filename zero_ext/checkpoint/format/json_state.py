@@ -21,34 +21,34 @@ from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
 
 LARGEST_TENSOR_BYTES = 16 << 20
 _DEEPEST = 100
-_MOST_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 _MOST_LARGE_KEYS = 1000
 _LONGEST_PATH = 500
-_LONGEST_PART = 100
+_LONGEST_SEGMENT = 100
 _TOO_MANY_LARGE_KEYS = (
     f"keys: expected at most {_MOST_LARGE_KEYS} numbers of more than 64 bits, got more. Use text as keys."
 )
 
 
-class _Place(NamedTuple):
+class _ValuePath(NamedTuple):
     """Position of a value. It becomes text only in an error: a text per item of a long list under a long
     name takes quadratic time."""
 
-    above: _Place | str
+    above: _ValuePath | str
     pattern: str
     key: object
 
     def __str__(self) -> str:
-        parts: list[str] = []
-        place: _Place | str = self
-        while isinstance(place, _Place):
-            parts.append(shortened(place.pattern.format(place.key), _LONGEST_PART))
-            place = place.above
-        return shortened("".join([place, *reversed(parts)]), _LONGEST_PATH)
+        segments: list[str] = []
+        node: _ValuePath | str = self
+        while isinstance(node, _ValuePath):
+            segments.append(shortened(node.pattern.format(node.key), _LONGEST_SEGMENT))
+            node = node.above
+        return shortened("".join([node, *reversed(segments)]), _LONGEST_PATH)
 
 
 _ITEM, _ATTRIBUTE, _ENTRY, _KEY = "[{}]", ".{}", "[{!r}]", " key {!r}"
-_Where = _Place | str
+_AnyPath = _ValuePath | str
 
 
 def encode(value: object, path: str) -> Any:
@@ -65,7 +65,7 @@ def decode(value: Any, path: str) -> Any:
     return _Decoder().decode(value, path)
 
 
-def _encode(value: object, path: _Where, depth: int) -> Any:
+def _encode(value: object, path: _AnyPath, depth: int) -> Any:
     if depth > _DEEPEST:
         raise ValueError(f"{path}: nested deeper than {_DEEPEST} levels (does it contain itself?)")
     if value is None or type(value) in (bool, int, str):
@@ -87,28 +87,30 @@ def _encode(value: object, path: _Where, depth: int) -> Any:
     )
 
 
-def _encode_sequence(value: list[Any] | tuple[Any, ...], path: _Where, depth: int) -> Any:
-    items = [_encode(item, _Place(path, _ITEM, index), depth + 1) for index, item in enumerate(value)]
+def _encode_sequence(value: list[Any] | tuple[Any, ...], path: _AnyPath, depth: int) -> Any:
+    items = [_encode(item, _ValuePath(path, _ITEM, index), depth + 1) for index, item in enumerate(value)]
     return items if type(value) is list else {"$tuple": items}
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: _Where, depth: int) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: _AnyPath, depth: int) -> Any:
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if plain and type(value) is not collections.Counter:
-        return {key: _encode(item, _Place(path, _ATTRIBUTE, key), depth + 1) for key, item in value.items()}
+        return {
+            key: _encode(item, _ValuePath(path, _ATTRIBUTE, key), depth + 1) for key, item in value.items()
+        }
     if sum(map(_is_large, value)) > _MOST_LARGE_KEYS:
         raise ValueError(f"{path}: {_TOO_MANY_LARGE_KEYS}")
     pairs = [
         [
-            _encode(key, _Place(path, _KEY, key), depth + 1),
-            _encode(item, _Place(path, _ENTRY, key), depth + 1),
+            _encode(key, _ValuePath(path, _KEY, key), depth + 1),
+            _encode(item, _ValuePath(path, _ENTRY, key), depth + 1),
         ]
         for key, item in value.items()
     ]
     return {"$counter" if type(value) is collections.Counter else "$dict": pairs}
 
 
-def _encode_tensor(value: torch.Tensor, path: _Where) -> Any:
+def _encode_tensor(value: torch.Tensor, path: _AnyPath) -> Any:
     if value.device.type != "cpu" or value.layout != torch.strided:
         raise TypeError(f"{path}: a {value.layout} tensor on {value.device} cannot be stored; call .cpu()")
     if value.nbytes > LARGEST_TENSOR_BYTES:
@@ -133,16 +135,16 @@ class _Decoder:
         self._keys = 0  # how many the value that is decoded lies in
         self._large_keys = 0
 
-    def decode(self, value: Any, path: _Where) -> Any:
+    def decode(self, value: Any, path: _AnyPath) -> Any:
         """The value that was encoded."""
         if isinstance(value, list):
-            return [self.decode(item, _Place(path, _ITEM, index)) for index, item in enumerate(value)]
+            return [self.decode(item, _ValuePath(path, _ITEM, index)) for index, item in enumerate(value)]
         if not isinstance(value, dict):
             self._count_large_keys(value, path)
             return value
         marks = [key for key in value if key.startswith("$")]
         if not marks:
-            return {key: self.decode(item, _Place(path, _ATTRIBUTE, key)) for key, item in value.items()}
+            return {key: self.decode(item, _ValuePath(path, _ATTRIBUTE, key)) for key, item in value.items()}
         mark = marks[0]
         if len(value) != 1:
             raise ValueError(
@@ -155,7 +157,7 @@ class _Decoder:
                 raise
             raise ValueError(f"{path}: {brief(mark)} does not hold what it should: {error}") from error
 
-    def _decode_marked(self, mark: str, content: Any, path: _Where) -> Any:
+    def _decode_marked(self, mark: str, content: Any, path: _AnyPath) -> Any:
         if mark == "$float":
             if content not in ("nan", "inf", "-inf"):
                 raise ValueError(f"{path}: $float holds {brief(content)}, wanted nan, inf or -inf")
@@ -168,7 +170,7 @@ class _Decoder:
             return tuple(self.decode(content, path))
         if mark in ("$dict", "$counter"):
             pairs = {
-                self._decode_key(key, path): self.decode(item, _Place(path, _ENTRY, key))
+                self._decode_key(key, path): self.decode(item, _ValuePath(path, _ENTRY, key))
                 for key, item in content
             }
             return collections.Counter(pairs) if mark == "$counter" else pairs
@@ -178,24 +180,24 @@ class _Decoder:
             f"{path}: unknown mark {brief(mark)}; was the checkpoint written by a newer zero_ext?"
         )
 
-    def _decode_key(self, key: Any, path: _Where) -> Any:
+    def _decode_key(self, key: Any, path: _AnyPath) -> Any:
         self._keys += 1
         try:
             return self.decode(key, path)
         finally:
             self._keys -= 1
 
-    def _count_large_keys(self, value: object, path: _Where) -> None:
+    def _count_large_keys(self, value: object, path: _AnyPath) -> None:
         if self._keys and _is_large(value):
             self._large_keys += 1
             if self._large_keys > _MOST_LARGE_KEYS:
                 raise ValueError(f"{path}: {_TOO_MANY_LARGE_KEYS}")
 
 
-def _decode_tensor(content: dict[str, Any], path: _Where) -> torch.Tensor:
+def _decode_tensor(content: dict[str, Any], path: _AnyPath) -> torch.Tensor:
     dtype, shape = dtype_named(content["dtype"]), content["shape"]
     data = base64.b64decode(content["data"], validate=True)
-    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+    if len(shape) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{path}: tensor shape {brief(shape)} is no list of sizes")
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{path}: {len(data)} bytes do not make a {dtype} tensor of shape {brief(shape)}")

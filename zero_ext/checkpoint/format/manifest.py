@@ -1,6 +1,6 @@
 """manifest.json: what a checkpoint holds, where, and the checksums that prove it.
 
-The file ends in a checksum of everything before it, so a damaged manifest is told apart from a strange one.
+The file ends in a checksum of everything before it, which tells damage from a foreign file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Record(BaseModel):
 
 
 class ParameterRecord(_Record):
-    """A whole parameter. ``dtype`` is the compute precision; the pieces say how it is stored."""
+    """A full parameter. ``dtype`` is the compute precision; the slices say how it is stored."""
 
     shape: Sizes
     stride: Sizes
@@ -66,8 +66,8 @@ class FileRecord(_Record):
     header_crc32c: Checksum
 
 
-class PieceRecord(_Record):
-    """A run of elements of one state tensor, at byte ``offset`` of a file; one checksum for each chunk."""
+class SliceRecord(_Record):
+    """A contiguous slice of one state tensor, at byte ``offset`` of a file; one checksum for each chunk."""
 
     file: Count
     kind: Name
@@ -91,7 +91,7 @@ class Manifest(_Record):
     parameters: dict[str, ParameterRecord]
     buffers: dict[str, BufferRecord]
     files: list[FileRecord]
-    pieces: list[PieceRecord]
+    slices: list[SliceRecord]
     scalar_state: dict[str, Any]
     client_state: Any
     extra: dict[str, Any]
@@ -147,7 +147,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
         return Manifest.model_validate(fields), seen
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
+        where = ".".join(str(item) for item in problem["loc"])
         raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {brief(problem['input'])}") from None
 
 

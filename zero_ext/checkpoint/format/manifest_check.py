@@ -1,4 +1,4 @@
-"""Judges a well-typed manifest: do its sizes, runs and files agree with each other and with the disk?
+"""Judges a well-typed manifest: do its sizes, slices and files agree with each other and with the disk?
 
 Nothing of a checkpoint is used before this has passed.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.checkpoint.format.dtypes import dtype_named
-from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest, PieceRecord
+from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest, SliceRecord
 from zero_ext.checkpoint.format.memory_order import memory_order
 from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
 
@@ -27,15 +27,15 @@ def check_manifest(manifest: Manifest, directory: Path) -> None:
     """CheckpointError naming the manifest, the entry and the values unless every rule holds.
 
     Files: one for each rank, with the expected name, regular, of the stated size. Tables: dense strides,
-    known dtypes, no name used twice. Pieces: inside their file and their tensor, no two over the same bytes,
+    known dtypes, no name used twice. Slices: inside their file and their tensor, no two over the same bytes,
     together covering each (kind, name) exactly once, with every parameter's value among them.
     """
     path = directory / MANIFEST_NAME
     try:
         _check_files(manifest, directory)
         _check_tables(manifest)
-        for index, piece in enumerate(manifest.pieces):
-            _check_piece(manifest, index, piece)
+        for index, record in enumerate(manifest.slices):
+            _check_slice(manifest, index, record)
         check_disjoint_bytes(manifest)
         check_cover(manifest)
     except ValueError as error:
@@ -43,7 +43,7 @@ def check_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def tensor_elements(manifest: Manifest, kind: str, name: str) -> int:
-    """Elements of the whole tensor that a piece is a run of; ValueError for a name no table lists."""
+    """Elements of the full tensor that a slice is cut from; ValueError for a name no table lists."""
     table = manifest.buffers if kind == BUFFER else manifest.parameters
     if name not in table:
         raise ValueError(f"{kind} of {name!r} is stored, but no such {_noun(kind)} is listed")
@@ -51,37 +51,37 @@ def tensor_elements(manifest: Manifest, kind: str, name: str) -> int:
 
 
 def check_cover(manifest: Manifest) -> None:
-    """ValueError unless the pieces of each (kind, name) join without gap or overlap, none missing."""
-    runs: dict[tuple[str, str], list[PieceRecord]] = defaultdict(list)
-    for piece in manifest.pieces:
-        runs[piece.kind, piece.name].append(piece)
+    """ValueError unless the slices of each (kind, name) join without gap or overlap, none missing."""
+    by_tensor: dict[tuple[str, str], list[SliceRecord]] = defaultdict(list)
+    for record in manifest.slices:
+        by_tensor[record.kind, record.name].append(record)
     wanted = {(MASTER, name) for name, entry in manifest.parameters.items() if math.prod(entry.shape)}
     wanted |= {(BUFFER, name) for name, entry in manifest.buffers.items() if math.prod(entry.shape)}
-    for kind, name in sorted(wanted - runs.keys()):
+    for kind, name in sorted(wanted - by_tensor.keys()):
         raise ValueError(f"{kind} of {name!r} is not stored")
-    for (kind, name), pieces in runs.items():
-        _check_run(kind, name, pieces, tensor_elements(manifest, kind, name))
+    for (kind, name), records in by_tensor.items():
+        _check_coverage(kind, name, records, tensor_elements(manifest, kind, name))
 
 
 def check_disjoint_bytes(manifest: Manifest) -> None:
-    """ValueError if two pieces share bytes of a file, or if a file holds bytes that belong to no piece."""
+    """ValueError if two slices share bytes of a file, or if a file holds bytes that belong to no slice."""
     ends = [entry.header_bytes for entry in manifest.files]
-    for piece in sorted(manifest.pieces, key=lambda piece: (piece.file, piece.offset)):
-        name = manifest.files[piece.file].name
-        if piece.offset != ends[piece.file]:
+    for record in sorted(manifest.slices, key=lambda record: (record.file, record.offset)):
+        name = manifest.files[record.file].name
+        if record.offset != ends[record.file]:
             raise ValueError(
-                f"{name}: {piece.kind} of {piece.name!r} begins at byte {piece.offset}, "
-                f"the bytes before it end at {ends[piece.file]}"
+                f"{name}: {record.kind} of {record.name!r} begins at byte {record.offset}, "
+                f"the bytes before it end at {ends[record.file]}"
             )
-        ends[piece.file] += piece_bytes(piece)
+        ends[record.file] += slice_bytes(record)
     for entry, end in zip(manifest.files, ends, strict=True):
         if end != entry.bytes:
-            raise ValueError(f"{entry.name}: its pieces end at byte {end}, the file at {entry.bytes}")
+            raise ValueError(f"{entry.name}: its slices end at byte {end}, the file at {entry.bytes}")
 
 
-def piece_bytes(piece: PieceRecord) -> int:
-    """Stored size of a piece in bytes."""
-    return piece.numel * dtype_named(piece.dtype).itemsize
+def slice_bytes(record: SliceRecord) -> int:
+    """Stored size of a slice in bytes."""
+    return record.numel * dtype_named(record.dtype).itemsize
 
 
 def _check_files(manifest: Manifest, directory: Path) -> None:
@@ -125,33 +125,33 @@ def _check_size(name: str, shape: Iterable[int]) -> None:
         raise ValueError(f"{name!r} has shape {list(shape)}: more elements than any memory holds")
 
 
-def _check_piece(manifest: Manifest, index: int, piece: PieceRecord) -> None:
-    where = f"piece {index} ({piece.kind} of {piece.name!r} from element {piece.start})"
-    elements = tensor_elements(manifest, piece.kind, piece.name)
-    if piece.numel == 0 or piece.start + piece.numel > elements:
-        raise ValueError(f"{where} has {piece.numel} elements, its tensor {elements} in all")
-    if piece.file >= len(manifest.files):
-        raise ValueError(f"{where} is in file {piece.file} of {len(manifest.files)}")
-    if piece.kind == BUFFER and piece.dtype != manifest.buffers[piece.name].dtype:
-        raise ValueError(f"{where} is {piece.dtype}, its buffer {manifest.buffers[piece.name].dtype}")
-    size = piece_bytes(piece)
-    if piece.offset + size > manifest.files[piece.file].bytes:
-        raise ValueError(f"{where} ends at byte {piece.offset + size}, past the end of its file")
+def _check_slice(manifest: Manifest, index: int, record: SliceRecord) -> None:
+    where = f"slice {index} ({record.kind} of {record.name!r} from element {record.start})"
+    elements = tensor_elements(manifest, record.kind, record.name)
+    if record.numel == 0 or record.start + record.numel > elements:
+        raise ValueError(f"{where} has {record.numel} elements, its tensor {elements} in all")
+    if record.file >= len(manifest.files):
+        raise ValueError(f"{where} is in file {record.file} of {len(manifest.files)}")
+    if record.kind == BUFFER and record.dtype != manifest.buffers[record.name].dtype:
+        raise ValueError(f"{where} is {record.dtype}, its buffer {manifest.buffers[record.name].dtype}")
+    size = slice_bytes(record)
+    if record.offset + size > manifest.files[record.file].bytes:
+        raise ValueError(f"{where} ends at byte {record.offset + size}, past the end of its file")
     chunks = -(-size // manifest.chunk_bytes)
-    if len(piece.crc32c) != chunks:
-        raise ValueError(f"{where} has {len(piece.crc32c)} checksums for {chunks} chunks")
+    if len(record.crc32c) != chunks:
+        raise ValueError(f"{where} has {len(record.crc32c)} checksums for {chunks} chunks")
 
 
-def _check_run(kind: str, name: str, pieces: list[PieceRecord], elements: int) -> None:
+def _check_coverage(kind: str, name: str, records: list[SliceRecord], elements: int) -> None:
     end = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.start != end:
-            fault = "twice" if piece.start < end else "not"
-            first, last = sorted((piece.start, end))
-            raise ValueError(f"{kind} of {name!r}: elements {first} to {last} are stored {fault}")
-        if piece.dtype != pieces[0].dtype:
-            raise ValueError(f"{kind} of {name!r} is stored as {pieces[0].dtype} and as {piece.dtype}")
-        end = piece.start + piece.numel
+    for record in sorted(records, key=lambda record: record.start):
+        if record.start != end:
+            problem = "twice" if record.start < end else "not"
+            first, last = sorted((record.start, end))
+            raise ValueError(f"{kind} of {name!r}: elements {first} to {last} are stored {problem}")
+        if record.dtype != records[0].dtype:
+            raise ValueError(f"{kind} of {name!r} is stored as {records[0].dtype} and as {record.dtype}")
+        end = record.start + record.numel
     if end != elements:
         raise ValueError(f"{kind} of {name!r}: elements {end} to {elements} are not stored")
 

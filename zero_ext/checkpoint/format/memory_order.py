@@ -1,4 +1,4 @@
-"""Where a parameter's elements lie in memory: dense layouts, and the way back to logical order."""
+"""Where a parameter's elements lie in memory: dense layouts, and the conversion back to logical order."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ class StoredValues(Protocol):
         """
 
 
-class Piece(Protocol):
-    """A run of one state tensor that this rank owns or needs: the live state, not a copy.
+class TensorSlice(Protocol):
+    """A contiguous slice of one state tensor that this rank owns or needs: the live state, not a copy.
 
     ``kind``: "master" (the parameter's value, in float32 where master weights exist), "exp_avg" and so on;
-    ``name``: the parameter's full name; ``start``: the run's first element in the parameter's memory order;
-    ``tensor``: 1-D contiguous tensor over the run, on the CPU or a device, or the run's values in a store.
+    ``name``: the parameter's full name; ``start``: its first element in the parameter's memory order;
+    ``tensor``: 1-D contiguous tensor over the slice, on the CPU or a device, or its values in a store.
     """
 
     @property
@@ -87,10 +87,10 @@ class Limits(Protocol):
 class StateSource(Protocol):
     """A model and its optimizer on one rank of ``group``.
 
-    The pieces of all ranks' ``save_pieces`` cover each (kind, name) exactly once. ``load_pieces`` yields what
+    The slices of all ranks' ``save_slices`` cover each (kind, name) exactly once. ``load_slices`` yields what
     this rank needs filled, with replication all of it. ``scalar_state`` is everything else that a resume
     needs, the same on all ranks; ``load_scalar_state`` takes it, or raises with nothing changed.
-    ``finish_load`` runs after every piece is filled and may use collectives.
+    ``finish_load`` runs after every slice is filled and may use collectives.
     """
 
     @property
@@ -107,9 +107,9 @@ class StateSource(Protocol):
 
     def parameter_table(self) -> Mapping[str, ParameterDescription]: ...
 
-    def save_pieces(self) -> Iterator[Piece]: ...
+    def save_slices(self) -> Iterator[TensorSlice]: ...
 
-    def load_pieces(self) -> Iterator[Piece]: ...
+    def load_slices(self) -> Iterator[TensorSlice]: ...
 
     def scalar_state(self) -> dict[str, Any]: ...
 
@@ -124,8 +124,8 @@ class StateSource(Protocol):
 class LazyStateSource(Protocol):
     """A source whose optimizer makes its state tensors late, in its first step.
 
-    ``prepare_load`` is called before ``load_pieces`` with the kinds of state that the checkpoint holds for
-    each parameter, so that ``load_pieces`` can yield them all.
+    ``prepare_load`` is called before ``load_slices`` with the kinds of state that the checkpoint holds for
+    each parameter, so that ``load_slices`` can yield them all.
     """
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None: ...

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.io_thread import Worker
+from zero_ext.checkpoint.files.io_thread import IoThread
 from zero_ext.checkpoint.files.raw_buffers import aligned_block, raw_view
 from zero_ext.checkpoint.files.safe_open import open_regular
-from zero_ext.checkpoint.format.manifest import Manifest, PieceRecord
-from zero_ext.checkpoint.format.manifest_check import piece_bytes
+from zero_ext.checkpoint.format.manifest import Manifest, SliceRecord
+from zero_ext.checkpoint.format.manifest_check import slice_bytes
 from zero_ext.ops.storage.checksum import crc32c
 
 _BATCH_BYTES = 2 << 20  # small enough to be hashed while still in the processor's cache
@@ -42,15 +42,15 @@ class Chunk(NamedTuple):
     label: str
 
 
-class Read(NamedTuple):
+class ChunkRequest(NamedTuple):
     """A chunk to read, into ``target`` (uint8 [size]) or, for None, into scratch memory."""
 
     chunk: Chunk
     target: torch.Tensor | None
 
 
-class Arrived(NamedTuple):
-    """A chunk that was read: its request's place, its bytes (valid until the next one), their checksum where
+class ReadChunk(NamedTuple):
+    """A chunk that was read: its request's index, its bytes (valid until the next one), their checksum where
     the chunk has one."""
 
     request: int
@@ -58,7 +58,7 @@ class Arrived(NamedTuple):
     crc32c: int | None
 
 
-class _Run(NamedTuple):
+class _ByteRange(NamedTuple):
     """Bytes of a file that follow one another."""
 
     file: int
@@ -66,14 +66,14 @@ class _Run(NamedTuple):
     size: int
 
 
-def piece_chunks(piece: PieceRecord, chunk_bytes: int, first: int, end: int) -> Iterator[Chunk]:
-    """Chunks ``first`` to ``end`` (exclusive) of a piece."""
-    label = f"{piece.kind} of {piece.name!r}"
-    size = piece_bytes(piece)
+def slice_chunks(record: SliceRecord, chunk_bytes: int, first: int, end: int) -> Iterator[Chunk]:
+    """Chunks ``first`` to ``end`` (exclusive) of a slice."""
+    label = f"{record.kind} of {record.name!r}"
+    size = slice_bytes(record)
     for index in range(first, end):
         begin = index * chunk_bytes
         length = min(chunk_bytes, size - begin)
-        yield Chunk(piece.file, piece.offset + begin, length, piece.crc32c[index], label)
+        yield Chunk(record.file, record.offset + begin, length, record.crc32c[index], label)
 
 
 def header_chunk(manifest: Manifest, file: int) -> Chunk:
@@ -105,7 +105,7 @@ class ChunkReader:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def read(self, reads: Sequence[Read]) -> Iterator[Arrived]:
+    def read(self, reads: Sequence[ChunkRequest]) -> Iterator[ReadChunk]:
         """Reads everything in the order given and yields each chunk with the checksum of what was read.
 
         Neighbours that follow each other in a file become one read: file order is fastest. CheckpointError
@@ -115,16 +115,16 @@ class ChunkReader:
         scratch_bytes = max((_scratch_bytes(reads, batch) for batch in batches), default=0)
         scratch = [aligned_block(max(scratch_bytes, 1)) for _ in batches[: _BATCHES_AHEAD + 1]]
         with ExitStack() as running:
-            workers = [running.enter_context(Worker("read chunks")) for _ in range(_WORKERS)]
-            pending: deque[Future[list[Arrived]]] = deque()
+            workers = [running.enter_context(IoThread("read chunks")) for _ in range(_WORKERS)]
+            pending: deque[Future[list[ReadChunk]]] = deque()
             announced, ahead_bytes = 0, 0
             for number, batch in enumerate(batches):
                 ahead = []
                 while announced < len(batches) and ahead_bytes < _READ_AHEAD_BYTES:
-                    ahead.append(_run_of(reads, batches[announced]))
+                    ahead.append(_byte_range(reads, batches[announced]))
                     ahead_bytes += ahead[-1].size
                     announced += 1
-                ahead_bytes -= _run_of(reads, batch).size
+                ahead_bytes -= _byte_range(reads, batch).size
                 fetch = partial(self._fetch, reads, batch, ahead, scratch[number % len(scratch)])
                 pending.append(workers[number % _WORKERS].submit(fetch))
                 if len(pending) > _BATCHES_AHEAD:
@@ -150,8 +150,12 @@ class ChunkReader:
         )
 
     def _fetch(
-        self, reads: Sequence[Read], batch: Sequence[int], ahead: Sequence[_Run], scratch: torch.Tensor
-    ) -> list[Arrived]:
+        self,
+        reads: Sequence[ChunkRequest],
+        batch: Sequence[int],
+        ahead: Sequence[_ByteRange],
+        scratch: torch.Tensor,
+    ) -> list[ReadChunk]:
         # The kernel's own read-ahead keeps few requests in flight; a fast disk answers many at once.
         for file, begin, size in ahead:
             os.posix_fadvise(self._descriptor(file), begin, size, os.POSIX_FADV_WILLNEED)
@@ -167,7 +171,7 @@ class ChunkReader:
             if count:
                 views[0] = views[0][count:]
         return [
-            Arrived(index, data, None if reads[index].chunk.crc32c is None else crc32c(data))
+            ReadChunk(index, data, None if reads[index].chunk.crc32c is None else crc32c(data))
             for index, data in zip(batch, targets, strict=True)
         ]
 
@@ -190,8 +194,8 @@ class ChunkReader:
             return self._descriptors[file]
 
 
-def _batches(reads: Sequence[Read]) -> Iterator[list[int]]:
-    """Runs of chunks that follow each other in one file without a hole, each one read."""
+def _batches(reads: Sequence[ChunkRequest]) -> Iterator[list[int]]:
+    """Chunks that follow each other in one file without a hole, each one read."""
     batch: list[int] = []
     size = 0
     for index, (chunk, _) in enumerate(reads):
@@ -207,16 +211,16 @@ def _batches(reads: Sequence[Read]) -> Iterator[list[int]]:
         yield batch
 
 
-def _run_of(reads: Sequence[Read], batch: Sequence[int]) -> _Run:
+def _byte_range(reads: Sequence[ChunkRequest], batch: Sequence[int]) -> _ByteRange:
     first, last = reads[batch[0]].chunk, reads[batch[-1]].chunk
-    return _Run(first.file, first.offset, last.offset + last.size - first.offset)
+    return _ByteRange(first.file, first.offset, last.offset + last.size - first.offset)
 
 
-def _scratch_bytes(reads: Sequence[Read], batch: Sequence[int]) -> int:
+def _scratch_bytes(reads: Sequence[ChunkRequest], batch: Sequence[int]) -> int:
     return sum(_aligned(reads[index].chunk.size) for index in batch if reads[index].target is None)
 
 
-def _targets(reads: Sequence[Read], scratch: torch.Tensor) -> list[torch.Tensor]:
+def _targets(reads: Sequence[ChunkRequest], scratch: torch.Tensor) -> list[torch.Tensor]:
     targets, used = [], 0
     for read in reads:
         if read.target is None:

@@ -1,4 +1,4 @@
-"""Values on a device come and go through host memory of fixed size, a piece after another."""
+"""Values on a device come and go through host memory of fixed size, one buffer after another."""
 
 from __future__ import annotations
 
@@ -8,71 +8,71 @@ import torch
 
 from zero_ext.checkpoint.files.raw_buffers import byte_view, copy_bytes
 from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
-from zero_ext.offload import Arrival, Device
+from zero_ext.offload import CopyHandle, Device
 
-PIECE_BYTES = 4 * CHUNK_BYTES
-_ROOMS = 2
+STAGING_BYTES = 4 * CHUNK_BYTES
+_BUFFERS = 2
 
 
 class DeviceStaging:
     """Copies between host memory and devices, through ``2 * PIECE_BYTES`` of pinned memory for each device
-    that is met. One piece is used on the host while the next is on its way.
+    that is met. One buffer is used on the host while the next is on its way.
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[torch.device, _Rooms] = {}
+        self._buffers: dict[torch.device, _PinnedBuffers] = {}
 
     def read(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The bytes of ``values``, contiguous on a device, as uint8 runs of ``PIECE_BYTES`` at most; each is
-        valid until the next one."""
-        rooms = self._rooms_of(values.device)
-        parts = byte_view(values).split(PIECE_BYTES)
-        coming = [rooms.bring(part) for part in parts[:1]]
-        for number in range(len(parts)):
-            room, arrival = coming.pop()
-            arrival.wait()
-            if number + 1 < len(parts):
-                coming.append(rooms.bring(parts[number + 1]))
-            yield room
+        """The bytes of ``values``, contiguous on a device, as uint8 chunks of ``STAGING_BYTES`` at most;
+        each is valid until the next one."""
+        buffers = self._buffers_of(values.device)
+        chunks = byte_view(values).split(STAGING_BYTES)
+        pending = [buffers.copy_to_host(chunk) for chunk in chunks[:1]]
+        for number in range(len(chunks)):
+            buffer, handle = pending.pop()
+            handle.wait()
+            if number + 1 < len(chunks):
+                pending.append(buffers.copy_to_host(chunks[number + 1]))
+            yield buffer
 
     def write(self, into: torch.Tensor, values: torch.Tensor) -> None:
         """Copies ``values``, host memory that may be used again once this returns, to ``into``, contiguous
         on a device and of the same dtype and size, in the order of the current stream."""
-        rooms = self._rooms_of(into.device)
-        for part, source in zip(
-            byte_view(into).split(PIECE_BYTES), byte_view(values).split(PIECE_BYTES), strict=True
+        buffers = self._buffers_of(into.device)
+        for chunk, source in zip(
+            byte_view(into).split(STAGING_BYTES), byte_view(values).split(STAGING_BYTES), strict=True
         ):
-            rooms.send(part, source)
+            buffers.copy_to_device(chunk, source)
 
-    def _rooms_of(self, device: torch.device) -> _Rooms:
-        if device not in self._rooms:
-            self._rooms[device] = _Rooms(Device(device))
-        return self._rooms[device]
+    def _buffers_of(self, device: torch.device) -> _PinnedBuffers:
+        if device not in self._buffers:
+            self._buffers[device] = _PinnedBuffers(Device(device))
+        return self._buffers[device]
 
 
-class _Rooms:
-    """Two pieces of pinned memory, used in turn."""
+class _PinnedBuffers:
+    """Two buffers of pinned memory, used in turn."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._rooms = device.allocate("host", _ROOMS * PIECE_BYTES, torch.uint8).split(PIECE_BYTES)
-        self._leaving: list[Arrival | None] = [None] * _ROOMS
+        self._buffers = device.allocate("host", _BUFFERS * STAGING_BYTES, torch.uint8).split(STAGING_BYTES)
+        self._leaving: list[CopyHandle | None] = [None] * _BUFFERS
         self._next = 0
 
-    def _take(self, size: int) -> tuple[int, torch.Tensor]:
-        number, self._next = self._next, (self._next + 1) % _ROOMS
+    def _acquire(self, size: int) -> tuple[int, torch.Tensor]:
+        number, self._next = self._next, (self._next + 1) % _BUFFERS
         leaving, self._leaving[number] = self._leaving[number], None
         if leaving is not None:
-            leaving.let_go()
-        return number, self._rooms[number][:size]
+            leaving.wait_source()
+        return number, self._buffers[number][:size]
 
-    def bring(self, part: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-        _, room = self._take(part.numel())
-        return room, self._device.copy(room, part)
+    def copy_to_host(self, chunk: torch.Tensor) -> tuple[torch.Tensor, CopyHandle]:
+        _, buffer = self._acquire(chunk.numel())
+        return buffer, self._device.copy(buffer, chunk)
 
-    def send(self, part: torch.Tensor, source: torch.Tensor) -> None:
-        number, room = self._take(part.numel())
-        copy_bytes(room, source)
-        arrival = self._device.copy(part, room)
-        arrival.wait()  # of the current stream: whoever reads ``part`` does so later
-        self._leaving[number] = arrival
+    def copy_to_device(self, chunk: torch.Tensor, source: torch.Tensor) -> None:
+        number, buffer = self._acquire(chunk.numel())
+        copy_bytes(buffer, source)
+        handle = self._device.copy(chunk, buffer)
+        handle.wait()  # of the current stream: whoever reads ``chunk`` does so later
+        self._leaving[number] = handle

@@ -1,4 +1,4 @@
-"""A rank's shard file: its pieces as 1-D tensors in one safetensors file, streamed from where they live."""
+"""A rank's shard file: its slices as 1-D tensors in one safetensors file, streamed from where they live."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.files.raw_buffers import byte_view, copy_bytes
 from zero_ext.checkpoint.format.dtypes import dtype_name
-from zero_ext.checkpoint.format.manifest import CHUNK_BYTES, FileRecord, PieceRecord
+from zero_ext.checkpoint.format.manifest import CHUNK_BYTES, FileRecord, SliceRecord
 from zero_ext.checkpoint.format.manifest_check import shard_file_name
 from zero_ext.checkpoint.format.safetensors_header import TensorEntry, by_alignment, encode_header
-from zero_ext.checkpoint.format.state_source import BUFFER, Piece, StoredValues
+from zero_ext.checkpoint.format.state_source import BUFFER, StoredValues, TensorSlice
 from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
-from zero_ext.checkpoint.transfer.piece_io import byte_count, element_count, read_stored
-from zero_ext.checkpoint.transfer.read_plan import check_piece
+from zero_ext.checkpoint.transfer.read_plan import check_slice
+from zero_ext.checkpoint.transfer.slice_io import byte_count, element_count, read_stored
 from zero_ext.checkpoint.transfer.stream_writer import StreamWriter
 from zero_ext.ops import host_buffer, pack_
 from zero_ext.ops.storage.checksum import crc32c
 
 _STAGING_ALIGNMENT = 64
-_PACKED_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
+_PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class OwnedPiece(NamedTuple):
-    """A piece to be written: live memory of host or device, a staged copy of it, or values in a store."""
+class SavedSlice(NamedTuple):
+    """A slice to be written: live memory of host or device, a staged copy of it, or values in a store."""
 
     kind: str
     name: str
@@ -55,13 +55,13 @@ class OwnedPiece(NamedTuple):
         return not isinstance(self.values, torch.Tensor)
 
     def chunks(self, staging: DeviceStaging) -> Iterator[torch.Tensor]:
-        """Its bytes in host memory, as uint8 runs of CHUNK_BYTES at most, each valid until the next one; what
-        lies on a device comes through ``staging``, stored values are in memory two runs at a time."""
+        """Its bytes in host memory, as uint8 chunks of CHUNK_BYTES at most, each valid until the next one;
+        what is on a device comes through ``staging``, stored values are in memory two chunks at a time."""
         values = self.values
         if isinstance(values, torch.Tensor):
             on_host = values.device.type == "cpu"
-            for part in (byte_view(values),) if on_host else staging.read(values):
-                yield from part.split(CHUNK_BYTES)
+            for chunk in (byte_view(values),) if on_host else staging.read(values):
+                yield from chunk.split(CHUNK_BYTES)
             return
         elements = CHUNK_BYTES // values.dtype.itemsize
         for begin in range(0, self.numel, elements):
@@ -69,29 +69,29 @@ class OwnedPiece(NamedTuple):
             yield byte_view(read_stored(values, begin, end, f"{self.kind} of {self.name!r}"))
 
 
-def owned_pieces(pieces: Iterable[Piece], buffers: Mapping[str, torch.Tensor]) -> list[OwnedPiece]:
-    """The pieces and buffers this rank writes, in file order; empty ones take no part.
+def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tensor]) -> list[SavedSlice]:
+    """The slices and buffers this rank writes, in file order; empty ones take no part.
 
-    ValueError or TypeError names a piece that cannot be stored.
+    ValueError or TypeError names a slice that cannot be stored.
     """
-    owned = []
-    for piece in pieces:
-        check_piece(piece)
-        if not piece.kind or piece.kind == BUFFER:
-            raise ValueError(f"{piece.name!r}: kind {piece.kind!r} is not a kind of parameter state")
-        values = piece.tensor.detach() if isinstance(piece.tensor, torch.Tensor) else piece.tensor
-        owned.append(OwnedPiece(piece.kind, piece.name, piece.start, values))
+    found = []
+    for state in slices:
+        check_slice(state)
+        if not state.kind or state.kind == BUFFER:
+            raise ValueError(f"{state.name!r}: kind {state.kind!r} is not a kind of parameter state")
+        values = state.tensor.detach() if isinstance(state.tensor, torch.Tensor) else state.tensor
+        found.append(SavedSlice(state.kind, state.name, state.start, values))
     for name, buffer in buffers.items():
-        owned.append(OwnedPiece(BUFFER, name, 0, buffer.detach().cpu().contiguous().reshape(-1)))
-    for run in owned:
-        _check_dtype(run)
-    owned = [run for run in owned if run.numel]
-    return [owned[index] for index in by_alignment(_entries(owned))]
+        found.append(SavedSlice(BUFFER, name, 0, buffer.detach().cpu().contiguous().reshape(-1)))
+    for saved in found:
+        _check_dtype(saved)
+    found = [saved for saved in found if saved.numel]
+    return [found[index] for index in by_alignment(_entries(found))]
 
 
-def stage_pieces(pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
-    """Copies of the pieces in one host buffer, which goes when they do. ValueError if one is in a store."""
-    tensors = [_in_memory(piece) for piece in pieces]
+def stage_slices(slices: Sequence[SavedSlice]) -> list[SavedSlice]:
+    """Copies of the slices in one host buffer, which goes when they do. ValueError if one is in a store."""
+    tensors = [_in_memory(saved) for saved in slices]
     offsets, size = [], 0
     for tensor in tensors:
         offsets.append(size)
@@ -105,76 +105,76 @@ def stage_pieces(pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
     on_host = [number for number, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
     for number in sorted(set(range(len(tensors))).difference(on_host)):
         rest = byte_view(staged[number])
-        for part in staging.read(tensors[number]):
-            copy_bytes(rest[: part.numel()], part)
-            rest = rest[part.numel() :]
+        for chunk in staging.read(tensors[number]):
+            copy_bytes(rest[: chunk.numel()], chunk)
+            rest = rest[chunk.numel() :]
     for dtype in {tensors[number].dtype for number in on_host}:
         of_dtype = [number for number in on_host if tensors[number].dtype == dtype]
         sources = [tensors[number] for number in of_dtype]
-        if dtype in _PACKED_TOGETHER:
+        if dtype in _PACKED_DTYPES:
             # One parallel pass: a copy for each of many small tensors waits for its threads each time.
             pack_(buffer.view(dtype), sources, [offsets[number] // dtype.itemsize for number in of_dtype])
         else:
             for number, source in zip(of_dtype, sources, strict=True):
                 copy_bytes(byte_view(staged[number]), byte_view(source))
-    return [piece._replace(values=copy) for piece, copy in zip(pieces, staged, strict=True)]
+    return [saved._replace(values=copy) for saved, copy in zip(slices, staged, strict=True)]
 
 
 def write_shard(
-    storage: Storage, directory: Path, rank: int, pieces: Sequence[OwnedPiece]
-) -> tuple[FileRecord, list[PieceRecord]]:
+    filesystem: Filesystem, directory: Path, rank: int, slices: Sequence[SavedSlice]
+) -> tuple[FileRecord, list[SliceRecord]]:
     """Writes the rank's file and returns what the manifest says of it; every byte is on the disk then.
 
     While a chunk is read from a store or a device and hashed, those before it are being written.
-    CheckpointError names a piece whose store cannot be read.
+    CheckpointError names a slice whose store cannot be read.
     """
     path = directory / shard_file_name(rank)
-    header = encode_header(_entries(pieces), {"format": "pt", "content": "zero_ext shard; see manifest.json"})
+    header = encode_header(_entries(slices), {"format": "pt", "content": "zero_ext shard; see manifest.json"})
     header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     records, offset = [], len(header)
     staging = DeviceStaging()
-    with StreamWriter(storage, path) as writer:
+    with StreamWriter(filesystem, path) as writer:
         writer.append(header_bytes)
-        for piece in pieces:
+        for saved in slices:
             checksums = []
-            for chunk in piece.chunks(staging):
+            for chunk in saved.chunks(staging):
                 writer.append(chunk)
                 checksums.append(crc32c(chunk))
-            records.append(_record(rank, piece, offset, checksums))
-            offset += piece.nbytes
+            records.append(_record(rank, saved, offset, checksums))
+            offset += saved.nbytes
         writer.finish()
-    storage.sync_directory(directory)
+    filesystem.sync_directory(directory)
     file = FileRecord(
         name=path.name, bytes=offset, header_bytes=len(header), header_crc32c=crc32c(header_bytes)
     )
     return file, records
 
 
-def _record(rank: int, piece: OwnedPiece, offset: int, checksums: list[int]) -> PieceRecord:
-    return PieceRecord(
+def _record(rank: int, saved: SavedSlice, offset: int, checksums: list[int]) -> SliceRecord:
+    return SliceRecord(
         file=rank,
-        kind=piece.kind,
-        name=piece.name,
-        start=piece.start,
-        numel=piece.numel,
-        dtype=dtype_name(piece.values.dtype),
+        kind=saved.kind,
+        name=saved.name,
+        start=saved.start,
+        numel=saved.numel,
+        dtype=dtype_name(saved.values.dtype),
         offset=offset,
         crc32c=checksums,
     )
 
 
-def _entries(pieces: Iterable[OwnedPiece]) -> list[TensorEntry]:
-    return [TensorEntry(piece.key, piece.values.dtype, (piece.numel,)) for piece in pieces]
+def _entries(slices: Iterable[SavedSlice]) -> list[TensorEntry]:
+    return [TensorEntry(saved.key, saved.values.dtype, (saved.numel,)) for saved in slices]
 
 
-def _check_dtype(piece: OwnedPiece) -> None:
+def _check_dtype(saved: SavedSlice) -> None:
     try:
-        dtype_name(piece.values.dtype)
+        dtype_name(saved.values.dtype)
     except ValueError as error:
-        raise ValueError(f"{piece.kind} of {piece.name!r}: {error}") from None
+        raise ValueError(f"{saved.kind} of {saved.name!r}: {error}") from None
 
 
-def _in_memory(piece: OwnedPiece) -> torch.Tensor:
-    if not isinstance(piece.values, torch.Tensor):
-        raise ValueError(f"{piece.kind} of {piece.name!r} is in a store; only pieces in memory can be staged")
-    return piece.values
+def _in_memory(saved: SavedSlice) -> torch.Tensor:
+    if not isinstance(saved.values, torch.Tensor):
+        raise ValueError(f"{saved.kind} of {saved.name!r} is in a store; only slices in memory can be staged")
+    return saved.values

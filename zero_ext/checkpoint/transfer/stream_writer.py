@@ -9,8 +9,8 @@ from types import TracebackType
 
 import torch
 
-from zero_ext.checkpoint.files.filesystem import Storage
-from zero_ext.checkpoint.files.io_thread import Worker
+from zero_ext.checkpoint.files.filesystem import Filesystem
+from zero_ext.checkpoint.files.io_thread import IoThread
 from zero_ext.checkpoint.files.raw_buffers import aligned_block, copy_bytes, raw_view
 
 _BLOCKS = 3
@@ -19,22 +19,22 @@ _BLOCKS = 3
 class StreamWriter:
     """A new file at ``path``; bytes given to ``append`` reach it in order, ``finish`` puts them on the disk.
 
-    Memory: three blocks of ``storage.block_bytes``. A context manager that closes the file; an exception of
-    the writing thread is raised by the next ``append`` or by ``finish``.
+    Memory: three blocks of ``filesystem.block_bytes``. A context manager that closes the file; an exception
+    of the writing thread is raised by the next ``append`` or by ``finish``.
     """
 
-    def __init__(self, storage: Storage, path: Path) -> None:
-        self._storage = storage
+    def __init__(self, filesystem: Filesystem, path: Path) -> None:
+        self._filesystem = filesystem
         self._path = path
-        self._blocks = [aligned_block(storage.block_bytes) for _ in range(_BLOCKS)]
+        self._blocks = [aligned_block(filesystem.block_bytes) for _ in range(_BLOCKS)]
         self._writes: list[Future[None] | None] = [None] * _BLOCKS
         self._block = 0
         self._filled = 0
-        self._worker = Worker(f"write {path.name}")
+        self._worker = IoThread(f"write {path.name}")
         self._descriptor = -1
 
     def __enter__(self) -> StreamWriter:
-        self._descriptor = self._storage.create(self._path)
+        self._descriptor = self._filesystem.create(self._path)
         self._worker.__enter__()
         return self
 
@@ -63,12 +63,12 @@ class StreamWriter:
         for write in self._writes:
             if write is not None:
                 write.result()
-        self._storage.sync(self._descriptor, self._path)
+        self._filesystem.sync(self._descriptor, self._path)
 
     def _write_block(self) -> None:
         data = raw_view(self._blocks[self._block][: self._filled])
         self._writes[self._block] = self._worker.submit(
-            lambda: self._storage.write(self._descriptor, data, self._path)
+            lambda: self._filesystem.write(self._descriptor, data, self._path)
         )
         self._block = (self._block + 1) % _BLOCKS
         self._filled = 0

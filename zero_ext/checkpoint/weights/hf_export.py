@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES, dtype_named
-from zero_ext.checkpoint.format.manifest import BufferRecord, Manifest, ParameterRecord, PieceRecord
+from zero_ext.checkpoint.format.manifest import BufferRecord, Manifest, ParameterRecord, SliceRecord
 from zero_ext.checkpoint.format.memory_order import is_logical_order, to_logical_order
 from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
 from zero_ext.checkpoint.inspection import open_checkpoint
-from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader, Read, piece_chunks, shard_paths
+from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader, ChunkRequest, shard_paths, slice_chunks
 from zero_ext.checkpoint.weights.weight_files import LazyTensor, write_weights
 
 
@@ -36,7 +36,7 @@ def export_huggingface(
 
     ValueError for another dtype or size, or weights too large for float16; CheckpointError for a damaged
     checkpoint or an ``out`` that holds exported weights already. No file appears under its final name unless
-    all are whole.
+    all are complete.
     """
     wanted = _checked_dtype(dtype)
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
@@ -52,9 +52,9 @@ def export_huggingface(
 def stored_weights(path: Path, manifest: Manifest) -> dict[str, LazyTensor]:
     """Return the parameters and buffers of a checkpoint by their first names, in the precision they compute
     in. Reading one raises ``CheckpointError`` if its bytes are damaged."""
-    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
-    for piece in sorted(manifest.pieces, key=lambda piece: piece.start):
-        pieces.setdefault((piece.kind, piece.name), []).append(piece)
+    records: dict[tuple[str, str], list[SliceRecord]] = {}
+    for record in sorted(manifest.slices, key=lambda record: record.start):
+        records.setdefault((record.kind, record.name), []).append(record)
     tables: list[tuple[str, Mapping[str, ParameterRecord | BufferRecord]]]
     tables = [(MASTER, manifest.parameters), (BUFFER, manifest.buffers)]
     found = {}
@@ -62,8 +62,8 @@ def stored_weights(path: Path, manifest: Manifest) -> dict[str, LazyTensor]:
         shape = torch.Size(entry.shape)
         in_order = torch.empty(shape, device="meta").stride()
         stride = entry.stride if isinstance(entry, ParameterRecord) else in_order
-        parts = partial(_parts, path, manifest, pieces.get((kind, name), ()), shape, stride)
-        found[name] = LazyTensor(shape, dtype_named(entry.dtype), parts)
+        chunks = partial(_logical_chunks, path, manifest, records.get((kind, name), ()), shape, stride)
+        found[name] = LazyTensor(shape, dtype_named(entry.dtype), chunks)
     return found
 
 
@@ -76,30 +76,32 @@ def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _parts(
+def _logical_chunks(
     path: Path,
     manifest: Manifest,
-    pieces: Sequence[PieceRecord],
+    records: Sequence[SliceRecord],
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> Iterable[torch.Tensor]:
     """The tensor's elements in logical order."""
-    values = _in_memory_order(path, manifest, pieces)
+    values = _in_memory_order(path, manifest, records)
     if is_logical_order(shape, stride):
         return values
-    whole = torch.cat([part.clone() for part in values])
-    return (to_logical_order(whole, shape, stride),)
+    flat = torch.cat([chunk.clone() for chunk in values])
+    return (to_logical_order(flat, shape, stride),)
 
 
-def _in_memory_order(path: Path, manifest: Manifest, pieces: Sequence[PieceRecord]) -> Iterator[torch.Tensor]:
+def _in_memory_order(
+    path: Path, manifest: Manifest, records: Sequence[SliceRecord]
+) -> Iterator[torch.Tensor]:
     """Verified elements, a chunk at a time, each valid until the next."""
     chunks = [
-        (chunk, dtype_named(piece.dtype))
-        for piece in pieces
-        for chunk in piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c))
+        (chunk, dtype_named(record.dtype))
+        for record in records
+        for chunk in slice_chunks(record, manifest.chunk_bytes, 0, len(record.crc32c))
     ]
     with ChunkReader(shard_paths(path, manifest)) as reader:
-        for arrived in reader.read([Read(chunk, None) for chunk, _ in chunks]):
-            chunk, dtype = chunks[arrived.request]
-            reader.check(chunk, arrived.crc32c)
-            yield arrived.data.view(dtype)
+        for chunk_read in reader.read([ChunkRequest(chunk, None) for chunk, _ in chunks]):
+            chunk, dtype = chunks[chunk_read.request]
+            reader.check(chunk, chunk_read.crc32c)
+            yield chunk_read.data.view(dtype)

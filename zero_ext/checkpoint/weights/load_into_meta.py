@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader, Read
+from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader, ChunkRequest
 from zero_ext.checkpoint.weights.safetensors_files import WeightFiles, find_weights
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import STORAGE_ALIGNMENT, Birthplace, ShardHome
+from zero_ext.offload import STORAGE_ALIGNMENT, InitStorage, ShardStorage
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
-from zero_ext.zero.units.collective_errors import FailedTogether, together
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec
-from zero_ext.zero.units.presharded import BornShard, refuse_pickling, set_born
+from zero_ext.zero.units.presharded import PreshardedParameter, refuse_pickling, set_presharded
 
 CHUNK_BYTES = 2 << 20
 _MOST_SHOWN = 5
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 Naming = Callable[[WeightFiles], Mapping[str, str]]
 
 
-def load_born(
+def load_into_meta(
     model: nn.Module,
     path: str | os.PathLike[str],
     config: ZeroConfig,
@@ -40,9 +40,9 @@ def load_born(
     collective.
 
     In stage 3 the parameters become what those of :class:`zero_ext.Init` are: each rank reads the bytes of
-    its own shards, in pieces, into the tier that ``config`` names, and holds nothing else. In other stages,
-    and on one rank that keeps parameters on the device, they are whole. Floating-point tensors are converted
-    to the parameters' dtypes.
+    its own shards, in chunks, into the tier that ``config`` names, and holds nothing else. In other stages,
+    and on one rank that keeps parameters on the device, they are full tensors. Floating-point tensors are
+    converted to the parameters' dtypes.
 
     Args:
         model: on the meta device, tied as it will be.
@@ -66,15 +66,15 @@ def load_born(
         plan = _agreed(collectives, lambda: _Plan(model, find_weights(path), naming), "reading weight files")
         moving = config.offload.params != "device" or accelerator_or_cpu().type != "cpu"
         cuts = config.stage == 3 and (collectives.world_size > 1 or moving)
-        place = Birthplace(config.offload, config.aio) if cuts else None
-        _agreed(collectives, lambda: plan.fill(collectives, place), "loading weights into shards")
+        init_storage = InitStorage(config.offload, config.aio) if cuts else None
+        _agreed(collectives, lambda: plan.fill(collectives, init_storage), "loading weights into shards")
     return plan.missing, plan.unexpected
 
 
 def _agreed(collectives: Collectives, action: Callable[[], _Result], what: str) -> _Result:
     try:
-        return together(collectives, action, what, "Build the model again.")
-    except FailedTogether as error:
+        return raise_on_all_ranks(collectives, action, what, "Build the model again.")
+    except CollectiveError as error:
         if isinstance(error.__cause__, CheckpointError | ValueError | TypeError):
             raise error.__cause__ from None
         raise
@@ -83,19 +83,19 @@ def _agreed(collectives: Collectives, action: Callable[[], _Result], what: str) 
 class _Target:
     """Where the values of one tensor go on this rank: ``numel`` of its elements, from ``start`` on."""
 
-    def __init__(self, start: int, numel: int, dtype: torch.dtype, into: ShardHome | torch.Tensor) -> None:
+    def __init__(self, start: int, numel: int, dtype: torch.dtype, into: ShardStorage | torch.Tensor) -> None:
         self.start, self.numel, self.dtype, self._into = start, numel, dtype, into
 
     def put(self, begin: int, values: torch.Tensor) -> None:
-        """Stores ``values`` [n] as the elements from ``begin`` of this part on."""
+        """Stores ``values`` [n] as the elements from ``begin`` of this slice on."""
         values = values.to(self.dtype)
         if isinstance(self._into, torch.Tensor):
             self._into[begin : begin + values.numel()].copy_(values)
         else:
-            self._into.store(begin, values, "device").let_go()
+            self._into.store(begin, values, "device").wait_source()
 
 
-class _Piece(NamedTuple):
+class _ChunkTarget(NamedTuple):
     """Bytes of a file, elements of ``dtype``, that go to ``target`` from element ``begin`` on."""
 
     chunk: Chunk
@@ -109,18 +109,18 @@ class _Plan:
 
     def __init__(self, model: nn.Module, files: WeightFiles, naming: Naming) -> None:
         self._model, self._files = model, files
-        self._places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
         names: dict[str, torch.Tensor] = {}
         firsts: dict[torch.Tensor, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
-            kept = {
+            persistent = {
                 key: buffer
                 for key, buffer in module._buffers.items()
                 if key not in module._non_persistent_buffers_set
             }
-            for key, tensor in {**module._parameters, **kept}.items():
+            for key, tensor in {**module._parameters, **persistent}.items():
                 if tensor is not None:
-                    self._places.setdefault(tensor, []).append((module, key))
+                    self._owners.setdefault(tensor, []).append((module, key))
                     name = f"{prefix}.{key}" if prefix else key
                     names[name] = tensor
                     firsts.setdefault(tensor, name)
@@ -138,12 +138,12 @@ class _Plan:
         self.missing = [name for tensor, name in firsts.items() if tensor not in self._keys]
         _refuse([_misfit(firsts[tensor], tensor, files, key) for tensor, key in self._keys.items()])
 
-    def fill(self, collectives: Collectives, place: Birthplace | None) -> None:
-        """Reads this rank's part of everything, in the order of the files."""
-        pieces: list[_Piece] = []
+    def fill(self, collectives: Collectives, init_storage: InitStorage | None) -> None:
+        """Reads this rank's slice of every tensor, in the order of the files."""
+        chunk_targets: list[_ChunkTarget] = []
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor, key in self._keys.items():
-            value, target = _born(tensor, collectives, place)
+            value, target = _allocate(tensor, collectives, init_storage)
             made.append((tensor, value))
             file, (entry, offset) = self._files.tensors[key]
             size = entry.dtype.itemsize
@@ -151,42 +151,44 @@ class _Plan:
             for begin in range(0, target.numel, step):
                 count = min(step, target.numel - begin)
                 chunk = Chunk(file, offset + (target.start + begin) * size, count * size, None, repr(key))
-                pieces.append(_Piece(chunk, entry.dtype, target, begin))
-        pieces.sort(key=lambda piece: piece.chunk[:2])
+                chunk_targets.append(_ChunkTarget(chunk, entry.dtype, target, begin))
+        chunk_targets.sort(key=lambda chunk_target: chunk_target.chunk[:2])
         with ChunkReader(self._files.paths) as reader:
-            for arrived in reader.read([Read(piece.chunk, None) for piece in pieces]):
-                piece = pieces[arrived.request]
-                piece.target.put(piece.begin, arrived.data.view(piece.dtype))
+            for chunk_read in reader.read(
+                [ChunkRequest(chunk_target.chunk, None) for chunk_target in chunk_targets]
+            ):
+                chunk_target = chunk_targets[chunk_read.request]
+                chunk_target.target.put(chunk_target.begin, chunk_read.data.view(chunk_target.dtype))
         for tensor, value in made:
-            for module, key in self._places[tensor]:
+            for module, key in self._owners[tensor]:
                 if isinstance(tensor, nn.Parameter):
                     module._parameters[key] = value  # type: ignore[assignment]
                 else:
                     module._buffers[key] = value
 
 
-def _born(
-    tensor: torch.Tensor, collectives: Collectives, place: Birthplace | None
+def _allocate(
+    tensor: torch.Tensor, collectives: Collectives, init_storage: InitStorage | None
 ) -> tuple[torch.Tensor, _Target]:
-    """What takes the place of the meta ``tensor``, and where the values of this rank's part of it go."""
-    if place is None or not isinstance(tensor, nn.Parameter):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        target = _Target(0, whole.numel(), tensor.dtype, whole.view(-1))
+    """What takes the place of the meta ``tensor``, and where the values of this rank's slice go."""
+    if init_storage is None or not isinstance(tensor, nn.Parameter):
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        target = _Target(0, full.numel(), tensor.dtype, full.view(-1))
         if not isinstance(tensor, nn.Parameter):
-            return whole, target
-        return nn.Parameter(whole, requires_grad=tensor.requires_grad), target
+            return full, target
+        return nn.Parameter(full, requires_grad=tensor.requires_grad), target
     stride = torch.empty(tensor.shape, device="meta").stride()
     spec = ParameterSpec("", tuple(tensor.shape), stride, tensor.dtype)
-    alignment = STORAGE_ALIGNMENT if place.tier == "nvme" else ALIGNMENT_BYTES
-    cut = FlatLayout.build([spec], collectives.world_size, alignment)
-    begin, end = cut.shard_range(collectives.rank)
-    home = place.home(end - begin, spec.dtype)
+    alignment = STORAGE_ALIGNMENT if init_storage.tier == "nvme" else ALIGNMENT_BYTES
+    layout = FlatLayout.build([spec], collectives.world_size, alignment)
+    begin, end = layout.shard_range(collectives.rank)
+    storage = init_storage.allocate(end - begin, spec.dtype)
     own = max(0, min(end, spec.numel) - begin)
-    born = BornShard(spec, cut, home, collectives)
-    parameter = nn.Parameter(born.placeholder, requires_grad=tensor.requires_grad)
-    set_born(parameter, born)
+    presharded = PreshardedParameter(spec, layout, storage, collectives)
+    parameter = nn.Parameter(presharded.placeholder, requires_grad=tensor.requires_grad)
+    set_presharded(parameter, presharded)
     refuse_pickling(parameter)
-    return parameter, _Target(begin, own, spec.dtype, home)
+    return parameter, _Target(begin, own, spec.dtype, storage)
 
 
 def _misfit(name: str, target: torch.Tensor, files: WeightFiles, key: str) -> str | None:

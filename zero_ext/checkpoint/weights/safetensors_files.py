@@ -19,7 +19,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Checked files, and where each tensor lies: the number of its file, and its place there."""
+    """Checked files, and the file number and offset of each tensor."""
 
     paths: tuple[Path, ...]
     tensors: Mapping[str, tuple[int, StoredTensor]]

@@ -9,8 +9,9 @@ import torch
 
 from zero_ext.checkpoint.format.safetensors_header import StoredTensor
 from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
-from zero_ext.checkpoint.transfer.read_plan import Wanted
+from zero_ext.checkpoint.transfer.read_plan import FillTarget
 from zero_ext.checkpoint.weights.safetensors_files import WeightFiles
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.engine import Engine
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -19,7 +20,7 @@ _MOST_PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """What this rank fills: the runs of every parameter and buffer, by its first name in the model.
+    """What this rank fills: the slices of every parameter and buffer, by its first name in the model.
 
     ``keys`` are the names in the files, ``orders`` shape and stride in the model. ``buffers`` are live ones,
     each with the copy that is filled first.
@@ -28,13 +29,13 @@ class WeightsPlan:
     files: WeightFiles
     keys: Mapping[str, str]
     orders: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    runs: Mapping[str, list[Wanted]]
+    targets: Mapping[str, list[FillTarget]]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
     missing: list[str]
     unexpected: list[str]
 
     def stored(self, name: str) -> tuple[int, StoredTensor]:
-        """File and place of what fills the parameter or buffer ``name``."""
+        """The file and the stored tensor that fills the parameter or buffer ``name``."""
         return self.files.tensors[self.keys[name]]
 
 
@@ -42,57 +43,57 @@ def plan_weights(engine: Engine, files: WeightFiles, strict: bool, rename: Renam
     """The plan for the model of ``engine``. ``ValueError`` names what is missing or unexpected, if
     ``strict``, or does not fit, always."""
     key_of = _renamed(files, rename)
-    targets = _targets(engine)
+    specs = _tensor_specs(engine)
     names = _names(engine)
     keys: dict[str, str] = {}
     problems: list[str] = []
     for alias, name in names.items():
         if alias in key_of:
             keys[name] = key_of[alias]  # the last of several names counts, as it does for torch
-            problems += _misfit(alias, targets[name], files.tensors[key_of[alias]][1])
+            problems += _misfit(alias, specs[name], files.tensors[key_of[alias]][1])
     if problems:
         shown = "; ".join(problems[:_MOST_PROBLEMS_SHOWN])
         left = len(problems) - _MOST_PROBLEMS_SHOWN
         raise ValueError(f"the weights do not fit: {shown}{f'; and {left} more' if left > 0 else ''}")
-    missing = [name for name in targets if name not in keys]
+    missing = [name for name in specs if name not in keys]
     unexpected = [alias for alias in key_of if alias not in names]
     if strict and (missing or unexpected):
         raise ValueError(
             f"the weights lack {missing} and have {unexpected}, which the model does not; give 'rename' if "
             "they have other names there, or strict=False to leave them"
         )
-    runs: dict[str, list[Wanted]] = {name: [] for name in keys}
-    for piece in engine.state.load_pieces():
-        if piece.kind == MASTER and piece.name in runs:
-            values = piece.tensor.detach() if isinstance(piece.tensor, torch.Tensor) else piece.tensor
-            runs[piece.name].append(Wanted(MASTER, piece.name, piece.start, values))
+    targets: dict[str, list[FillTarget]] = {name: [] for name in keys}
+    for needed in checkpoint_sources(engine).own.load_slices():
+        if needed.kind == MASTER and needed.name in targets:
+            values = needed.tensor.detach() if isinstance(needed.tensor, torch.Tensor) else needed.tensor
+            targets[needed.name].append(FillTarget(MASTER, needed.name, needed.start, values))
     buffers = []
-    for name, buffer in engine.state.buffers().items():
-        if name in runs:
+    for name, buffer in checkpoint_sources(engine).own.buffers().items():
+        if name in targets:
             copy = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
             buffers.append((buffer, copy))
-            runs[name].append(Wanted(BUFFER, name, 0, copy))
-    orders = {name: (target.shape, target.stride) for name, target in targets.items()}
-    return WeightsPlan(files, keys, orders, runs, buffers, missing, unexpected)
+            targets[name].append(FillTarget(BUFFER, name, 0, copy))
+    orders = {name: (spec.shape, spec.stride) for name, spec in specs.items()}
+    return WeightsPlan(files, keys, orders, targets, buffers, missing, unexpected)
 
 
 @dataclass(frozen=True)
-class _Target:
+class _TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _targets(engine: Engine) -> dict[str, _Target]:
+def _tensor_specs(engine: Engine) -> dict[str, _TensorSpec]:
     """Parameters, tiles put together, and buffers, each under its first name."""
     found = {}
-    for name, entry in engine.state.parameter_table().items():
-        found[name] = _Target(entry.shape, entry.stride, getattr(torch, entry.dtype))
+    for name, entry in checkpoint_sources(engine).own.parameter_table().items():
+        found[name] = _TensorSpec(entry.shape, entry.stride, getattr(torch, entry.dtype))
     names = _names(engine)
-    for name, buffer in engine.state.buffers().items():
+    for name, buffer in checkpoint_sources(engine).own.buffers().items():
         if names[name] == name:
             shape = tuple(buffer.shape)
-            found[name] = _Target(shape, torch.empty(shape, device="meta").stride(), buffer.dtype)
+            found[name] = _TensorSpec(shape, torch.empty(shape, device="meta").stride(), buffer.dtype)
     return found
 
 
@@ -100,9 +101,9 @@ def _names(engine: Engine) -> dict[str, str]:
     """The first name of every parameter and buffer, by each of its names."""
     found = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-        found[engine.wholes.name(name)] = engine.wholes.name(engine.names[parameter][0])
+        found[engine.full_tensors.name(name)] = engine.full_tensors.name(engine.names[parameter][0])
     first: dict[int, str] = {}
-    for name, buffer in engine.state.buffers().items():
+    for name, buffer in checkpoint_sources(engine).own.buffers().items():
         found[name] = first.setdefault(id(buffer), name)
     return found
 
@@ -120,11 +121,11 @@ def _renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
     return found
 
 
-def _misfit(name: str, target: _Target, tensor: StoredTensor) -> list[str]:
+def _misfit(name: str, spec: _TensorSpec, tensor: StoredTensor) -> list[str]:
     problems = []
-    if tensor.entry.shape != target.shape:
-        problems.append(f"{name!r} has shape {tensor.entry.shape}, the model's {target.shape}")
-    both_float = tensor.entry.dtype.is_floating_point and target.dtype.is_floating_point
-    if tensor.entry.dtype != target.dtype and not both_float:
-        problems.append(f"{name!r} is {tensor.entry.dtype}, the model's {target.dtype}")
+    if tensor.entry.shape != spec.shape:
+        problems.append(f"{name!r} has shape {tensor.entry.shape}, the model's {spec.shape}")
+    both_float = tensor.entry.dtype.is_floating_point and spec.dtype.is_floating_point
+    if tensor.entry.dtype != spec.dtype and not both_float:
+        problems.append(f"{name!r} is {tensor.entry.dtype}, the model's {spec.dtype}")
     return problems

@@ -1,4 +1,4 @@
-"""Whole weights in files that are read without this library: safetensors, or pickles of torch's."""
+"""Full weights in files that are read without this library: safetensors, or pickles of torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.files.raw_buffers import byte_view
 from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES
 from zero_ext.checkpoint.format.safetensors_header import (
@@ -31,21 +31,21 @@ _PARTIAL = ".partial-"
 class LazyTensor:
     """A tensor whose values are read when they are asked for.
 
-    ``parts`` gives them in row-major order, a run at a time, each valid until the next one. They become
+    ``chunks`` gives them in row-major order, a chunk at a time, each valid until the next one. They become
     ``dtype``.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    parts: Callable[[], Iterable[torch.Tensor]]
+    chunks: Callable[[], Iterable[torch.Tensor]]
 
     def contiguous(self) -> torch.Tensor:
         """Return a new tensor with the values."""
         found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat, begin = found.view(-1), 0
-        for part in self.parts():
-            flat[begin : begin + part.numel()].copy_(part.reshape(-1))
-            begin += part.numel()
+        for chunk in self.chunks():
+            flat[begin : begin + chunk.numel()].copy_(chunk.reshape(-1))
+            begin += chunk.numel()
         return found
 
 
@@ -55,7 +55,7 @@ Weights = Mapping[str, torch.Tensor | LazyTensor]
 def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = False) -> list[Path]:
     """Write weights to a folder as Hugging Face's libraries read them.
 
-    One tensor is in memory at a time, or one run of a lazy one.
+    One tensor is in memory at a time, or one chunk of a lazy one.
 
     Args:
         weights: tensors by name. Safetensors hold what has several names under the first of them.
@@ -82,33 +82,33 @@ def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = 
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [f"{stem}{suffix}"]
-    storage = Storage()
-    storage.make_directory(out)
+    filesystem = Filesystem()
+    filesystem.make_directory(out)
     written: list[Path] = []
     try:
         for name, shard in zip(names, shards, strict=True):
             written.append(out / (_PARTIAL + name))
-            write_file(storage, written[-1], shard, pickled)
+            write_file(filesystem, written[-1], shard, pickled)
         if len(shards) > 1:
             written.append(out / (_PARTIAL + index))
-            storage.remove(written[-1])
-            storage.write_file(written[-1], _index(names, shards))
-        return _publish(storage, written)
+            filesystem.remove(written[-1])
+            filesystem.write_file(written[-1], _index(names, shards))
+        return _publish(filesystem, written)
     finally:
         for partial in written:
-            storage.remove(partial)
+            filesystem.remove(partial)
 
 
-def write_file(storage: Storage, path: Path, weights: Weights, pickled: bool) -> None:
+def write_file(filesystem: Filesystem, path: Path, weights: Weights, pickled: bool) -> None:
     """Write tensors to one new file, which is on the disk then.
 
     Errors are those of :func:`write_weights`. What they leave at ``path`` is the caller's to remove.
     """
-    storage.remove(path)
+    filesystem.remove(path)
     if pickled:
-        _write_pickle(storage, path, weights)
+        _write_pickle(filesystem, path, weights)
     else:
-        _write_safetensors(storage, path, first_names(weights))
+        _write_safetensors(filesystem, path, first_names(weights))
 
 
 def first_names(weights: Weights) -> Weights:
@@ -145,45 +145,45 @@ def _index(names: Sequence[str], shards: Sequence[Weights]) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def _write_safetensors(storage: Storage, path: Path, weights: Weights) -> None:
+def _write_safetensors(filesystem: Filesystem, path: Path, weights: Weights) -> None:
     for name, value in weights.items():
         if value.dtype not in SAFETENSORS_CODES:
             raise ValueError(f"{name}: safetensors has no {value.dtype}; give another file name")
     listed = [TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in weights.items()]
     # Readers want each tensor at its own alignment.
     entries = [listed[number] for number in by_alignment(listed)]
-    with StreamWriter(storage, path) as writer:
+    with StreamWriter(filesystem, path) as writer:
         header = encode_header(entries, {"format": "pt"})
         writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for entry in entries:
             value = weights[entry.key]
-            for part in value.parts() if isinstance(value, LazyTensor) else (value,):
-                writer.append(byte_view(_cast(entry.key, part.contiguous(), entry.dtype)))
+            for chunk in value.chunks() if isinstance(value, LazyTensor) else (value,):
+                writer.append(byte_view(_cast(entry.key, chunk.contiguous(), entry.dtype)))
         writer.finish()
 
 
-def _write_pickle(storage: Storage, path: Path, weights: Weights) -> None:
+def _write_pickle(filesystem: Filesystem, path: Path, weights: Weights) -> None:
     """Lazy tensors go through a file of their bytes, which is mapped: torch wants all of them together."""
     raw = path.with_name(f"{path.name}-values")
     lazy = {name: value for name, value in first_names(weights).items() if isinstance(value, LazyTensor)}
-    whole: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     try:
         if lazy:
-            write_file(storage, raw, lazy, pickled=False)
+            write_file(filesystem, raw, lazy, pickled=False)
             with raw.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             for (name, dtype, shape), offset in read_header(raw):
                 flat = torch.empty(0, dtype=dtype, device="cpu")
                 if math.prod(shape):
                     flat = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
-                whole[id(lazy[name])] = flat.view(shape)
+                tensors[id(lazy[name])] = flat.view(shape)
         # Exclusive: the target of a symbolic link that somebody else puts here is not overwritten.
         with path.open("xb") as file:
-            torch.save({name: whole.get(id(value), value) for name, value in weights.items()}, file)
+            torch.save({name: tensors.get(id(value), value) for name, value in weights.items()}, file)
             file.flush()
             os.fsync(file.fileno())
     finally:
-        storage.remove(raw)
+        filesystem.remove(raw)
 
 
 def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -193,11 +193,11 @@ def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def _publish(storage: Storage, partial: Sequence[Path]) -> list[Path]:
+def _publish(filesystem: Filesystem, partial: Sequence[Path]) -> list[Path]:
     """Final names, the index last: a reader that finds it finds everything it lists."""
     published = []
     for path in partial:
         published.append(path.with_name(path.name.removeprefix(_PARTIAL)))
-        storage.rename(path, published[-1])
-    storage.sync_directory(published[-1].parent)
+        filesystem.rename(path, published[-1])
+    filesystem.sync_directory(published[-1].parent)
     return published

@@ -37,16 +37,16 @@ def check_others(
             raise DeepSpeedFeatureError(f"{what}({name}=...) is not served: {refused[name]}")
 
 
-def given_json(what: str, given: Any) -> dict[str, Any]:
+def json_values(what: str, source: Any) -> dict[str, Any]:
     """DeepSpeed's JSON, from a mapping, a path or an object with it, like ``DeepSpeedConfig``, as ``values``.
 
     Raises:
         ConfigError: a file that cannot be read or holds no JSON object.
         TypeError: something else was given; ``what`` names it.
     """
-    if isinstance(given, str | Path):
-        return read_json_object(given)
-    found = given if isinstance(given, Mapping) else getattr(given, "values", None)
+    if isinstance(source, str | Path):
+        return read_json_object(source)
+    found = source if isinstance(source, Mapping) else getattr(source, "values", None)
     if not isinstance(found, Mapping):
-        raise TypeError(f"{what}: expected a mapping, a path or a DeepSpeedConfig, got {show(given)}.")
+        raise TypeError(f"{what}: expected a mapping, a path or a DeepSpeedConfig, got {show(source)}.")
     return dict(found)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_ext.activation import Checkpointing, RandomStreams, current
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing, RandomStreams, current_checkpointing
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.events import ActivationEnd, Event
-from zero_ext.integrations.deepspeed.arguments import given_json
+from zero_ext.integrations.deepspeed.arguments import json_values
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.integrations.deepspeed.utils.logging import logger
 
@@ -32,14 +32,14 @@ class _Configured:
         self.streams = RandomStreams()
         self.mpu: Any = None
         self.values: dict[str, Any] = {}
-        self.checkpointing: Checkpointing | None = None
+        self.checkpointing: ActivationCheckpointing | None = None
 
-    def take(self, mpu: Any, values: Mapping[str, Any]) -> None:
+    def apply(self, mpu: Any, values: Mapping[str, Any]) -> None:
         """Checkpoints as the JSON's ``values`` say from now on."""
         said = {name: value for name, value in values.items() if value not in (None, False)}
         if not said.get("contiguous_memory_optimization"):
             said.pop("number_checkpoints", None)
-        policy = ActivationPolicy(**said)
+        policy = ActivationCheckpointingConfig(**said)
         if policy.partition_activations and mpu is None:
             raise ValueError(
                 "checkpointing.configure(partition_activations=True) needs mpu_, whose model-parallel group "
@@ -47,7 +47,7 @@ class _Configured:
             )
         group = _of(mpu, "group") if policy.partition_activations else None
         data_parallel = mpu.get_data_parallel_group() if group is not None else None
-        made = Checkpointing(policy, group, data_parallel_group=data_parallel, streams=self.streams)
+        made = ActivationCheckpointing(policy, group, data_parallel_group=data_parallel, streams=self.streams)
         if policy.profile:
             made.bus.subscribe(_log)
         self.mpu, self.values, self.checkpointing = mpu, dict(values), made
@@ -74,12 +74,12 @@ def configure(
     ``ConfigError`` for values that contradict each other, ``ValueError`` for ``partition_activations``
     without ``mpu_`` or with a group whose ranks are data-parallel.
     """
-    given = dict(locals())
-    json = {} if deepspeed_config is None else given_json("deepspeed_config", deepspeed_config)
+    arguments = dict(locals())
+    json = {} if deepspeed_config is None else json_values("deepspeed_config", deepspeed_config)
     section = json.get(_SECTION) or {}
     values = {key: section.get(key) for key in _NAMES.values()}
-    values |= {key: given[name] for name, key in _NAMES.items() if given[name] is not None}
-    _CONFIGURED.take(mpu_, values)
+    values |= {key: arguments[name] for name, key in _NAMES.items() if arguments[name] is not None}
+    _CONFIGURED.apply(mpu_, values)
 
 
 def is_configured() -> bool:
@@ -93,12 +93,12 @@ def reset() -> None:
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Changes ``partition_activations`` of :func:`configure`."""
-    _CONFIGURED.take(_CONFIGURED.mpu, _CONFIGURED.values | {"partition_activations": partition_activation})
+    _CONFIGURED.apply(_CONFIGURED.mpu, _CONFIGURED.values | {"partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
     """Changes ``num_checkpoints`` of :func:`configure`."""
-    _CONFIGURED.take(_CONFIGURED.mpu, _CONFIGURED.values | {"number_checkpoints": nlayers})
+    _CONFIGURED.apply(_CONFIGURED.mpu, _CONFIGURED.values | {"number_checkpoints": nlayers})
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Where the inputs wait says :func:`configure`; before it, the configuration of the model that runs. See
     :func:`zero_ext.checkpoint_activations`.
     """
-    return (_CONFIGURED.checkpointing or current())(function, *args, **kwargs)
+    return (_CONFIGURED.checkpointing or current_checkpointing())(function, *args, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint

@@ -23,7 +23,7 @@ from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
 from zero_ext.integrations.deepspeed.zero.zero_optimizer_types import DeepSpeedZeRoOffload
 from zero_ext.integrations.transformers.model_patches import bind_methods
-from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
 from zero_ext.zero.api.zero_module import ZeroModule
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
@@ -103,7 +103,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the state; None for one."""
-        return engine_of(self).group
+        return checkpoint_sources(engine_of(self)).own.group
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank among them."""
@@ -194,9 +194,9 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         where steps end, goes on for longer.
         """
         settings = self.zero_config
-        keeps = settings.stage < 2 or settings.offload.step == "in_backward"
+        accumulates = settings.stage < 2 or settings.offload.update_mode == "in_backward"
         goes_on = self._boundary is False or not self._managed
-        with super().no_sync() if keeps and goes_on else contextlib.nullcontext():
+        with super().no_sync() if accumulates and goes_on else contextlib.nullcontext():
             yield
 
     def was_step_applied(self) -> bool:
@@ -242,7 +242,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def get_type(self) -> list[str]:
         """The optimizer's class by name."""
-        return [str(engine_of(self).state.optimizer_class)]
+        return [str(checkpoint_sources(engine_of(self)).own.optimizer_class)]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step before clipping, infinite if gradients overflowed; None
@@ -273,7 +273,11 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         Frozen parameters are saved too, so that a checkpoint is whole; ``exclude_frozen_parameters`` is
         accepted for callers that always pass it.
         """
-        checkpoint_tags.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+        counters = {"micro_steps": self.micro_steps, "samples": self._unmanaged_samples}
+        extras = checkpoint_tags.EngineExtras(self.lr_scheduler, self.training_dataloader, counters)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        state = {} if client_state is None else client_state
+        checkpoint_tags.save(self, Path(save_dir), name, state, save_latest, extras)
         return True
 
     def load_checkpoint(
@@ -300,7 +304,14 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
                 "load_checkpoint without optimizer states is not served: export the weights with 'zero-ext "
                 "export' and load them with zero_ext.load_safetensors"
             )
-        return checkpoint_tags.load(self, Path(load_dir), tag, load_lr_scheduler_states)
+        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
+        path, client_state, counters = checkpoint_tags.load(
+            self, Path(load_dir), tag, scheduler, self.training_dataloader
+        )
+        if path is not None:
+            self.micro_steps = counters.get("micro_steps", 0)
+            self._unmanaged_samples = counters.get("samples", 0)
+        return path, client_state
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer, whole, on every rank; a collective."""
@@ -348,7 +359,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def empty_partition_cache(self) -> None:
         """Drops what was gathered ahead."""
-        engine_of(self).residency.release_idle()
+        engine_of(self).prefetcher.release_idle()
 
     def destroy(self) -> None:
         """Nothing to do: memory, files and connections go with the model."""

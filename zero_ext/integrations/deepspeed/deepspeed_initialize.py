@@ -17,7 +17,7 @@ from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.config.schema.config_errors import Problem, show
 from zero_ext.integrations.builders import Scheduler, make_loader, make_optimizer, make_scheduler
-from zero_ext.integrations.deepspeed.arguments import check_others, given_json
+from zero_ext.integrations.deepspeed.arguments import check_others, json_values
 from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.param_attributes import mark_sharded
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
@@ -80,7 +80,7 @@ def initialize(
     check_others("deepspeed.initialize", others, _MISSING, _WITHOUT_EFFECT)
     if model is None:
         raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
-    _check_given(model, optimizer, lr_scheduler)
+    _check_types(model, optimizer, lr_scheduler)
     model = unwrapped(model)
     values, native = _loaded(_source(args, config, config_params))
     settings = _with_leaf_modules(native, model)
@@ -153,17 +153,17 @@ def _engine_class(pipeline: PipelineModule | None) -> type[DeepSpeedEngine]:
     return PipelineEngine
 
 
-def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
+def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
     """Raises ``TypeError`` for objects of a wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"deepspeed.initialize: model is {show(model)}, wanted a torch.nn.Module")
     makers = "wanted one of torch's, a callable that makes it, or None for the JSON's section"
-    for name, given, kind in (
+    for name, value, kind in (
         ("optimizer", optimizer, Optimizer),
         ("lr_scheduler", lr_scheduler, LRScheduler),
     ):
-        if not (given is None or isinstance(given, kind) or callable(given)):
-            raise TypeError(f"deepspeed.initialize: {name} is {show(given)}, {makers}")
+        if not (value is None or isinstance(value, kind) or callable(value)):
+            raise TypeError(f"deepspeed.initialize: {name} is {show(value)}, {makers}")
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"deepspeed.initialize: lr_scheduler: expected one over optimizer=, got {show(lr_scheduler)} "
@@ -171,9 +171,9 @@ def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
-def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
     """The one configuration among ``config``, ``config_params`` (its older name) and that of ``args``."""
-    sources = [source for source in given if source is not None]
+    sources = [source for source in value if source is not None]
     if len(sources) == 2 and sources[0] == sources[1]:
         del sources[1]
     named = getattr(args, "deepspeed_config", None)
@@ -190,7 +190,7 @@ def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping
 
 def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], ZeroConfig]:
     """Return the JSON as given and what it means here."""
-    values = given_json("deepspeed.initialize", source)
+    values = json_values("deepspeed.initialize", source)
     if values.get(_MANAGED) is False:  # the engine's own: the native configuration has no such key
         source = {name: value for name, value in values.items() if name != _MANAGED}
     translation = load_deepspeed_config(source)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.sections.training import OptimizerPolicy, SchedulerPolicy
+from zero_ext.config.sections.training import OptimizerConfig, SchedulerConfig
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.construction.grouping import DTYPES
 
@@ -23,11 +23,11 @@ def _question(doc: str, answer: Callable[[ZeroConfig], Any]) -> Callable[[Any], 
     return ask
 
 
-def _type(section: OptimizerPolicy | SchedulerPolicy | None) -> str | None:
+def _type(section: OptimizerConfig | SchedulerConfig | None) -> str | None:
     return None if section is None else section.type
 
 
-def _params(section: OptimizerPolicy | SchedulerPolicy | None) -> dict[str, Any] | None:
+def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, Any] | None:
     return None if section is None else dict(section.params)
 
 

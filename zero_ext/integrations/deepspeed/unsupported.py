@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NoReturn
 
-from zero_ext.integrations.deepspeed.registry import Definition, home_of, mirror_of, names, reason_of
+from zero_ext.integrations.deepspeed.registry import Definition, mirror_of, names, nearest_mirror, reason_of
 
 
 class DeepSpeedFeatureError(RuntimeError):
@@ -76,25 +76,25 @@ def names_of(*modules: str) -> Callable[[str], Any]:
             found = {each for module in modules for each in names().all_of(module)}
             return sorted(each for each in found if not each.startswith("_"))
         for module in modules:
-            place = names().definition(module, name)
-            if place is not None:
-                return _value(f"{module}.{name}", place)
+            definition = names().definition(module, name)
+            if definition is not None:
+                return _value(f"{module}.{name}", definition)
         raise AttributeError(f"module {modules[0]!r} has no attribute {name!r}")
 
     return look_up
 
 
-def _value(path: str, place: Definition) -> Any:
-    if not place.name:
-        return module_for(place.module)
-    found = served(place)
-    if found is None and names().is_constant(place):
-        return names().constants(place.module)[place.name]
-    return stand_in(path, place.path) if found is None else found
+def _value(path: str, definition: Definition) -> Any:
+    if not definition.name:
+        return module_for(definition.module)
+    found = served(definition)
+    if found is None and names().is_constant(definition):
+        return names().constants(definition.module)[definition.name]
+    return stand_in(path, definition.path) if found is None else found
 
 
-def served(place: Definition) -> Any:
+def served(definition: Definition) -> Any:
     """What stands here for a name of DeepSpeed; None if nothing does."""
-    home = home_of(place.module) if mirror_of(place.module) is None else mirror_of(place.module)
-    found = None if home is None else vars(importlib.import_module(home)).get(place.name)
+    mirror = mirror_of(definition.module) or nearest_mirror(definition.module)
+    found = None if mirror is None else vars(importlib.import_module(mirror)).get(definition.name)
     return None if isinstance(found, ModuleType) else found

@@ -20,8 +20,8 @@ from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.state_source import MASTER
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.config import ZeroConfig
-from zero_ext.zero.api.engine_lookup import engine_of
-from zero_ext.zero.api.engine_state import EngineState, ParameterInfo, ShardPiece
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
+from zero_ext.zero.api.engine_state import ParameterInfo, StateSlice
 from zero_ext.zero.engine import Engine
 
 _LIGHTNING = "lightning"
@@ -46,11 +46,11 @@ def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None
     state = {_LIGHTNING: rest}
     step = int(checkpoint["global_step"])
     if "optimizer_states" in checkpoint:
-        save_checkpoint(folder, module, step=step, client_state=state, keep_last=1, asynchronous=False)
+        save_checkpoint(folder, module, step=step, client_state=state, keep_last=1, async_save=False)
         return
     engine = engine_of(module)
     engine.finish_updates()
-    saving.save_checkpoint(folder, WeightsAlone(engine), step=step, client_state=state, keep_last=1)
+    saving.save_state(folder, WeightsAlone(engine), step=step, client_state=state, keep_last=1)
 
 
 def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
         load_checkpoint(folder, module)
     else:
         engine.finish_updates(replaced=True)
-        loading.load_checkpoint(folder, WeightsAlone(engine))
+        loading.load_state(folder, WeightsAlone(engine))
     return {"state_dict": {}, **state}
 
 
@@ -95,7 +95,7 @@ class WeightsAlone:
     trains = False
 
     def __init__(self, engine: Engine) -> None:
-        self._state: EngineState = engine.state
+        self._state = checkpoint_sources(engine).own
 
     @property
     def rank(self) -> int:
@@ -121,13 +121,13 @@ class WeightsAlone:
         """Every parameter by its first name."""
         return self._state.parameter_table()
 
-    def save_pieces(self) -> Iterator[ShardPiece]:
+    def save_slices(self) -> Iterator[StateSlice]:
         """This rank's shard of the weights."""
-        return (piece for piece in self._state.save_pieces() if piece.kind == MASTER)
+        return (shard_slice for shard_slice in self._state.save_slices() if shard_slice.kind == MASTER)
 
-    def load_pieces(self) -> Iterator[ShardPiece]:
+    def load_slices(self) -> Iterator[StateSlice]:
         """The weights that this rank needs."""
-        return (piece for piece in self._state.load_pieces() if piece.kind == MASTER)
+        return (shard_slice for shard_slice in self._state.load_slices() if shard_slice.kind == MASTER)
 
     def scalar_state(self) -> dict[str, Any]:
         """The engine's, without an optimizer."""

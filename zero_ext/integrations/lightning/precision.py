@@ -33,20 +33,20 @@ class ZeroPrecision(Precision):
         ValueError: a precision, or a plugin of the user's own, that sharded training cannot serve.
     """
 
-    def __init__(self, given: Precision) -> None:
-        if type(given) not in (Precision, HalfPrecision, MixedPrecision) or given.precision not in _DTYPES:
+    def __init__(self, plugin: Precision) -> None:
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in _DTYPES:
             raise ValueError(
-                f"ZeroStrategy cannot serve {type(given).__name__} (precision={given.precision!r}); wanted "
+                f"ZeroStrategy cannot serve {type(plugin).__name__} (precision={plugin.precision!r}); wanted "
                 f"Trainer(precision=...) one of {', '.join(map(repr, _DTYPES))}"
             )
-        self._given = given
-        self.precision: Any = given.precision
-        self.dtype = _DTYPES[given.precision]
+        self._plugin = plugin
+        self.precision: Any = plugin.precision
+        self.dtype = _DTYPES[plugin.precision]
         self._inputs: torch.dtype | None = None
 
     def computes_in(self, dtype: str) -> None:
         """Tells the configuration's ``precision.dtype``, where batches without autocast are converted to."""
-        self._inputs = _TORCH.get(dtype) if not isinstance(self._given, MixedPrecision) else None
+        self._inputs = _TORCH.get(dtype) if not isinstance(self._plugin, MixedPrecision) else None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Left to the engine, which converts a unit at a time."""
@@ -60,15 +60,15 @@ class ZeroPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast, or the default dtype, of a step."""
-        return self._given.forward_context()
+        return self._plugin.forward_context()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """The default dtype while ``configure_model`` runs."""
-        return self._given.tensor_init_context()
+        return self._plugin.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """The same."""
-        return self._given.module_init_context()
+        return self._plugin.module_init_context()
 
     def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:
         """Scales the loss of fp16, before the hooks see it."""

@@ -85,10 +85,10 @@ class ZeroStrategy(DDPStrategy):
         return self._zero_precision
 
     @precision_plugin.setter
-    def precision_plugin(self, given: Precision | None) -> None:
-        made = given if isinstance(given, ZeroPrecision) else ZeroPrecision(given or Precision())
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        made = plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin or Precision())
         made.computes_in(with_dtype(self._config, made.precision, made.dtype).precision.dtype)
-        self._precision_plugin, self._zero_precision = given, made
+        self._precision_plugin, self._zero_precision = plugin, made
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -96,9 +96,9 @@ class ZeroStrategy(DDPStrategy):
         raise ValueError("ZeroStrategy has no CheckpointIO: all ranks write their shards themselves")
 
     @checkpoint_io.setter
-    def checkpoint_io(self, given: CheckpointIO) -> None:
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
         raise ValueError(
-            f"ZeroStrategy writes its checkpoints itself; remove {type(given).__name__} from the Trainer's "
+            f"ZeroStrategy writes its checkpoints itself; remove {type(plugin).__name__} from the Trainer's "
             "plugins"
         )
 

@@ -22,7 +22,7 @@ _LIGHTNINGS = {
     "optimizer": "the LightningModule's configure_optimizers makes the optimizer",
     "scheduler": "the LightningModule's configure_optimizers makes the schedulers",
     "checkpoint.keep_last": "Lightning counts its own checkpoints: ModelCheckpoint(save_top_k=...)",
-    "checkpoint.asynchronous": "Lightning removes older checkpoints as soon as a save returns",
+    "checkpoint.async_save": "Lightning removes older checkpoints as soon as a save returns",
 }
 
 

@@ -23,7 +23,12 @@ def save_training(folder: str, model: PeftModel, scheduler: Any, step: int) -> N
     """Adds to the Trainer's checkpoint ``folder`` what resuming needs beside the adapter; a collective. The
     frozen base model is left out."""
     save_checkpoint(
-        Path(folder) / STATE_FOLDER, model, step=step, scheduler=scheduler, asynchronous=False, frozen=False
+        Path(folder) / STATE_FOLDER,
+        model,
+        step=step,
+        scheduler=scheduler,
+        async_save=False,
+        include_frozen=False,
     )
 
 
@@ -62,7 +67,7 @@ def resume_training(folder: str, model: PeftModel, scheduler: Any) -> None:
     """Loads a checkpoint into the adapters, their optimizer and ``scheduler``; a collective. One without
     optimizer state (``save_only_model``) gives weights only, with a warning."""
     if (Path(folder) / STATE_FOLDER).is_dir():
-        load_checkpoint(Path(folder) / STATE_FOLDER, model, scheduler=scheduler, frozen=False)
+        load_checkpoint(Path(folder) / STATE_FOLDER, model, scheduler=scheduler, include_frozen=False)
         return
     logger.warning("%s holds weights only: optimizer and schedule start anew", folder)
     load_adapter_weights(model, folder)
@@ -74,7 +79,7 @@ def load_best(folder: str, model: PeftModel) -> None:
     random = torch.get_rng_state()
     try:
         if (Path(folder) / STATE_FOLDER).is_dir():
-            load_checkpoint(Path(folder) / STATE_FOLDER, model, frozen=False)
+            load_checkpoint(Path(folder) / STATE_FOLDER, model, include_frozen=False)
         else:
             load_adapter_weights(model, folder)
     finally:

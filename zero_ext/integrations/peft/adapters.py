@@ -16,7 +16,7 @@ from zero_ext.integrations.transformers.model_patches import another_rank_saves
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict, load_full_state_dict
 from zero_ext.zero.construction.module_buffers import persistent_buffers
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.quantized_params import is_packed
 from zero_ext.zero.units.unit import UnitState
 
@@ -34,7 +34,7 @@ def adapter_state_dict(
     ``save_pretrained(state_dict=)`` and ``get_peft_model_state_dict(state_dict=)`` take.
     """
     keys = frozenset(_stored_keys(model, list(model.peft_config), save_embedding_layers).values())
-    return full_state_dict(model, rank0_only=rank0_only, wanted=keys.__contains__)
+    return full_state_dict(model, rank0_only=rank0_only, key_filter=keys.__contains__)
 
 
 def load_adapter_weights(model: PeftModel, folder: str | os.PathLike[str], adapter: str = "default") -> None:
@@ -110,7 +110,9 @@ def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: A
         if writes:
             plain(save_directory, state_dict=state, **kwargs)
 
-    together(engine.collectives, write, f"writing the adapter to {save_directory}", "Nothing was changed.")
+    raise_on_all_ranks(
+        engine.collectives, write, f"writing the adapter to {save_directory}", "Nothing was changed."
+    )
 
 
 def _merge(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +154,7 @@ def _stored_keys(
     PEFT itself tells, from a state dict of empty tensors.
     """
     engine = engine_of(model)
-    names = [engine.wholes.name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [engine.full_tensors.name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     stubs = {name: torch.empty(0, device="cpu") for name in (*names, *persistent_buffers(model))}
     by_stub = {id(stub): name for name, stub in stubs.items()}
     found: dict[str, str] = {}

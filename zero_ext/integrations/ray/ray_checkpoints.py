@@ -40,7 +40,7 @@ def report(
     engine = engine_of(model)
     folder = Path(storage.experiment_fs_path) / f"checkpoint-{engine.steps:06d}"
     save_checkpoint(
-        folder, model, scheduler=scheduler, loader=loader, client_state=client_state, asynchronous=False
+        folder, model, scheduler=scheduler, loader=loader, client_state=client_state, async_save=False
     )
     ray.train.report(
         dict(metrics),

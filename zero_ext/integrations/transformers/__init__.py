@@ -6,7 +6,7 @@ Attention and loading need transformers alone, the trainers accelerate as well.
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy_imports import lazily
+from zero_ext.config.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from zero_ext.integrations.transformers.attention_interface import (
@@ -24,23 +24,23 @@ __all__ = [
     "sparsify_attention",
 ]
 
-_HERE = "zero_ext.integrations.transformers"
-_HOMES = {
-    "ZeroTrainer": f"{_HERE}.trainer",
-    "ZeroTrainerMixin": f"{_HERE}.trainer",
-    "extend_position_embedding": f"{_HERE}.attention_interface",
-    "from_pretrained": f"{_HERE}.pretrained",
-    "sparsify_attention": f"{_HERE}.attention_interface",
+_PACKAGE = "zero_ext.integrations.transformers"
+_MODULES = {
+    "ZeroTrainer": f"{_PACKAGE}.trainer",
+    "ZeroTrainerMixin": f"{_PACKAGE}.trainer",
+    "extend_position_embedding": f"{_PACKAGE}.attention_interface",
+    "from_pretrained": f"{_PACKAGE}.pretrained",
+    "sparsify_attention": f"{_PACKAGE}.attention_interface",
 }
-_find = lazily(__name__, _HOMES)
+_find = lazy_getattr(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> object:
     wanted = ("transformers", "accelerate") if name.startswith("ZeroTrainer") else ("transformers",)
     missing = [package for package in wanted if find_spec(package) is None]
-    if missing and name in _HOMES:
+    if missing and name in _MODULES:
         raise ImportError(
-            f"{_HERE}.{name} needs {' and '.join(missing)}, not installed here: "
+            f"{_PACKAGE}.{name} needs {' and '.join(missing)}, not installed here: "
             "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
         )
     return _find(name)

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 from zero_ext.config.sections.sparse_attention import AttentionBackend
 from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
 from zero_ext.integrations.transformers.config_copy import own_configurations
@@ -28,7 +28,7 @@ _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
 def sparsify_attention(
     model: PreTrainedModel,
-    config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout,
+    config: SparseAttentionConfig | Mapping[str, Any] | BlockLayout,
     backend: AttentionBackend | None = None,
 ) -> SparseSelfAttention:
     """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
@@ -103,7 +103,7 @@ def exchangeable_attention(
         if any(hasattr(module, "sequence_exchange") for module in attentions):
             raise ValueError(
                 f"{name} has its sequences over ranks already; make its attention sparse first, then call "
-                "split_sequence"
+                "apply_sequence_parallel"
             )
         _refuse_what_stays_dense(model)
     return attentions, blooms

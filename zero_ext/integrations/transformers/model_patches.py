@@ -49,8 +49,8 @@ def another_rank_saves(settings: dict[str, Any]) -> bool:
 
     Accelerate's ``get_state_dict`` gives them to rank 0 and None to the others, which pass it on.
     """
-    given = "state_dict" in settings and settings["state_dict"] is None
-    return given and not settings.get("is_main_process", True)
+    without_values = "state_dict" in settings and settings["state_dict"] is None
+    return without_values and not settings.get("is_main_process", True)
 
 
 class _BoundToModel(ABC):

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.weights.load_into_meta import load_born
+from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
 from zero_ext.checkpoint.weights.safetensors_files import WeightFiles
 from zero_ext.config import ZeroConfig
 from zero_ext.config.schema.config_errors import show
@@ -26,7 +26,7 @@ from zero_ext.integrations.transformers.trainer_config import ConfigSource, load
 from zero_ext.zero.construction.sharded_init import Init
 
 logger = logging.getLogger("zero_ext")
-_NOT_HERE = {
+_UNSUPPORTED = {
     "device_map": "shards go where zero_config says",
     "max_memory": "shards go where zero_config says",
     "quantization_config": "weights are read as they are; quantise with transformers' own (docs/peft.md)",
@@ -82,7 +82,7 @@ def from_pretrained(
     _refuse_quantised(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
     naming = _Naming(model)
-    missing, unexpected = load_born(model, folder, chosen, naming, process_group)
+    missing, unexpected = load_into_meta(model, folder, chosen, naming, process_group)
     _report(model, missing, unexpected, folder)
     # What is still to be initialised, or written to by tying, is whole only while it is touched.
     with Init(chosen, process_group=process_group):
@@ -114,9 +114,9 @@ def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> An
             f"{os.fspath(folder)}: has no config.json, so nothing says which model it is; give a folder that "
             "save_pretrained wrote, or pass config="
         )
-    refused = {name: why for name, why in _NOT_HERE.items() if settings.get(name) is not None}
+    refused = {name: why for name, why in _UNSUPPORTED.items() if settings.get(name) is not None}
     config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
-    unknown = {name: "no such setting" for name in unknown if name not in _NOT_HERE}
+    unknown = {name: "no such setting" for name in unknown if name not in _UNSUPPORTED}
     if refused or unknown:
         listed = "; ".join(
             f"{name} = {show(settings[name])}: {why}" for name, why in (refused | unknown).items()

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.integrations.transformers.attention_interface import is_cross, registry_attentions
-from zero_ext.parallel.sequence.ulysses import SequenceExchange, part_of
+from zero_ext.parallel.sequence.ulysses import SequenceExchange, sequence_rank
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for all heads
@@ -22,12 +22,12 @@ _OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for al
 
 def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Raises ``ValueError`` unless a model's attention may see sequences that lie over ranks; see
-    :func:`zero_ext.integrations.split_sequence`."""
+    :func:`zero_ext.integrations.apply_sequence_parallel`."""
     config: Any = model.config
     attentions = registry_attentions(model)
     attention = config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    parts = [name for name in config.sub_configs if getattr(config, name, None) is not None]
+    sub_configs = [name for name in config.sub_configs if getattr(config, name, None) is not None]
     problem = ""
     if not attentions or not model._can_set_attn_implementation():
         problem = "does not look its attention up in transformers' registry"
@@ -35,8 +35,8 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = "has its sequences over ranks already"
     elif getattr(config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
         problem = "has cross-attention to another sequence; give its encoder or decoder alone"
-    elif parts:
-        problem = f"has several configurations ({', '.join(parts)}); give its language model alone"
+    elif sub_configs:
+        problem = f"has several configurations ({', '.join(sub_configs)}); give its language model alone"
     elif kinds - _LAYERS:
         problem = f"has layers of the kind {min(kinds - _LAYERS)!r}; only {sorted(_LAYERS)} are exchanged"
     elif not (model.can_generate() or model.base_model is model or _is_masked(model)) or _looks_around(model):
@@ -51,7 +51,7 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = "takes no position_ids, which say where a part of the sequence lies"
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
         problem = f"has attention {attention!r}; call model.set_attn_implementation('sdpa') first"
-    ranks = part_of(mesh)[1]
+    ranks = sequence_rank(mesh)[1]
     tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
     heads = getattr(config, "num_attention_heads", None)
     if not problem and isinstance(heads, int) and heads % (ranks * tensors):
@@ -68,8 +68,8 @@ def _looks_around(model: Any) -> bool:
 
 def _by_length(config: Any) -> str:
     """The type of rotary embeddings that a part of a sequence would turn otherwise than the whole."""
-    given = getattr(config, "rope_parameters", None) or {}
-    every = [given, *(each for each in given.values() if isinstance(each, dict))]
+    inputs = getattr(config, "rope_parameters", None) or {}
+    every = [inputs, *(each for each in inputs.values() if isinstance(each, dict))]
     kinds = {str(each.get("rope_type") or each.get("type")) for each in every}
     return min(kinds & {"dynamic", "longrope"}, default="")
 
@@ -102,8 +102,9 @@ def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> No
     masked, padding = _is_masked(model), _padding_positions(model)
 
     def check(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        _agree(exchange, {name: value for name, value in given.items() if value is not None}, masked, padding)
+        inputs = dict(zip(parameters, args, strict=False)) | kwargs
+        present = {name: value for name, value in inputs.items() if value is not None}
+        _agree(exchange, present, masked, padding)
 
     model.register_forward_pre_hook(check, with_kwargs=True)
     if masked:
@@ -119,9 +120,9 @@ def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
 
     @functools.wraps(forward)
     def with_loss(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        labels, items = given.pop("labels", None), given.pop("num_items_in_batch", None)
-        output = forward(**given)
+        inputs = dict(zip(parameters, args, strict=False)) | kwargs
+        labels, items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
+        output = forward(**inputs)
         if labels is None:
             return output
         logits = output[0] if isinstance(output, tuple) else output.logits
@@ -132,41 +133,41 @@ def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
     model.forward = with_loss
 
 
-def _agree(exchange: SequenceExchange, given: dict[str, Any], masked: bool, padding: int | None) -> None:
+def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, padding: int | None) -> None:
     """Raises ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
     tokens where they are, and some count positions from that of ``padding``."""
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
         exchange.agree((0, 0), "batch and length", "neither input_ids nor inputs_embeds given")
         return
-    whole = exchange.size * tokens.shape[1]
+    length = exchange.size * tokens.shape[1]
     positions, mask, cache = (
-        given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
+        inputs.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
     )
     seen = () if mask is None else tuple(mask.shape)
     square, problem = len(seen) == 4, ""
     if positions is None:
         problem = "position_ids are missing, so that the model would take every part for the first one"
     elif padding is not None and int(positions.min()) < padding:
-        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give cut_batch "
+        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give shard_batch "
         problem += f"padding_idx={padding}, from which this model counts"
-    elif masked and "shift_labels" in given:
-        problem = "labels: expected those of the tokens themselves, got shift_labels. Give cut_batch "
+    elif masked and "shift_labels" in inputs:
+        problem = "labels: expected those of the tokens themselves, got shift_labels. Give shard_batch "
         problem += "shift_labels=False"
-    elif "labels" in given and not masked and "shift_labels" not in given:
+    elif "labels" in inputs and not masked and "shift_labels" not in inputs:
         problem = "labels given without shift_labels: a part does not know the first label of the next one"
-    elif "labels" in given and "num_items_in_batch" not in given:
+    elif "labels" in inputs and "num_items_in_batch" not in inputs:
         problem = "labels given without num_items_in_batch: a mean over a part's own labels is another loss"
-    elif seen and seen[-1] != whole:
-        problem = f"attention_mask is {seen}, wanted that of all {whole} tokens of the sequence"
-    elif square and seen[1:3] != (1, whole):
-        problem = f"attention_mask is {seen}, wanted [batch, 1, {whole}, {whole}]"
+    elif seen and seen[-1] != length:
+        problem = f"attention_mask is {seen}, wanted that of all {length} tokens of the sequence"
+    elif square and seen[1:3] != (1, length):
+        problem = f"attention_mask is {seen}, wanted [batch, 1, {length}, {length}]"
     elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
         problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
     elif cache is not None and cache.get_seq_length():
         problem = f"past_key_values hold {cache.get_seq_length()} tokens; over ranks there is no generation"
     if problem:
-        problem += ". zero_ext.parallel.cut_batch makes what is wanted of a whole batch"
+        problem += ". zero_ext.parallel.shard_batch makes what is wanted of a whole batch"
     exchange.agree(tokens.shape[:2], "batch and length", problem)
 
 
@@ -196,18 +197,18 @@ def _attend(
     if exchange is None:
         raise RuntimeError(
             f"{type(module).__name__} was set to attend to sequences over ranks without any; call "
-            "split_sequence(model, mesh)"
+            "apply_sequence_parallel(model, mesh)"
         )
     for name in _OF_HEADS:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name}, of heads that other ranks attend with")
     kwargs.pop("position_ids", None)  # of a part, where flash attention looks for packed sequences
-    whole = exchange.enter(query, key, value)
-    groups = whole[0].shape[1] // whole[1].shape[1]
+    full = exchange.enter(query, key, value)
+    groups = full[0].shape[1] // full[1].shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:
         module = _Regrouped(module, groups)
-    with exchange.together():
-        found, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *whole, attention_mask, **kwargs)
+    with exchange.abort_on_error():
+        found, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *full, attention_mask, **kwargs)
     return exchange.leave(found.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
 

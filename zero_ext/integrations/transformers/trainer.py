@@ -15,12 +15,16 @@ from zero_ext.integrations.transformers.gradient_checkpointing import checkpoint
 from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
 from zero_ext.integrations.transformers.trainer_checkpoints import (
     check_resume,
-    last_whole_checkpoint,
+    last_complete_checkpoint,
     load_best,
     resume_training,
     save_training,
 )
-from zero_ext.integrations.transformers.trainer_config import ConfigSource, refuse_given, resolve_settings
+from zero_ext.integrations.transformers.trainer_config import (
+    ConfigSource,
+    refuse_duplicates,
+    resolve_settings,
+)
 from zero_ext.integrations.transformers.unsupported_args import (
     refuse_adapters,
     refuse_arguments,
@@ -68,7 +72,7 @@ class ZeroTrainerMixin(_Base):
         self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
         if not isinstance(self.optimizer, ZeroOptimizer):  # that one is what a section has become
             made, schedule = self.optimizer, self.lr_scheduler
-            refuse_given(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
+            refuse_duplicates(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
             build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, device="cpu", requires_grad=True)])
         if self.is_world_process_zero():
@@ -176,7 +180,7 @@ class ZeroTrainerMixin(_Base):
         """The step clips: ``max_grad_norm`` is the configuration's ``gradient_clipping``."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self._zero_settings.gradient_clipping or self._zero_settings.offload.step == "in_backward":
+        if self._zero_settings.gradient_clipping or self._zero_settings.offload.update_mode == "in_backward":
             return None  # the step takes the norm, or nobody does
         return self._engine.clip_grad_norm_(float("inf"))
 
@@ -219,7 +223,7 @@ class ZeroTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; ``resume_from_checkpoint`` True takes the newest checkpoint that is whole."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(str(self.args.output_dir))
+            resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -32,10 +32,10 @@ logger = logging.getLogger("zero_ext")
 
 def save_training(folder: str, model: nn.Module, scheduler: Any, step: int) -> None:
     """Adds to the Trainer's checkpoint ``folder`` what resuming needs beside the weights; a collective."""
-    save_checkpoint(Path(folder) / STATE_FOLDER, model, step=step, scheduler=scheduler, asynchronous=False)
+    save_checkpoint(Path(folder) / STATE_FOLDER, model, step=step, scheduler=scheduler, async_save=False)
 
 
-def last_whole_checkpoint(output_dir: str) -> str:
+def last_complete_checkpoint(output_dir: str) -> str:
     """The newest checkpoint in ``output_dir`` that was written to its end; ``ValueError`` without one."""
     root = Path(output_dir)
     found = {}

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from zero_ext.config import (
     ConfigError,
     Note,
-    OptimizerPolicy,
+    OptimizerConfig,
     ZeroConfig,
     load_config,
     load_deepspeed_config,
@@ -159,7 +159,7 @@ def _said(config: ZeroConfig, path: str) -> Any:
     return found
 
 
-def _completed(policy: OptimizerPolicy, args: TrainingArguments) -> OptimizerPolicy:
+def _completed(policy: OptimizerConfig, args: TrainingArguments) -> OptimizerConfig:
     params = dict(policy.params)
     names = ["lr"]
     if policy.type.lower() in _ADAMS:
@@ -237,9 +237,9 @@ def _refuse(problems: list[Problem]) -> None:
 
 def _refuse_savers(config: ZeroConfig) -> None:
     problems = []
-    if config.checkpoint.asynchronous:
+    if config.checkpoint.async_save:
         why = "the Trainer deletes older checkpoints as soon as a save returns; leave it false"
-        problems.append(Problem("checkpoint.asynchronous", f"got True: {why}"))
+        problems.append(Problem("checkpoint.async_save", f"got True: {why}"))
     if config.checkpoint.keep_last is not None:
         why = "the Trainer counts its own folders; use TrainingArguments(save_total_limit=...)"
         problems.append(Problem("checkpoint.keep_last", f"got {config.checkpoint.keep_last}: {why}"))
@@ -260,15 +260,15 @@ def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
     _refuse(problems)
 
 
-def refuse_given(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
+def refuse_duplicates(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
     """Raises ``ConfigError`` for an optimizer or a scheduler that was passed beside one of ``config``."""
     problems = []
-    for section, policy, given in (
+    for section, policy, value in (
         ("optimizer", config.optimizer, optimizer),
         ("scheduler", config.scheduler, scheduler),
     ):
-        if policy is not None and given is not None:
-            kind = given[0] if isinstance(given, tuple) else type(given)  # optimizer_cls_and_kwargs
+        if policy is not None and value is not None:
+            kind = value[0] if isinstance(value, tuple) else type(value)  # optimizer_cls_and_kwargs
             why = f"the trainer was given {kind.__name__}; leave the section or the argument out"
             problems.append(Problem(f"{section}.type", f"zero_config says {show(policy.type)}, {why}"))
     if problems:

@@ -107,7 +107,7 @@ def engine_of(stage: int, num_stages: int = 2, **options: Any) -> PipelineEngine
     return engine
 
 
-def whole_values(world: World, engine: PipelineEngine) -> dict[str, torch.Tensor]:
+def full_values(world: World, engine: PipelineEngine) -> dict[str, torch.Tensor]:
     """All stages' parameters; those of the tied layer under its first name."""
     found: dict[str, torch.Tensor] = {}
     for values in world.everyone(engine.module_state_dict()):

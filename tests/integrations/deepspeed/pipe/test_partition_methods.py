@@ -15,7 +15,7 @@ from zero_ext.integrations.deepspeed.pipe.partition_methods import weights_by
 from zero_ext.parallel import split_stages
 
 
-def parts(weights: list[float], stages: int) -> list[int]:
+def bounds_of(weights: list[float], stages: int) -> list[int]:
     return [0, *(held.stop for held in split_stages(weights, stages))]
 
 
@@ -40,18 +40,18 @@ def test_cuts_are_deepspeeds_or_better() -> None:
     utils = pytest.importorskip("deepspeed.runtime.utils")
     for layers in range(1, 14):
         for stages in range(1, layers + 1):
-            assert parts([1.0] * layers, stages) == utils.partition_uniform(layers, stages)
+            assert bounds_of([1.0] * layers, stages) == utils.partition_uniform(layers, stages)
     # A transformer by parameters: an embedding, blocks, a norm and a head.
     for blocks, stages in ((4, 2), (8, 4), (12, 3), (6, 6)):
         heavy = [100.0, *[1000.0] * blocks, 1.0, 100.0]
-        assert sums(heavy, parts(heavy, stages)) == sums(heavy, utils.partition_balanced(heavy, stages))
+        assert sums(heavy, bounds_of(heavy, stages)) == sums(heavy, utils.partition_balanced(heavy, stages))
     seed = secrets.randbits(31)
     generator = random.Random(seed)
     for _ in range(100):
         types = [float(generator.random() < 0.6) for _ in range(generator.randint(2, 14))]
         stages = generator.randint(1, len(types))
-        assert parts(types, stages) == utils.partition_balanced(types, stages), (seed, types)
+        assert bounds_of(types, stages) == utils.partition_balanced(types, stages), (seed, types)
         weights = [float(generator.randint(0, 50)) for _ in range(generator.randint(2, 12))]
         stages = generator.randint(1, len(weights))
         theirs = [int(cut) for cut in utils.partition_balanced(weights, stages)]
-        assert max(sums(weights, parts(weights, stages))) <= max(sums(weights, theirs)), (seed, weights)
+        assert max(sums(weights, bounds_of(weights, stages))) <= max(sums(weights, theirs)), (seed, weights)

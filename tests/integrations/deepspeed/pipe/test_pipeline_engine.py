@@ -17,11 +17,11 @@ from tests.integrations.deepspeed.pipe.model import (
     Plain,
     config_of,
     engine_of,
+    full_values,
     layers,
     loss_fn,
     micro_batch,
     micro_batches,
-    whole_values,
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -35,7 +35,7 @@ ALL = 4  # a pipeline takes the world, which in the pool is all ranks
 @pytest.mark.parametrize(("num_stages", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (1, 3)])
 def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: int) -> None:
     engine = engine_of(stage, num_stages)
-    alone = Alone(whole_values(world, engine), world.seed, ALL // num_stages)
+    alone = Alone(full_values(world, engine), world.seed, ALL // num_stages)
     batches = micro_batches(engine, world.seed)
     for step in range(3):
         (rate,) = engine.get_lr()
@@ -44,7 +44,7 @@ def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: in
     assert len(set(world.everyone(float(loss)))) == 1
     evaluated = engine.eval_batch(micro_batches(engine, world.seed, first=7))
     assert float(evaluated) == pytest.approx(float(alone.mean_loss(7).detach()), rel=1e-5)
-    for name, value in whole_values(world, engine).items():
+    for name, value in full_values(world, engine).items():
         torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     assert engine.get_lr() != [rate] and engine.was_step_applied()
     assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO_BATCHES)
@@ -74,11 +74,11 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
 @on_ranks(ALL)
 def test_outputs_of_an_evaluation(world: World) -> None:
     engine = engine_of(3)
-    model, training = Plain(whole_values(world, engine)), micro_batches(engine, world.seed)
+    model, training = Plain(full_values(world, engine)), micro_batches(engine, world.seed)
     engine.set_dataiterator(training)
-    place = MICRO_BATCHES * (engine.get_data_parallel_rank() + 2 * 4)
+    first_batch = MICRO_BATCHES * (engine.get_data_parallel_rank() + 2 * 4)
     with torch.no_grad():
-        wanted = [model(micro_batch(world.seed, place + number)[0]) for number in range(MICRO_BATCHES)]
+        wanted = [model(micro_batch(world.seed, first_batch + number)[0]) for number in range(MICRO_BATCHES)]
     loss, logits = engine.eval_batch(micro_batches(engine, world.seed, first=4), return_logits=True)
     outputs = engine.eval_batch(
         micro_batches(engine, world.seed, first=4), compute_loss=False, reduce_output=None
@@ -99,7 +99,7 @@ def test_outputs_of_an_evaluation(world: World) -> None:
 def test_layers_that_run_again(world: World, checkpointable: list[str] | None) -> None:
     options = {"activation_checkpoint_interval": 2, "checkpointable_layers": checkpointable}
     engine = engine_of(2, partition_method="uniform", **options)  # the stages have layers 0 to 2 and 3 to 5
-    alone = Alone(whole_values(world, engine), world.seed, 2)
+    alone = Alone(full_values(world, engine), world.seed, 2)
     (rate,) = engine.get_lr()
     assert float(engine.train_batch(micro_batches(engine, world.seed))) == pytest.approx(
         alone.step(rate), rel=1e-5
@@ -155,10 +155,10 @@ def test_a_checkpoint_goes_on_with_other_stages(
 @on_ranks(ALL)
 def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     engine = engine_of(2)
-    before = whole_values(world, engine)
+    before = full_values(world, engine)
     good = micro_batch(world.seed, 0)
     words, mask = good[0]
-    ways: list[tuple[str, Callable[[], Any]]] = [
+    refused_calls: list[tuple[str, Callable[[], Any]]] = [
         ("no data: pass an iterator", lambda: engine.train_batch()),
         ("a data iterator is wanted, list given; pass iter(loader)", lambda: engine.train_batch([good] * 3)),
         ("no data: pass an iterator", lambda: engine.eval_batch(None)),
@@ -171,16 +171,16 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
             lambda: engine.train_batch(iter([good, good, ((words[:1], mask[:1]), good[1])])),
         ),
     ]
-    for text, act in ways:
+    for text, act in refused_calls:
         # Of one replica alone; the other's data is good.
         call = act if engine.get_data_parallel_rank() == 0 else lambda: engine.train_batch(iter([good] * 3))
         engine.set_dataiterator(None)
         with pytest.raises(RuntimeError, match="reading a batch failed") as caught:
             call()
-        assert any(text in told for told in world.everyone(str(caught.value))), text
+        assert any(text in message for message in world.everyone(str(caught.value))), text
     with torch.no_grad(), pytest.raises(RuntimeError, match="call eval_batch"):
         engine.train_batch(iter([good] * 3))
-    assert all(torch.equal(value, before[name]) for name, value in whole_values(world, engine).items())
+    assert all(torch.equal(value, before[name]) for name, value in full_values(world, engine).items())
     engine.set_batch_fn(lambda batch: (batch["inputs"], batch["labels"]))
     engine.set_dataloader([{"inputs": good[0], "labels": good[1]}] * 3)
     model = Plain(before)
@@ -194,7 +194,7 @@ def test_an_engine_without_an_optimizer_evaluates(world: World) -> None:
     config = {key: value for key, value in config_of(3).items() if key not in ("optimizer", "scheduler")}
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn)
     engine, *_ = deepspeed.initialize(model=module, config=config)
-    alone = Alone(whole_values(world, engine), world.seed, 2)
+    alone = Alone(full_values(world, engine), world.seed, 2)
     loss = engine.eval_batch(micro_batches(engine, world.seed))
     assert float(loss) == pytest.approx(float(alone.mean_loss(0).detach()), rel=1e-5)
     with pytest.raises(RuntimeError, match="this engine has no optimizer"):
@@ -209,7 +209,7 @@ def mean_square(found: torch.Tensor) -> torch.Tensor:
 def test_the_last_layer_may_return_the_loss(world: World) -> None:
     engine = engine_of(2, layers=[*layers(), mean_square])
     engine.module.loss_fn = None
-    model = Plain(whole_values(world, engine))
+    model = Plain(full_values(world, engine))
     (inputs, _), *_ = batch = [micro_batch(world.seed, 0)] * MICRO_BATCHES
     wanted = float(mean_square(model(inputs)).detach())
     assert float(engine.eval_batch(iter(batch))) == pytest.approx(wanted, rel=1e-5)

@@ -24,11 +24,11 @@ def test_every_rank_finds_its_stage() -> None:
     for rank in range(4):
         with pretended(rank, 4):
             counted = PipelineModule(layers(), num_stages=2)
-            given = PipelineModule(layers(), topology=data_first)
-        assert (counted.stage_id, given.stage_id) == (rank // 2, rank % 2)
+            custom = PipelineModule(layers(), topology=data_first)
+        assert (counted.stage_id, custom.stage_id) == (rank // 2, rank % 2)
         assert counted.topology().mapping == PipeDataParallelTopology(2, 2).mapping
-        assert given.topology() is data_first and given.num_stages == given.num_pipeline_stages() == 2
-        for module in (counted, given):
+        assert custom.topology() is data_first and custom.num_stages == custom.num_pipeline_stages() == 2
+        for module in (counted, custom):
             held = [number for number in range(BLOCKS + 2) if module.stage_owner(number) == module.stage_id]
             assert [int(number) for number in module.layers] == held
             assert held == list(range(*module.partitions()[module.stage_id : module.stage_id + 2]))

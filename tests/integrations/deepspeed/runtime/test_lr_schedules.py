@@ -28,7 +28,7 @@ def schedule_of(name: str, rate: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
-def test_a_step_goes_to_the_iteration_that_it_is_given(name: str, rate: Any) -> None:
+def test_a_step_sets_the_iteration_passed(name: str, rate: Any) -> None:
     """A learning rate that is a tensor is written to, since compiled optimizers hold it."""
     optimizer_rates = []
     for jumps in (True, False):

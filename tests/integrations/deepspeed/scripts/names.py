@@ -56,12 +56,12 @@ def moved() -> list[Any]:
 def facts(constants: dict[str, list[str]], used: list[str]) -> dict[str, Any]:
     """Everything that is compared: ``constants`` by module, and whether ``used`` names are there."""
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    bounds = {parts: list(map(int, partition_balanced(weights, parts))) for parts in range(1, 10)}
+    bounds = {count: list(map(int, partition_balanced(weights, count))) for count in range(1, 10)}
     return {
-        "uniform": [partition_uniform(items, parts) for items in range(12) for parts in range(1, 7)],
+        "uniform": [partition_uniform(items, count) for items in range(12) for count in range(1, 7)],
         "balanced": {
-            parts: max(sum(weights[a:b]) for a, b in itertools.pairwise(cuts))
-            for parts, cuts in bounds.items()
+            count: max(sum(weights[a:b]) for a, b in itertools.pairwise(cuts))
+            for count, cuts in bounds.items()
         },
         "moved": moved(),
         "constants": {

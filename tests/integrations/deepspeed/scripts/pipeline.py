@@ -96,7 +96,7 @@ def run(folder, method, interval):
         "evaluated": evaluated,
         "refused": refused,
         "lr": resumed.get_lr(),
-        "parts": [int(part) for part in engine.module.parts],
+        "parts": [int(bound) for bound in engine.module.parts],
         "stage": [engine.stage_id, engine.num_stages, engine.is_first_stage(), engine.is_last_stage()],
         "batch": [engine.micro_batches, engine.micro_batch_size, engine.train_batch_size()],
     }

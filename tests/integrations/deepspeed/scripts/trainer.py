@@ -70,14 +70,14 @@ def put(source, target):
     shutil.copy(source, target)
 
 
-def arguments_of(given, out):
+def arguments_of(settings, out):
     AcceleratorState._reset_state(True)
-    if "deepspeed" in given:
+    if "deepspeed" in settings:
         # On a machine without an accelerator TrainingArguments(deepspeed=...) alone sees one rank.
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo", timeout=timedelta(seconds=SECONDS))
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
-        given = {**given, "accelerator_config": {"use_configured_state": True}}
+        settings = {**settings, "accelerator_config": {"use_configured_state": True}}
     return TrainingArguments(
         output_dir=str(out / "run"),
         per_device_train_batch_size=4,
@@ -98,7 +98,7 @@ def arguments_of(given, out):
         push_to_hub=True,
         hub_model_id="me/trainer",
         hub_strategy="every_save",
-        **given,
+        **settings,
     )
 
 

@@ -76,22 +76,22 @@ def of_trainer(out, trainer):
     engine = trainer.model_wrapped
     found = {
         "best": best.name,
-        "best loaded": same(get_fp32_state_dict_from_zero_checkpoint(best), whole(engine)),
+        "best loaded": same(get_fp32_state_dict_from_zero_checkpoint(best), full_state(engine)),
     }
     values = get_fp32_state_dict_from_zero_checkpoint(last)
-    found["moved on"] = not same(values, whole(engine))
+    found["moved on"] = not same(values, full_state(engine))
     found["keys"] = sorted(values) == sorted(LlamaForCausalLM(CONFIG).state_dict())
     plain = load_state_dict_from_zero_checkpoint(LlamaForCausalLM(CONFIG), last)
     found["plain model"] = same(values, plain.state_dict())
     load_state_dict_from_zero_checkpoint(trainer.model, last)
-    found["trainer.model"] = same(values, whole(engine))
+    found["trainer.model"] = same(values, full_state(engine))
     return found
 
 
 def of_accelerate(out, accelerator, engine):
     accelerator.save_state(str(out / "state"))
     model = load_state_dict_from_zero_checkpoint(LlamaForCausalLM(CONFIG), out / "state")
-    return same(model.state_dict(), whole(engine))
+    return same(model.state_dict(), full_state(engine))
 
 
 def of_lightning(out):
@@ -106,7 +106,7 @@ def of_lightning(out):
     # As Lightning's strategy does it.
     client = {"hyper_parameters": dict(model.hparams), "pytorch-lightning_version": lightning.__version__}
     engine.save_checkpoint(str(out / "lightning.ckpt"), client_state={**client, "epoch": 2}, tag="checkpoint")
-    values = whole(engine)
+    values = full_state(engine)
     if deepspeed.comm.get_rank() != 0:
         return {}
     file = out / "lightning.pt"
@@ -119,7 +119,7 @@ def of_lightning(out):
     }
 
 
-def whole(engine):
+def full_state(engine):
     return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 

@@ -91,18 +91,18 @@ def online(config, trainer, judge=lambda: lengths):
         settings = {"num_generations": 2, "max_completion_length": 12, "beta": 0.04, "temperature": 1.0}
         args = arguments(config, name, **{**settings, **changes})
         prompts = data("preferences").select_columns("prompt")
-        given = {"train_dataset": prompts, "eval_dataset": prompts.select(range(8))}
-        return trainer, args, {"model": causal(), "reward_funcs": judge(), **given}
+        data_arguments = {"train_dataset": prompts, "eval_dataset": prompts.select(range(8))}
+        return trainer, args, {"model": causal(), "reward_funcs": judge(), **data_arguments}
 
     return make
 
 
 def with_adapters(make):
     def made(name, **changes):
-        trainer, args, given = make(name, **changes)
+        trainer, args, data_arguments = make(name, **changes)
         targets = ["q_proj", "v_proj"]
         adapters = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-        return trainer, args, {**given, "peft_config": adapters}
+        return trainer, args, {**data_arguments, "peft_config": adapters}
 
     return made
 
@@ -149,9 +149,9 @@ def run(case):
     GradientState._reset_state()
     make, changes = CASES[name]
     set_seed(3)
-    trainer, args, given = make(case, **changes)
+    trainer, args, data_arguments = make(case, **changes)
     tokenizer = AutoTokenizer.from_pretrained(START / "policy")
-    made = trainer(args=args, processing_class=tokenizer, callbacks=[SeedsEveryStep()], **given)
+    made = trainer(args=args, processing_class=tokenizer, callbacks=[SeedsEveryStep()], **data_arguments)
     if name.endswith("-evaluate"):  # before any training the engine has no optimizer
         set_seed(args.process_index)
         metrics = made.evaluate()

@@ -108,11 +108,11 @@ def _table(check: Check = lambda value: value) -> Check:
     return checked
 
 
-def _at(place: object, check: Check, value: Any) -> Any:
+def _at(key: object, check: Check, value: Any) -> Any:
     try:
         return check(value)
     except ValueError as error:
-        raise ValueError(f"{shortened(str(place), 100)}: {error}") from None
+        raise ValueError(f"{shortened(str(key), 100)}: {error}") from None
 
 
 Table = Annotated[dict[str, Any], PlainValidator(_table())]
@@ -131,11 +131,11 @@ class Foreign(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            place = ".".join(filter(None, (where, *map(str, problem["loc"]))))
+            key = ".".join(filter(None, (where, *map(str, problem["loc"]))))
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] != "value_error":
                 what = f"{what}, got {seen(problem['input'])}"
-            raise damaged(path, place or "content", what) from None
+            raise damaged(path, key or "content", what) from None
 
 
 class Optimizer(Foreign):

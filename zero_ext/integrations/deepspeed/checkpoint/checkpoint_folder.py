@@ -92,9 +92,9 @@ def find_files(path: Path) -> CheckpointFiles:
                     f"{path / name}: holds {what}, which cannot be imported; only data-parallel checkpoints "
                     "of ZeRO stages 1 to 3 can"
                 )
-    found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "whole model": {}}
+    found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "consolidated model": {}}
     for match in filter(None, map(_FILE.fullmatch, names)):
-        kind, rank = match[3] if match[1] else f"whole {match[3]}", int(match[1] or 0)
+        kind, rank = match[3] if match[1] else f"consolidated {match[3]}", int(match[1] or 0)
         if int(match[2]):
             raise CheckpointError(f"{path / match[0]}: of a tensor-parallel run, which cannot be imported")
         if rank in found.get(kind, ()):
@@ -105,10 +105,10 @@ def find_files(path: Path) -> CheckpointFiles:
         raise CheckpointError(
             f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stages 1 to 3 has one for each rank"
         )
-    partitioned, whole = _in_order(path, found["model"]), tuple(found["whole model"].values())
-    if bool(partitioned) == bool(whole):
+    partitioned, consolidated = _in_order(path, found["model"]), tuple(found["consolidated model"].values())
+    if bool(partitioned) == bool(consolidated):
         raise CheckpointError(
-            f"{path}: has {len(whole)} files 'mp_rank_*_model_states.pt' (stages 1 and 2) and "
+            f"{path}: has {len(consolidated)} files 'mp_rank_*_model_states.pt' (stages 1 and 2) and "
             f"{len(partitioned)} files 'zero_pp_rank_*_model_states.pt' (stage 3); files of one kind wanted. "
             "Was one checkpoint written over another, or is it incomplete?"
         )
@@ -117,7 +117,7 @@ def find_files(path: Path) -> CheckpointFiles:
             f"{path}: {len(optimizer)} ranks have optimizer files and {len(partitioned)} model files; "
             "a rank's save is missing"
         )
-    return CheckpointFiles(path, optimizer, partitioned or whole, bool(partitioned))
+    return CheckpointFiles(path, optimizer, partitioned or consolidated, bool(partitioned))
 
 
 def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
 from zero_ext.checkpoint.format.dtypes import dtype_name
 from zero_ext.checkpoint.format.json_state import encode
@@ -26,16 +26,16 @@ from zero_ext.checkpoint.format.manifest import (
     FileRecord,
     Manifest,
     ParameterRecord,
-    PieceRecord,
+    SliceRecord,
     encode_manifest,
 )
 from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
-from zero_ext.checkpoint.transfer.shard_file import owned_pieces, write_shard
+from zero_ext.checkpoint.transfer.shard_file import saved_slices, write_shard
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import find_files, tag_folder
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import verify_pickled
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_scalars import scalar_state
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_source import DeepSpeedCheckpoint, open_checkpoint
-from zero_ext.zero.api.engine_state import ShardPiece
+from zero_ext.zero.api.engine_state import StateSlice
 
 _LOCK_SECONDS = 60.0
 _COUNTERS = {"global_samples", "dp_world_size", "ds_version"}
@@ -115,7 +115,7 @@ def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
 
 
 def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manifest:
-    """The manifest without files and pieces."""
+    """The manifest without files and slices."""
     model, step = checkpoint.model, checkpoint.model.global_steps
     if step >= LARGEST_STEP:
         raise CheckpointError(f"{checkpoint.files.path}: step {step}: expected at most {LARGEST_STEP - 1}")
@@ -146,7 +146,7 @@ def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manif
         parameters=parameters,
         buffers=buffers,
         files=[],
-        pieces=[],
+        slices=[],
         scalar_state=encode(scalars, "scalar_state"),
         client_state=encode(checkpoint.client_state, "client_state"),
         extra=encode(extra, "extra"),
@@ -159,47 +159,47 @@ def _write(
     root: Path,
     progress: Callable[[int, int], None] | None,
 ) -> Manifest:
-    """Writes ``root/step-...``, a file for each rank, and returns the manifest with its files and pieces.
+    """Writes ``root/step-...``, a file for each rank, and returns the manifest with its files and slices.
 
     Nothing remains of it after an error; OSError and CheckpointError name the file.
     """
-    directory, storage = CheckpointDirectory(root), Storage()
-    storage.make_directory(root)
+    directory, filesystem = CheckpointDirectory(root), Filesystem()
+    filesystem.make_directory(root)
     with directory.locked(_LOCK_SECONDS):
-        directory.clean(storage)
+        directory.clean(filesystem)
         folder = directory.saving(manifest.step)
         try:
-            storage.make_directory(folder)
+            filesystem.make_directory(folder)
             files: list[FileRecord] = []
-            records: list[PieceRecord] = []
+            records: list[SliceRecord] = []
             for rank in range(checkpoint.world_size):
-                owned = owned_pieces(_pieces(checkpoint, rank), checkpoint.buffers if rank == 0 else {})
-                file, written = write_shard(storage, folder, rank, owned)
+                owned = saved_slices(_slices(checkpoint, rank), checkpoint.buffers if rank == 0 else {})
+                file, written = write_shard(filesystem, folder, rank, owned)
                 files.append(file)
                 records += written
                 if progress is not None:
                     progress(rank + 1, checkpoint.world_size)
-            whole = manifest.model_copy(update={"files": files, "pieces": records})
+            complete = manifest.model_copy(update={"files": files, "slices": records})
             try:
-                check_cover(whole)
-                check_disjoint_bytes(whole)
+                check_cover(complete)
+                check_disjoint_bytes(complete)
             except ValueError as error:
                 raise CheckpointError(
                     f"{checkpoint.files.path}: changed while it was read: {error}"
                 ) from None
-            storage.write_file(folder / MANIFEST_NAME, encode_manifest(whole))
-            storage.sync_directory(folder)
-            directory.commit(storage, manifest.step)
+            filesystem.write_file(folder / MANIFEST_NAME, encode_manifest(complete))
+            filesystem.sync_directory(folder)
+            directory.commit(filesystem, manifest.step)
         except BaseException:
             with contextlib.suppress(OSError):
-                directory.discard(storage, manifest.step)
+                directory.discard(filesystem, manifest.step)
             raise
-    return whole
+    return complete
 
 
-def _pieces(checkpoint: DeepSpeedCheckpoint, rank: int) -> Iterator[ShardPiece]:
+def _slices(checkpoint: DeepSpeedCheckpoint, rank: int) -> Iterator[StateSlice]:
     tensors = checkpoint.rank(rank)
     for name, entry in checkpoint.parameters.items():
-        for part in entry.fragments:
-            for kind, values in tensors.runs(name, entry, part) if part.rank == rank else ():
-                yield ShardPiece(kind, name, part.start, values)
+        for fragment in entry.fragments:
+            for kind, values in tensors.state_of(name, entry, fragment) if fragment.rank == rank else ():
+                yield StateSlice(kind, name, fragment.start, values)

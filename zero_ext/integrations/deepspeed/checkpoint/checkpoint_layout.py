@@ -83,9 +83,9 @@ def parted_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, 
 
 def parted(numel: int, ranks: int, flat: int = 0, begin: int = 0) -> list[Fragment]:
     """``numel`` elements in equal parts, each at ``begin`` of its rank's flat partition; padding left out."""
-    part = -(-numel // ranks)
+    size = -(-numel // ranks)
     return [
-        Fragment(rank, flat, begin, rank * part, min(part, numel - rank * part))
+        Fragment(rank, flat, begin, rank * size, min(size, numel - rank * size))
         for rank in range(ranks)
-        if rank * part < numel
+        if rank * size < numel
     ]

@@ -110,13 +110,13 @@ class _Scan:
             self._count_number(argument)
             stack.append(1)
         elif name in _TUPLES:
-            self._push_tuple(self._take(_TUPLES[name]))
+            self._push_tuple(self._pop(_TUPLES[name]))
         elif name in _DROPS:
-            taken = self._take(_DROPS[name])
+            popped = self._pop(_DROPS[name])
             if name == "SETITEM":
-                self._check_keys(taken)
+                self._check_keys(popped)
         elif name in ("REDUCE", "NEWOBJ"):
-            self._call(*self._take(2))
+            self._call(*self._pop(2))
         elif name == "BINPERSID":
             stack[-1] = 1
         else:
@@ -135,12 +135,12 @@ class _Scan:
         elif name not in ("PROTO", "STOP"):
             raise ValueError(f"its pickle has the opcode {name}, which torch.save does not write")
 
-    def _take(self, count: int) -> list[int | str]:
-        taken = self._stack[-count:]
-        if len(taken) != count:
+    def _pop(self, count: int) -> list[int | str]:
+        popped = self._stack[-count:]
+        if len(popped) != count:
             raise IndexError
         del self._stack[-count:]
-        return taken
+        return popped
 
     def _push_tuple(self, items: list[int | str]) -> None:
         weight = min(1 + sum(map(_weight, items)), _LARGEST_WEIGHT)
@@ -196,7 +196,7 @@ def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
     """
     most_plain, most_tensors = (_EXPANSION * size + _ALLOWANCE for size in (pickle_bytes, file_bytes))
     found: dict[int, _Extent] = {}
-    under_way: set[int] = set()
+    unfinished: set[int] = set()
     pending = [value]
     while pending:
         item = pending[-1]
@@ -206,12 +206,12 @@ def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
         children = _children(item)
         inner = [child for child in children if _is_container(child) and id(child) not in found]
         if inner:
-            if id(item) in under_way or any(id(child) in under_way for child in inner):
+            if id(item) in unfinished or any(id(child) in unfinished for child in inner):
                 raise ValueError("it contains itself")
-            under_way.add(id(item))
+            unfinished.add(id(item))
             pending.extend(inner)
             continue
-        under_way.discard(id(item))
+        unfinished.discard(id(item))
         pending.pop()
         extent = found[id(item)] = _joined(children, found)
         if extent.levels > _DEEPEST:

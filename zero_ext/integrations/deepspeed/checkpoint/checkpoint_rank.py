@@ -54,9 +54,11 @@ def read_rank(path: Path) -> RankState:
         values = {"zero_stage": 1, **values}
     file = OptimizerFile.of(values, path, "optimizer_state_dict")
     for key in ("param_alignment_paddings", "param_slice_mappings"):
-        told = getattr(file, key)
-        if told is not None and len(told) != len(file.masters):
-            raise damaged(path, key, f"expected one for each of {len(file.masters)} masters, got {len(told)}")
+        entries = getattr(file, key)
+        if entries is not None and len(entries) != len(file.masters):
+            raise damaged(
+                path, key, f"expected one for each of {len(file.masters)} masters, got {len(entries)}"
+            )
     groups, flat_groups = _groups(file, path)
     moments, scalars = _states(file, path)
     return RankState(path, file, moments, scalars, groups, flat_groups)

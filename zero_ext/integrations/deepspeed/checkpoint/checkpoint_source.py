@@ -93,13 +93,13 @@ class DeepSpeedCheckpoint:
             )
         table, found = _frozen_table(self.files, model), {}
         for name, entry in self.parameters.items():
-            for part in entry.fragments if entry.group is None else ():
-                if part.rank != rank:
+            for fragment in entry.fragments if entry.group is None else ():
+                if fragment.rank != rank:
                     continue
                 value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
-                if value.numel() < part.numel:
-                    raise damaged(path, name, f"has {value.numel()} elements, expected {part.numel}")
-                found[name] = value[: part.numel]
+                if value.numel() < fragment.numel:
+                    raise damaged(path, name, f"has {value.numel()} elements, expected {fragment.numel}")
+                found[name] = value[: fragment.numel]
         return found
 
 
@@ -110,17 +110,19 @@ class RankTensors:
     state: RankState
     frozen: Mapping[str, torch.Tensor]
 
-    def runs(self, name: str, entry: StoredParameter, part: Fragment) -> Iterator[tuple[str, torch.Tensor]]:
-        """The elements [n] of ``part``, a fragment with this rank: first their values, then the optimizer's
+    def state_of(
+        self, name: str, entry: StoredParameter, fragment: Fragment
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the elements [n] of ``fragment``, which this rank has: first the values, then the optimizer
         state of each kind."""
         if entry.group is None:
             yield MASTER, self.frozen[name]
             return
         for kind, flat in {
-            MASTER: self.state.file.masters[part.flat],
-            **self.state.moments[part.flat],
+            MASTER: self.state.file.masters[fragment.flat],
+            **self.state.moments[fragment.flat],
         }.items():
-            yield kind, flat[part.begin : part.begin + part.numel]
+            yield kind, flat[fragment.begin : fragment.begin + fragment.numel]
 
 
 def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
@@ -146,9 +148,9 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
         slices.append(state.file.param_slice_mappings)
     trained = _trained(first, model, files.model[0], sizes)
     # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
-    told = model.configured("zero_optimization", "round_robin_gradients") is not True
+    in_order = model.configured("zero_optimization", "round_robin_gradients") is not True
     for rank, table in enumerate(slices):
-        if table is not None and told:
+        if table is not None and in_order:
             _check_slices(files, rank, table, trained)
     buffers = {name: stored_tensor(model.module, name, files.model[0]) for name in model.buffer_names}
     shared = model.shared_params or {}
@@ -210,17 +212,17 @@ def _trained(
             if first.file.zero_stage == 3:
                 fragments = parted_layout(flat, shapes, of_ranks)
             else:
-                told = first.file.param_alignment_paddings
-                gaps = [0] * len(shapes) if told is None else told[flat]
+                paddings = first.file.param_alignment_paddings
+                gaps = [0] * len(shapes) if paddings is None else paddings[flat]
                 fragments = joined_layout(flat, shapes, gaps, of_ranks)
         except ValueError as error:
             raise damaged(path, "param_shapes", f"does not fit the files beside it: {error}") from None
-        for name, parts in fragments.items():
+        for name, of_name in fragments.items():
             if name in found:
                 raise damaged(path, "param_shapes", f"lists {name!r} twice")
-            here = name in model.module
-            dtype = stored_tensor(model.module, name, path).dtype if here else torch.float32
-            found[name] = StoredParameter(shapes[name], dtype, group, tuple(parts))
+            in_module = name in model.module
+            dtype = stored_tensor(model.module, name, path).dtype if in_module else torch.float32
+            found[name] = StoredParameter(shapes[name], dtype, group, tuple(of_name))
     return found
 
 
@@ -231,12 +233,12 @@ def _check_slices(
     trained: Mapping[str, StoredParameter],
 ) -> None:
     """The addresses that the rank wrote down are those that the shapes give."""
-    table = [{name: place for name, place in own.items() if place[1]} for own in table]
+    table = [{name: address for name, address in own.items() if address[1]} for own in table]
     wanted: list[dict[str, tuple[int, int]]] = [{} for _ in table]
     for name, entry in trained.items():
-        for part in entry.fragments:
-            if part.rank == rank:
-                wanted[part.flat][name] = (part.begin, part.numel)
+        for fragment in entry.fragments:
+            if fragment.rank == rank:
+                wanted[fragment.flat][name] = (fragment.begin, fragment.numel)
     if table != wanted:
         flat = next(number for number, own in enumerate(table) if own != wanted[number])
         name = next(iter(dict(table[flat].items() ^ wanted[flat].items())))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.json_state import encode
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import (
     CLIENT_STATE,
@@ -24,42 +25,51 @@ from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import (
     tag_folder,
 )
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import SCRIPT, SCRIPT_NAMES
-from zero_ext.zero.api.engine_lookup import engine_of
-from zero_ext.zero.units.collective_errors import together
-
-if TYPE_CHECKING:
-    from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 _LONGEST_TAG = 200
 _COUNTERS = "counters"
 
 
+class EngineExtras(NamedTuple):
+    """What a checkpoint of a DeepSpeed engine holds beside the model and its optimizer."""
+
+    scheduler: Any
+    loader: Any
+    counters: dict[str, int]
+
+
 def save(
-    engine: DeepSpeedEngine, root: Path, tag: object, client_state: Mapping[str, Any], save_latest: bool
+    model: nn.Module,
+    root: Path,
+    tag: str,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    extras: EngineExtras,
 ) -> None:
-    """Saves ``engine`` as ``root/tag``, by default ``global_step{N}``; a collective.
+    """Saves ``model`` as ``root/tag``; a collective.
 
     ``TypeError`` naming the key for a client state that is neither JSON nor a tensor, ``ValueError`` for a
     tag that is no file name, both before anything is written.
     """
-    name = f"global_step{engine.global_steps}" if tag is None else _checked(str(tag))
+    name = _checked(tag)
     if not isinstance(client_state, Mapping):
         raise TypeError(f"client_state: a mapping wanted, {type(client_state).__name__} given")
     encode(dict(client_state), "client_state")
-    counters = {"micro_steps": engine.micro_steps, "samples": engine._unmanaged_samples}
     saved = save_checkpoint(
         root / name,
-        engine,
-        scheduler=_stateful(engine.lr_scheduler),
-        loader=engine.training_dataloader,
-        client_state={CLIENT_STATE: dict(client_state), _COUNTERS: counters},
-        asynchronous=False,
+        model,
+        scheduler=_stateful(extras.scheduler),
+        loader=extras.loader,
+        client_state={CLIENT_STATE: dict(client_state), _COUNTERS: extras.counters},
+        async_save=False,
         keep_last=1,
     )
     root = saved.path.parents[1]  # rank 0's
     files = dict.fromkeys(SCRIPT_NAMES, SCRIPT) | ({LATEST: name} if save_latest else {})
-    everyone = engine_of(engine).state.everyone
-    together(
+    everyone = checkpoint_sources(engine_of(model)).full.everyone
+    raise_on_all_ranks(
         everyone,
         lambda: _write_beside(root, files) if everyone.rank == 0 else None,
         f"writing to {root}",
@@ -68,33 +78,33 @@ def save(
 
 
 def load(
-    engine: DeepSpeedEngine, root: Path, tag: object, with_scheduler: bool
-) -> tuple[str | None, dict[str, Any]]:
-    """Loads ``root/tag``, by default the one that ``latest`` names; its path and client state. A collective.
+    model: nn.Module, root: Path, tag: object, scheduler: Any, loader: Any
+) -> tuple[str | None, dict[str, Any], dict[str, int]]:
+    """Loads ``root/tag``, by default the one that ``latest`` names; its path, client state and counters. A
+    collective.
 
-    (None, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
+    (None, {}, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
     or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
     :func:`save`.
     """
-    root = _of_rank_0(engine, root.absolute())
+    root = _of_rank_0(model, root.absolute())
     if tag is None and not (root / LATEST).is_file():
-        return None, {}
+        return None, {}, {}
     path = tag_folder(root, None if tag is None else str(tag))
     loaded = load_checkpoint(
         path,
-        engine,
-        scheduler=_stateful(engine.lr_scheduler) if with_scheduler else None,
-        loader=engine.training_dataloader,
+        model,
+        scheduler=_stateful(scheduler),
+        loader=loader,
     )
     state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
     counters = state.get(_COUNTERS, {})
-    engine.micro_steps = int(counters.get("micro_steps", 0))
-    engine._unmanaged_samples = int(counters.get("samples", 0))
-    return str(path), dict(state.get(CLIENT_STATE, {}))
+    numbers = {key: int(value) for key, value in counters.items()}
+    return str(path), dict(state.get(CLIENT_STATE, {})), numbers
 
 
-def _of_rank_0(engine: DeepSpeedEngine, path: Path) -> Path:
-    everyone = engine_of(engine).state.everyone
+def _of_rank_0(model: nn.Module, path: Path) -> Path:
+    everyone = checkpoint_sources(engine_of(model)).full.everyone
     own = torch.frombuffer(bytearray(os.fsencode(path)), dtype=torch.uint8)
     size = everyone.broadcast_(torch.tensor([len(own)], device="cpu"), 0, "load_checkpoint")
     if everyone.rank != 0:
@@ -118,11 +128,11 @@ def _checked(tag: str) -> str:
 
 def _write_beside(root: Path, files: Mapping[str, str]) -> None:
     """Each file is replaced whole, in this order."""
-    storage = Storage()
+    filesystem = Filesystem()
     for name, content in files.items():
         new = root / f".{name}"
-        storage.remove(new)
-        storage.write_file(new, content.encode())
+        filesystem.remove(new)
+        filesystem.write_file(new, content.encode())
         new.chmod(0o755 if content.startswith("#!") else 0o644)
-        storage.rename(new, root / name)
-    storage.sync_directory(root)
+        filesystem.rename(new, root / name)
+    filesystem.sync_directory(root)

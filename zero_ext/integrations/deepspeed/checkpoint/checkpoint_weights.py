@@ -187,10 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="as global_step1; by default that of the file 'latest'")
     parser.add_argument("-e", "--exclude_frozen_parameters", action="store_true", help="leave them out")
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    given = vars(parser.parse_args(arguments))
-    debug = given.pop("debug")
+    options = vars(parser.parse_args(arguments))
+    debug = options.pop("debug")
     try:
-        for path in convert_zero_checkpoint_to_state_dict(**given):
+        for path in convert_zero_checkpoint_to_state_dict(**options):
             print(path)
     except (CheckpointError, OSError, ValueError) as error:
         if debug:
@@ -229,13 +229,13 @@ def _weights_of(checkpoint: DeepSpeedCheckpoint) -> dict[str, LazyTensor]:
     """Mapped from the files of all ranks."""
     rank = cache(checkpoint.rank)
 
-    def parts(name: str, entry: StoredParameter) -> Iterator[torch.Tensor]:
-        for part in entry.fragments:
-            _, values = next(rank(part.rank).runs(name, entry, part))
+    def chunks(name: str, entry: StoredParameter) -> Iterator[torch.Tensor]:
+        for fragment in entry.fragments:
+            _, values = next(rank(fragment.rank).state_of(name, entry, fragment))
             yield values
 
     found = {
-        name: LazyTensor(torch.Size(entry.shape), entry.dtype, partial(parts, name, entry))
+        name: LazyTensor(torch.Size(entry.shape), entry.dtype, partial(chunks, name, entry))
         for name, entry in checkpoint.parameters.items()
     }
     for name, buffer in checkpoint.buffers.items():

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.weights.weight_files import write_file
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 
 def write_weights(engine: Engine, values: Mapping[str, torch.Tensor] | None, path: Path) -> None:
     """Writes ``values``, which rank 0 has, to ``path``: whole or not at all, and an error on all ranks if it
     fails; a collective. The suffix ``.safetensors`` chooses the format."""
-    together(
+    raise_on_all_ranks(
         engine.collectives,
         lambda: _write(values, path) if values is not None else None,
         f"writing {path}",
@@ -24,11 +24,11 @@ def write_weights(engine: Engine, values: Mapping[str, torch.Tensor] | None, pat
 
 
 def _write(values: Mapping[str, torch.Tensor], path: Path) -> None:
-    storage = Storage()
-    storage.make_directory(path.parent.absolute())
+    filesystem = Filesystem()
+    filesystem.make_directory(path.parent.absolute())
     partial = path.with_name(f".partial-{path.name}")
     try:
-        write_file(storage, partial, values, pickled=path.suffix != ".safetensors")
-        storage.rename(partial, path)
+        write_file(filesystem, partial, values, pickled=path.suffix != ".safetensors")
+        filesystem.rename(partial, path)
     finally:
-        storage.remove(partial)
+        filesystem.remove(partial)

@@ -38,9 +38,9 @@ class AsyncIOBuilder:
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
 
 
-def _fact(place: int, doc: str) -> Callable[[Any], int]:
+def _fact(index: int, doc: str) -> Callable[[Any], int]:
     def get(self: aio_handle) -> int:
-        return self._facts[place]
+        return self._facts[index]
 
     get.__doc__ = doc
     return get
@@ -56,7 +56,7 @@ def _transfer(method: Callable[..., int], async_op: bool, doc: str) -> Callable[
 
 class aio_handle:
     """One engine: blocks of ``block_size`` bytes, ``queue_depth`` of them in flight for each of
-    ``intra_op_parallelism`` submitters. ``single_submit`` and ``overlap_events`` change nothing.
+    ``intra_op_parallelism`` I/O threads. ``single_submit`` and ``overlap_events`` change nothing.
 
     Transfers take a contiguous CPU tensor and a path; ``wait`` ends those begun with ``async_`` and returns
     their number. Not for use by several threads at once.
@@ -78,12 +78,12 @@ class aio_handle:
             self._handle,
             queue_depth=queue_depth,
             block_bytes=block_size,
-            submitters=intra_op_parallelism,
+            io_threads=intra_op_parallelism,
         )
         weakref.finalize(self, ops.aio_close, self._handle).atexit = False
 
     get_block_size = _fact(0, "Bytes that transfers are cut into.")
-    get_queue_depth = _fact(1, "Blocks in flight a submitter.")
+    get_queue_depth = _fact(1, "Blocks in flight per I/O thread.")
     get_single_submit = _fact(2, "As given.")
     get_overlap_events = _fact(3, "As given.")
     get_intra_op_parallelism = _fact(4, "Submitters.")

@@ -44,25 +44,25 @@ def _named(
     def new(cls: type, *args: Any, **kwargs: Any) -> Optimizer:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = dict(bound.arguments)
+        options = dict(bound.arguments)
         for argument, reason in fixed.items():
-            value = given.pop(argument)
+            value = options.pop(argument)
             if value != defaults[argument]:
                 raise DeepSpeedFeatureError(f"{name}({argument}={value}): {reason}")
-        given.pop("set_grad_none", None)
-        return make(given.pop(parameters), **given)
+        options.pop("set_grad_none", None)
+        return make(options.pop(parameters), **options)
 
     doc = f"``{name}{signature}`` makes an optimizer of torch or zero_ext. These stay as they are: "
     members = {"__new__": new, "__signature__": signature, "__doc__": f"{doc}{', '.join(fixed) or 'none'}."}
     return type(name, (), members | {"__module__": __name__})
 
 
-def _cpu_adam(params: Any, *, adamw_mode: bool, **given: Any) -> Optimizer:
-    return (AdamW if adamw_mode else Adam)(params, **given)
+def _cpu_adam(params: Any, *, adamw_mode: bool, **options: Any) -> Optimizer:
+    return (AdamW if adamw_mode else Adam)(params, **options)
 
 
-def _fused_adam(params: Any, *, adam_w_mode: bool, **given: Any) -> Optimizer:
-    return _cpu_adam(params, adamw_mode=adam_w_mode, **given)
+def _fused_adam(params: Any, *, adam_w_mode: bool, **options: Any) -> Optimizer:
+    return _cpu_adam(params, adamw_mode=adam_w_mode, **options)
 
 
 DeepSpeedCPUAdam = _named(

@@ -46,16 +46,16 @@ def joined(micro_batches: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     ``TypeError`` for other things than tensors [samples, ...], ``ValueError`` for other shapes in one than in
     the first.
     """
-    given = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in micro_batches]
-    for value in (value for values in given for value in values):
+    inputs = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in micro_batches]
+    for value in (value for values in inputs for value in values):
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             what = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(f"inputs: {what} given, tensors [samples, ...] wanted")
-    shapes = [[tuple(value.shape) for value in values] for values in given]
+    shapes = [[tuple(value.shape) for value in values] for values in inputs]
     for number, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
                 f"inputs of micro-batch {number} have shapes {shape}, those of the first {shapes[0]}; one "
                 "shape in a batch is wanted: drop the last samples of a loader, or pad them"
             )
-    return tuple(torch.cat(column) for column in zip(*given, strict=True))
+    return tuple(torch.cat(column) for column in zip(*inputs, strict=True))

@@ -28,7 +28,7 @@ def weights_by(method: str, layers: Sequence[Layer]) -> list[float]:
     if kind.lower() != "type" or not pattern:
         raise ValueError(
             f"partition_method: {method!r} given, {_METHODS} wanted. To cut by measured seconds use "
-            "zero_ext.parallel.pipeline.PipelineModule(..., split=layer_seconds(layers, micro_batch))"
+            "zero_ext.parallel.pipeline.PipelineModule(..., split=profile_layers(layers, micro_batch))"
         )
     names = [_name(layer) for layer in layers]
     found = [float(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]

@@ -17,9 +17,9 @@ from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineError, 
 from zero_ext.integrations.deepspeed.runtime.dataloader import RepeatingLoader
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
 from zero_ext.parallel.pipeline import Pipeline
-from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 Batch = tuple[tuple[torch.Tensor, ...], list[Any]]
 
@@ -184,16 +184,16 @@ class PipelineEngine(DeepSpeedEngine):
                 f"eval_batch(compute_loss={compute_loss}, reduce_output={reduce_output!r}) is not served: "
                 "losses are reduced by 'avg', outputs not at all (compute_loss=False, reduce_output=None)"
             )
-        kept: list[Any] = []
+        collected: list[Any] = []
 
         def loss(outputs: Any, labels: Any) -> torch.Tensor:
             if return_logits or not compute_loss:
-                kept.append(outputs)
+                collected.append(outputs)
             return self._loss(outputs, labels) if compute_loss else torch.zeros((), device=self.device)
 
         mean = self._run(self._pipeline.eval_batch, lambda: data_iter, loss).to(self.device)
-        found = mean if compute_loss else (kept or None)
-        return (found, kept[-1] if kept else None) if return_logits else found
+        found = mean if compute_loss else (collected or None)
+        return (found, collected[-1] if collected else None) if return_logits else found
 
     def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
         loss: torch.Tensor = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
@@ -207,8 +207,8 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> torch.Tensor:
         """What ``batch`` of the pipeline makes of the next batch of ``data``. Its targets are the
         micro-batches' numbers, so that labels may be anything."""
-        everyone = engine_of(self).state.everyone
-        inputs, labels = together(everyone, lambda: self._read(data), "reading a batch")
+        everyone = checkpoint_sources(engine_of(self)).full.everyone
+        inputs, labels = raise_on_all_ranks(everyone, lambda: self._read(data), "reading a batch")
         numbers = torch.arange(self.micro_batches, device="cpu") if self.is_last_stage() else None
         own = self.module.loss
         self.module.loss = lambda outputs, number: loss(outputs, labels[int(number)])

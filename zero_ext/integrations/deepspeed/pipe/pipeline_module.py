@@ -168,7 +168,7 @@ def _mesh(num_stages: int | None, topology: ProcessTopology | None) -> DeviceMes
         raise DeepSpeedFeatureError(
             f"PipelineModule(topology={topology!r}): axes 'pipe' and 'data' are served. Layers that split "
             "their own tensors over ranks are not: take zero_ext.parallel.make_mesh(pp=..., tp=...), "
-            "zero_ext.parallel.pipeline, and parallelize_module of torch or split_tensors"
+            "zero_ext.parallel.pipeline, and parallelize_module of torch or apply_tensor_parallel"
         )
     digits = tuple((_AXES[axis], length) for axis, length in lengths.items() if axis in _AXES)
     return make_mesh(dict(digits), mapping=rank_mapping.Mapping(("pp", "dp"), digits))

@@ -1,7 +1,7 @@
 """Every name of DeepSpeed: where it is defined there, where it may be served here, and what to say of it."""
 
-from zero_ext.integrations.deepspeed.registry.mirrors import home_of, mirror_of
+from zero_ext.integrations.deepspeed.registry.mirrors import mirror_of, nearest_mirror
 from zero_ext.integrations.deepspeed.registry.names import Definition, names
 from zero_ext.integrations.deepspeed.registry.notes import difference_of, reason_of
 
-__all__ = ["Definition", "difference_of", "home_of", "mirror_of", "names", "reason_of"]
+__all__ = ["Definition", "difference_of", "mirror_of", "names", "nearest_mirror", "reason_of"]

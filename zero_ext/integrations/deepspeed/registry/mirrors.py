@@ -50,7 +50,7 @@ def mirror_of(module: str) -> str | None:
 
 
 @cache
-def home_of(module: str) -> str | None:
+def nearest_mirror(module: str) -> str | None:
     """Return the module here in which to look for what ``module`` defines: its own mirror, or that of the
     package that it lies in."""
     while module != ROOT:

@@ -37,9 +37,9 @@ class Names:
         found: dict[str, Any] = self.modules[module].get("constants", {})
         return found
 
-    def is_constant(self, place: Definition) -> bool:
+    def is_constant(self, definition: Definition) -> bool:
         """Whether a name is a constant, which this package has by its value."""
-        return bool(place.name) and place.name in self.constants(place.module)
+        return bool(definition.name) and definition.name in self.constants(definition.module)
 
     def own(self, module: str) -> set[str]:
         """The names that ``module`` defines."""
@@ -48,7 +48,7 @@ class Names:
     def all_of(self, module: str) -> set[str]:
         """All names of ``module`` except for its submodules: those it defines and those it imports."""
         found = self.own(module)
-        for origin, pairs in self._taken(module):
+        for origin, pairs in self._imports(module):
             found |= pairs.keys() - {"*"}
             if "*" in pairs:
                 found |= {name for name in self.all_of(origin) if not name.startswith("_")}
@@ -65,7 +65,7 @@ class Names:
             return None
         if name in self.own(module):
             return Definition(module, name)
-        for origin, pairs in self._taken(module):
+        for origin, pairs in self._imports(module):
             there = pairs.get(name, name if "*" in pairs and not name.startswith("_") else None)
             found = self.definition(origin, there, (*passed, module)) if there else None
             if found is not None:
@@ -88,10 +88,10 @@ class Names:
         found = ((self.definition(ROOT, name), name) for name in self.all_of(ROOT))
         return {where.module: f"{ROOT}.{name}" for where, name in found if where and not where.name}
 
-    def _taken(self, module: str) -> Iterator[tuple[str, dict[str, str]]]:
+    def _imports(self, module: str) -> Iterator[tuple[str, dict[str, str]]]:
         for origin, names in self.modules[module].get("from", {}).items():
             pairs = (pair.partition(":") for pair in names.split())
-            yield origin, {here or there: there for there, _, here in pairs}
+            yield origin, {alias or name: name for name, _, alias in pairs}
 
 
 @cache

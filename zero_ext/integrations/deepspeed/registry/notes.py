@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 _COLLECTIVE = "a collective, at every stage and tier"
-_WHOLE = f"{_COLLECTIVE}, whatever stage3_gather_16bit_weights_on_model_save says"
+_FULL_STATE = f"{_COLLECTIVE}, whatever stage3_gather_16bit_weights_on_model_save says"
 _RANDOM = "random numbers of the accelerator, or of the CPU where there is none"
 _FOR_ISINSTANCE = "for isinstance alone"
 _ENGINE, _PIPELINE = "deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"
@@ -23,8 +23,8 @@ DIFFERENCES: dict[str, str] = {
     "client_state is JSON or tensors; frozen parameters are always saved",
     f"{_ENGINE}.load_checkpoint": "any world size and stage; custom_load_fn and a load without optimizer "
     "states raise",
-    f"{_ENGINE}.save_*_model": _WHOLE,
-    f"{_ENGINE}.*module_state_dict": _WHOLE,
+    f"{_ENGINE}.save_*_model": _FULL_STATE,
+    f"{_ENGINE}.*module_state_dict": _FULL_STATE,
     f"{_ENGINE}.get_global_grad_norm": "None before the first step, and without clipping or fp16",
     f"{_ENGINE}.zero_gather_16bit_*": "always True: whole weights can be had",
     f"{_ENGINE}.destroy": "nothing to do: memory goes with the model",
@@ -82,13 +82,13 @@ DIFFERENCES: dict[str, str] = {
 
 _DUAL = "zero_ext.parallel.pipeline.PipelineModule(..., schedule='zbv') and 'zero_bubble' fill bubbles so"
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
-_TENSOR = "not by this name: split with zero_ext.parallel.split_tensors before prepare"
-_SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
+_TENSOR = "not by this name: split with zero_ext.parallel.apply_tensor_parallel before prepare"
+_SEQUENCE = "zero_ext.integrations.apply_sequence_parallel puts sequences over ranks"
 _EXPERTS = (
     "experts on different ranks are zero_ext.parallel.experts.MixtureOfExperts here, on the axis 'ep' of "
     "zero_ext.parallel.make_mesh; for a model's own layers use deepspeed.utils.set_z3_leaf_modules"
 )
-_COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
+_COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).traffic"
 _CONFIG = "read the attributes of deepspeed.DeepSpeedConfig(json), or the JSON itself"
 
 REASONS: dict[str, str] = {
@@ -115,8 +115,8 @@ REASONS: dict[str, str] = {
     "deepspeed.runtime.zero.linear*": "use torch.nn.Linear: sharded weights are gathered again in backward",
     "deepspeed.runtime.zero.leaf_module_config*": "write zero_optimization.leaf_module in the JSON, or call "
     "deepspeed.utils.set_z3_leaf_modules",
-    "*[zZ]en[fF]low*": "split optimizer steps do not exist here; offload.step 'delayed' overlaps the update "
-    "with the next step",
+    "*[zZ]en[fF]low*": "split optimizer steps do not exist here; offload.update_mode 'delayed' overlaps the "
+    "update with the next step",
     "*.GDSBuilder": "such transfers are the engine's own: set aio.use_gds",
     "deepspeed.ops.op_builder*": "nothing has to be built: use the optimizer classes and zero_ext.ops",
     "deepspeed.ops.fp_quantizer*": "quantize with torchao",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.integrations.deepspeed.arguments import given_json
+from zero_ext.integrations.deepspeed.arguments import json_values
 from zero_ext.integrations.deepspeed.engine_accessors import SettingsQuestions
 from zero_ext.integrations.deepspeed.unsupported import names_of
 
@@ -109,7 +109,7 @@ class DeepSpeedConfig:
     ) -> None:
         del mpu, mesh_device  # without model parallelism every rank is a data-parallel one
         translation = load_deepspeed_config(config)
-        self.values = given_json("DeepSpeedConfig", config)
+        self.values = json_values("DeepSpeedConfig", config)
         self.notes = translation.notes
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         settings = translation.config
@@ -128,8 +128,8 @@ class DeepSpeedConfig:
         print(json.dumps(self.values, indent=2, sort_keys=True))
 
     def _known_zero_keys(self) -> dict[str, Any]:
-        given = self.values.get("zero_optimization") or {}
-        return {key: value for key, value in given.items() if key in DeepSpeedZeroConfig.model_fields}
+        section = self.values.get("zero_optimization") or {}
+        return {key: value for key, value in section.items() if key in DeepSpeedZeroConfig.model_fields}
 
 
 __getattr__ = names_of(

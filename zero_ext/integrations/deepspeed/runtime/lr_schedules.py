@@ -31,10 +31,10 @@ def _by_group(inner: str, kind: Callable[[float], Any] = float) -> Any:
     """The value of ``inner`` for every param group, each as ``kind`` of it; None is a group's own rate."""
 
     def read(schedule: Any) -> list[Any]:
-        given = getattr(schedule, inner)
+        value = getattr(schedule, inner)
         count = range(len(schedule.optimizer.param_groups))
         own = schedule._initial_lr
-        return [kind(own(i) if given is None else schedule._of_group(inner, given, i)) for i in count]
+        return [kind(own(i) if value is None else schedule._of_group(inner, value, i)) for i in count]
 
     return property(read)
 

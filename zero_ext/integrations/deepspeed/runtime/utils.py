@@ -24,14 +24,14 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Return the bounds of parts whose sizes differ by at most 1, larger ones first: ``num_parts`` + 1 of
     them."""
     size, larger = divmod(num_items, num_parts)
-    return [part * size + min(part, larger) for part in range(num_parts + 1)]
+    return [index * size + min(index, larger) for index in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return the bounds of parts, the heaviest of which is as light as can be: ``num_parts`` + 1 of them."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
-    return [0, *(part.stop for part in split_stages(weights, num_parts))]
+    return [0, *(index.stop for index in split_stages(weights, num_parts))]
 
 
 def move_to_device(

@@ -14,17 +14,17 @@ from zero_ext.offload import copy_of, count, replace
 from zero_ext.zero.api.full_parameters import full_gradient
 from zero_ext.zero.api.full_values import (
     MASTER,
-    owned_parts,
+    full_state,
+    owned_slices,
     replace_gradient,
     replace_master,
     replace_state,
-    whole_state,
 )
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The master weights, whole, on every rank's CPU; None for a frozen parameter."""
-    return whole_state(param)
+    return full_state(param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Optimizer state like "exp_avg", whole, in fp32; None where there is none (yet)."""
-    return whole_state(param, optim_state_key)
+    return full_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -74,16 +74,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def _local(param: nn.Parameter, kind: str) -> torch.Tensor | None:
-    parts = [copy_of(values) for _, values in owned_parts(param, kind)]
-    return torch.cat(parts) if parts else None
+    slices = [copy_of(values) for _, values in owned_slices(param, kind)]
+    return torch.cat(slices) if slices else None
 
 
 def _set_local(param: nn.Parameter, kind: str, value: torch.Tensor) -> None:
-    parts = [values for _, values in owned_parts(param, kind)]
-    wanted = sum(count(values) for values in parts)
+    slices = [values for _, values in owned_slices(param, kind)]
+    wanted = sum(count(values) for values in slices)
     if value.numel() != wanted:
         raise ValueError(f"{kind}: this rank owns {wanted} elements of the parameter, {value.numel()} given")
-    for values, own in zip(parts, value.reshape(-1).split([count(v) for v in parts]), strict=True):
+    for values, own in zip(slices, value.reshape(-1).split([count(v) for v in slices]), strict=True):
         replace(values, own.float())
 
 

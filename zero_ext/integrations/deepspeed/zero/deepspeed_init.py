@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.integrations.deepspeed.arguments import check_others, given_json
+from zero_ext.integrations.deepspeed.arguments import check_others, json_values
 from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.param_attributes import mark
 from zero_ext.zero.construction.sharded_init import Init as NativeInit
@@ -52,8 +52,8 @@ class Init:
         **others: Any,
     ) -> None:
         check_others("zero.Init", others, _MISSING, _WITHOUT_EFFECT)
-        given = config_dict_or_path if config_dict_or_path is not None else config
-        self._settings = _settings(given, remote_device)
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._settings = _settings(source, remote_device)
         init_distributed()
         self._group = data_parallel_group
         self._dtype = dtype
@@ -104,12 +104,12 @@ class _MarkingInit(NativeInit):
         self._on_module(module, "", module)
 
 
-def _settings(given: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> ZeroConfig:
-    values = {} if given is None else given_json("zero.Init", given)
-    zero = dict(values.get("zero_optimization") or {}) if given is not None else {"stage": 3}
-    kept: dict[str, Any] = {"zero_optimization": {key: zero[key] for key in _KEYS if key in zero}}
+def _settings(source: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> ZeroConfig:
+    values = {} if source is None else json_values("zero.Init", source)
+    zero = dict(values.get("zero_optimization") or {}) if source is not None else {"stage": 3}
+    selected: dict[str, Any] = {"zero_optimization": {key: zero[key] for key in _KEYS if key in zero}}
     if remote_device in ("cpu", "nvme"):
-        kept["zero_optimization"].setdefault("offload_param", {"device": remote_device})
+        selected["zero_optimization"].setdefault("offload_param", {"device": remote_device})
     if "aio" in values:
-        kept["aio"] = values["aio"]
-    return load_deepspeed_config({**kept, "gradient_clipping": 0}).config
+        selected["aio"] = values["aio"]
+    return load_deepspeed_config({**selected, "gradient_clipping": 0}).config

@@ -13,7 +13,7 @@ from torch import nn
 from zero_ext.integrations.deepspeed.param_attributes import ZeroParamStatus, set_status
 from zero_ext.zero.api.engine_lookup import PARAMETER_ATTRIBUTE, engine_of
 from zero_ext.zero.api.full_parameters import gathered
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.presharded import presharded_of
 
 
 class GatheredParameters:
@@ -48,7 +48,7 @@ class GatheredParameters:
         set_status(self._sharded + self._plain, ZeroParamStatus.NOT_AVAILABLE)
         if error[0] is None and self._modifier_rank is not None:
             # Under zero.Init what is still whole will be cut on every rank from its own values.
-            _take_over(self._plain, self._modifier_rank)
+            _broadcast_from(self._plain, self._modifier_rank)
         self._open.__exit__(*error)
 
 
@@ -79,10 +79,10 @@ def _listed(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None]) ->
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    return born_shard(parameter) is not None or getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None
+    return presharded_of(parameter) is not None or getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None
 
 
-def _take_over(parameters: Iterable[nn.Parameter], source: int) -> None:
+def _broadcast_from(parameters: Iterable[nn.Parameter], source: int) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     with torch.no_grad():

@@ -16,7 +16,7 @@ BETAS = (0.9, 0.95)  # a variance that soon forgets the first, large gradients m
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingMode:
     """`stage` and the keys of `communication`; `against` names the uncompressed way it is judged by."""
 
     title: str
@@ -59,12 +59,12 @@ class Way:
         return settings.zeropp_bar if self.stage == 3 else settings.one_bit_bar
 
 
-ZEROPP = {"quantized_weights": "int8", "quantized_gradients": "int4", "secondary_shards": True}
+ZEROPP = {"quantized_weights": "int8", "quantized_gradients": "int4", "hierarchical_partition": True}
 
-WAYS = {
-    "adam": Way("Adam", "adam", 0, {}),
-    "onebit_adam": Way("1-bit Adam", "onebit", 0, {}, "adam"),
-    "zero_one_adam": Way("0/1 Adam", "zero_one", 0, {}, "adam"),
-    "zero3": Way("ZeRO-3", "adam", 3, {}),
-    "zeropp": Way("ZeRO++", "adam", 3, ZEROPP, "zero3"),
+MODES = {
+    "adam": TrainingMode("Adam", "adam", 0, {}),
+    "onebit_adam": TrainingMode("1-bit Adam", "onebit", 0, {}, "adam"),
+    "zero_one_adam": TrainingMode("0/1 Adam", "zero_one", 0, {}, "adam"),
+    "zero3": TrainingMode("ZeRO-3", "adam", 3, {}),
+    "zeropp": TrainingMode("ZeRO++", "adam", 3, ZEROPP, "zero3"),
 }

@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.directory import CheckpointDirectory, step_name
 from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES, dtype_name, dtype_named
 from zero_ext.checkpoint.format.json_state import decode, encode
 from zero_ext.checkpoint.format.memory_order import is_logical_order, memory_order, to_logical_order
 from zero_ext.checkpoint.format.safetensors_header import TensorEntry, by_alignment, encode_header
-from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.transfer.stream_writer import StreamWriter
 
 SHAPES = st.lists(st.integers(0, 4), max_size=5)
@@ -110,14 +110,14 @@ def test_short_and_interrupted_writes_are_continued(
     def short_write(descriptor: int, data: memoryview) -> int:
         return write(descriptor, data[: generator.randint(1, len(data))])
 
-    storage = Storage()
-    storage.block_bytes = 1 << 14
+    filesystem = Filesystem()
+    filesystem.block_bytes = 1 << 14
     data = torch.frombuffer(bytearray(generator.randbytes(100_003)), dtype=torch.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", short_write)
-        with StreamWriter(storage, tmp_path / "file") as writer:
-            for part in data.split(generator.randint(1, 40_000)):
-                writer.append(part)
+        with StreamWriter(filesystem, tmp_path / "file") as writer:
+            for chunk in data.split(generator.randint(1, 40_000)):
+                writer.append(chunk)
             writer.finish()
     assert (tmp_path / "file").read_bytes() == bytes(data.tolist())
 
@@ -131,14 +131,14 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
         return really_open(path, flags, mode)
 
     monkeypatch.setattr(os, "open", without_direct)
-    Storage().write_file(tmp_path / "file", b"x" * 10_000)
+    Filesystem().write_file(tmp_path / "file", b"x" * 10_000)
     assert (tmp_path / "file").read_bytes() == b"x" * 10_000
 
 
 def test_a_write_that_moves_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
     with pytest.raises(OSError, match="no more bytes"):
-        Storage().write_file(tmp_path / "file", b"x")
+        Filesystem().write_file(tmp_path / "file", b"x")
 
 
 def test_step_names() -> None:
@@ -151,22 +151,22 @@ def test_a_replaced_step_is_found_where_a_crash_left_it(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-000007\n")
     assert root.resolve(None) == 7
     assert root.committed(7) == tmp_path / ".replaced-step-000007"
-    root.clean(Storage())
+    root.clean(Filesystem())
     assert root.committed(7) == tmp_path / "step-000007"
     assert (tmp_path / "step-000007").is_dir()
 
 
-def test_an_agreement_of_one_keeps_the_kind_of_error() -> None:
-    agreement = Agreement(0, 1, None, "testing")
-    assert agreement.stage(lambda: {"a": [1]}) == [{"a": [1]}]
-    assert agreement.collect(b"abc") == [b"abc"]
+def test_a_consensus_of_one_raises_the_same_error_type() -> None:
+    consensus = RankConsensus(0, 1, None, "testing")
+    assert consensus.stage(lambda: {"a": [1]}) == [{"a": [1]}]
+    assert consensus.collect(b"abc") == [b"abc"]
     for raised, seen in ((ValueError, ValueError), (TypeError, TypeError), (OSError, CheckpointError)):
 
         def fail(kind: type[Exception] = raised) -> None:
             raise kind("reason")
 
         with pytest.raises(seen, match=r"testing failed: rank 0: .*reason\. Advice") as caught:
-            agreement.stage(fail, "Advice")
+            consensus.stage(fail, "Advice")
         assert isinstance(caught.value.__cause__, raised)
     with pytest.raises(TypeError, match="not JSON serializable"):
-        agreement.stage(lambda: object())
+        consensus.stage(lambda: object())

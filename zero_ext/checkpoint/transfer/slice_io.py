@@ -1,4 +1,4 @@
-"""The values behind a piece, in memory or in a store: size, checks, transfers whose errors name the piece."""
+"""The values behind a slice, in memory or in a store: size, checks, transfers whose errors name the slice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def byte_count(values: torch.Tensor | StoredValues) -> int:
 
 
 def check_values(values: object, label: str) -> None:
-    """TypeError or ValueError, beginning with ``label``, unless ``values`` may stand behind a piece."""
+    """TypeError or ValueError, beginning with ``label``, unless ``values`` may stand behind a slice."""
     if isinstance(values, torch.Tensor):
         if values.is_meta or values.dim() != 1 or not values.is_contiguous():
             raise ValueError(
