@@ -1,4 +1,4 @@
-"""``zero-ext attention plot``: the picture, the figures, and what it refuses."""
+"""``zero-ext attention plot``: the image, the figures, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.cli.command import run
 from zero_ext.attention import BlockLayout, build_layout
 from zero_ext.attention.plot_layout import density_cells
-from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config import SparseAttentionConfig
 
 
 @pytest.mark.parametrize(
@@ -24,22 +24,22 @@ from zero_ext.config import SparseAttentionPolicy
         ("bslongformer", "--length", "300000"),
     ],
 )
-def test_pictures(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    picture = tmp_path / "layout.png"
-    text = run("attention", "plot", *arguments, "--block", "32", "--out", str(picture))
+def test_plots(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    image = tmp_path / "layout.png"
+    text = run("attention", "plot", *arguments, "--block", "32", "--out", str(image))
     assert "blocks of 32 × 32" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 8_000
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 8_000
 
 
 def test_the_section_of_a_configuration(tmp_path: Path) -> None:
-    config, picture = tmp_path / "config.json", tmp_path / "layout.svg"
+    config, image = tmp_path / "config.json", tmp_path / "layout.svg"
     config.write_text(json.dumps({"sparse_attention": {"mode": "fixed", "num_local_blocks": 8}}))
-    where = ("--config", str(config), "--length", "1000", "--out", str(picture))
-    layout = build_layout(SparseAttentionPolicy(mode="fixed", num_local_blocks=8), 1, 1000)
+    where = ("--config", str(config), "--length", "1000", "--out", str(image))
+    layout = build_layout(SparseAttentionConfig(mode="fixed", num_local_blocks=8), 1, 1000)
     assert f"{layout.blocks:,} blocks of 16 × 16 in 1 layout(s)" in run("attention", "plot", *where)
     assert "blocks of 64 × 64" in run("attention", "plot", *where, "--block", "64")
-    assert "<svg" in picture.read_text()
+    assert "<svg" in image.read_text()
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "a.png").exists()
 
 
-def test_cells_are_parts_of_blocks() -> None:
+def test_cells_are_fractions_of_blocks() -> None:
     mask = torch.rand(2, 1300, 700) < 0.2
     layout = BlockLayout.from_block_mask(mask, 16)
     cells = density_cells(layout, 1)
     step = 6
     assert cells.shape == (217, 117)
     for row, column in ((0, 0), (100, 50), (216, 116)):
-        part = mask[1, row * step : (row + 1) * step, column * step : (column + 1) * step]
-        assert cells[row, column] == pytest.approx(float(part.float().mean()))
+        block = mask[1, row * step : (row + 1) * step, column * step : (column + 1) * step]
+        assert cells[row, column] == pytest.approx(float(block.float().mean()))
     small = BlockLayout.from_block_mask(mask[:, :9, :7], 16)
     assert np.array_equal(density_cells(small, 0), mask[0, :9, :7].numpy())

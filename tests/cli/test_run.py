@@ -49,10 +49,10 @@ def test_arguments_reach_torchrun_as_they_are(started: list[Any]) -> None:
     assert started == [torchrun.parse_args(ours)] and os.environ[VARIABLE] == "0"
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_the_flag_only_sets_the_variable(started: list[Any], place: int) -> None:
+@pytest.mark.parametrize("position", [0, 2])
+def test_the_flag_only_sets_the_variable(started: list[Any], position: int) -> None:
     arguments = ["--nproc-per-node", "2", "train.py", "--deepspeed", "c.json", COMPAT]
-    launch([*arguments[:place], COMPAT, *arguments[place:]])
+    launch([*arguments[:position], COMPAT, *arguments[position:]])
     # What stands behind the script is the script's.
     assert started == [torchrun.parse_args(arguments)] and os.environ[VARIABLE] == "1"
 
@@ -91,7 +91,7 @@ def test_wrong_use(started: list[Any]) -> None:
     assert len(started) == 1
 
 
-def test_a_rank_that_fails_is_told_of_once(tmp_path: Path) -> None:
+def test_a_failed_rank_is_reported_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('own reason')\n")
     command = [

@@ -25,13 +25,13 @@ def test_train_batch_16_accumulation_2(ranks: int, micro: int) -> None:
 
 @calm
 @given(micro=small, steps=small, ranks=small)
-def test_any_two_give_the_third(micro: int, steps: int, ranks: int) -> None:
+def test_any_two_determine_the_third(micro: int, steps: int, ranks: int) -> None:
     train = micro * steps * ranks
-    whole = BatchConfig(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
-    assert whole.resolve(ranks) == whole
+    complete = BatchConfig(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
+    assert complete.resolve(ranks) == complete
     for missing in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
-        rest = {name: value for name, value in whole.to_mapping().items() if name != missing}
-        assert BatchConfig(**rest).resolve(ranks) == whole
+        rest = {name: value for name, value in complete.to_mapping().items() if name != missing}
+        assert BatchConfig(**rest).resolve(ranks) == complete
 
 
 @calm

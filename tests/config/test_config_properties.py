@@ -46,11 +46,11 @@ def offloads(draw: st.DrawFn, stage: int) -> dict[str, Any]:
 
 @st.composite
 def monitors(draw: st.DrawFn) -> dict[str, Any]:
-    places = st.booleans() | st.text(min_size=1, max_size=5)
-    whole = {
+    positions = st.booleans() | st.text(min_size=1, max_size=5)
+    complete = {
         "output_dir": draw(st.text(min_size=1, max_size=5)),
         "log_interval": draw(COUNTS),
-        **{name: draw(places) for name in ("jsonl", "csv", "tensorboard", "comms")},
+        **{name: draw(positions) for name in ("jsonl", "csv", "tensorboard", "comms")},
         "wandb": draw(st.none() | st.just({"mode": "offline"})),
         "timing": draw(st.booleans()),
         "memory": draw(st.booleans()),
@@ -58,7 +58,7 @@ def monitors(draw: st.DrawFn) -> dict[str, Any]:
         "trace": draw(st.none() | st.builds(lambda steps: {"steps": steps}, COUNTS)),
         "progress": draw(st.none() | st.builds(lambda steps: {"steps": steps}, COUNTS)),
     }
-    return {name: value for name, value in whole.items() if draw(st.booleans())}
+    return {name: value for name, value in complete.items() if draw(st.booleans())}
 
 
 @st.composite
@@ -73,7 +73,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "minimum": draw(st.floats(2.0**-20, 2.0)),
     }
     stage = draw(st.integers(0, 3))
-    whole = {
+    complete = {
         "stage": stage,
         "precision": {
             "dtype": dtype,
@@ -116,7 +116,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "monitor": draw(st.none() | monitors()),
         "seed": draw(st.integers(0, 2**62)),
     }
-    return {name: value for name, value in whole.items() if draw(st.booleans())}
+    return {name: value for name, value in complete.items() if draw(st.booleans())}
 
 
 @calm
@@ -155,8 +155,8 @@ def groups(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 def add(values: dict[str, Any], group: str, name: str, value: object) -> dict[str, Any]:
     changed = copy.deepcopy(values)
-    place = at(changed, group) if group else changed
-    place[name] = value
+    position = at(changed, group) if group else changed
+    position[name] = value
     return changed
 
 
@@ -172,15 +172,15 @@ def refusal(load: Any, values: dict[str, Any]) -> ConfigError:
 def misspelt(draw: st.DrawFn, known: list[str]) -> str:
     """A known name with one letter changed, dropped, doubled, or two swapped; or a random one."""
     name = draw(st.sampled_from(known))
-    place = draw(st.integers(0, len(name) - 1))
+    position = draw(st.integers(0, len(name) - 1))
     letter = draw(st.sampled_from("abcxyz_0"))
     return draw(
         st.sampled_from(
             [
-                name[:place] + name[place + 1 :],
-                name[:place] + letter + name[place + 1 :],
-                name[:place] + letter + name[place:],
-                name[:place] + name[place : place + 2][::-1] + name[place + 2 :],
+                name[:position] + name[position + 1 :],
+                name[:position] + letter + name[position + 1 :],
+                name[:position] + letter + name[position:],
+                name[:position] + name[position : position + 2][::-1] + name[position + 2 :],
             ]
         )
         | st.text("abcdefgh_", min_size=1, max_size=12)

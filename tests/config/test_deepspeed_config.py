@@ -407,7 +407,7 @@ def test_resolve_by_any_name_and_never_to_auto() -> None:
         load_deepspeed_config(adam, resolve={"optimizer.params.lr": "auto"})
 
 
-def test_adam_takes_deepspeeds_defaults() -> None:
+def test_adam_has_deepspeeds_defaults() -> None:
     config = load_deepspeed_config({"optimizer": {"type": "Adam"}}).config
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
@@ -417,9 +417,9 @@ def test_adam_takes_deepspeeds_defaults() -> None:
     assert "optimizer.params.torch_adam" in [note.path for note in torchs.notes]
 
 
-def test_lion_takes_deepspeeds_defaults() -> None:
-    given = {"type": "Lion", "params": {"betas": [0.8, 0.9], "set_grad_none": True}}
-    translation = load_deepspeed_config({"optimizer": given})
+def test_lion_has_deepspeeds_defaults() -> None:
+    source = {"type": "Lion", "params": {"betas": [0.8, 0.9], "set_grad_none": True}}
+    translation = load_deepspeed_config({"optimizer": source})
     assert translation.config.optimizer is not None
     assert translation.config.optimizer.params == {"lr": 1e-3, "betas": [0.8, 0.9]}
     assert "optimizer.params.set_grad_none" in [note.path for note in translation.notes]

@@ -158,11 +158,11 @@ def test_speculative_steps_are_refused(device: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("device", [{"device": "cpu"}, nvme()], ids=["cpu", "nvme"])
 def test_partial_offload(device: dict[str, object]) -> None:
-    whole = load(offload_optimizer=device)
+    full = load(offload_optimizer=device)
     for ratio in (1, 1.0, "auto"):
-        assert load(offload_optimizer={**device, "ratio": ratio}) == whole
+        assert load(offload_optimizer={**device, "ratio": ratio}) == full
     found = load(offload_optimizer={**device, "ratio": 0.3})
-    assert found.notes == () and found.config.offload == whole.config.offload.replace(ratio=0.3)
+    assert found.notes == () and found.config.offload == full.config.offload.replace(ratio=0.3)
     assert load(offload_optimizer={**device, "ratio": 0}) == load()
     for wrong in (-0.1, 1.1, "half", True):
         assert f"{OPTIMIZER}.ratio" in refused(offload_optimizer={**device, "ratio": wrong}).paths

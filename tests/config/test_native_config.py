@@ -35,7 +35,7 @@ def test_defaults_mean_off() -> None:
     assert config.batch.gradient_accumulation_steps == 1
 
 
-def test_every_source_gives_the_same(tmp_path: Path) -> None:
+def test_every_source_is_read_alike(tmp_path: Path) -> None:
     values = {
         "stage": 2,
         "units": {"bucket_elements": 5e8, "leaf_modules": ["Experts"]},

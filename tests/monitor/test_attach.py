@@ -20,7 +20,7 @@ import zero_ext
 from tests.monitor.watched import prepared, train
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.config import MonitorPolicy
+from zero_ext.config import MonitorConfig
 from zero_ext.monitor import attach, monitor_of
 from zero_ext.zero import engine_of
 
@@ -32,13 +32,13 @@ def test_who_writes_what(world: World) -> None:
     folder = Path(name)
     try:
         monitor = {
-            "folder": f"{folder}/run",
+            "output_dir": f"{folder}/run",
             "csv": f"{folder}/else/where.csv",
             "comms": True,
             "flops": {"peak": 1e12},
             "trace": {"first_step": 1, "steps": 2},
             "progress": {"steps": 4},
-            "every": 2,
+            "log_interval": 2,
         }
         model, optimizer = prepared(world, 3, monitor=monitor, steps_per_print=2)
         printed = io.StringIO()
@@ -96,7 +96,7 @@ def test_initialize_writes_too_and_without_the_section_nothing_listens(world: Wo
     [
         ("tensorboard", {"tensorboard": True}),
         ("wandb", {"wandb": {}}),
-        ("matplotlib", {"trace": {"picture": True}}),
+        ("matplotlib", {"trace": {"plot": True}}),
     ],
 )
 def test_a_missing_package_is_named_before_anything_changes(
@@ -111,7 +111,7 @@ def test_a_missing_package_is_named_before_anything_changes(
     with pytest.raises(
         ModuleNotFoundError, match=f"'{package}', which is not installed: pip install {package}"
     ):
-        zero_ext.prepare(model, None, {"monitor": {"folder": str(tmp_path), **section}})
+        zero_ext.prepare(model, None, {"monitor": {"output_dir": str(tmp_path), **section}})
     assert model.weight.data_ptr() == before and list(tmp_path.iterdir()) == []
     zero_ext.prepare(model, None)
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_opened_ends_all_ranks(world: World) -> None:
         blocked = Path(folder) / "file"
         blocked.write_text("")
         with pytest.raises(RuntimeError) as caught:
-            prepared(world, 2, monitor={"folder": str(blocked)})
+            prepared(world, 2, monitor={"output_dir": str(blocked)})
         assert "opening the monitors failed on ranks [0]" in str(caught.value)
         assert ("file" in str(caught.value)) == (world.rank == 0)
         assert "Training did not begin" in str(caught.value)
@@ -132,7 +132,7 @@ def test_what_cannot_be_opened_ends_all_ranks(world: World) -> None:
 def test_everything_on_an_accelerator(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         monitor = {
-            "folder": folder,
+            "output_dir": folder,
             "csv": True,
             "flops": {"peak": 1e12},
             "trace": {"first_step": 2, "steps": 1},
@@ -156,13 +156,13 @@ def test_everything_on_an_accelerator(world: World) -> None:
 
 
 def test_a_second_monitor_is_refused(tmp_path: Path) -> None:
-    model, _ = zero_ext.prepare(nn.Linear(3, 1), None, {"monitor": {"folder": str(tmp_path)}})
+    model, _ = zero_ext.prepare(nn.Linear(3, 1), None, {"monitor": {"output_dir": str(tmp_path)}})
     with pytest.raises(ValueError, match="has a monitor already"):
-        attach(model, MonitorPolicy(folder=str(tmp_path)))
+        attach(model, MonitorConfig(output_dir=str(tmp_path)))
     first = monitor_of(model)
     assert first is not None
     first.close()
-    assert attach(model, MonitorPolicy(folder=str(tmp_path))) is monitor_of(model)
+    assert attach(model, MonitorConfig(output_dir=str(tmp_path))) is monitor_of(model)
 
 
 def test_the_signature_is_still_that_of_prepare() -> None:

@@ -13,7 +13,7 @@ from zero_ext.monitor.memory_cap import Cgroup, DataLimit, MemoryCap, candidates
 MIB = 2**20
 
 
-def take_memory(cap: MemoryCap, nbytes: int) -> int:
+def allocate_memory(cap: MemoryCap, nbytes: int) -> int:
     """Exit status of a process under `cap` that writes to `nbytes` of memory."""
     command = [sys.executable, "-c", f"b'x' * {nbytes}"]
     return subprocess.run(command, preexec_fn=cap.enter, stderr=subprocess.DEVNULL).returncode
@@ -22,8 +22,8 @@ def take_memory(cap: MemoryCap, nbytes: int) -> int:
 def test_a_process_cannot_pass_its_cap() -> None:
     with capped(lambda watched: 128 * MIB) as strongest:
         for cap in (strongest, DataLimit(128 * MIB)):
-            assert take_memory(cap, 16 * MIB) == 0 and cap.kills() in (0, None)
-            assert take_memory(cap, 512 * MIB) == (-9 if isinstance(cap, Cgroup) else 1)
+            assert allocate_memory(cap, 16 * MIB) == 0 and cap.kills() in (0, None)
+            assert allocate_memory(cap, 512 * MIB) == (-9 if isinstance(cap, Cgroup) else 1)
     if isinstance(strongest, Cgroup):
         assert not strongest.folder.exists()
 

@@ -29,7 +29,7 @@ from zero_ext.zero import engine_of
 ROOT = Path(__file__).parents[2]
 
 
-class Kept:
+class RecordingWriter:
     """A writer that keeps rows."""
 
     def __init__(self, fails_at: int = 0) -> None:
@@ -61,9 +61,9 @@ def step(model: Any, optimizer: Any) -> float:
 
 def test_rows_hold_what_everybody_says() -> None:
     model, optimizer = small()
-    every, second = Kept(), Kept()
+    every, second = RecordingWriter(), RecordingWriter()
     monitor = Monitor(engine_of(model), [every], [StepTimes()])
-    seldom = Monitor(engine_of(model), [second], every=2)
+    seldom = Monitor(engine_of(model), [second], log_interval=2)
     for number in range(1, 6):
         monitor.log(loss=float(number), tokens=7)
         step(model, optimizer)
@@ -82,7 +82,7 @@ def test_rows_hold_what_everybody_says() -> None:
 
 def test_a_failing_writer_is_left_out_and_said_once() -> None:
     model, optimizer = small()
-    bad, good = Kept(fails_at=2), Kept()
+    bad, good = RecordingWriter(fails_at=2), RecordingWriter()
 
     def broken(event: Event) -> None:
         raise ValueError("a subscriber's mistake")
@@ -99,16 +99,16 @@ def test_a_failing_writer_is_left_out_and_said_once() -> None:
     assert len(texts) == 3
     assert "function failed" in texts[0] and "ValueError: a subscriber's mistake" in texts[0]
     assert "Mistaken failed" in texts[1] and "KeyError: 'time/forward'" in texts[1]
-    assert "Kept failed" in texts[2] and "OSError: No space left on device" in texts[2]
+    assert "RecordingWriter failed" in texts[2] and "OSError: No space left on device" in texts[2]
     assert [row["step"] for row in bad.rows] == [1]
     assert [row["step"] for row in good.rows] == [1, 2, 3, 4]
     monitor.close()
 
 
-def test_nothing_keeps_the_model_and_its_end_closes_all(tmp_path: Path) -> None:
+def test_the_model_is_referenced_weakly_and_its_end_closes_all(tmp_path: Path) -> None:
     model, optimizer = small()
-    kept = Kept()
-    monitor = Monitor(engine_of(model), [kept], [StepTimes()], [CsvFile(tmp_path / "steps.csv")])
+    records = RecordingWriter()
+    monitor = Monitor(engine_of(model), [records], [StepTimes()], [CsvFile(tmp_path / "steps.csv")])
     assert monitor_of(model) is monitor
     step(model, optimizer)
     alive = weakref.ref(model.module), weakref.ref(engine_of(model))
@@ -118,29 +118,29 @@ def test_nothing_keeps_the_model_and_its_end_closes_all(tmp_path: Path) -> None:
         assert alive[0]() is None and alive[1]() is None  # without a cycle collection
     finally:
         gc.enable()
-    assert kept.closed == 1
+    assert records.closed == 1
     assert isinstance(monitor.subscribers[0], CsvFile)
     with pytest.raises(ValueError, match="closed"):
         monitor.subscribers[0].write({"step": 1})
 
 
 @on_ranks(1, stand_in=True)
-def test_a_row_waits_for_what_an_accelerator_tells(world: World) -> None:
+def test_a_row_waits_for_the_accelerators_values(world: World) -> None:
     model, optimizer = prepared(world, 3, device="stand_in")
-    kept = Kept()
-    monitor = Monitor(engine_of(model), [kept])
+    records = RecordingWriter()
+    monitor = Monitor(engine_of(model), [records])
     for number in range(3):
         train(world, model, optimizer, 1, first=number)
-        assert len(kept.rows) <= number
+        assert len(records.rows) <= number
         torch.accelerator.synchronize()
-    assert len(kept.rows) == 2
+    assert len(records.rows) == 2
     monitor.close()
-    assert [row["step"] for row in kept.rows] == [1, 2, 3]
-    assert [row["loss"] is not None for row in kept.rows] == [True, True, False]
-    assert 0 < kept.rows[0]["loss"] < 100
+    assert [row["step"] for row in records.rows] == [1, 2, 3]
+    assert [row["loss"] is not None for row in records.rows] == [True, True, False]
+    assert 0 < records.rows[0]["loss"] < 100
     for name in ("device/forward", "device/backward", "device/step"):
-        assert [row[name] is not None for row in kept.rows] == [True, True, False]
-        assert 0 <= kept.rows[0][name] < 60
+        assert [row[name] is not None for row in records.rows] == [True, True, False]
+        assert 0 <= records.rows[0][name] < 60
 
 
 TRAINS = """
@@ -149,7 +149,7 @@ from torch import nn
 from zero_ext.monitor import Monitor, CsvFile, JsonLines
 model = nn.Linear(3, 1)
 model, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.25), {"monitor": {
-    "folder": sys.argv[1], "csv": True, "trace": {"first_step": 1, "steps": 10**6}}})
+    "output_dir": sys.argv[1], "csv": True, "trace": {"first_step": 1, "steps": 10**6}}})
 for step in range(int(sys.argv[2])):
     model(torch.randn(2, 3)).square().mean().backward()
     optimizer.step()
@@ -159,7 +159,7 @@ for step in range(int(sys.argv[2])):
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_files_are_whole_after_a_kill_and_after_an_exit(tmp_path: Path, killed: bool) -> None:
+def test_files_are_complete_after_a_kill_and_after_an_exit(tmp_path: Path, killed: bool) -> None:
     steps = 10**9 if killed else 30
     command = [sys.executable, "-c", TRAINS, str(tmp_path), str(steps)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)

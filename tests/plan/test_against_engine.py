@@ -13,7 +13,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import gathered_once
-from zero_ext.plan import StateBytes, TrainingState, bytes_sent, model_state_bytes, wire_elements
+from zero_ext.plan import StateBytes, TrainingState, bytes_sent, collective_elements, model_state_bytes
 from zero_ext.zero import Engine, engine_of
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -73,7 +73,7 @@ def configuration(stage: int, dtype: str, micro_batches: int, moments: str) -> d
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ledger_equals_formula(world: World, stage: int) -> None:
+def test_memory_breakdown_equals_formula(world: World, stage: int) -> None:
     for dtype, micro_batches, moments in (("bf16", 1, "fp32"), ("bf16", 2, "bf16"), ("fp32", 1, "fp32")):
         engine = train(configuration(stage, dtype, micro_batches, moments), micro_batches, False, world)
         state = TrainingState(
@@ -82,8 +82,8 @@ def test_ledger_equals_formula(world: World, stage: int) -> None:
             moments_dtype=moments,
             accumulation_steps=micro_batches,
         )
-        ledger = engine.ledger()
-        held = StateBytes(ledger["params"], ledger["grads"], ledger["optimizer"])
+        breakdown = engine.memory_breakdown()
+        held = StateBytes(breakdown["params"], breakdown["grads"], breakdown["optimizer"])
         assert held == model_state_bytes(stage, world.size, state), (dtype, micro_batches, moments)
 
 
@@ -91,16 +91,16 @@ def test_ledger_equals_formula(world: World, stage: int) -> None:
 def test_moments_in_8_bits_differ_by_a_block_a_unit_at_most(world: World) -> None:
     engine = train(configuration(3, "bf16", 1, "8bit"), 1, False, world)
     state = TrainingState(elements(engine, True), elements(engine, False), moments_dtype="8bit")
-    excess = engine.ledger()["optimizer"] - model_state_bytes(3, world.size, state).optimizer
+    excess = engine.memory_breakdown()["optimizer"] - model_state_bytes(3, world.size, state).optimizer
     assert 0 <= excess <= 2 * 4 * len(engine.units)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_wire_log_equals_formula(world: World, stage: int) -> None:
+def test_traffic_stats_equal_formula(world: World, stage: int) -> None:
     for micro_batches, no_sync in ((1, False), (3, False), (3, True)):
         engine = train(configuration(stage, "bf16", micro_batches, "fp32"), micro_batches, no_sync, world)
-        kinds = wire_elements(
+        kinds = collective_elements(
             stage,
             world.size,
             elements(engine, True).total(),
@@ -109,8 +109,10 @@ def test_wire_log_equals_formula(world: World, stage: int) -> None:
             accumulation_steps=micro_batches,
             no_sync=no_sync,
         )
-        counted = {kind: count for kind, count in engine.wire.last_elements.items() if kind != "scalars"}
+        counted = {kind: count for kind, count in engine.traffic.last_elements.items() if kind != "scalars"}
         assert counted == kinds, (counted, kinds, micro_batches, no_sync)
         if micro_batches == 1 or (stage >= 2 and not no_sync):  # else fp32 sums travel in part
-            sent = {kind: count for kind, count in engine.wire.last_bytes_sent.items() if kind != "scalars"}
+            sent = {
+                kind: count for kind, count in engine.traffic.last_bytes_sent.items() if kind != "scalars"
+            }
             assert sent == bytes_sent(kinds, world.size, 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_ext.plan import bytes_sent, wire_elements
+from zero_ext.plan import bytes_sent, collective_elements
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -24,7 +24,7 @@ from zero_ext.plan import bytes_sent, wire_elements
     ],
 )
 def test_closed_formulas(stage: int, no_sync: bool, multiple, k: int) -> None:
-    kinds = wire_elements(stage, 4, 1024, accumulation_steps=k, no_sync=no_sync)
+    kinds = collective_elements(stage, 4, 1024, accumulation_steps=k, no_sync=no_sync)
     assert sum(kinds.values()) == multiple(k) * 1024
 
 
@@ -52,11 +52,13 @@ def test_each_kind_against_a_walk_through_one_step(
         walked["gather_updated"] += trainable
     if world_size == 1:
         walked = dict.fromkeys(walked, 0)
-    found = wire_elements(stage, world_size, trainable, frozen=frozen, accumulation_steps=k, no_sync=no_sync)
+    found = collective_elements(
+        stage, world_size, trainable, frozen=frozen, accumulation_steps=k, no_sync=no_sync
+    )
     assert {**dict.fromkeys(walked, 0), **found} == walked
 
 
-def test_a_rank_sends_all_but_its_own_part() -> None:
+def test_a_rank_sends_all_but_its_own_shard() -> None:
     assert bytes_sent({"gather": 1024, "reduce_scatter": 512}, 4, 2) == {
         "gather": 1536,
         "reduce_scatter": 768,
@@ -77,4 +79,4 @@ def test_a_rank_sends_all_but_its_own_part() -> None:
 )
 def test_impossible_arguments_are_refused_by_name(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        wire_elements(**{"stage": 3, "world_size": 2, "trainable": 8, **arguments})
+        collective_elements(**{"stage": 3, "world_size": 2, "trainable": 8, **arguments})

@@ -15,11 +15,10 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.plan.test_plan_against_engine import PLACEMENTS, Decoder, configuration, of_rank, planned
 from zero_ext.config.library_memory import communicator_bytes
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation import MACHINES, Training
 from zero_ext.plan.simulation.run_memory import memory_needs
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 from zero_ext.zero.gradients.accumulator import UnitGradients
 
 MACHINE = MACHINES["dgx-a100"]
@@ -40,7 +39,7 @@ class DeviceDecoder(Decoder):
     """With its positions where the tokens are."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.table(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -64,7 +63,7 @@ class Unpacked:
 
 
 def train(
-    world: World, found: PlannedModel, config: dict[str, Any], micro_batches: int
+    world: World, found: ModelSpec, config: dict[str, Any], micro_batches: int
 ) -> tuple[Engine, int, int]:
     """The engine after three steps, the most bytes that the last one had on the device, and the most of
     autograd's gradients."""
@@ -104,9 +103,9 @@ def test_a_device_holds_at_most_what_was_planned(
     found = planned(128, 4, 700, SEQUENCE, tied)
     config = configuration(stage, tiers, micro_batches, folder)
     engine, most, unpacked = train(world, found, config, micro_batches)
-    held = sum(ledger_by_tier(engine)["device"].values())
+    held = sum(engine.memory_by_tier()["device"].values())
 
-    needs = memory_needs(found.whole, Training.of_config(config, world.size), MACHINE)
+    needs = memory_needs(found.full_cost, Training.of_config(config, world.size), MACHINE)
     assert needs.device["NCCL"] == communicator_bytes(world.size, 8, {})
     assert sum(of_rank(needs, "device").values()) == pytest.approx(held, rel=WITHIN)
     autograd = needs.device["autograd"]

@@ -11,8 +11,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.plan.test_zeropp_traffic import Decoder, counted
-from zero_ext.ops import sign_message_bytes
-from zero_ext.plan import sign_bytes, sign_state_bytes
+from zero_ext.ops import sign_payload_bytes
+from zero_ext.plan import onebit_state_bytes, onebit_step_bytes
 from zero_ext.zero import engine_of
 
 
@@ -37,15 +37,15 @@ def test_volumes_are_those_counted(world: World, stage: int) -> None:
         units = Counter(unit.layout.numel for unit in engine.units)
         assert len(engine.units) > 1
         found = {kind: sent for kind, sent in counted(engine).items() if sent.all}
-        assert found == sign_bytes(world.size, units, ranks_per_node=per_node)
-        messages = sum(2 * world.size * sign_message_bytes(numel // world.size) for numel in units.elements())
-        kept = engine.optimizer_step.updates.held_bytes()["device"]
-        wanted = kept + messages if world.size > 1 else kept
-        assert sign_state_bytes(stage, world.size, units) == wanted
+        assert found == onebit_step_bytes(world.size, units, ranks_per_node=per_node)
+        messages = sum(2 * world.size * sign_payload_bytes(numel // world.size) for numel in units.elements())
+        allocated = engine.optimizer_step.updates.allocated_bytes()["device"]
+        wanted = allocated + messages if world.size > 1 else allocated
+        assert onebit_state_bytes(stage, world.size, units) == wanted
 
 
 def test_ranks_that_do_not_fill_their_nodes() -> None:
     with pytest.raises(ValueError, match="ranks_per_node is 3, which does not divide the 4 ranks"):
-        sign_bytes(4, {64: 1}, ranks_per_node=3)
+        onebit_step_bytes(4, {64: 1}, ranks_per_node=3)
     with pytest.raises(ValueError, match="world_size"):
-        sign_bytes(0, {64: 1})
+        onebit_step_bytes(0, {64: 1})

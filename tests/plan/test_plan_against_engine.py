@@ -1,4 +1,4 @@
-"""Plans against what the engine holds: a real small run by its ledger, larger models by their staging."""
+"""Plans against the engine: a small run by its memory breakdown, larger models by their staging."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.plan import model_staging
 from zero_ext.plan.estimate import estimate_step
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation import MACHINES, Training, Transformer, simulate
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, memory_needs
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 WITHIN = 0.03
 STATE = ("params", "grads", "optimizer")
-HERE = MACHINES["dgx-a100"].replace(name="here", device_is_host=True)  # the engine's device is the processor
+MACHINE = MACHINES["dgx-a100"].replace(
+    name="here", device_is_host=True
+)  # the engine's device is the processor
 PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (0, {}),
     (1, {}),
@@ -39,8 +40,8 @@ PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (3, {"params": "host", "grads": "host", "optimizer": "host"}),
     (3, {"params": "host", "grads": "host", "optimizer": "nvme"}),
     (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}),
-    (2, {"grads": "host", "optimizer": "host", "step": "delayed"}),
-    (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "step": "delayed"}),
+    (2, {"grads": "host", "optimizer": "host", "update_mode": "delayed"}),
+    (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "update_mode": "delayed"}),
 )
 
 
@@ -81,7 +82,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Transformer) -> None:
         super().__init__()
         self.table = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.places = nn.Embedding(shape.sequence, shape.hidden)
+        self.positions = nn.Embedding(shape.sequence, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
@@ -89,15 +90,15 @@ class Decoder(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.table(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def planned(hidden: int, layers: int, vocabulary: int, sequence: int, tied: bool) -> PlannedModel:
+def planned(hidden: int, layers: int, vocabulary: int, sequence: int, tied: bool) -> ModelSpec:
     shape = Transformer("small", hidden, layers, 4, vocabulary, sequence, before=sequence * hidden, tied=tied)
-    return PlannedModel.of_shape(shape, "")
+    return ModelSpec.of_shape(shape, "")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -110,12 +111,12 @@ def test_buffers_of_a_model_in_tiles(
 ) -> None:
     """Layers of 113 million parameters, each matrix in fourteen tiles."""
     found = planned(3072, 2, 50_000, 512, tied=False)
-    found = PlannedModel.of_shape(replace(found.shape, tiles=40), "")
+    found = ModelSpec.of_shape(replace(found.shape, tiles=40), "")
     config = configuration(3, tiers, 1, folder)
     config["units"] = {"tiles": {"Linear": found.shape.matrix_tiles}}
     assert found.shape.matrix_tiles == 14
     staging = model_staging(*without_data(found.shape), config, ranks)
-    needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
+    needs = memory_needs(found.full_cost, Training.of_config(config, ranks), MACHINE)
     assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
     assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)
 
@@ -131,18 +132,18 @@ def configuration(stage: int, tiers: dict[str, str], micro_batches: int, folder:
 
 
 def of_rank(needs: MemoryNeeds, tier: str) -> dict[str, int]:
-    """Bytes of a rank by the ledger's kinds, without activations."""
-    parts = dict(getattr(needs, tier))
-    held = {kind: parts.get(kind, 0) for kind in STATE}
-    held["staging"] = parts.get("passing through", 0) + parts.get("staging", 0)
+    """Bytes of a rank by the memory breakdown's kinds, without activations."""
+    bytes_by_use = dict(getattr(needs, tier))
+    held = {kind: bytes_by_use.get(kind, 0) for kind in STATE}
+    held["staging"] = bytes_by_use.get("passing through", 0) + bytes_by_use.get("staging", 0)
     return held
 
 
-def gathered_in(found: PlannedModel, training: Training) -> int:
+def gathered_in(found: ModelSpec, training: Training) -> int:
     """Elements that the simulated schedule of a step gathers."""
-    spans = simulate(found.whole, training, HERE).timeline.spans
+    spans = simulate(found.full_cost, training, MACHINE).timeline.spans
     numbers = [int(span.name.removeprefix("gather ")) for span in spans if span.name.startswith("gather ")]
-    return sum(found.whole.units[number].parameters for number in numbers)
+    return sum(found.full_cost.units[number].parameters for number in numbers)
 
 
 @on_ranks(1, 2, 4)
@@ -164,9 +165,9 @@ def test_a_real_run_holds_what_was_planned(
             model(torch.randint(700, (2, 32))).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    held = ledger_by_tier(engine_of(model))
+    held = engine_of(model).memory_by_tier()
     training = Training.of_config(config, world.size)
-    needs = memory_needs(found.whole, training, HERE)
+    needs = memory_needs(found.full_cost, training, MACHINE)
     # What shares a bucket depends on the order of registration in a block, which plans do not know: then the
     # padding is another one.
     padding = 0.0 if training.placement.params else 0.01
@@ -175,11 +176,11 @@ def test_a_real_run_holds_what_was_planned(
         for kind in (*STATE, "staging"):
             within = WITHIN if kind == "staging" else padding
             assert wanted[kind] == pytest.approx(kinds[kind], rel=within, abs=1), (tier, kind)
-    counted = engine_of(model).wire.last_bytes_sent
+    counted = engine_of(model).traffic.last_bytes_sent
     sent = sum(nbytes for kind, nbytes in counted.items() if kind != "scalars")
-    assert estimate_step(found, training, HERE).wire == pytest.approx(sent, rel=padding, abs=0), counted
+    assert estimate_step(found, training, MACHINE).sent == pytest.approx(sent, rel=padding, abs=0), counted
     if stage == 3 and world.size > 1 and training.params != "nvme":  # there blocks pad the small units
-        elements = engine_of(model).wire.last_elements["gather"]
+        elements = engine_of(model).traffic.last_elements["gather"]
         assert gathered_in(found, training) == pytest.approx(elements, rel=0.01)
 
 
@@ -198,6 +199,6 @@ def test_state_and_buffers_of_a_larger_model(
     found = planned(1024, 24, 50_000, 1024, tied)
     config = {**configuration(stage, tiers, 1, folder), "units": {}}
     staging = model_staging(*without_data(found.shape), config, ranks)
-    needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
+    needs = memory_needs(found.full_cost, Training.of_config(config, ranks), MACHINE)
     assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
     assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)

@@ -11,7 +11,7 @@ from zero_ext.plan.cluster import ClusterOptions
 from zero_ext.plan.estimate import estimate_step
 from zero_ext.plan.models import model_named
 from zero_ext.plan.nearest_fit import fewest_gpus, why_nothing_fits
-from zero_ext.plan.plan_entry import Batch, PlanRow, largest_micro_batch
+from zero_ext.plan.plan_entry import Batch, PlanEntry, largest_micro_batch
 from zero_ext.plan.planner import Plan, make_plan
 from zero_ext.plan.recommendation import advise
 from zero_ext.plan.simulation import MACHINES, Training, simulate
@@ -28,7 +28,7 @@ def planned(
     return make_plan(model_named(model), cluster.hardware(), gpus, batch, objective)  # type: ignore[arg-type]
 
 
-def fitting(plan: Plan) -> list[PlanRow]:
+def fitting(plan: Plan) -> list[PlanEntry]:
     return [row for row in plan.rows if row.fits]
 
 
@@ -91,12 +91,12 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
         if row.training.accumulation_steps == 1 or not row.largest_micro_batch:
             continue
         for samples, fits in ((row.largest_micro_batch, True), (row.largest_micro_batch + 1, False)):
-            needs = memory_needs(model.whole, replace(row.training, micro_batch=samples), machine)
+            needs = memory_needs(model.full_cost, replace(row.training, micro_batch=samples), machine)
             assert (not needs.shortfalls(machine)) == fits
     assert largest_micro_batch(model, Training(1, stage=0), machine) == 0
 
 
-def test_batches_are_whole_and_every_row_sees_the_same_samples() -> None:
+def test_batches_divide_and_every_entry_sees_the_same_samples() -> None:
     for row in planned("350M", 4, 48, machine="dgx-a100").rows:
         assert 4 * row.training.micro_batch * row.training.accumulation_steps == 48
     assert all(row.training.micro_batch == 3 for row in planned("350M", 4, 48, 3).rows)
@@ -114,11 +114,11 @@ def test_batches_are_whole_and_every_row_sees_the_same_samples() -> None:
 def test_deep_models_are_continued_as_if_every_layer_had_been_simulated(model: str, options: dict) -> None:
     found, machine = model_named(model), MACHINES["dgx2-v100"]
     training = Training(16, **options)
-    whole = simulate(found.cost(), training, machine)
+    timeline = simulate(found.cost(), training, machine)
     quick = estimate_step(found, training, machine)
-    assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert quick.seconds == pytest.approx(timeline.seconds, rel=0.02)
     assert quick.read == pytest.approx(
-        whole.busy.get("NVMe read", 0.0) * machine.for_rank(16).nvme_read, rel=0.02
+        timeline.busy.get("NVMe read", 0.0) * machine.for_rank(16).nvme_read, rel=0.02
     )
 
 
@@ -137,8 +137,8 @@ def test_bytes_moved_are_those_of_the_state() -> None:
     assert rows["stage 2, device"].step.to_host == 0
 
 
-def test_reads_and_writes_that_take_turns_are_counted_apart() -> None:
-    hardware = MACHINES["dgx2-v100"].replace(nvme_takes_turns=True)
+def test_half_duplex_reads_and_writes_are_counted_separately() -> None:
+    hardware = MACHINES["dgx2-v100"].replace(nvme_half_duplex=True)
     training = Training(16, stage=2, grads="host", optimizer="nvme")
     both = estimate_step(model_named("13b"), training, hardware)
     apart = estimate_step(model_named("13b"), training, MACHINES["dgx2-v100"])
@@ -174,7 +174,7 @@ def test_every_row_is_a_configuration_that_says_the_same(model: str) -> None:
         assert bool(config.units.tiles) == (row.training.stage == 3 and plan.model.shape.tiles > 1)
 
 
-def test_clusters_take_what_is_known_of_them() -> None:
+def test_cluster_options_override_the_machine() -> None:
     plan = planned("13b", 16, gpu_memory=80 * 10**9, host_memory=10**12, nvme=0, gpus_per_host=4)
     assert plan.hosts == 4
     assert plan.hardware.device_bytes == 80 * 10**9
@@ -184,7 +184,7 @@ def test_clusters_take_what_is_known_of_them() -> None:
         planned("13b", 16, machine="cray")
 
 
-def test_the_whole_training_takes_its_steps() -> None:
+def test_total_time_is_steps_times_step_time() -> None:
     plan = replace(planned("1.5B", 8, 64), tokens=10**9)
     row = plan.rows[0]
     assert row.samples * row.sequence == 64 * 2048 or row.sequence == 1024

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
+from zero_ext.plan import TrainingState, collective_elements, model_state_bytes
 from zero_ext.plan.models import model_named
 from zero_ext.plan.plan_entry import Batch
 from zero_ext.plan.planner import Plan, make_plan
@@ -60,26 +60,26 @@ def test_five_billion_on_sixteen_ranks() -> None:
     assert f"{state_gigabytes(plan, 3):.1f}" == "5.0"
 
 
-def test_stages_approach_a_fourth_an_eighth_and_a_rank_s_part() -> None:
+def test_stages_approach_a_fourth_an_eighth_and_one_over_the_ranks() -> None:
     state = TrainingState({"bf16": 10**12})
     for ranks in (64, 1024, 65536):
-        whole, *stages = (model_state_bytes(stage, ranks, state).total for stage in range(4))
-        factors = [whole / stage for stage in stages]
+        replicated, *stages = (model_state_bytes(stage, ranks, state).total for stage in range(4))
+        factors = [replicated / stage for stage in stages]
         # 16 / (4 + 12/N), 16 / (2 + 14/N), N
         assert factors == pytest.approx([16 / (4 + 12 / ranks), 16 / (2 + 14 / ranks), ranks], rel=1e-6)
     assert factors[:2] == pytest.approx([4, 8], rel=1e-3)
 
 
 def test_traffic_is_that_of_data_parallelism_once_once_and_one_and_a_half_times() -> None:
-    base, *stages = (sum(wire_elements(stage, 64, 10**9).values()) for stage in range(4))
+    base, *stages = (sum(collective_elements(stage, 64, 10**9).values()) for stage in range(4))
     assert [stage / base for stage in stages] == [1, 1, 1.5]
     plan = planned("7.5B", 64)
-    wire = {row.candidate.stage: row.step.wire for row in plan.rows if row.candidate.distance == 0}
+    sent = {row.candidate.stage: row.step.sent for row in plan.rows if row.candidate.distance == 0}
     # Padding included: of buckets in stages 0 to 2, of blocks in stage 3. That gathers the ends of the model
     # once for forward and backward.
-    factors = [wire[stage] / wire[0] for stage in (1, 2, 3)]
+    factors = [sent[stage] / sent[0] for stage in (1, 2, 3)]
     (row,) = (row for row in plan.rows if row.candidate.stage == 3 and row.candidate.distance == 0)
-    once = lengths_gathered_once(plan.model.whole, row.training)
-    part = sum(numel * units for numel, units in once.items()) / plan.model.parameters
-    assert 0.01 < part < 0.04
-    assert factors == pytest.approx([1, 1, 1.5 - part / 2], rel=1e-4)
+    once = lengths_gathered_once(plan.model.full_cost, row.training)
+    once_share = sum(numel * units for numel, units in once.items()) / plan.model.parameters
+    assert 0.01 < once_share < 0.04
+    assert factors == pytest.approx([1, 1, 1.5 - once_share / 2], rel=1e-4)

@@ -12,7 +12,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import configuration, units_gathered_once
-from zero_ext.config import CommunicationPolicy
+from zero_ext.config import CommunicationConfig
 from zero_ext.plan import (
     Sent,
     TrainingState,
@@ -23,12 +23,12 @@ from zero_ext.plan import (
 )
 from zero_ext.zero import Engine, engine_of
 
-WAYS = (
-    CommunicationPolicy(),
-    CommunicationPolicy(quantized_weights="int4"),
-    CommunicationPolicy(quantized_gradients="int4"),
-    CommunicationPolicy(secondary_shards=True),
-    CommunicationPolicy(quantized_weights="int8", quantized_gradients="int8", secondary_shards=True),
+SETTINGS = (
+    CommunicationConfig(),
+    CommunicationConfig(quantized_weights="int4"),
+    CommunicationConfig(quantized_gradients="int4"),
+    CommunicationConfig(hierarchical_partition=True),
+    CommunicationConfig(quantized_weights="int8", quantized_gradients="int8", hierarchical_partition=True),
 )
 
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
-def two_steps(world: World, stage: int, policy: CommunicationPolicy, micro_batches: int = 1) -> Engine:
+def two_steps(world: World, stage: int, policy: CommunicationConfig, micro_batches: int = 1) -> Engine:
     """The engine after two steps in bf16; staging must be what was planned."""
     config = configuration(
         stage,
@@ -91,10 +91,10 @@ def two_steps(world: World, stage: int, policy: CommunicationPolicy, micro_batch
 
 def counted(engine: Engine) -> dict[str, Sent]:
     """What this rank sent in the last step."""
-    wire = engine.wire
+    traffic = engine.traffic
     return {
-        kind: Sent(wire.last_bytes_sent[kind], wire.last_crossing_bytes[kind])
-        for kind in wire.last_elements
+        kind: Sent(traffic.last_bytes_sent[kind], traffic.last_crossing_bytes[kind])
+        for kind in traffic.last_elements
         if kind != "scalars"
     }
 
@@ -102,11 +102,11 @@ def counted(engine: Engine) -> dict[str, Sent]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
-    for way in WAYS:
-        if stage == 2 and (way.quantized_weights or way.secondary_shards):
+    for setting in SETTINGS:
+        if stage == 2 and (setting.quantized_weights or setting.hierarchical_partition):
             continue
         for per_node in (1, 2, 4)[: world.size // 2 + 1]:
-            policy = way.replace(ranks_per_node=per_node)
+            policy = setting.replace(ranks_per_node=per_node)
             for micro_batches in (1, 2) if per_node == 2 else (1,):
                 engine = two_steps(world, stage, policy, micro_batches)
                 lengths = [unit.layout.numel for unit in engine.units]
@@ -120,19 +120,19 @@ def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
                 )
                 assert counted(engine) == planned, (policy, micro_batches)
                 state = TrainingState({"bf16": sum(lengths)}, accumulation_steps=micro_batches)
-                kept = sum(secondary_bytes(numel, world.size, policy, 2) for numel in lengths)
+                secondary = sum(secondary_bytes(numel, world.size, policy, 2) for numel in lengths)
                 params = model_state_bytes(stage, world.size, state).params
-                assert engine.ledger()["params"] == params + kept
+                assert engine.memory_breakdown()["params"] == params + secondary
 
 
 @on_ranks(4)
 def test_all_on_crosses_with_a_quarter_of_the_bytes(world: World) -> None:
     """At most 0.78 of the parameters' fp16 bytes cross between two nodes of two ranks, scales and padding
     included, where stage 3 would send three times all of them."""
-    policy = CommunicationPolicy(
-        ranks_per_node=2, quantized_weights="int8", quantized_gradients="int4", secondary_shards=True
+    policy = CommunicationConfig(
+        ranks_per_node=2, quantized_weights="int8", quantized_gradients="int4", hierarchical_partition=True
     )
-    plain = two_steps(world, 3, CommunicationPolicy(ranks_per_node=2))
+    plain = two_steps(world, 3, CommunicationConfig(ranks_per_node=2))
     engine = two_steps(world, 3, policy)
     fp16 = 2 * sum(parameter.numel() for parameter in Decoder().parameters())
     # Embedding and head are gathered once for forward and backward.
@@ -140,7 +140,7 @@ def test_all_on_crosses_with_a_quarter_of_the_bytes(world: World) -> None:
 
     def crossing(one: Engine) -> float:
         """Of a node, before the factor (nodes - 1) / nodes, over the parameters' bytes."""
-        counts = one.wire.last_crossing_bytes
+        counts = one.traffic.last_crossing_bytes
         sent = sum(sum(world.everyone(count)) for kind, count in counts.items() if kind != "scalars")
         return sent / 2 / (1 / 2) / fp16
 
@@ -155,7 +155,7 @@ def test_all_on_crosses_with_a_quarter_of_the_bytes(world: World) -> None:
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_volumes_of_sharding_groups(world: World, codes: str | None) -> None:
     for per_node in (1, 2, 4):
-        policy = CommunicationPolicy(sharding_ranks=2, ranks_per_node=per_node, quantized_weights=codes)
+        policy = CommunicationConfig(shard_group_size=2, ranks_per_node=per_node, quantized_weights=codes)
         for micro_batches in (1, 2):
             engine = two_steps(world, 3, policy, micro_batches)
             units = Counter(unit.layout.numel for unit in engine.units)
@@ -167,7 +167,7 @@ def test_volumes_of_sharding_groups(world: World, codes: str | None) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_that_add_up_are_wider(world: World, stage: int) -> None:
-    policy = CommunicationPolicy(ranks_per_node=2)
+    policy = CommunicationConfig(ranks_per_node=2)
     for micro_batches in (1, 2):
         engine = two_steps(world, stage, policy, micro_batches)
         units = Counter(unit.layout.numel for unit in engine.units)
@@ -178,10 +178,10 @@ def test_gradients_that_add_up_are_wider(world: World, stage: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "ranks", "policy", "words"),
     [
-        (3, 4, {"sharding_ranks": 3}, "sharding_ranks is 3: it does not divide the 4 ranks"),
-        (3, 4, {"sharding_ranks": 1}, "sharding_ranks is 1: a group of one rank shards nothing"),
-        (3, 12, {"sharding_ranks": 4, "ranks_per_node": 6}, "sharding_ranks is 4: nodes have 6 ranks"),
-        (2, 4, {"sharding_ranks": 2}, "sharding_ranks is 2 in stage 2; stage 3 is wanted"),
+        (3, 4, {"shard_group_size": 3}, "shard_group_size is 3: it does not divide the 4 ranks"),
+        (3, 4, {"shard_group_size": 1}, "shard_group_size is 1: a group of one rank shards nothing"),
+        (3, 12, {"shard_group_size": 4, "ranks_per_node": 6}, "shard_group_size is 4: nodes have 6 ranks"),
+        (2, 4, {"shard_group_size": 2}, "shard_group_size is 2 in stage 2; stage 3 is wanted"),
         (3, 8, {"ranks_per_node": 3}, "ranks_per_node is 3, which does not divide the 8 ranks"),
     ],
 )
@@ -189,4 +189,4 @@ def test_groups_and_nodes_that_the_engine_refuses(
     stage: int, ranks: int, policy: dict[str, int], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        step_bytes(stage, ranks, {64: 1}, CommunicationPolicy(**policy))
+        step_bytes(stage, ranks, {64: 1}, CommunicationConfig(**policy))

@@ -170,8 +170,8 @@ def bench_nvme(
     size: Annotated[str, typer.Option(help="Of the file: bytes, or like 1GiB.")] = "1GiB",
     backends: Annotated[str, typer.Option(help="Like io_uring,threads; by default all there are.")] = "",
     blocks: Annotated[str, typer.Option(help="Sizes of a block.")] = "256KiB,1MiB,4MiB",
-    depths: Annotated[str, typer.Option(help="Blocks in flight a submitter.")] = "8,32",
-    submitters: Annotated[str, typer.Option(help="Threads with a queue each.")] = "1,2",
+    depths: Annotated[str, typer.Option(help="Blocks in flight per I/O thread.")] = "8,32",
+    io_threads: Annotated[str, typer.Option(help="I/O threads, each with its own queue.")] = "1,2",
     repeats: Annotated[int, typer.Option(min=1, help="Passes of each; medians are shown.")] = 3,
     output: Annotated[
         Path | None, typer.Option(help="JSON file for the best section; the plot goes beside it as PNG.")
@@ -181,7 +181,7 @@ def bench_nvme(
     from zero_ext.cli.nvme.bench_nvme import chosen_grid, measure_and_report
 
     with errors_on_stderr(), cleaned_up_when_ended():
-        grid = chosen_grid(backends, blocks, depths, submitters)
+        grid = chosen_grid(backends, blocks, depths, io_threads)
         measure_and_report(terminal(), path, bytes_of(size, "--size"), grid, repeats, output)
 
 
@@ -215,13 +215,13 @@ def simulate_step(
 
 
 class _RawArguments(TyperCommand):
-    """Leaves all arguments in ``context.args``, ``--`` included, as they were given."""
+    """Leaves all arguments in ``context.args``, ``--`` included, as they were arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
+        arguments = list(args)
         super().parse_args(ctx, [])
-        ctx.args = given
-        return given
+        ctx.args = arguments
+        return arguments
 
 
 @app.command(cls=_RawArguments)

@@ -11,7 +11,7 @@ import typer
 
 from zero_ext.cli.console import errors_on_stderr
 from zero_ext.cli.dataclass_options import taking
-from zero_ext.config import SparseAttentionPolicy, load_config
+from zero_ext.config import SparseAttentionConfig, load_config
 from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.config.sections.sparse_attention import MOST_HEADS
 
@@ -70,7 +70,7 @@ def plot(options: PlotOptions) -> None:
     print(options.out)
 
 
-def policy_of(options: PlotOptions) -> SparseAttentionPolicy:
+def policy_of(options: PlotOptions) -> SparseAttentionConfig:
     """The policy that the options ask for. Raises ValueError (ConfigError) naming what cannot be."""
     values: dict[str, Any] = {}
     if options.config is not None:
@@ -89,7 +89,7 @@ def policy_of(options: PlotOptions) -> SparseAttentionPolicy:
         if not equals:
             raise ValueError(f"--set is {text!r}; key=value is wanted")
         values[name] = _value(value)
-    return SparseAttentionPolicy.from_mapping(values)
+    return SparseAttentionConfig.from_mapping(values)
 
 
 def _value(text: str) -> Any:
@@ -99,7 +99,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _title(policy: SparseAttentionPolicy, options: PlotOptions) -> str:
+def _title(policy: SparseAttentionConfig, options: PlotOptions) -> str:
     causal = options.causal or policy.unidirectional
     return f"{policy.mode}, {'unidirectional' if causal else 'bidirectional'}, {options.length:,} tokens"
 

@@ -198,7 +198,7 @@ class Bus:
         return self._subscribers
 
     def __bool__(self) -> bool:
-        return bool(self._subscribers) and not self._thread.beside
+        return bool(self._subscribers) and not self._thread.in_background
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """From now on `subscriber` hears of every event."""
@@ -224,14 +224,14 @@ class Bus:
             self.publish(WaitEnd(what, began, time.perf_counter() - began if seconds is None else seconds))
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def background(self) -> Iterator[None]:
         """Inside, this thread works beside the one that trains: nothing is told of it."""
-        self._thread.beside = True
+        self._thread.in_background = True
         try:
             yield
         finally:
-            self._thread.beside = False
+            self._thread.in_background = False
 
 
 class _Thread(threading.local):
-    beside = False
+    in_background = False

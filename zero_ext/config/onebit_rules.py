@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from zero_ext.config.schema.base_section import KeyProblem
-
-if TYPE_CHECKING:
-    from .zero_config import ZeroConfig
+from zero_ext.config.sections.offload import OffloadConfig
+from zero_ext.config.sections.training import PrecisionConfig, SchedulerConfig
 
 ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _LENGTHS = ("total_num_steps", "total_steps")
 
 
-def check_one_bit(name: str, config: ZeroConfig) -> None:
-    """Raises ``KeyProblem`` if the optimizer called ``name`` cannot run under ``config``; nothing is asked of
-    other optimizers."""
+def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: PrecisionConfig) -> None:
+    """Raises ``KeyProblem`` if the optimizer called ``name`` cannot run with these settings; nothing is
+    asked of other optimizers."""
     if name not in ONE_BIT:
         return
-    if config.stage > 1:
-        sharded = "gradients are" if config.stage == 2 else "gradients and parameters are"
+    if stage > 1:
+        sharded = "gradients are" if stage == 2 else "gradients and parameters are"
         raise KeyProblem(
             "stage",
-            f"got {config.stage}, but {name} sends signs of whole gradients for replicated parameters, and "
-            f"in stage {config.stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
-            f"{config.stage}",
+            f"got {stage}, but {name} sends signs of whole gradients for replicated parameters, and "
+            f"in stage {stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
+            f"{stage}",
         )
-    if config.stage == 1 and name == "OneBitLamb":
+    if stage == 1 and name == "OneBitLamb":
         raise KeyProblem(
             "stage",
             "got 1, but OneBitLamb reads norms and extremes of whole parameters after every exchange, which "
             "shards do not have; set stage to 0, or use OneBitAdam",
         )
     for key, value, wanted in (
-        ("offload.optimizer", config.offload.optimizer, "device"),
-        ("offload.update_mode", config.offload.update_mode, "after_backward"),
-        ("precision.moments_dtype", config.precision.moments_dtype, "fp32"),
+        ("offload.optimizer", offload.optimizer, "device"),
+        ("offload.update_mode", offload.update_mode, "after_backward"),
+        ("precision.moments_dtype", precision.moments_dtype, "fp32"),
     ):
         if value != wanted:
             raise KeyProblem(
@@ -46,10 +44,10 @@ def check_one_bit(name: str, config: ZeroConfig) -> None:
             )
 
 
-def warn_of_late_freeze(name: str, freeze_step: float, config: ZeroConfig) -> None:
-    """Warns if the schedule of ``config`` ends before the first step that ``name`` would compress, the one
+def warn_of_late_freeze(name: str, freeze_step: float, scheduler: SchedulerConfig | None) -> None:
+    """Warns if ``scheduler`` ends before the first step that ``name`` would compress, the one
     after ``freeze_step``."""
-    params = config.scheduler.params if config.scheduler is not None else {}
+    params = scheduler.params if scheduler is not None else {}
     planned = next((params[key] for key in _LENGTHS if isinstance(params.get(key), int | float)), None)
     if planned is not None and freeze_step >= planned:
         warnings.warn(

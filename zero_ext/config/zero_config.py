@@ -123,5 +123,5 @@ class ZeroConfig(ConfigSection):
     @model_validator(mode="after")
     def _one_bit_needs_replicas(self) -> ZeroConfig:
         if self.optimizer is not None:
-            check_one_bit(self.optimizer.type, self)
+            check_one_bit(self.optimizer.type, self.stage, self.offload, self.precision)
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_ext.config import MonitorPolicy, ZeroConfig
+from zero_ext.config import MonitorConfig, ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.monitor.metric_row import Source, Writer
 from zero_ext.monitor.optional_deps import require
@@ -26,12 +26,12 @@ from zero_ext.monitor.writers.tensorboard import TensorBoard
 from zero_ext.monitor.writers.wandb_run import WandbRun
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
-_NOTHING = MonitorPolicy(jsonl=False, times=False, memory=False)
+_NOTHING = MonitorConfig(jsonl=False, timing=False, memory=False)
 
 
-def check_packages(policy: MonitorPolicy | None) -> None:
+def check_packages(policy: MonitorConfig | None) -> None:
     """Raises ``ModuleNotFoundError`` with the install line for a package that ``policy`` needs and that is
     not there. On every rank alike, before anything else happens."""
     if policy is None:
@@ -40,12 +40,12 @@ def check_packages(policy: MonitorPolicy | None) -> None:
         require("tensorboard", "monitor.tensorboard")
     if policy.wandb is not None:
         require("wandb", "monitor.wandb")
-    if policy.trace is not None and policy.trace.picture:
-        require("matplotlib", "monitor.trace.picture")
+    if policy.trace is not None and policy.trace.plot:
+        require("matplotlib", "monitor.trace.plot")
 
 
 def attach(
-    model: nn.Module, policy: MonitorPolicy | None = None, *, steps_per_print: int | None = None
+    model: nn.Module, policy: MonitorConfig | None = None, *, steps_per_print: int | None = None
 ) -> Monitor | None:
     """Opens what ``policy`` asks for on this rank and subscribes it to the engine of ``model``; a collective.
 
@@ -62,7 +62,7 @@ def attach(
     check_packages(policy)
     if monitor_of(model) is not None:
         raise ValueError("this model has a monitor already; close it first: monitor_of(model).close()")
-    return together(
+    return raise_on_all_ranks(
         engine.collectives,
         lambda: _open(engine, policy or _NOTHING, steps_per_print),
         "opening the monitors",
@@ -82,13 +82,13 @@ def subscribe(model: nn.Module, *subscribers: Subscriber) -> None:
         engine.subscribe(subscriber)
 
 
-def _open(engine: Engine, policy: MonitorPolicy, steps_per_print: int | None) -> Monitor | None:
-    folder = Path(policy.folder)
+def _open(engine: Engine, policy: MonitorConfig, steps_per_print: int | None) -> Monitor | None:
+    folder = Path(policy.output_dir)
     subscribers: list[Subscriber] = []
     writers: list[Writer] = []
     sources: list[Source] = []
     if engine.rank == 0:
-        if policy.times:
+        if policy.timing:
             sources.append(StepTimes())
         if policy.memory:
             sources.append(EngineBytes(engine))
@@ -101,28 +101,28 @@ def _open(engine: Engine, policy: MonitorPolicy, steps_per_print: int | None) ->
                 ProgressLine(policy.progress.steps, tokens_per_step=policy.progress.tokens_per_step)
             )
         if policy.comms:
-            subscribers.append(CommsLog(_place(policy.comms, folder / "comms.jsonl")))
+            subscribers.append(CommsLog(_path_or(policy.comms, folder / "comms.jsonl")))
         writers = _writers(policy, folder, engine.config)
     if policy.trace is not None:
         subscribers.append(Trace(engine, folder, policy.trace))
     if not writers and not subscribers:
         return None
-    return Monitor(engine, writers, sources, subscribers, policy.every)
+    return Monitor(engine, writers, sources, subscribers, policy.log_interval)
 
 
-def _writers(policy: MonitorPolicy, folder: Path, config: ZeroConfig) -> list[Writer]:
+def _writers(policy: MonitorConfig, folder: Path, config: ZeroConfig) -> list[Writer]:
     writers: list[Writer] = []
     if policy.jsonl:
-        writers.append(JsonLines(_place(policy.jsonl, folder / "steps.jsonl")))
+        writers.append(JsonLines(_path_or(policy.jsonl, folder / "steps.jsonl")))
     if policy.csv:
-        writers.append(CsvFile(_place(policy.csv, folder / "steps.csv")))
+        writers.append(CsvFile(_path_or(policy.csv, folder / "steps.csv")))
     if policy.tensorboard:
-        writers.append(TensorBoard(_place(policy.tensorboard, folder)))
+        writers.append(TensorBoard(_path_or(policy.tensorboard, folder)))
     if policy.wandb is not None:
         settings: Mapping[str, Any] = config.to_mapping()
         writers.append(WandbRun(folder, policy.wandb, settings))
     return writers
 
 
-def _place(wanted: bool | str, otherwise: Path) -> Path:
+def _path_or(wanted: bool | str, otherwise: Path) -> Path:
     return Path(wanted) if isinstance(wanted, str) else otherwise

@@ -1,4 +1,4 @@
-"""The memory timeline as a picture."""
+"""The memory timeline as a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_ext.monitor.sources.memory_timeline import MemorySample, MemoryTimeline
-from zero_ext.zero.api.memory_breakdown import KINDS
+from zero_ext.zero.step.memory_breakdown import KINDS
 
 _COLOURS = {"params": "#4269d0", "grads": "#efb118", "optimizer": "#6cc5b0", "staging": "#9c6b4e"}
 _PHASES = {"forward": "#dde6f5", "backward": "#f7ead0", "step": "#dff0ea"}

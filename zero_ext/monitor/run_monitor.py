@@ -16,7 +16,7 @@ from zero_ext.zero.engine import Engine
 
 
 class Monitor:
-    """Subscriber that makes a row of values at the end of every ``every``-th step, for ``writers``.
+    """Subscriber that makes a row of values at the end of every ``log_interval``-th step, for ``writers``.
 
     A row has what :class:`StepEnd` says, what each of ``sources`` says, and what :meth:`log` was given. On an
     accelerator it waits for what the device tells at the end of a later step: its loss, and
@@ -34,12 +34,12 @@ class Monitor:
         writers: Sequence[Writer] = (),
         sources: Sequence[Source] = (),
         subscribers: Sequence[Subscriber] = (),
-        every: int = 1,
+        log_interval: int = 1,
     ) -> None:
         self.subscribers = tuple(subscribers)
         self._writers = tuple(writers)
         self._sources = tuple(sources)
-        self._every = every
+        self._log_interval = log_interval
         self._follows = engine.device.type != "cpu"
         self._said: dict[str, Value] = {}
         self._open: deque[tuple[int, dict[str, Value]]] = deque()  # rows that are not complete yet
@@ -68,7 +68,7 @@ class Monitor:
             self._complete(event)
         elif isinstance(event, StepEnd):
             said, self._said = self._said, {}
-            if event.step % self._every == 0 and self._writers:
+            if event.step % self._log_interval == 0 and self._writers:
                 self._open.append((event.step, {**self._row(event), **said}))
                 if not self._follows:
                     self._write()

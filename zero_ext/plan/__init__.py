@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy_imports import lazily
+from zero_ext.config.lazy_imports import lazy_getattr
 
-from .comm_volume import bytes_sent, wire_elements
+from .comm_volume import bytes_sent, collective_elements
 from .fixed_slot_pool import slot_pool_bytes
-from .onebit_traffic import sign_bytes, sign_state_bytes
+from .onebit_traffic import onebit_state_bytes, onebit_step_bytes
 from .state_memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
 from .zeropp_traffic import Sent, step_bytes
 
@@ -20,16 +20,16 @@ __all__ = [
     "TrainingState",
     "Trial",
     "bytes_sent",
+    "collective_elements",
     "model_staging",
     "model_state_bytes",
+    "onebit_state_bytes",
+    "onebit_step_bytes",
     "secondary_bytes",
-    "sign_bytes",
-    "sign_state_bytes",
     "slot_pool_bytes",
     "step_bytes",
-    "wire_elements",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__, {"Trial": f"{__name__}.tune.trial", "model_staging": f"{__name__}.planned_staging"}
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.state_memory import check_count
 
 
-def wire_elements(
+def collective_elements(
     stage: int,
     world_size: int,
     trainable: int,
@@ -24,7 +24,7 @@ def wire_elements(
     accumulation_steps: int = 1,
     no_sync: bool = False,
 ) -> dict[str, int]:
-    """Elements of one step by kind of collective, as `zero_ext.comm.WireLog` counts them.
+    """Elements of one step by kind of collective, as `zero_ext.comm.TrafficStats` counts them.
 
     Each collective counts its whole (padded) buffer once, before the factor (N - 1) / N. Frozen parameters
     are gathered in stage 3 only and never reduced. `gathered_once` of both are gathered in forward alone: the
@@ -38,7 +38,7 @@ def wire_elements(
     check_count("frozen", frozen, 0)
     check_count("gathered_once", gathered_once, 0)
     check_count("accumulation_steps", accumulation_steps, 1)
-    placement = Placement.of_stage(stage)
+    placement = StatePlacement.of_stage(stage)
     if world_size == 1:
         return {}
     reductions = accumulation_steps if placement.grads and not no_sync else 1
@@ -53,7 +53,7 @@ def wire_elements(
 
 
 def bytes_sent(kinds: Mapping[str, int], world_size: int, bytes_per_element: int) -> dict[str, int]:
-    """Bytes that one rank sends for `wire_elements`: every collective sends all but its own N-th part.
+    """Bytes that one rank sends for `collective_elements`: every collective sends all but its own N-th part.
 
     Elements travel in their own precision: gradients that add up in fp32 before they are reduced (stages 0, 1
     with several micro-batches, or `no_sync`) take 4 bytes each; ask for them and for the gathers apart then.

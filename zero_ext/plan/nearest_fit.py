@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from zero_ext.config.parse_sizes import COUNTS, short_number
-from zero_ext.plan.models import PlannedModel, model_named
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.placement_candidates import CANDIDATES
 from zero_ext.plan.planner import Plan
 from zero_ext.plan.simulation.run_memory import fits
@@ -50,7 +50,7 @@ def fewest_gpus(plan: Plan) -> int | None:
     return gpus
 
 
-def largest_model(plan: Plan) -> PlannedModel | None:
+def largest_model(plan: Plan) -> ModelSpec | None:
     """The largest number of parameters, as a GPT, of which one sample a GPU fits; None if that is none."""
     low, high = 1_000_000, plan.model.parameters
     fitting = None
@@ -64,13 +64,13 @@ def largest_model(plan: Plan) -> PlannedModel | None:
     return fitting
 
 
-def _fits(plan: Plan, model: PlannedModel, gpus: int) -> bool:
+def _fits(plan: Plan, model: ModelSpec, gpus: int) -> bool:
     base = Training(gpus, moments_dtype=plan.rows[0].training.moments_dtype)
     trainings = (
         replace(base, **candidate.options, activations=activations)
         for candidate, activations in product(CANDIDATES, ACTIVATIONS)
     )
-    return any(fits(model.whole, training, plan.hardware) for training in trainings)
+    return any(fits(model.full_cost, training, plan.hardware) for training in trainings)
 
 
 def _two_digits(count: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zero_ext.config import Tier
 from zero_ext.plan.estimate import StepEstimate, estimate_step
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.placement_candidates import Candidate
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
@@ -15,11 +15,11 @@ from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Activations, Tr
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 KINDS = ("params", "grads", "optimizer", "activations", "buffers", "autograd", "NCCL")
-_ACTIVATION_PARTS = ("activations", "outputs of blocks")
+_ACTIVATION_KEYS = ("activations", "outputs of blocks")
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class PlanEntry:
     """A placement with the micro-batch it would run with.
 
     Attributes:
@@ -47,7 +47,7 @@ class PlanRow:
         return not self.shortfalls
 
     @property
-    def sends_signs(self) -> bool:
+    def allows_one_bit(self) -> bool:
         """Whether 1-bit Adam is for this placement."""
         training = self.training
         return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
@@ -64,11 +64,11 @@ class PlanRow:
 
     def by_kind(self, tier: Tier) -> dict[str, int]:
         """Bytes of one GPU (``device``), or of all GPUs of a host (``host``, ``nvme``), by :data:`KINDS`."""
-        parts: dict[str, int] = getattr(self.needs, tier)
+        bytes_by_use: dict[str, int] = getattr(self.needs, tier)
         ranks = 1 if tier == "device" else self.needs.ranks
         found = dict.fromkeys(KINDS, 0)
-        for name, nbytes in parts.items():
-            kind = "activations" if name in _ACTIVATION_PARTS else name if name in KINDS else "buffers"
+        for name, nbytes in bytes_by_use.items():
+            kind = "activations" if name in _ACTIVATION_KEYS else name if name in KINDS else "buffers"
             found[kind] += nbytes * ranks
         return found
 
@@ -82,8 +82,8 @@ class Batch:
     ranks: int
 
     def __post_init__(self) -> None:
-        parts = self.ranks * (self.micro_batch or 1)
-        if self.samples < 1 or self.samples % parts:
+        multiple = self.ranks * (self.micro_batch or 1)
+        if self.samples < 1 or self.samples % multiple:
             wanted = f"a multiple of {self.ranks} GPUs"
             wanted += f" x {self.micro_batch} samples of a micro-batch" if self.micro_batch else ""
             raise ValueError(f"--batch is {self.samples} samples of a step; {wanted} is wanted")
@@ -94,22 +94,22 @@ class Batch:
         return self.samples // self.ranks
 
 
-def plan_row(
-    model: PlannedModel, candidate: Candidate, base: Training, hardware: Hardware, batch: Batch
-) -> PlanRow:
+def make_plan_entry(
+    model: ModelSpec, candidate: Candidate, base: Training, hardware: Hardware, batch: Batch
+) -> PlanEntry:
     """The placement with the nearest way of keeping activations that fits: kept, else recomputed, else with
     the outputs of blocks in host memory; where none does, the one that lacks least."""
     tried = []
     for activations in ACTIVATIONS:
         training = replace(base, **candidate.options, activations=activations)
         training, largest = _with_micro_batch(model, training, hardware, batch)
-        needs = memory_needs(model.whole, training, hardware)
+        needs = memory_needs(model.full_cost, training, hardware)
         shortfalls = needs.shortfalls(hardware)
         tried.append((_excess(shortfalls), training, largest, needs, shortfalls))
         if not shortfalls:
             break
     _, training, largest, needs, shortfalls = min(tried, key=lambda one: one[0])
-    return PlanRow(
+    return PlanEntry(
         candidate=candidate,
         training=training,
         largest_micro_batch=largest,
@@ -121,12 +121,12 @@ def plan_row(
     )
 
 
-def largest_micro_batch(model: PlannedModel, training: Training, hardware: Hardware) -> int:
+def largest_micro_batch(model: ModelSpec, training: Training, hardware: Hardware) -> int:
     """Samples of a rank's forward that fit in every tier; 0 if one does not. Activations grow with it, all
     else stays."""
 
     def possible(samples: int) -> bool:
-        return fits(model.whole, replace(training, micro_batch=samples), hardware)
+        return fits(model.full_cost, replace(training, micro_batch=samples), hardware)
 
     if not possible(1):
         return 0
@@ -140,7 +140,7 @@ def largest_micro_batch(model: PlannedModel, training: Training, hardware: Hardw
 
 
 def _with_micro_batch(
-    model: PlannedModel, training: Training, hardware: Hardware, batch: Batch
+    model: ModelSpec, training: Training, hardware: Hardware, batch: Batch
 ) -> tuple[Training, int]:
     """``training`` with the micro-batch that was said, else the largest that fits and divides a rank's
     samples; and the largest that fits. Gradients of several micro-batches take more room than those of
@@ -149,8 +149,8 @@ def _with_micro_batch(
     largest = largest_micro_batch(model, training, hardware)
     if (said or min(own, largest)) < own:
         largest = largest_micro_batch(model, replace(training, accumulation_steps=2), hardware)
-    part = said or next((size for size in range(min(own, largest), 1, -1) if own % size == 0), 1)
-    return replace(training, micro_batch=part, accumulation_steps=own // part), largest
+    micro_batch = said or next((size for size in range(min(own, largest), 1, -1) if own % size == 0), 1)
+    return replace(training, micro_batch=micro_batch, accumulation_steps=own // micro_batch), largest
 
 
 def _excess(shortfalls: Sequence[Shortfall]) -> tuple[float, float]:
@@ -161,7 +161,7 @@ def _excess(shortfalls: Sequence[Shortfall]) -> tuple[float, float]:
 def activation_words(activations: Activations) -> str:
     """What a user has to do in his model."""
     return {
-        "kept": "activations are kept",
+        "saved": "activations are saved",
         "recomputed": "activations are recomputed (checkpoint the blocks)",
         "recomputed_host": "activations are recomputed, the outputs of blocks wait in host memory",
     }[activations]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.comm.process_group import alone
+from zero_ext.comm.process_group import single_rank
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.plan.state_memory import check_count
 from zero_ext.zero.construction.build_units import device_of
@@ -42,9 +42,9 @@ def model_staging(
     settings = settings.replace(batch=settings.batch.resolve(world_size))
     if settings.stage == 3 and settings.units.tiles:
         model, optimizer = copy.deepcopy((model, optimizer))
-        apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), alone())
+        apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), single_rank())
     owned = owned_parameters(model, settings.precision.dtype)
-    ranks = settings.communication.sharding_ranks or world_size
+    ranks = settings.communication.shard_group_size or world_size
     plans = plan_units(model, owned, settings, ranks)
     plans = split_optimizer(plans, settings, trained_by(optimizer))
     device = device_of(owned)

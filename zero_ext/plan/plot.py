@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config import Tier
-from zero_ext.plan.plan_entry import KINDS, TIERS, PlanRow
+from zero_ext.plan.plan_entry import KINDS, TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 
 COLOURS = {
@@ -50,7 +50,7 @@ def plot_plan(plan: Plan, path: Path) -> Path:
     return path
 
 
-def _label(plan: Plan, row: PlanRow) -> str:
+def _label(plan: Plan, row: PlanEntry) -> str:
     chosen = plan.advice is not None and plan.advice.row is row
     return f"{'→ ' if chosen else ''}{row.candidate}"
 
@@ -64,16 +64,20 @@ def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> None:
         return
     scale, unit = _unit(capacity)
     longest = _MOST_SHOWN * capacity / scale
-    for place, row in enumerate(plan.rows):
+    for position, row in enumerate(plan.rows):
         left, short = 0.0, {shortfall.tier for shortfall in row.shortfalls}
         for kind, nbytes in row.by_kind(tier).items():
             width = min(nbytes / scale, max(longest - left, 0.0))
-            axes.barh(place, width, left=left, color=COLOURS[kind], alpha=0.35 if tier in short else 1.0)
+            axes.barh(position, width, left=left, color=COLOURS[kind], alpha=0.35 if tier in short else 1.0)
             left += width
         total = sum(row.by_kind(tier).values()) / scale
         if total > 0:
             axes.text(
-                left, place, f" {total:,.3g}" if total < 1000 else f" {total:,.0f}", va="center", fontsize=8
+                left,
+                position,
+                f" {total:,.3g}" if total < 1000 else f" {total:,.0f}",
+                va="center",
+                fontsize=8,
             )
     for kind in KINDS:
         axes.barh(0, 0, color=COLOURS[kind], label=kind)

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from zero_ext.parallel import (
-    Mapping,
-    Topology,
+    LinkTopology,
+    RankMapping,
     TransformerStep,
     best_mapping,
     naive_mapping,
     transformer_traffic,
 )
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 
 _AXES = ("pp", "dp", "cp", "tp")
@@ -21,13 +21,13 @@ _COUNTED = ("dp", "pp", "cp", "tp")  # an order that does not look at the machin
 
 
 @dataclass(frozen=True)
-class Places:
+class RankPlacement:
     """A mapping of the ranks onto hosts with the seconds of a step that each axis' exchanges take, and the
     same of ranks counted through without looking at the machine."""
 
-    mapping: Mapping
+    mapping: RankMapping
     seconds: dict[str, float]
-    naive: Mapping
+    naive: RankMapping
     naive_seconds: dict[str, float]
 
     @property
@@ -41,8 +41,8 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
     """The lengths of all axes from "pp=4,tp=2", where "dp" takes what is left over of ``ranks``. Raises
     ``ValueError`` naming --3d for anything else."""
     found: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, number = (each.strip() for each in part.partition("="))
+    for item in text.split(","):
+        axis, _, number = (each.strip() for each in item.partition("="))
         if axis not in _AXES or axis in found or not number.isdigit() or int(number) < 1:
             raise ValueError(
                 f"--3d is {text!r}; lengths of {', '.join(_AXES)} wanted, each once, like pp=4,tp=2"
@@ -59,28 +59,28 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
     return sizes
 
 
-def places_of(
-    model: PlannedModel,
+def best_rank_placement(
+    model: ModelSpec,
     hardware: Hardware,
     sizes: dict[str, int],
     samples: int,
     micro_batch: int,
     stage: int,
-) -> Places:
+) -> RankPlacement:
     """The best places for ``samples`` a step, shared out over the replicas in micro-batches of
     ``micro_batch``, with ZeRO's ``stage``.
 
     Raises ``ValueError`` for more stages than layers.
     """
     shape = model.shape
-    parts = sizes["dp"] * micro_batch
+    samples_per_slot = sizes["dp"] * micro_batch
     if sizes["pp"] > shape.layers:
         raise ValueError(f"--3d: {sizes['pp']} stages, but {model.name} has {shape.layers} layers")
     step = TransformerStep(
-        model.parameters, shape.layers, shape.hidden, shape.sequence, micro_batch, samples // parts
+        model.parameters, shape.layers, shape.hidden, shape.sequence, micro_batch, samples // samples_per_slot
     )
     traffic = transformer_traffic(sizes, step, stage)
-    topology = Topology.of_nodes(
+    topology = LinkTopology.of_nodes(
         math.prod(sizes.values()),
         hardware.ranks_per_node,
         hardware.intra_bandwidth,
@@ -89,4 +89,4 @@ def places_of(
     )
     mapping, _ = best_mapping(sizes, topology, traffic)
     naive = naive_mapping(sizes, *_COUNTED)
-    return Places(mapping, mapping.seconds(topology, traffic), naive, naive.seconds(topology, traffic))
+    return RankPlacement(mapping, mapping.seconds(topology, traffic), naive, naive.seconds(topology, traffic))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero_ext.config.parse_sizes import short_bytes
-from zero_ext.plan.plan_entry import PlanRow, activation_words
+from zero_ext.plan.plan_entry import PlanEntry, activation_words
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 
 Objective = Literal["memory", "speed"]
@@ -20,11 +20,11 @@ SLOWEST = 2.0  # times the fastest step, that is the most that saving memory may
 class Advice:
     """The placement to take, and the reasons as sentences."""
 
-    row: PlanRow
+    row: PlanEntry
     reasons: tuple[str, ...]
 
 
-def advise(rows: Sequence[PlanRow], objective: Objective) -> Advice | None:
+def advise(rows: Sequence[PlanEntry], objective: Objective) -> Advice | None:
     """The placement of ``rows`` that fits and serves the objective; None if none fits.
 
     ``speed``: the most tokens a second; among those within 5% of it the nearest tiers, then the least GPU
@@ -41,20 +41,20 @@ def advise(rows: Sequence[PlanRow], objective: Objective) -> Advice | None:
     return Advice(best, tuple(_reasons(best, fastest, rows, near, objective)))
 
 
-def _by_speed(row: PlanRow) -> tuple[int, int, int, int]:
-    kept = ACTIVATIONS.index(row.training.activations)
-    return row.candidate.distance, kept, row.needs.total("device"), row.candidate.stage
+def _by_speed(row: PlanEntry) -> tuple[int, int, int, int]:
+    saving = ACTIVATIONS.index(row.training.activations)
+    return row.candidate.distance, saving, row.needs.total("device"), row.candidate.stage
 
 
-def _by_memory(row: PlanRow) -> tuple[int, int, int]:
+def _by_memory(row: PlanEntry) -> tuple[int, int, int]:
     return row.needs.total("device"), row.candidate.distance, row.candidate.stage
 
 
 def _reasons(
-    best: PlanRow,
-    fastest: PlanRow,
-    rows: Sequence[PlanRow],
-    near: Sequence[PlanRow],
+    best: PlanEntry,
+    fastest: PlanEntry,
+    rows: Sequence[PlanEntry],
+    near: Sequence[PlanEntry],
     objective: Objective,
 ) -> list[str]:
     found = [_why_not_less(best, rows)] if best.candidate.stage or best.candidate.distance else []
@@ -65,9 +65,9 @@ def _reasons(
     elif best is fastest:
         found.append(f"no other that fits sees more tokens a second; it needs {device} of a GPU")
     else:
-        part = best.tokens_per_second / fastest.tokens_per_second
+        share = best.tokens_per_second / fastest.tokens_per_second
         found.append(
-            f"it is as fast as the fastest that fits ({fastest.candidate}) to within {1 - part:.1%}, and "
+            f"it is as fast as the fastest that fits ({fastest.candidate}) to within {1 - share:.1%}, and "
             f"{_advantage(best, fastest)}"
         )
     found += _about_traffic(best, rows, near)
@@ -78,7 +78,7 @@ def _reasons(
     return found
 
 
-def _why_not_less(best: PlanRow, rows: Sequence[PlanRow]) -> str:
+def _why_not_less(best: PlanEntry, rows: Sequence[PlanEntry]) -> str:
     """The simpler placements that do not fit, with what they lack."""
     simpler = [
         row
@@ -96,7 +96,7 @@ def _why_not_less(best: PlanRow, rows: Sequence[PlanRow]) -> str:
     return f"{last.candidate} does not fit (it lacks {lacks}){others}"
 
 
-def _advantage(best: PlanRow, other: PlanRow) -> str:
+def _advantage(best: PlanEntry, other: PlanEntry) -> str:
     if best.candidate.distance < other.candidate.distance:
         return "its state lies nearer"
     saved = other.needs.total("device") - best.needs.total("device")
@@ -105,7 +105,7 @@ def _advantage(best: PlanRow, other: PlanRow) -> str:
     return "is simpler"
 
 
-def _about_traffic(best: PlanRow, rows: Sequence[PlanRow], near: Sequence[PlanRow]) -> list[str]:
+def _about_traffic(best: PlanEntry, rows: Sequence[PlanEntry], near: Sequence[PlanEntry]) -> list[str]:
     """What stage 3 costs against stage 2 on the wire, where both fit in the same tier."""
     tiers = best.candidate.options.items() - {("stage", best.candidate.stage)}
     other = next(
@@ -118,13 +118,15 @@ def _about_traffic(best: PlanRow, rows: Sequence[PlanRow], near: Sequence[PlanRo
         ),
         None,
     )
-    if other is None or not other.step.wire:
+    if other is None or not other.step.sent:
         return []
     second, third = (best, other) if best.candidate.stage == 2 else (other, best)
-    wire = f"{short_bytes(third.step.wire)} against {short_bytes(second.step.wire)} a step"
+    traffic = f"{short_bytes(third.step.sent)} against {short_bytes(second.step.sent)} a step"
     slower = third.step.seconds / second.step.seconds - 1
     if best is third:
-        return [f"what stage 3 sends more than stage 2 ({wire}) costs {max(slower, 0):.1%} of the step here"]
+        return [
+            f"what stage 3 sends more than stage 2 ({traffic}) costs {max(slower, 0):.1%} of the step here"
+        ]
     if other in near:
         return []
-    return [f"stage 3 sends more ({wire}), and a step would take {slower:.0%} longer on this link"]
+    return [f"stage 3 sends more ({traffic}), and a step would take {slower:.0%} longer on this link"]

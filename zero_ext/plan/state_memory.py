@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE
 from zero_ext.config.quantization_blocks import block_count
-from zero_ext.config.sections.communication import CommunicationPolicy
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.sections.communication import CommunicationConfig
+from zero_ext.config.state_placement import StatePlacement
 
 MOMENTS = ("fp32", "bf16", "8bit")
 
@@ -83,19 +83,19 @@ def model_state_bytes(
     Raises ValueError for a stage, world size, dtype or count that does not exist.
     """
     check_count("world_size", world_size, 1)
-    placement = Placement.of_stage(stage).over(world_size)
+    placement = StatePlacement.of_stage(stage).on_ranks(world_size)
     params = grads = optimizer = 0
     for dtype, elements in state.frozen.items():
-        params += _part(elements, placement.params, world_size) * BYTES_OF_DTYPE[dtype]
+        params += _shard_elements(elements, placement.params, world_size) * BYTES_OF_DTYPE[dtype]
     for dtype, elements in state.trainable.items():
         width = BYTES_OF_DTYPE[dtype]
         accumulated = BYTES_OF_DTYPE[state.grad_accum_dtype]
         grad_width = accumulated if state.accumulation_steps > 1 else width
-        params += _part(elements, placement.params, world_size) * width
-        grads += _part(elements, placement.grads, world_size) * grad_width
+        params += _shard_elements(elements, placement.params, world_size) * width
+        grads += _shard_elements(elements, placement.grads, world_size) * grad_width
         if no_sync and placement.grads:
             grads += elements * accumulated
-        owned = _part(elements, placement.optimizer, world_size)
+        owned = _shard_elements(elements, placement.optimizer, world_size)
         grads += owned * grad_width if delayed else 0
         optimizer += state.moments * _moment_bytes(owned, state.moments_dtype)
         optimizer += owned * 4 if dtype != "fp32" or delayed else 0
@@ -103,7 +103,7 @@ def model_state_bytes(
 
 
 def secondary_bytes(
-    numel: int, world_size: int, communication: CommunicationPolicy, bytes_per_element: int
+    numel: int, world_size: int, communication: CommunicationConfig, bytes_per_element: int
 ) -> int:
     """Bytes that a rank of `world_size` keeps, beside its shard, of the parameters of a unit of `numel`
     elements with padding: a node's part, in the codes or the precision that they travel in. Every node keeps
@@ -118,7 +118,7 @@ def check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}: {value!r} given, an integer of at least {least} wanted")
 
 
-def _part(elements: int, sharded: bool, world_size: int) -> int:
+def _shard_elements(elements: int, sharded: bool, world_size: int) -> int:
     return -(-elements // world_size) if sharded else elements
 
 

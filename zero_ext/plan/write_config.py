@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.training_setup import Training
 
 DEFAULT_NVME_PATH = "/nvme"
 
 
 def config_of(
-    model: PlannedModel,
+    model: ModelSpec,
     training: Training,
     nvme_paths: tuple[str, ...] = (DEFAULT_NVME_PATH,),
     *,

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_ext.config.quantization_blocks import message_bytes
+from zero_ext.config.quantization_blocks import payload_bytes
 from zero_ext.config.sections.communication import (
     CODE_BITS,
-    CommunicationPolicy,
+    CommunicationConfig,
     check_ranks_per_node,
-    check_sharding_ranks,
+    check_shard_group_size,
 )
-from zero_ext.config.state_placement import Placement
-from zero_ext.plan.comm_volume import bytes_sent, wire_elements
+from zero_ext.config.state_placement import StatePlacement
+from zero_ext.plan.comm_volume import bytes_sent, collective_elements
 from zero_ext.plan.state_memory import check_count
 
 
@@ -38,7 +38,7 @@ def step_bytes(
     stage: int,
     world_size: int,
     units: Mapping[int, int],
-    communication: CommunicationPolicy,
+    communication: CommunicationConfig,
     *,
     bytes_per_element: int = 2,
     gradient_bytes: int | None = None,
@@ -46,7 +46,7 @@ def step_bytes(
     gathered_once: Mapping[int, int] | None = None,
 ) -> dict[str, Sent]:
     """What one of `world_size` ranks sends in a step, by kind of collective, as
-    `zero_ext.comm.WireLog` counts it; norms and flags (`scalars`) left out.
+    `zero_ext.comm.TrafficStats` counts it; norms and flags (`scalars`) left out.
 
     `units` are those that train, by the elements of their flat buffer, padding included: how many are that
     long, and `gathered_once` those of them that stage 3 gathers for forward alone. Every micro-batch is
@@ -58,15 +58,15 @@ def step_bytes(
     nodes, and sharding groups that the engine refuses.
     """
     check_count("accumulation_steps", accumulation_steps, 1)
-    group, per_node = communication.sharding_ranks or world_size, communication.ranks_per_node or world_size
+    group, per_node = communication.shard_group_size or world_size, communication.ranks_per_node or world_size
     check_ranks_per_node(per_node, world_size)
     if group != world_size:
-        check_sharding_ranks(group, world_size, per_node)
+        check_shard_group_size(group, world_size, per_node)
         if stage != 3:
-            raise ValueError(f"communication.sharding_ranks is {group} in stage {stage}; stage 3 is wanted")
+            raise ValueError(f"communication.shard_group_size is {group} in stage {stage}; stage 3 is wanted")
     widths = dict.fromkeys(("gather", "gather_updated"), bytes_per_element)
     summed = gradient_bytes or (4 if accumulation_steps > 1 else bytes_per_element)
-    reduced = bytes_per_element if Placement.of_stage(stage).grads else summed
+    reduced = bytes_per_element if StatePlacement.of_stage(stage).grads else summed
     widths |= dict.fromkeys(("reduce_scatter", "gather_gradients"), reduced)
     replicas = _over_replicas(world_size, group, per_node)
     total: Counter[str] = Counter()
@@ -76,8 +76,8 @@ def step_bytes(
     for (numel, passes), count in (both | {(numel, 1): count for numel, count in once.items()}).items():
         sent = _of_unit(stage, group, numel, communication, widths, accumulation_steps, passes)
         if replicas.all:
-            part = numel // group * bytes_per_element * accumulation_steps
-            sent["reduce_scatter"] += Sent(part * replicas.all, part * replicas.crossing)
+            shard_bytes = numel // group * bytes_per_element * accumulation_steps
+            sent["reduce_scatter"] += Sent(shard_bytes * replicas.all, shard_bytes * replicas.crossing)
         for kind, each in sent.items():
             total[kind] += count * each.all
             crossing[kind] += count * each.crossing
@@ -94,7 +94,7 @@ def _of_unit(
     stage: int,
     ranks: int,
     numel: int,
-    communication: CommunicationPolicy,
+    communication: CommunicationConfig,
     widths: Mapping[str, int],
     micro_batches: int,
     passes: int,
@@ -103,22 +103,24 @@ def _of_unit(
     per_node = min(communication.ranks_per_node or ranks, ranks)
     found = {}
     once = numel * (2 - passes)
-    elements_of = wire_elements(stage, ranks, numel, gathered_once=once, accumulation_steps=micro_batches)
+    elements_of = collective_elements(
+        stage, ranks, numel, gathered_once=once, accumulation_steps=micro_batches
+    )
     for kind, elements in elements_of.items():
         sent = bytes_sent({kind: elements}, ranks, widths[kind])[kind]
         found[kind] = Sent(sent, sent * (ranks - per_node) // (ranks - 1))
-    nodes, shard, placement = ranks // per_node, numel // ranks, Placement.of_stage(stage)
+    nodes, shard, placement = ranks // per_node, numel // ranks, StatePlacement.of_stage(stage)
     weights, gradients = communication.quantized_weights, communication.quantized_gradients
-    secondary = communication.secondary_shards and nodes > 1
+    secondary = communication.hierarchical_partition and nodes > 1
     if "gather" in found and (weights is not None or secondary):
-        message = shard * widths["gather"] if weights is None else message_bytes(shard, CODE_BITS[weights])
-        inside = message * nodes * (per_node - 1)
+        payload = shard * widths["gather"] if weights is None else payload_bytes(shard, CODE_BITS[weights])
+        inside = payload * nodes * (per_node - 1)
         gathers = passes * micro_batches
-        crossing = message * (nodes - 1) * (1 if secondary else gathers)
+        crossing = payload * (nodes - 1) * (1 if secondary else gathers)
         found["gather"] = Sent(inside * gathers + crossing, crossing)
     if "reduce_scatter" in found and placement.grads and gradients is not None:
-        message = message_bytes(shard, CODE_BITS[gradients])
-        crossing = message * (nodes - 1) * micro_batches
-        inside = message * nodes * (per_node - 1) * micro_batches
+        payload = payload_bytes(shard, CODE_BITS[gradients])
+        crossing = payload * (nodes - 1) * micro_batches
+        inside = payload * nodes * (per_node - 1) * micro_batches
         found["reduce_scatter"] = Sent(inside + crossing, crossing)
     return found

@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Little to measure, in one thread: others wait for each other where tests run side by side."""
-    threads, whole = torch.get_num_threads(), measure_machine.measure_machine
+    threads, measure = torch.get_num_threads(), measure_machine.measure_machine
 
     def quick(name, ranks, folder, scale=SMALL, tick=print):
-        return whole(name, ranks, folder, scale, tick)
+        return measure(name, ranks, folder, scale, tick)
 
     monkeypatch.setattr(measure_machine, "measure_machine", quick)
     monkeypatch.setattr(measure_machine, "_BUDGET_SECONDS", 0.05)
@@ -70,7 +70,7 @@ def test_passes_that_something_else_held_up_do_not_count(monkeypatch: pytest.Mon
 
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_machine, "_seconds", lambda place, run: (run(), 2.0)[1])
+    monkeypatch.setattr(measure_machine, "_seconds", lambda device, run: (run(), 2.0)[1])
     assert measure_machine.product_rate(CPU, 100) == 2 * 100**3 / 2
     assert measure_machine.copy_rate(CPU, CPU, 4096) == 4096 / 2
     # 12 bytes of state read and written, gradient and parameter of 2 bytes each.
@@ -78,11 +78,11 @@ def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["machine.txt", "/no/such/folder/machine.json"])
-def test_a_place_that_plan_could_not_read_is_refused(path: str) -> None:
+def test_an_output_path_that_plan_cannot_read_is_refused(path: str) -> None:
     assert "ending in .json" in run("env", "--measure", path, status=1)
 
 
-def test_ranks_that_fail_are_told_of(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_ranks_are_reported(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_machine.sys, "executable", "/bin/false")
     path = tmp_path / "machine.json"
     assert "could not be measured" in run("env", "--measure", str(path), "--ranks", "2", status=1)

@@ -30,7 +30,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]]:
     return asked
 
 
-def test_the_gpus_asked_for_come_before_those_here_and_those_of_the_wheel(
+def test_requested_architectures_come_before_local_and_wheel_ones(
     builds: list[set[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = run("build")

@@ -25,7 +25,7 @@ SMALL = (
     "64KiB,1MiB",
     "--depths",
     "2,64",
-    "--submitters",
+    "--io-threads",
     "1",
     "--repeats",
     "2",
@@ -63,7 +63,7 @@ def test_memory_file_systems_are_measured_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "arguments", "named"),
+    ("folder", "arguments", "named"),
     [
         ("absent", (), r"nvme path '.*absent' does not exist"),
         ("file", (), r"nvme path '.*file' is not a directory"),
@@ -81,9 +81,9 @@ def test_memory_file_systems_are_measured_and_said() -> None:
         ("", ("--output", "/absent/aio.json"), "the directory '/absent' does not exist"),
     ],
 )
-def test_refusals(tmp_path: Path, place: str, arguments: tuple[str, ...], named: str) -> None:
+def test_refusals(tmp_path: Path, folder: str, arguments: tuple[str, ...], named: str) -> None:
     (tmp_path / "file").touch()
-    text = run("bench-nvme", str(tmp_path / place), *SMALL, *arguments, status=1)
+    text = run("bench-nvme", str(tmp_path / folder), *SMALL, *arguments, status=1)
     assert re.search(f"error: .*{named}", text.replace("\n", " ")), text
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -96,7 +96,7 @@ def test_a_backend_that_is_not_available_is_refused(monkeypatch: pytest.MonkeyPa
     assert "io_uring is not available: seccomp says no" in text
 
 
-def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sweep_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: DeviceFile, *rest: object) -> Cost:
         assert file.path.stat().st_size == 4 << 20
         raise OSError(5, "Input/output error", str(file.path))

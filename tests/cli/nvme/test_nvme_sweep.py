@@ -27,9 +27,9 @@ def test_every_byte_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, di
     print(f"seed {seed}")
     numbers = torch.Generator().manual_seed(seed)
     setting = Setting("threads", 16384, 4, 2)
-    part = buffer_bytes(setting) // 4
-    assert part >= 1 << 16 and 3 * part >= setting.in_flight_bytes
-    nbytes = 9 * part + 3 * 4096  # more parts than there is memory for, the last one short
+    buffer = buffer_bytes(setting) // 4
+    assert buffer >= 1 << 16 and 3 * buffer >= setting.in_flight_bytes
+    nbytes = 9 * buffer + 3 * 4096  # more buffers than there is memory for, the last one short
     file = DeviceFile(tmp_path / "file", nbytes, direct)
     memory = ops.host_buffer(buffer_bytes(setting))
     memory.random_(generator=numbers)
@@ -42,8 +42,11 @@ def test_every_byte_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, di
     file.path.write_bytes(content)
     memory.fill_(0xEE)
     engine_pass(file, setting, memory, writing=False)
-    last = content[8 * part : 9 * part], content[9 * part :] + content[5 * part + 3 * 4096 : 6 * part]
-    assert memory.numpy().tobytes() == last[0] + last[1] + content[6 * part : 8 * part]
+    last = (
+        content[8 * buffer : 9 * buffer],
+        content[9 * buffer :] + content[5 * buffer + 3 * 4096 : 6 * buffer],
+    )
+    assert memory.numpy().tobytes() == last[0] + last[1] + content[6 * buffer : 8 * buffer]
 
 
 def test_plain_calls_move_every_byte(tmp_path: Path) -> None:
@@ -93,9 +96,9 @@ def test_turns_alternate() -> None:
 
 def test_grids_leave_out_what_cannot_fill_its_queues() -> None:
     grid = Grid(("threads",), (4096, 1 << 20), (2, 8), (1, 2))
-    kept, left_out = grid.settings(4 << 20)
-    assert len(kept) + len(left_out) == 8
-    assert all(setting.in_flight_bytes <= 4 << 20 for setting in kept)
+    settings, left_out = grid.settings(4 << 20)
+    assert len(settings) + len(left_out) == 8
+    assert all(setting.in_flight_bytes <= 4 << 20 for setting in settings)
     assert left_out == [Setting("threads", 1 << 20, 8, 1), Setting("threads", 1 << 20, 8, 2)]
 
 

@@ -1,4 +1,4 @@
-"""``zero-ext plan``: tables, JSON, the picture, the written configuration, and what it refuses."""
+"""``zero-ext plan``: tables, JSON, the plot, the written configuration, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ISSUE = ("--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "512GB", "--nvm
 
 
 def test_the_command_of_the_readme(tmp_path: Path) -> None:
-    config, picture = tmp_path / "config.json", tmp_path / "plan.png"
+    config, plot = tmp_path / "config.json", tmp_path / "plan.png"
     text = run(
         "plan", "llama-7b", *ISSUE, "--batch", "64", "--seq", "4096", "--tokens", "1T",
-        "--write", str(config), "--plot", str(picture),
+        "--write", str(config), "--plot", str(plot),
     )  # fmt: skip
     for word in ("6,738,415,616 parameters", "80.0 GB", "512 GB", "4.00 TB", "take stage", "days", "largest"):
         assert word in text
@@ -27,8 +27,8 @@ def test_the_command_of_the_readme(tmp_path: Path) -> None:
     found = load_config(config)
     assert found.batch.train_batch_size == 64
     assert f"take stage {found.stage}" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 20_000
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.stat().st_size > 20_000
 
 
 def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
@@ -110,20 +110,20 @@ def test_bytes_between_hosts_with_and_without_codes() -> None:
     text = run("plan", "llama-7b", "--gpus", "16")
     assert "Between hosts a GPU sends" in text and "with all of 'communication' (ZeRO++)" in text
     for row in json.loads(run("plan", "llama-7b", "--gpus", "16", "--json"))["placements"]:
-        full, less = row["crossing_bytes"]["full"], row["crossing_bytes"]["compressed"]
+        full, less = row["inter_node_bytes"]["full"], row["inter_node_bytes"]["compressed"]
         if row["stage"] == 3:
             assert 8 * 3 / 0.78 <= full / less <= 8 * 3 / 0.75
-        signs = row["stage"] <= 1 and row["optimizer"] == "device"
-        if signs:
+        one_bit = row["stage"] <= 1 and row["optimizer"] == "device"
+        if one_bit:
             assert full / less == pytest.approx(2 * 8 * 16 / (8 + 1) / (1 + 32 / 8192), rel=1e-3)
-        assert (less < full) == (row["stage"] >= 2 or signs)
+        assert (less < full) == (row["stage"] >= 2 or one_bit)
     small = run("plan", "125m", "--gpus", "16")
     assert "with 1-bit Adam in stage 0, after its warm-up" in small
     assert "1-bit Adam" not in run("plan", "llama-7b", "--gpus", "16", "--gpu-memory", "40GB")
     assert "Between hosts" not in run("plan", "llama-7b", "--gpus", "8")
 
 
-def test_places_of_ranks_by_what_links_cost() -> None:
+def test_rank_placement_by_link_cost() -> None:
     arguments = (
         "plan",
         "llama-7b",
@@ -137,11 +137,11 @@ def test_places_of_ranks_by_what_links_cost() -> None:
         "64",
     )
     text = run(*arguments)
-    assert "Places of the ranks" in text and "count ranks as" in text and "4 to a host" in text
-    told = json.loads(run(*arguments, "--json"))["places"]
-    assert sorted(map(tuple, told["mapping"])) == [("dp", 2), ("pp", 4), ("tp", 4)]
-    assert sum(told["seconds"].values()) <= sum(told["naive_seconds"].values())
-    assert set(told["seconds"]) == {"pp", "dp", "cp", "tp"} and told["seconds"]["cp"] == 0
+    assert "Placement of the ranks" in text and "count ranks as" in text and "4 to a host" in text
+    report = json.loads(run(*arguments, "--json"))["rank_placement"]
+    assert sorted(map(tuple, report["mapping"])) == [("dp", 2), ("pp", 4), ("tp", 4)]
+    assert sum(report["seconds"].values()) <= sum(report["naive_seconds"].values())
+    assert set(report["seconds"]) == {"pp", "dp", "cp", "tp"} and report["seconds"]["cp"] == 0
 
 
 @pytest.mark.parametrize(

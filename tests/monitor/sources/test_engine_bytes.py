@@ -15,9 +15,8 @@ from tests.multi.rank import World
 from tests.zero.training import gathered_once
 from zero_ext.config.events import Event, StepEnd
 from zero_ext.monitor import CommsLog, EngineBytes, resident_bytes
-from zero_ext.plan import bytes_sent, wire_elements
+from zero_ext.plan import bytes_sent, collective_elements
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 
 @on_ranks(1, 2, 3)
@@ -41,10 +40,12 @@ def test_bytes_sent_are_those_of_the_formula(world: World) -> None:
             comms.close()
             lines = [json.loads(line) for line in (Path(folder) / "comms.jsonl").read_text().splitlines()]
         once = engine.index[model.embedding.weight][0].layout.numel
-        kinds = wire_elements(stage, world.size, elements, gathered_once=once)
+        kinds = collective_elements(stage, world.size, elements, gathered_once=once)
         wanted = bytes_sent(kinds, world.size, 4)
         for number, row in enumerate(rows, 1):
-            found = {name.removeprefix("wire/"): value for name, value in row.items() if "wire/" in name}
+            found = {
+                name.removeprefix("traffic/"): value for name, value in row.items() if "traffic/" in name
+            }
             flags = found.pop("scalars")
             assert (flags > 0) == (world.size > 1)  # type: ignore[operator]
             assert {kind: sent for kind, sent in found.items() if sent} == wanted
@@ -54,19 +55,19 @@ def test_bytes_sent_are_those_of_the_formula(world: World) -> None:
             for kind in wanted:
                 assert logged[kind]["ranks"] == world.size and logged[kind]["seconds"] >= 0
                 assert logged[kind]["collectives"] == (2 * units - 1 if kind == "gather" else units)
-        assert flags == engine.wire.last_bytes_sent["scalars"]
+        assert flags == engine.traffic.last_bytes_sent["scalars"]
         totals = {each.kind: each.bytes_sent for each in comms.totals}
         assert {kind: totals[kind] for kind in wanted} == {kind: 3 * sent for kind, sent in wanted.items()}
         assert all(kind in comms.table() for kind in wanted)
 
 
 @on_ranks(1, 2)
-def test_bytes_held_are_those_of_the_ledger(world: World) -> None:
+def test_held_bytes_equal_the_memory_breakdown(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for offload in (
             {},
             {"params": "nvme", "grads": "host", "optimizer": "nvme", "nvme_paths": [folder]},
-            {"optimizer": "host", "step": "delayed"},
+            {"optimizer": "host", "update_mode": "delayed"},
         ):
             model, optimizer = prepared(world, 3, offload=offload)
             engine = engine_of(model)
@@ -81,13 +82,13 @@ def test_bytes_held_are_those_of_the_ledger(world: World) -> None:
             engine.subscribe(keep)
             train(world, model, optimizer, 2)
             model.finish_update()
-            wanted = {tier: sum(kinds.values()) for tier, kinds in ledger_by_tier(engine).items()}
+            wanted = {tier: sum(kinds.values()) for tier, kinds in engine.memory_by_tier().items()}
             row, moved = rows[-1]
             assert {tier: row[f"memory/{tier}"] for tier in wanted} == wanted
             assert (wanted["nvme"] > 0) == (offload.get("params") == "nvme")
             assert 0.5 < row["memory/process"] / resident_bytes() < 2  # type: ignore[operator]
-            found = {name: value for name, value in row.items() if name.startswith("moved/")}
-            assert found == {f"moved/{one}_to_{other}": nbytes for (one, other), nbytes in moved.items()}
+            found = {name: value for name, value in row.items() if name.startswith("transfer/")}
+            assert found == {f"transfer/{one}_to_{other}": nbytes for (one, other), nbytes in moved.items()}
             assert bool(found) == bool(offload)
     assert torch.accelerator.current_accelerator() is None  # else memory/allocated would be there
     assert "memory/allocated" not in row
@@ -110,8 +111,10 @@ def test_units_below_the_persistence_threshold_count_with_the_others(world: Worl
 
     engine.subscribe(keep)
     train(world, model, optimizer, 2)
-    kinds = wire_elements(3, world.size, large, gathered_once=gathered_once(engine))
+    kinds = collective_elements(3, world.size, large, gathered_once=gathered_once(engine))
     wanted = Counter(bytes_sent(kinds, world.size, 4))
-    wanted += Counter(bytes_sent(wire_elements(2, world.size, small), world.size, 4))
-    found = {name.removeprefix("wire/"): sent for name, sent in rows[-1].items() if name.startswith("wire/")}
+    wanted += Counter(bytes_sent(collective_elements(2, world.size, small), world.size, 4))
+    found = {
+        name.removeprefix("traffic/"): sent for name, sent in rows[-1].items() if name.startswith("traffic/")
+    }
     assert {kind: sent for kind, sent in found.items() if sent and kind != "scalars"} == dict(wanted)

@@ -110,7 +110,7 @@ def test_a_prepared_model_is_counted_once(frozen: int, micro_steps: int) -> None
     )
 
 
-def test_given_operations_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+def test_configured_operations_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
     model = Layers()
     prepared, _ = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     hooks = len(model._forward_hooks)

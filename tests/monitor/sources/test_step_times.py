@@ -61,7 +61,7 @@ def test_sums_of_made_up_events(seed: int = 0) -> None:
 
 
 @on_ranks(1, 2)
-def test_phases_and_the_rest_are_the_whole_step(world: World) -> None:
+def test_phases_and_the_rest_add_up_to_the_step(world: World) -> None:
     model, optimizer = prepared(world, 3, gradient_clipping=1.0)
     times = StepTimes()
     rows: list[tuple[float, dict[str, float]]] = []

@@ -32,7 +32,7 @@ def test_what_a_crash_left_of_a_line_is_cut_off(tmp_path: Path, rest: str) -> No
         again.write("three")
 
 
-def test_a_kill_leaves_whole_lines_and_a_piece_of_one_at_most(tmp_path: Path) -> None:
+def test_a_kill_leaves_at_most_one_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     code = (
         "import sys\n"

@@ -53,7 +53,7 @@ def test_events_after_close_are_errors(tmp_path: Path) -> None:
         rows(step(1))
 
 
-def test_columns_that_come_later_widen_the_whole_file(tmp_path: Path) -> None:
+def test_columns_that_come_later_widen_the_file(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     with CsvFile(path) as rows:
         rows(step(1))

@@ -14,15 +14,14 @@ from tests.multi.rank import World
 from tests.plan.layout.llama import llama
 from zero_ext.parallel import make_mesh
 from zero_ext.parallel.pipeline import Pipeline
-from zero_ext.plan.layout import Layout, rank_needs
-from zero_ext.plan.models import PlannedModel, model_named
+from zero_ext.plan.layout import ParallelLayout, rank_needs
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.simulation import Training, Transformer, machine_named
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 STATE = ("params", "grads", "optimizer")
 TINY = Transformer("tiny", 128, 4, 4, 600, 16, 352, gated=True, tied=False, fused_attention=True)
-HERE = machine_named("dgx-a100")
+MACHINE = machine_named("dgx-a100")
 SAMPLES = 4
 
 
@@ -49,7 +48,7 @@ def test_a_real_run_holds_what_was_planned(
     training = Training(
         dp, stage=stage, micro_batch=1, accumulation_steps=SAMPLES // dp, bucket_elements=60_000, **offload
     )
-    layout = Layout(pp, tp, training)
+    layout = ParallelLayout(pp, tp, training)
     mesh = mesh_of(pp, tp)
     module = llama(TINY, mesh)
     config = {
@@ -62,12 +61,12 @@ def test_a_real_run_holds_what_was_planned(
     model, optimizer = zero_ext.prepare(
         module, torch.optim.AdamW(module.parameters(), lr=1e-3), config, process_group=mesh
     )
-    reduce = "each" if stage >= 2 else "once"
-    pipeline = Pipeline(model, optimizer, micro_batches=layout.micro_batches, reduce=reduce)
+    grad_reduction = "per_micro_batch" if stage >= 2 else "per_step"
+    pipeline = Pipeline(model, optimizer, micro_batches=layout.micro_batches, grad_reduction=grad_reduction)
     words = torch.randint(TINY.vocabulary, (2, layout.micro_batches, TINY.sequence))
     pipeline.train_batch(words[0], targets=words[1])
-    held = ledger_by_tier(engine_of(model))
-    planned = rank_needs(PlannedModel.of_shape(TINY, ""), layout, HERE, mesh["pp"].get_local_rank()).needs
+    held = engine_of(model).memory_by_tier()
+    planned = rank_needs(ModelSpec.of_shape(TINY, ""), layout, MACHINE, mesh["pp"].get_local_rank()).needs
     for tier in ("device", "host"):
         wanted = getattr(planned, tier)
         for kind in STATE:
@@ -75,30 +74,34 @@ def test_a_real_run_holds_what_was_planned(
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (4, 1, 1), (1, 1, 8), (1, 64, 1), (8, 16, 8)])
-def test_zero_tensor_parts_and_stages_multiply(pp: int, dp: int, tp: int) -> None:
+def test_zero_tp_and_stages_multiply(pp: int, dp: int, tp: int) -> None:
     """16 bytes an element over all ranks in ZeRO-3, whatever shares them; 4 + 12/dp in ZeRO-1."""
     model = model_named("llama-65b")
     for stage, of_element in ((3, 16 / dp), (1, 4 + 12 / dp)):
-        layout = Layout(pp, tp, Training(dp, stage=stage, accumulation_steps=pp, micro_batch=1))
+        layout = ParallelLayout(pp, tp, Training(dp, stage=stage, accumulation_steps=pp, micro_batch=1))
         several = 2 if pp > 1 else 0  # sums of gradients in fp32
         of_element += several if stage == 1 else several / dp
-        ranks = [rank_needs(model, layout, HERE, number).needs.device for number in range(pp)]
+        ranks = [rank_needs(model, layout, MACHINE, number).needs.device for number in range(pp)]
         mean = sum(needs[kind] for needs in ranks for kind in STATE) / pp
         assert mean == pytest.approx(of_element * model.parameters / pp / tp, rel=0.002)
 
 
-def test_activations_are_those_of_the_micro_batches_under_way() -> None:
+def test_activations_are_those_of_the_micro_batches_in_flight() -> None:
     """A stage has one more waiting than the stage behind it, but never more than there are."""
     model = model_named("gpt-13b")
-    for micro_batches, under_way in ((4, [4, 3, 2, 1]), (16, [4, 3, 2, 1])):
-        layout = Layout(4, 1, Training(1, stage=0, accumulation_steps=micro_batches, activations="kept"))
-        one = Layout(1, 1, Training(1, stage=0, activations="kept"))
-        whole = rank_needs(model, one, HERE, 0).needs.device["activations"]
-        kept = [rank_needs(model, layout, HERE, stage).needs.device["activations"] for stage in range(4)]
+    for micro_batches, in_flight in ((4, [4, 3, 2, 1]), (16, [4, 3, 2, 1])):
+        layout = ParallelLayout(
+            4, 1, Training(1, stage=0, accumulation_steps=micro_batches, activations="saved")
+        )
+        one = ParallelLayout(1, 1, Training(1, stage=0, activations="saved"))
+        single = rank_needs(model, one, MACHINE, 0).needs.device["activations"]
+        activations = [
+            rank_needs(model, layout, MACHINE, stage).needs.device["activations"] for stage in range(4)
+        ]
         logits = 6 * model.shape.vocabulary * model.shape.sequence
         layers = [10, 10, 10, 10]
         wanted = [
-            count * (whole - logits) * held // 40 + (logits if place == 3 else 0)
-            for place, (count, held) in enumerate(zip(under_way, layers, strict=True))
+            count * (single - logits) * held // 40 + (logits if position == 3 else 0)
+            for position, (count, held) in enumerate(zip(in_flight, layers, strict=True))
         ]
-        assert kept == pytest.approx(wanted, rel=1e-6)
+        assert activations == pytest.approx(wanted, rel=1e-6)

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from zero_ext.config.library_memory import communicator_bytes
-from zero_ext.plan.layout import Layout, Wanted, best_layouts, fullest_rank, layouts, step_time
+from zero_ext.plan.layout import LayoutRequest, ParallelLayout, best_layouts, fullest_rank, layouts, step_time
 from zero_ext.plan.layout.explain import why_no_layout
 from zero_ext.plan.layout.layout_search import fewest_gpus
-from zero_ext.plan.models import PlannedModel, model_named
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.placement_candidates import CANDIDATES
 from zero_ext.plan.simulation import Hardware, Training, Transformer, machine_named
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 
 A100 = machine_named("dgx-a100")
 COMMUNICATOR = communicator_bytes(4, 4, {})  # ranks in two axes have two
-SMALL = PlannedModel.of_shape(
+SMALL = ModelSpec.of_shape(
     Transformer("small", 512, 3, 4, 2000, 128, gated=True, tied=False, fused_attention=True), ""
 )
 
 
-def tried(wanted: Wanted) -> dict[tuple[int, int, int], float]:
+def tried(wanted: LayoutRequest) -> dict[tuple[int, int, int], float]:
     """The fastest step of every length of pp, dp and tp that fits, by simulating all; tp inside nodes."""
     found: dict[tuple[int, int, int], float] = {}
     model, node = wanted.model, min(wanted.gpus, wanted.hardware.ranks_per_node)
@@ -38,7 +38,7 @@ def tried(wanted: Wanted) -> dict[tuple[int, int, int], float]:
             for candidate, activations in product(CANDIDATES, ACTIVATIONS):
                 options = {**candidate.options, "activations": activations}
                 training = Training(dp, micro_batch=micro_batch, accumulation_steps=steps, **options)
-                layout = Layout(pp, tp, training)
+                layout = ParallelLayout(pp, tp, training)
                 if not fullest_rank(model, layout, wanted.hardware).shortfalls:
                     seconds = step_time(model, layout, wanted.hardware).seconds
                     found[pp, dp, tp] = min(seconds, found.get((pp, dp, tp), seconds))
@@ -63,7 +63,7 @@ def tried(wanted: Wanted) -> dict[tuple[int, int, int], float]:
 )
 def test_the_best_are_those_of_trying_all(gpus: int, samples: int, changes: dict[str, Any]) -> None:
     hardware = A100.replace(host_bytes=2 * 10**8, nvme_bytes=1, unit_seconds=1e-5, **changes)
-    wanted = Wanted(SMALL, hardware, gpus, samples)
+    wanted = LayoutRequest(SMALL, hardware, gpus, samples)
     every = tried(wanted)
     fastest = sorted(every.values())
     assert len(fastest) > 3
@@ -77,7 +77,7 @@ def test_the_best_are_those_of_trying_all(gpus: int, samples: int, changes: dict
 
 
 def test_what_fits_one_gpu_is_replicated() -> None:
-    best = best_layouts(Wanted(model_named("gpt-1.5b"), A100, 8, 64))[0].layout
+    best = best_layouts(LayoutRequest(model_named("gpt-1.5b"), A100, 8, 64))[0].layout
     assert (best.pp, best.dp, best.tp) == (1, 8, 1)
     assert best.placement.distance == 0
 
@@ -85,7 +85,7 @@ def test_what_fits_one_gpu_is_replicated() -> None:
 def test_175_billion_on_1024_gpus() -> None:
     """Tensors stay inside a node, and what a rank holds is cut by stages or ZeRO-3; 300B tokens take about
     the five weeks that Narayanan et al. (arXiv 2104.04473, section 5.1) say of such a cluster."""
-    found = best_layouts(Wanted(model_named("gpt-175b").with_sequence(2048), A100, 1024, 1536))
+    found = best_layouts(LayoutRequest(model_named("gpt-175b").with_sequence(2048), A100, 1024, 1536))
     assert len(found) == 5
     assert [one.time.seconds for one in found] == sorted(one.time.seconds for one in found)
     for one in found:
@@ -99,23 +99,23 @@ def test_175_billion_on_1024_gpus() -> None:
 def test_a_trillion_on_3072_gpus_as_published() -> None:
     """502 petaFLOP/s in 8 x 64 x 6 (Narayanan et al., arXiv 2104.04473, table 1); the rates of the machine
     were fitted to a slower run."""
-    model = PlannedModel.of_shape(Transformer("1008B", 25600, 128, 160, 51200, 2048), "")
+    model = ModelSpec.of_shape(Transformer("1008B", 25600, 128, 160, 51200, 2048), "")
     training = Training(6, stage=0, accumulation_steps=512)
-    time = step_time(model, Layout(64, 8, training), A100)
+    time = step_time(model, ParallelLayout(64, 8, training), A100)
     flops = 96 * 3072 * 2048 * 128 * 25600**2 * (1 + 2048 / 6 / 25600 + 51200 / 16 / 128 / 25600)
     assert 0.65 < flops / time.seconds / 502e15 < 1.0
-    assert time.parts["bubble"] / time.seconds == pytest.approx(63 / 575, rel=0.05)
+    assert time.components["bubble"] / time.seconds == pytest.approx(63 / 575, rel=0.05)
 
 
 def test_tensors_cross_nodes_only_where_nothing_else_fits() -> None:
     hardware = A100.replace(ranks_per_node=2)
     for samples, lengths in ((4, {1, 2}), (1, {4})):  # one sample: one replica, and no stages to keep busy
-        found = best_layouts(Wanted(SMALL, hardware, 4, samples))
+        found = best_layouts(LayoutRequest(SMALL, hardware, 4, samples))
         assert found and {one.layout.tp for one in found} <= lengths
 
 
-def test_what_fits_nowhere_is_told_with_what_it_lacks_and_what_would_do() -> None:
-    wanted = Wanted(model_named("gpt-175b"), A100.replace(nvme_bytes=1, host_bytes=1), 8, 8)
+def test_an_error_names_the_shortfall_and_the_remedy() -> None:
+    wanted = LayoutRequest(model_named("gpt-175b"), A100.replace(nvme_bytes=1, host_bytes=1), 8, 8)
     assert best_layouts(wanted) == []
     text = why_no_layout(wanted)
     assert "GB too few" in text and "a device has 85.9 GB" in text
@@ -136,14 +136,14 @@ def test_what_fits_nowhere_is_told_with_what_it_lacks_and_what_would_do() -> Non
 )
 def test_numbers_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        best_layouts(replace(Wanted(SMALL, A100, 4, 4), **changes))
+        best_layouts(replace(LayoutRequest(SMALL, A100, 4, 4), **changes))
 
 
 def test_layouts_and_machines_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="2 micro-batches given for 4 pipeline stages"):
-        Layout(4, 1, Training(1, stage=0, accumulation_steps=2))
+        ParallelLayout(4, 1, Training(1, stage=0, accumulation_steps=2))
     with pytest.raises(ValueError, match="pp=4: 4 stages, but small has 3 layers"):
-        fullest_rank(SMALL, Layout(4, 1, Training(1, stage=0, accumulation_steps=4)), A100)
+        fullest_rank(SMALL, ParallelLayout(4, 1, Training(1, stage=0, accumulation_steps=4)), A100)
     with pytest.raises(ValueError, match="intra_bandwidth"):
         Hardware.load({**A100.to_mapping(), "intra_bandwidth": 0})
-    assert all(layout.gpus == 6 for layout in layouts(Wanted(SMALL, A100, 6, 6)))
+    assert all(layout.gpus == 6 for layout in layouts(LayoutRequest(SMALL, A100, 6, 6)))

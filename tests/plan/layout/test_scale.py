@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness.simulated_layout import planned_layout, untied
 from benchmarks.harness.simulated_process import simulated
-from zero_ext.plan import wire_elements
+from zero_ext.plan import collective_elements
 from zero_ext.plan.layout.stages import stages_of
 from zero_ext.plan.simulation.planned_units import padded_elements
 
@@ -38,5 +38,5 @@ def test_a_rank_of_1024_holds_and_does_what_was_planned(
         assert rank["turns"] == micro_batches + pp - 1
         kind = next(kind for kind in stages_of(model, pp, tp) if stage in kind.numbers)
         padded = padded_elements(kind.cost, layout.training)
-        wanted = wire_elements(zero, dp, padded, accumulation_steps=micro_batches)
+        wanted = collective_elements(zero, dp, padded, accumulation_steps=micro_batches)
         assert rank["exchanged"] == pytest.approx(wanted, rel=0.001)

@@ -99,9 +99,9 @@ def test_a_count_is_exact_whatever_the_shape() -> None:
 def test_every_preset_has_tiles_that_a_device_can_hold() -> None:
     for name in PRESETS:
         model = model_named(name)
-        layers = model.whole.units[1:-1]
+        layers = model.full_cost.units[1:-1]
         assert max(unit.parameters for unit in layers) < 1.01e9
-        assert model.parameters == sum(unit.parameters for unit in model.whole.units)
+        assert model.parameters == sum(unit.parameters for unit in model.full_cost.units)
 
 
 @pytest.mark.parametrize(

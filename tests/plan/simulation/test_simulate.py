@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.opcodes import count_opcodes
 from zero_ext.config import ZeroConfig
-from zero_ext.plan import wire_elements
+from zero_ext.plan import collective_elements
 from zero_ext.plan.simulation import (
     MACHINES,
     TRANSFORMERS,
@@ -30,7 +30,7 @@ from zero_ext.plan.simulation import (
     simulate,
     transformer_named,
 )
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, STEPS, TIERS
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS, UPDATE_MODES
 
 SMALL = Transformer("small", hidden=256, layers=6, heads=4, vocabulary=1000, sequence=64, tiles=2)
 RATES = (
@@ -51,20 +51,20 @@ RATES = (
 def every_training(world_size: int) -> list[Training]:
     """All that can be asked for on ``world_size`` ranks."""
     found = []
-    for stage, step, kept, accumulation in product(range(4), STEPS, ACTIVATIONS, (1, 3)):
+    for stage, mode, activations, accumulation in product(range(4), UPDATE_MODES, ACTIVATIONS, (1, 3)):
         for params, grads, optimizer in product(TIERS, TIERS, TIERS):
             tiers = {"params": params, "grads": grads, "optimizer": optimizer}
             if any(tier != "device" and stage < FIRST_STAGE[kind] for kind, tier in tiers.items()):
                 continue
-            if step == "delayed" and optimizer == "device":
+            if mode == "delayed" and optimizer == "device":
                 continue
             found.append(
                 Training(
                     world_size,
                     stage,
                     accumulation_steps=accumulation,
-                    step=step,  # type: ignore[arg-type]
-                    activations=kept,  # type: ignore[arg-type]
+                    update_mode=mode,  # type: ignore[arg-type]
+                    activations=activations,  # type: ignore[arg-type]
                     prefetch_elements=500_000,
                     **tiers,  # type: ignore[arg-type]
                 )
@@ -83,13 +83,13 @@ TRAININGS = {world_size: every_training(world_size) for world_size in (1, 48)}
     host=st.booleans(),
     turns=st.booleans(),
 )
-def test_a_faster_machine_never_takes_longer(
+def test_a_faster_machine_is_never_slower(
     training: Training, rate: str, factor: float, host: bool, turns: bool
 ) -> None:
     # Slow enough links that every one of them bounds some of these runs.
     slow = MACHINES["dgx2-v100"].replace(
         device_is_host=host,
-        nvme_takes_turns=turns,
+        nvme_half_duplex=turns,
         matmul_flops=1e12,
         intra_bandwidth=1e9,
         inter_bandwidth=5e8,
@@ -106,7 +106,7 @@ def test_a_faster_machine_never_takes_longer(
 @pytest.mark.parametrize("world_size", [1, 48])
 def test_what_moves_is_what_the_placement_says(world_size: int) -> None:
     model = SMALL.cost()
-    machine = MACHINES["dgx2-v100"].replace(collective_seconds=0.0, hop_seconds=0.0)
+    machine = MACHINES["dgx2-v100"].replace(collective_seconds=0.0, per_node_seconds=0.0)
     rates = machine.for_rank(world_size)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -130,14 +130,16 @@ def test_what_moves_is_what_the_placement_says(world_size: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_wire_carries_what_the_wire_formula_says(stage: int, accumulation: int) -> None:
+def test_simulated_traffic_equals_the_formula(stage: int, accumulation: int) -> None:
     model = SMALL.cost()
-    machine = MACHINES["dgx2-v100"].replace(collective_seconds=0.0, hop_seconds=0.0)
+    machine = MACHINES["dgx2-v100"].replace(collective_seconds=0.0, per_node_seconds=0.0)
     training = Training(16, stage, accumulation_steps=accumulation, clipping=False)
     carried = simulate(model, training, machine).busy["collectives"] * machine.intra_bandwidth
     # The tied table, and what forward ends with.
     once = model.units[0].parameters + model.units[-1].parameters if stage == 3 else 0
-    kinds = wire_elements(stage, 16, model.parameters, gathered_once=once, accumulation_steps=accumulation)
+    kinds = collective_elements(
+        stage, 16, model.parameters, gathered_once=once, accumulation_steps=accumulation
+    )
     summed = 4 if accumulation > 1 else 2
     width = {"reduce_scatter": 2 if stage >= 2 else summed, "gather_gradients": summed}
     expected = sum(elements * width.get(kind, 2) for kind, elements in kinds.items())
@@ -197,7 +199,7 @@ def test_a_small_model_stays_on_the_device() -> None:
         "device",
         "device",
         "device",
-        "kept",
+        "saved",
     )
 
 
@@ -230,7 +232,7 @@ def test_training_follows_a_configuration() -> None:
         "stage": 3,
         "gradient_clipping": 0.0,
         "batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 4},
-        "offload": {"grads": "host", "optimizer": "nvme", "nvme_paths": ["/nvme"], "step": "delayed"},
+        "offload": {"grads": "host", "optimizer": "nvme", "nvme_paths": ["/nvme"], "update_mode": "delayed"},
         "units": {"prefetch_elements": 7},
     }
     found = Training.of_config(config, 8)
@@ -241,8 +243,8 @@ def test_training_follows_a_configuration() -> None:
         accumulation_steps=4,
         grads="host",
         optimizer="nvme",
-        step="delayed",
-        activations="kept",
+        update_mode="delayed",
+        activations="saved",
         clipping=False,
         prefetch_elements=7,
     )
@@ -255,7 +257,7 @@ def test_training_follows_a_configuration() -> None:
         ({"stage": 2, "params": "host"}, "params: 'host' given in stage 2"),
         ({"optimizer": "disk"}, "optimizer: 'disk' given, one of device, host, nvme"),
         ({"micro_batch": 0}, "micro_batch: 0 given"),
-        ({"step": "delayed"}, "optimizer on 'device'"),
+        ({"update_mode": "delayed"}, "optimizer on 'device'"),
         ({"activations": "lost"}, "activations: 'lost'"),
     ],
 )

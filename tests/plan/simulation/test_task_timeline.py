@@ -41,7 +41,7 @@ def spans(
 
 
 def two_ranks(**options: object) -> Training:
-    return Training(2, **{"activations": "kept", "clipping": False, **options})  # type: ignore[arg-type]
+    return Training(2, **{"activations": "saved", "clipping": False, **options})  # type: ignore[arg-type]
 
 
 def test_a_task_waits_for_its_resource_and_for_what_it_comes_after() -> None:
@@ -151,13 +151,13 @@ def test_parameters_on_nvme_are_read_two_units_ahead() -> None:
 def test_state_on_nvme_streams_through_a_ring() -> None:
     one = ModelCost("one", (UnitCost("only", 256 * 2, 1.0),), sequence=1)
     hardware = PLAIN.replace(host_bandwidth=1e18, ranks_per_node=1, nvme_read=12.0, nvme_write=12.0)
-    training = Training(1, 3, grads="host", optimizer="nvme", activations="kept", clipping=False)
+    training = Training(1, 3, grads="host", optimizer="nvme", activations="saved", clipping=False)
     line = simulate(one, training, hardware).timeline
     reads = [span for span in line.spans if span.name.startswith("read state")]
     writes = [span for span in line.spans if span.name.startswith("write state")]
     assert len(reads) == len(writes) == 256  # 2 elements x 12 bytes: 2 s each way, at the same time
     assert writes[-1].end - reads[0].begin == pytest.approx(257 * 2)
-    turns = simulate(one, training, hardware.replace(nvme_takes_turns=True)).timeline
+    turns = simulate(one, training, hardware.replace(nvme_half_duplex=True)).timeline
     moved = [span for span in turns.spans if span.resource == "NVMe"]
     assert moved[-1].end - moved[0].begin == pytest.approx(512 * 2)
     slow = simulate(one, training, hardware.replace(nvme_write=6.0)).timeline
@@ -202,7 +202,7 @@ def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
 def test_updates_in_backward_hold_it_up_and_leave_nothing_for_the_step() -> None:
     options = {"stage": 2, "grads": "host", "optimizer": "host"}
     after, within = (
-        spans(Training(1, activations="kept", clipping=False, step=step, **options))  # type: ignore[arg-type]
+        spans(Training(1, activations="saved", clipping=False, update_mode=step, **options))  # type: ignore[arg-type]
         for step in ("after_backward", "in_backward")
     )
     # One rank: a gradient of 10 elements takes 20 s to the host, its update 280 bytes at 2 bytes/s.
@@ -215,20 +215,20 @@ def test_updates_in_backward_hold_it_up_and_leave_nothing_for_the_step() -> None
 
 
 def test_delayed_updates_run_beside_forward_and_backward() -> None:
-    options = {"stage": 2, "grads": "host", "optimizer": "host", "activations": "kept", "clipping": False}
-    found = spans(Training(1, step="delayed", **options))  # type: ignore[arg-type]
+    options = {"stage": 2, "grads": "host", "optimizer": "host", "activations": "saved", "clipping": False}
+    found = spans(Training(1, update_mode="delayed", **options))  # type: ignore[arg-type]
     assert found["update 0"] == (0, 140)
     assert found["forward 0"] == (0, 30)
     assert found["parameters 0"][0] == found["parameters 1"][0] - 20 == 280  # update 1 ends there
-    assert simulate(UNITS, Training(1, step="delayed", **options), PLAIN).seconds == 320  # type: ignore[arg-type]
+    assert simulate(UNITS, Training(1, update_mode="delayed", **options), PLAIN).seconds == 320  # type: ignore[arg-type]
 
 
 def test_outputs_of_blocks_leave_for_the_host_and_come_back() -> None:
     units = tuple(UnitCost(str(number), 10, 30.0, output=5.0) for number in range(2))
     training = Training(1, 0, activations="recomputed_host", clipping=False)
     found = spans(training, model=ModelCost("two", units, sequence=1))
-    assert found["keep 0"] == (30, 35)
-    assert found["fetch kept 1"] == (65, 70)  # once it has arrived there
+    assert found["offload output 0"] == (30, 35)
+    assert found["fetch output 1"] == (65, 70)  # once it has arrived there
     assert found["backward 1"] == (70, 160)  # forward again, 30 s, and backward
     assert found["backward 0"] == (165, 255)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.tune import Launch, Outcome, Trial, run_trial
+from zero_ext.plan.tune import Launch, Trial, TrialOutcome, run_trial
 
 CONFIG = ZeroConfig.from_mapping({"stage": 2, "batch": {"micro_batch_size": 4}})
 READ = "import json, os; config = json.load(open(os.environ['ZERO_EXT_TRIAL_CONFIG']));"
 WRITE = "open(os.environ['ZERO_EXT_TRIAL_RESULT'], 'w').write"
 
 
-def outcome(folder: Path, script: str, timeout: float = 20.0) -> Outcome:
+def outcome(folder: Path, script: str, timeout: float = 20.0) -> TrialOutcome:
     path = folder / "script.py"
     path.write_text(script)
     return run_trial(Launch(path, ("--flag",), steps=3, timeout=timeout), CONFIG)
@@ -112,12 +112,12 @@ def test_a_trial_times_its_steps_and_ends(in_trial: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     now = [100.0]
     monkeypatch.setattr("zero_ext.plan.tune.trial.time.perf_counter", lambda: now[0])
-    trial, taken = Trial.current({"stage": 1}), 0
+    trial, batches_seen = Trial.current({"stage": 1}), 0
     assert trial.config.stage == 3
     for _ in trial.steps(iter(range(1000))):
-        taken += 1
-        now[0] += 5.0 if taken <= 4 else 0.25  # the warm-up's steps are slow and do not count
-    assert taken == (2 + 3) * 2
+        batches_seen += 1
+        now[0] += 5.0 if batches_seen <= 4 else 0.25  # the warm-up's steps are slow and do not count
+    assert batches_seen == (2 + 3) * 2
     found = json.loads(in_trial.read_text())
     assert found["seconds"] == pytest.approx(6 * 0.25)
     assert found["samples_per_second"] == pytest.approx(6 * 4 * 2 / found["seconds"])

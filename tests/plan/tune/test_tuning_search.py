@@ -11,7 +11,7 @@ import pytest
 from zero_ext.config import ZeroConfig
 from zero_ext.plan.models import model_named
 from zero_ext.plan.simulation import MACHINES
-from zero_ext.plan.tune import Forecast, Outcome, Space, search
+from zero_ext.plan.tune import Prediction, Space, TrialOutcome, search
 from zero_ext.plan.tune.search_space import placements_of
 
 GRID = Space(placements_of((1, 2, 3), ("device", "host"))[:4], (1, 2, 4), (4_000_000, 16_000_000))
@@ -31,15 +31,15 @@ class Machine:
         self.overhead = self.draw.uniform(0.2, 4)
         self.slope = self.draw.uniform(-0.3, 0.3)
 
-    def measure(self, config: ZeroConfig) -> Outcome:
+    def measure(self, config: ZeroConfig) -> TrialOutcome:
         key = (config.stage, config.offload.optimizer)
         samples = config.batch.micro_batch_size or 1
         if samples > self.memory[key]:
-            return Outcome("out of memory", reason="it is full")
+            return TrialOutcome("out of memory", reason="it is full")
         stage_3 = config.stage == 3
         elements = config.units.prefetch_elements if stage_3 else config.units.bucket_elements
         size = 1 + self.slope * math.log(elements / 4e6, 4) * (1 if stage_3 else -0.5)
-        return Outcome("measured", 1000 * self.speed[key] * samples / (samples + self.overhead) * size)
+        return TrialOutcome("measured", 1000 * self.speed[key] * samples / (samples + self.overhead) * size)
 
 
 def test_at_least_95_percent_of_the_best_of_24_points() -> None:
@@ -64,10 +64,10 @@ def test_one_slow_run_does_not_decide() -> None:
     """The fastest point is disturbed the first time; those close to it run twice more, in turn."""
     runs: list[int] = []
 
-    def measure(config: ZeroConfig) -> Outcome:
+    def measure(config: ZeroConfig) -> TrialOutcome:
         runs.append(config.stage)
         rate = {1: 80.0, 2: 100.0, 3: 97.0}[config.stage]
-        return Outcome("measured", 95.0 if runs == [1, 2] else rate)
+        return TrialOutcome("measured", 95.0 if runs == [1, 2] else rate)
 
     space = Space(placements_of((1, 2, 3), ("device",)))
     found = search(space, measure)
@@ -81,9 +81,9 @@ def test_one_slow_run_does_not_decide() -> None:
 def test_what_ran_out_of_memory_is_not_tried_larger() -> None:
     tried: list[int] = []
 
-    def measure(config: ZeroConfig) -> Outcome:
+    def measure(config: ZeroConfig) -> TrialOutcome:
         tried.append(config.batch.micro_batch_size or 0)
-        return Outcome("out of memory") if tried[-1] > 1 else Outcome("measured", 10.0)
+        return TrialOutcome("out of memory") if tried[-1] > 1 else TrialOutcome("measured", 10.0)
 
     found = search(Space(GRID.placements[:1], (1, 2, 4, 8)), measure)
     assert tried == [1, 2]
@@ -93,27 +93,27 @@ def test_what_ran_out_of_memory_is_not_tried_larger() -> None:
 
 
 def test_nothing_measured_is_no_best() -> None:
-    found = search(GRID, lambda config: Outcome("failed", reason="no"))
+    found = search(GRID, lambda config: TrialOutcome("failed", reason="no"))
     assert found.best is None
-    assert search(GRID, lambda config: Outcome("failed"), most_trials=3).trials == 3
+    assert search(GRID, lambda config: TrialOutcome("failed"), most_trials=3).trials == 3
 
 
-def test_a_forecast_leaves_out_what_cannot_fit_or_win() -> None:
+def test_a_prediction_leaves_out_what_cannot_fit_or_win() -> None:
     model, machine = model_named("llama-7b"), MACHINES["dgx-a100"]
     space = Space(placements_of((0, 1, 2, 3), ("device", "nvme")), (1, 4), nvme_paths=("/nvme",), ranks=8)
     seen: list[ZeroConfig] = []
 
-    def measure(config: ZeroConfig) -> Outcome:
+    def measure(config: ZeroConfig) -> TrialOutcome:
         seen.append(config)
-        return Outcome("measured", 1.0)
+        return TrialOutcome("measured", 1.0)
 
-    found = search(space, measure, Forecast(model, machine, 8))
+    found = search(space, measure, Prediction(model, machine, 8))
     assert seen
     assert all(config.stage > 0 for config in seen)  # 16 bytes a parameter do not fit
     reasons = [one.outcome.reason for one in found.measured if not one.tried]
     assert any("does not fit: device" in reason for reason in reasons)
     # The most promising placement comes first.
-    rates = [Forecast(model, machine, 8).samples_per_second(config) for config in seen]
+    rates = [Prediction(model, machine, 8).samples_per_second(config) for config in seen]
     assert rates[0] == pytest.approx(max(rates[:1]))
     assert max(rates) <= rates[0] * 4
 
@@ -127,7 +127,7 @@ def test_points_become_configurations() -> None:
         {
             "batch": {"train_batch_size": 16},
             "precision": {"dtype": "bf16"},
-            "offload": {"ring_bytes": 1 << 20},
+            "offload": {"staging_buffer_bytes": 1 << 20},
         },
         2,
         ("/nvme",),
@@ -137,9 +137,9 @@ def test_points_become_configurations() -> None:
         assert config.batch.gradient_accumulation_steps == 4
         assert (config.units.prefetch_elements, config.aio.queue_depth) == (1000, 8)
         assert config.offload.nvme_paths == ("/nvme",)
-        assert config.offload.ring_bytes == 1 << 20
+        assert config.offload.staging_buffer_bytes == 1 << 20
     odd = Space(space.placements, (3,), base=space.base, nvme_paths=("/nvme",))
-    found = search(odd, lambda config: Outcome("measured", 1.0))
+    found = search(odd, lambda config: TrialOutcome("measured", 1.0))
     assert found.trials == 0
     assert "train_batch_size" in found.measured[0].outcome.reason
     with pytest.raises(ValueError, match="have no placement in common"):

@@ -90,19 +90,19 @@ def _cache() -> str:
 def _nccl() -> str:
     if not torch.distributed.is_nccl_available():
         return "not in this torch"
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    return ".".join(str(number) for number in torch.cuda.nccl.version())
 
 
 def _cufile() -> str:
     """Where the library is and whether the kernel's module is; the library is not loaded."""
-    path = next((path for path in _cufile_places() if path.exists()), None)
+    path = next((path for path in _cufile_paths() if path.exists()), None)
     name = str(path) if path is not None else ctypes.util.find_library("cufile")
     if name is None:
         return f"no: {_CUFILE} was not found"
     return f"{name}; kernel module nvidia-fs {'loaded' if _NVIDIA_FS.is_dir() else 'not loaded'}"
 
 
-def _cufile_places() -> list[Path]:
+def _cufile_paths() -> list[Path]:
     """Where wheels and the toolkit put the library."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []

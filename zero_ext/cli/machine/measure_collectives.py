@@ -23,34 +23,34 @@ _SMALL_ELEMENTS = 4096
 _TIMEOUT_SECONDS = 120.0
 
 
-def gather_seconds(collectives: Collectives, elements: int, place: torch.device) -> float:
+def gather_seconds(collectives: Collectives, elements: int, device: torch.device) -> float:
     """The median time of a gather of ``elements`` in 16 bits over all ranks."""
-    flat = torch.zeros(elements, dtype=torch.bfloat16, device=place)
+    flat = torch.zeros(elements, dtype=torch.bfloat16, device=device)
     shard = flat.chunk(collectives.world_size)[collectives.rank]
-    taken = []
+    seconds = []
     for _ in range(_PASSES):
         dist.barrier()
         begin = time.perf_counter()
         collectives.gather(flat, shard, "gather", "measurement").wait()
-        if place.type != "cpu":
-            torch.accelerator.synchronize(place)
-        taken.append(time.perf_counter() - begin)
-    return median(taken[1:])
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[1:])
 
 
 def main(result: Path, nbytes: int) -> None:
     """Measures a large and a small gather; rank 0 writes bytes a second that a rank receives, and latency."""
     join_world(_TIMEOUT_SECONDS)
-    place = torch.device("cpu")
+    device = torch.device("cpu")
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         kind = torch.accelerator.current_accelerator()
-        place = torch.device(kind.type if kind is not None else "cpu", int(os.environ["LOCAL_RANK"]))
-    collectives = make_collectives(None, _TIMEOUT_SECONDS, place)
+        device = torch.device(kind.type if kind is not None else "cpu", int(os.environ["LOCAL_RANK"]))
+    collectives = make_collectives(None, _TIMEOUT_SECONDS, device)
     ranks = collectives.world_size
     elements = nbytes // 2 // ranks * ranks
-    small = gather_seconds(collectives, _SMALL_ELEMENTS * ranks, place)
-    large = gather_seconds(collectives, elements, place)
+    small = gather_seconds(collectives, _SMALL_ELEMENTS * ranks, device)
+    large = gather_seconds(collectives, elements, device)
     received = 2 * (elements - _SMALL_ELEMENTS * ranks) * (ranks - 1) / ranks
     if collectives.rank == 0:
         found = {"bandwidth": received / max(large - small, 1e-9), "latency": small}

@@ -21,7 +21,7 @@ from torch import nn
 from zero_ext import ops
 from zero_ext.cli.nvme.nvme_run import Setting, buffer_bytes, engine_pass
 from zero_ext.cli.nvme.nvme_sweep import device_file
-from zero_ext.config import AioPolicy
+from zero_ext.config import AioConfig
 from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.config.schema.json_file import read_json_object
 from zero_ext.plan.simulation.hardware import Hardware
@@ -60,26 +60,26 @@ def measure_machine(
     What there is none of gets a byte of room. Rates between hosts are those inside this one. ``tick`` hears
     what is being measured. RuntimeError with the reason if the ranks or the device fail.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    place = device if device is not None else torch.device("cpu")
-    ranks = ranks or (torch.accelerator.device_count() if device is not None else 2)
-    tick(f"products and memory of {place}")
-    bandwidth = copy_rate(place, place, scale.memory)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator if accelerator is not None else torch.device("cpu")
+    ranks = ranks or (torch.accelerator.device_count() if accelerator is not None else 2)
+    tick(f"products and memory of {device}")
+    bandwidth = copy_rate(device, device, scale.memory)
     values: dict[str, object] = {
         "name": name or platform.node() or "this machine",
         "ranks_per_node": ranks,
-        "matmul_flops": product_rate(place, scale.product or (1024 if device is None else 4096)),
+        "matmul_flops": product_rate(device, scale.product or (1024 if accelerator is None else 4096)),
         "matmul_efficiency": 1.0,
-        "device_bytes": _device_bytes(place, ranks),
+        "device_bytes": _device_bytes(device, ranks),
         "device_bandwidth": 2 * bandwidth,
-        "unit_seconds": unit_seconds(place),
+        "unit_seconds": unit_seconds(device),
         "host_bytes": host_bytes(),
-        "device_is_host": device is None,
+        "device_is_host": accelerator is None,
     }
     tick("the optimizer's update on the host")
     values["host_bandwidth"] = update_rate(scale.memory)
     tick("copies between device and host")
-    to_host, to_device = _copies(place, scale.memory, bandwidth)
+    to_host, to_device = _copies(device, scale.memory, bandwidth)
     values |= {"to_host": to_host, "to_device": to_device}
     values |= {"node_to_host": to_host * ranks, "node_to_device": to_device * ranks}
     values |= _stored(folder, scale.file, tick)
@@ -88,12 +88,14 @@ def measure_machine(
     return Hardware.from_mapping(values)
 
 
-def product_rate(place: torch.device, side: int) -> float:
+def product_rate(device: torch.device, side: int) -> float:
     """FLOP/s of square matrix products, in 16 bits or, where that is slower, in 32."""
 
     def rate(dtype: torch.dtype) -> float:
-        left, right = (torch.randn(side, side, device=place, dtype=torch.float32).to(dtype) for _ in range(2))
-        return 2 * side**3 / _seconds(place, lambda: left @ right)
+        left, right = (
+            torch.randn(side, side, device=device, dtype=torch.float32).to(dtype) for _ in range(2)
+        )
+        return 2 * side**3 / _seconds(device, lambda: left @ right)
 
     return max(rate(torch.bfloat16), rate(torch.float32))
 
@@ -102,11 +104,11 @@ def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
     """Bytes a second of a copy."""
     pinned = source.type != target.type
     tensors = [
-        torch.zeros(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned and place.type == "cpu")
-        for place in (source, target)
+        torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned and device.type == "cpu")
+        for device in (source, target)
     ]
-    place = source if source.type != "cpu" else target
-    return nbytes / _seconds(place, lambda: tensors[1].copy_(tensors[0], non_blocking=True))
+    device = source if source.type != "cpu" else target
+    return nbytes / _seconds(device, lambda: tensors[1].copy_(tensors[0], non_blocking=True))
 
 
 def update_rate(nbytes: int) -> float:
@@ -125,14 +127,14 @@ def update_rate(nbytes: int) -> float:
     return elements * _ADAM_BYTES / _seconds(torch.device("cpu"), step)
 
 
-def unit_seconds(place: torch.device) -> float:
+def unit_seconds(device: torch.device) -> float:
     """What a forward of a block takes that has next to nothing to compute."""
     width = 64
     block = nn.Sequential(
         nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width)
-    ).to(place)
-    inputs = torch.zeros(1, width, device=place)
-    return _seconds(place, lambda: block(inputs))
+    ).to(device)
+    inputs = torch.zeros(1, width, device=device)
+    return _seconds(device, lambda: block(inputs))
 
 
 def host_bytes() -> int:
@@ -142,27 +144,27 @@ def host_bytes() -> int:
     return min(total, int(text)) if text.isdecimal() else total
 
 
-def _device_bytes(place: torch.device, ranks: int) -> int:
-    if place.type == "cpu":
+def _device_bytes(device: torch.device, ranks: int) -> int:
+    if device.type == "cpu":
         return max(1, host_bytes() // ranks)
-    return int(torch.accelerator.get_memory_info(place)[1])
+    return int(torch.accelerator.get_memory_info(device)[1])
 
 
-def _copies(place: torch.device, nbytes: int, bandwidth: float) -> tuple[float, float]:
+def _copies(device: torch.device, nbytes: int, bandwidth: float) -> tuple[float, float]:
     """Rates to host memory and from it."""
-    if place.type == "cpu":
+    if device.type == "cpu":
         return bandwidth, bandwidth
     host = torch.device("cpu")
-    return copy_rate(place, host, nbytes), copy_rate(host, place, nbytes)
+    return copy_rate(device, host, nbytes), copy_rate(host, device, nbytes)
 
 
 def _stored(folder: Path | None, nbytes: int, tick: Callable[[str], None]) -> dict[str, object]:
     if folder is None:
         return {"nvme_bytes": 1, "nvme_read": 1.0, "nvme_write": 1.0}
     tick(f"reads and writes in {folder}")
-    policy = AioPolicy()
+    policy = AioConfig()
     backend = next(name for name, reason in ops.aio_backends().items() if not reason)
-    setting = Setting(backend, policy.block_bytes, policy.queue_depth, policy.submitters)
+    setting = Setting(backend, policy.block_bytes, policy.queue_depth, policy.io_threads)
     with device_file(folder, nbytes) as (file, _):
         memory = ops.host_buffer(buffer_bytes(setting))
         memory.view(torch.int64).random_()
@@ -208,24 +210,24 @@ def _collectives(ranks: int, nbytes: int, bandwidth: float) -> dict[str, object]
     }
 
 
-def _seconds(place: torch.device, run: Callable[[], object]) -> float:
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     """The lower quartile of some passes, after one that does not count: others may be at work here too."""
 
     def wait() -> None:
-        if place.type != "cpu":
-            torch.accelerator.synchronize(place)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     run()
     wait()
-    taken: list[float] = []
-    while len(taken) < _PASSES or (sum(taken) < _BUDGET_SECONDS / 4 and len(taken) < 200):
+    samples: list[float] = []
+    while len(samples) < _PASSES or (sum(samples) < _BUDGET_SECONDS / 4 and len(samples) < 200):
         begin = time.perf_counter()
         run()
         wait()
-        taken.append(time.perf_counter() - begin)
-        if sum(taken) > _BUDGET_SECONDS:
+        samples.append(time.perf_counter() - begin)
+        if sum(samples) > _BUDGET_SECONDS:
             break
-    return max(sorted(taken)[len(taken) // 4], 1e-9)
+    return max(sorted(samples)[len(samples) // 4], 1e-9)
 
 
 def write_machine(machine: Hardware, path: Path) -> None:

@@ -16,20 +16,20 @@ from zero_ext.cli.nvme.nvme_sweep import Grid, Sweep, sweep_device
 from zero_ext.config.parse_sizes import bytes_of, size_text
 
 
-def chosen_grid(backends: str, blocks: str, depths: str, submitters: str) -> Grid:
+def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Grid:
     """The grid that the comma-separated options name; no backends means all that are available.
 
     ValueError naming the option; RuntimeError with the reason for a backend that is not available.
     """
     reasons = ops.aio_backends()
-    names = _parts(backends) or tuple(name for name, reason in reasons.items() if not reason)
+    names = _items(backends) or tuple(name for name, reason in reasons.items() if not reason)
     for name in names:
         if name not in reasons:
             raise ValueError(f"--backends has {name!r}; it may have {', '.join(reasons)}")
         if reasons[name]:
             raise RuntimeError(f"--backends has {name!r}, which is not available: {reasons[name]}")
-    sizes = tuple(bytes_of(part, "--blocks") for part in _parts(blocks) or ("",))
-    return Grid(names, sizes, _numbers(depths, "--depths"), _numbers(submitters, "--submitters"))
+    sizes = tuple(bytes_of(item, "--blocks") for item in _items(blocks) or ("",))
+    return Grid(names, sizes, _numbers(depths, "--depths"), _numbers(io_threads, "--io-threads"))
 
 
 def measure_and_report(
@@ -78,11 +78,11 @@ def _say_what_is_missing(console: Console, left_out: int, nbytes: int) -> None:
 def _write(console: Console, sweep: Sweep, output: Path) -> None:
     console.print(f"wrote {escape(str(write_section(sweep, output)))}", soft_wrap=True)
     try:
-        picture = plot_sweep(sweep, output.with_suffix(".png"))
+        plot = plot_sweep(sweep, output.with_suffix(".png"))
     except ModuleNotFoundError:
         console.print("no plot: matplotlib is not installed (pip install matplotlib)")
     else:
-        console.print(f"wrote {escape(str(picture))}", soft_wrap=True)
+        console.print(f"wrote {escape(str(plot))}", soft_wrap=True)
 
 
 def _check_output(output: Path | None) -> None:
@@ -96,12 +96,12 @@ def _check_output(output: Path | None) -> None:
         )
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (part.strip() for part in text.split(","))))
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (item.strip() for item in text.split(","))))
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in _parts(text) or ("",))
+        return tuple(int(item) for item in _items(text) or ("",))
     except ValueError:
         raise ValueError(f"{option} is {text!r}; whole numbers separated by commas are wanted") from None

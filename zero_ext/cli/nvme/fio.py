@@ -17,7 +17,7 @@ class FioJob:
     """One sequential pass over the first ``nbytes`` of a file that exists.
 
     ``backend`` is ours; "threads" becomes as many synchronous threads as the queue is deep, which go through
-    the file side by side, block by block, as ours do. Further ``submitters`` of the other backends have each
+    the file side by side, block by block, as ours do. Further ``io_threads`` of the other backends have each
     a part of the file. ``huge_pages`` asks glibc for them, for fio's buffers: devices take longer contiguous
     pieces then, as they do from ours.
     """
@@ -26,7 +26,7 @@ class FioJob:
     backend: str
     block_bytes: int
     queue_depth: int
-    submitters: int
+    io_threads: int
     nbytes: int
     writing: bool
     direct: bool
@@ -35,9 +35,9 @@ class FioJob:
     def command(self) -> list[str]:
         """The call of fio."""
         synchronous = self.backend == "threads"
-        jobs = self.queue_depth * self.submitters if synchronous else self.submitters
-        part = self.nbytes // jobs // self.block_bytes * self.block_bytes
-        if part == 0:
+        jobs = self.queue_depth * self.io_threads if synchronous else self.io_threads
+        segment_bytes = self.nbytes // jobs // self.block_bytes * self.block_bytes
+        if segment_bytes == 0:
             raise ValueError(
                 f"{jobs} jobs with blocks of {self.block_bytes} bytes need more than {self.nbytes}"
             )
@@ -51,9 +51,9 @@ class FioJob:
             "bs": self.block_bytes,
             "iodepth": 1 if synchronous else self.queue_depth,
             "numjobs": jobs,
-            "size": self.nbytes - others if synchronous else part,
-            "io_size": part,
-            "offset_increment": self.block_bytes if synchronous else part,
+            "size": self.nbytes - others if synchronous else segment_bytes,
+            "io_size": segment_bytes,
+            "offset_increment": self.block_bytes if synchronous else segment_bytes,
             "direct": int(self.direct),
             "end_fsync": int(self.writing and not self.direct),
             "fallocate": "none",

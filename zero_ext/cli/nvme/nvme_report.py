@@ -20,7 +20,7 @@ def sweep_table(sweep: Sweep) -> Table:
     table = Table(
         title=f"{sweep.path}: {size_text(sweep.nbytes)}, medians of {len(plain.reads)}", title_justify="left"
     )
-    for column in ("", "block", "depth", "submitters", "read GB/s", "write GB/s", "of plain", "CPU s/GB"):
+    for column in ("", "block", "depth", "io_threads", "read GB/s", "write GB/s", "of plain", "CPU s/GB"):
         table.add_column(column, justify="left" if not column else "right")
     for contender in sweep.peers:
         table.add_row(contender.name, "", "", "", *_figures(contender, plain, sweep.nbytes))
@@ -33,7 +33,7 @@ def sweep_table(sweep: Sweep) -> Table:
             setting.backend,
             size_text(setting.block_bytes),
             str(setting.queue_depth),
-            str(setting.submitters),
+            str(setting.io_threads),
             *_figures(contender, plain, sweep.nbytes),
             style="bold green" if contender is sweep.best else None,
         )
@@ -55,7 +55,7 @@ def write_section(sweep: Sweep, path: Path) -> Path:
 
 
 def plot_sweep(sweep: Sweep, path: Path) -> Path:
-    """Draws speed over block size, a line for each backend, depth and number of submitters, as a PNG.
+    """Draws speed over block size, a line for each backend, depth and number of I/O threads, as a PNG.
 
     ModuleNotFoundError where matplotlib is not installed.
     """
@@ -68,15 +68,15 @@ def plot_sweep(sweep: Sweep, path: Path) -> Path:
     lines = _lines(sweep)
     shapes = sorted({key[1:] for key in lines})
     for axes, writing in zip(both, (False, True), strict=True):
-        for (backend, depth, submitters), members in sorted(lines.items()):
-            style = _LINES[shapes.index((depth, submitters)) % len(_LINES)]
+        for (backend, depth, io_threads), members in sorted(lines.items()):
+            style = _LINES[shapes.index((depth, io_threads)) % len(_LINES)]
             axes.plot(
                 [size_text(block) for block, _ in members],
                 [_rate(each, sweep.nbytes, writing) for _, each in members],
                 color=_COLOURS.get(backend, "black"),
                 linestyle=style,
                 marker="o",
-                label=f"{backend}, depth {depth}, {submitters} submitter{'s' if submitters > 1 else ''}",
+                label=f"{backend}, depth {depth}, {io_threads} thread{'s' if io_threads > 1 else ''}",
             )
         for peer, style in zip(sweep.peers, _LINES, strict=False):
             axes.axhline(_rate(peer, sweep.nbytes, writing), color="black", linestyle=style, label=peer.name)
@@ -96,7 +96,7 @@ def _lines(sweep: Sweep) -> dict[tuple[str, int, int], list[tuple[int, Contender
     for contender in sweep.engine:
         setting = contender.setting
         if setting is not None:
-            key = (setting.backend, setting.queue_depth, setting.submitters)
+            key = (setting.backend, setting.queue_depth, setting.io_threads)
             lines.setdefault(key, []).append((setting.block_bytes, contender))
     return {key: sorted(members, key=lambda member: member[0]) for key, members in lines.items()}
 

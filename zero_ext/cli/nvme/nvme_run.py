@@ -14,25 +14,25 @@ from torch import Tensor
 from zero_ext import ops
 from zero_ext.checkpoint.files.raw_buffers import raw_view
 
-_PARTS = 4
-_SMALLEST_PART = 16 << 20
+_BUFFERS = 4
+_MIN_BUFFER_BYTES = 16 << 20
 PLAIN_BLOCK = 1 << 20
 _HANDLE = 0x7A65_726F
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An ``aio`` section: backend, bytes a block, blocks in flight a submitter, submitters."""
+    """An ``aio`` section: backend, bytes per block, blocks in flight per thread, I/O threads."""
 
     backend: str
     block_bytes: int
     queue_depth: int
-    submitters: int
+    io_threads: int
 
     @property
     def in_flight_bytes(self) -> int:
         """Most bytes under way at once."""
-        return self.block_bytes * self.queue_depth * self.submitters
+        return self.block_bytes * self.queue_depth * self.io_threads
 
     def section(self) -> dict[str, object]:
         """The section as the configuration spells it."""
@@ -40,7 +40,7 @@ class Setting:
             "backend": self.backend,
             "queue_depth": self.queue_depth,
             "block_bytes": self.block_bytes,
-            "submitters": self.submitters,
+            "io_threads": self.io_threads,
         }
 
 
@@ -60,14 +60,14 @@ class DeviceFile:
     nbytes: int
     direct: bool
 
-    def forget(self) -> None:
+    def drop_page_cache(self) -> None:
         """Makes the next read come from the device where the page cache stands between."""
         if not self.direct:
             with _opened(self.path, os.O_RDWR) as descriptor:
                 os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def settle(self) -> None:
+    def sync_write(self) -> None:
         """Makes a write that went into the page cache reach the device."""
         if not self.direct:
             with _opened(self.path, os.O_RDWR) as descriptor:
@@ -75,9 +75,9 @@ class DeviceFile:
 
 
 def buffer_bytes(setting: Setting) -> int:
-    """Memory a pass works through: four parts, of which three keep the queues full while one is replaced."""
-    blocks = -(-max(_SMALLEST_PART, -(-setting.in_flight_bytes // (_PARTS - 1))) // setting.block_bytes)
-    return _PARTS * blocks * setting.block_bytes
+    """Return the bytes of a pass's four buffers. Three keep the queues full while one is replaced."""
+    blocks = -(-max(_MIN_BUFFER_BYTES, -(-setting.in_flight_bytes // (_BUFFERS - 1))) // setting.block_bytes)
+    return _BUFFERS * blocks * setting.block_bytes
 
 
 def engine_pass(file: DeviceFile, setting: Setting, memory: Tensor, writing: bool) -> Cost:
@@ -85,10 +85,10 @@ def engine_pass(file: DeviceFile, setting: Setting, memory: Tensor, writing: boo
 
     RuntimeError if the backend is not available or a transfer fails.
     """
-    ops.aio_open(_HANDLE, setting.backend, setting.queue_depth, setting.block_bytes, setting.submitters)
+    ops.aio_open(_HANDLE, setting.backend, setting.queue_depth, setting.block_bytes, setting.io_threads)
     try:
         with _measured(file, writing) as costs:
-            _move(file, memory, buffer_bytes(setting) // _PARTS, writing)
+            _move(file, memory, buffer_bytes(setting) // _BUFFERS, writing)
         return costs[0]
     finally:
         ops.aio_close(_HANDLE)
@@ -111,14 +111,14 @@ def plain_pass(file: DeviceFile, memory: Tensor, writing: bool) -> Cost:
     return costs[0]
 
 
-def _move(file: DeviceFile, memory: Tensor, part: int, writing: bool) -> None:
+def _move(file: DeviceFile, memory: Tensor, buffer: int, writing: bool) -> None:
     start = ops.aio_write_ if writing else ops.aio_read_
-    for number, offset in enumerate(range(0, file.nbytes, part)):
-        ticket = number % _PARTS
+    for number, offset in enumerate(range(0, file.nbytes, buffer)):
+        ticket = number % _BUFFERS
         ops.aio_wait(_HANDLE, ticket)
-        length = min(part, file.nbytes - offset)
-        start(_HANDLE, ticket, str(file.path), offset, memory[ticket * part : ticket * part + length])
-    for ticket in range(_PARTS):
+        length = min(buffer, file.nbytes - offset)
+        start(_HANDLE, ticket, str(file.path), offset, memory[ticket * buffer : ticket * buffer + length])
+    for ticket in range(_BUFFERS):
         ops.aio_wait(_HANDLE, ticket)
 
 
@@ -127,11 +127,11 @@ def _measured(file: DeviceFile, writing: bool) -> Iterator[list[Cost]]:
     """The cost of the block, in a list once it has ended; reads start cold, writes end on the device."""
     costs: list[Cost] = []
     if not writing:
-        file.forget()
+        file.drop_page_cache()
     begin, used = time.perf_counter(), time.process_time()
     yield costs
     if writing:
-        file.settle()
+        file.sync_write()
     costs.append(Cost(time.perf_counter() - begin, time.process_time() - used))
 
 

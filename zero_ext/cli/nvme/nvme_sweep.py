@@ -41,7 +41,7 @@ class Grid:
     backends: tuple[str, ...]
     blocks: tuple[int, ...]
     depths: tuple[int, ...]
-    submitters: tuple[int, ...]
+    io_threads: tuple[int, ...]
 
     def settings(self, nbytes: int) -> tuple[list[Setting], list[Setting]]:
         """What to measure on a file of ``nbytes``, and what is left out as it never fills its queues.
@@ -49,18 +49,18 @@ class Grid:
         ConfigError for a value that no configuration may hold, ValueError if nothing is left.
         """
         every = [
-            Setting(*values) for values in product(self.backends, self.blocks, self.depths, self.submitters)
+            Setting(*values) for values in product(self.backends, self.blocks, self.depths, self.io_threads)
         ]
         for setting in every:
             load_config({"aio": setting.section()})
-        kept = [setting for setting in every if setting.in_flight_bytes <= nbytes]
-        if not kept:
+        settings = [setting for setting in every if setting.in_flight_bytes <= nbytes]
+        if not settings:
             least = min((setting.in_flight_bytes for setting in every), default=0)
             raise ValueError(
-                f"--size is {size_text(nbytes)}, but the least that block size x depth x submitters keep in "
+                f"--size is {size_text(nbytes)}, but the least that block size x depth x I/O threads keep in "
                 f"flight is {size_text(least)}; raise --size or lower them"
             )
-        return kept, [setting for setting in every if setting.in_flight_bytes > nbytes]
+        return settings, [setting for setting in every if setting.in_flight_bytes > nbytes]
 
 
 @dataclass
@@ -148,7 +148,7 @@ def sweep_device(
 def engine_contender(file: DeviceFile, setting: Setting, memory: torch.Tensor) -> Contender:
     """Our engine with one setting."""
     name = (
-        f"{setting.backend} {size_text(setting.block_bytes)} x {setting.queue_depth} x {setting.submitters}"
+        f"{setting.backend} {size_text(setting.block_bytes)} x {setting.queue_depth} x {setting.io_threads}"
     )
     return Contender(name, lambda writing: engine_pass(file, setting, memory, writing), setting)
 

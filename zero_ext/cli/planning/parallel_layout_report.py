@@ -13,13 +13,13 @@ from rich.table import Table
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.parse_sizes import short_bytes
-from zero_ext.plan.layout import Found, Layout, Wanted
+from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
 from zero_ext.plan.layout.explain import reasons_of
 from zero_ext.plan.plan_entry import TIERS
 from zero_ext.plan.write_config import DEFAULT_NVME_PATH, config_of
 
 
-def print_layouts(console: Console, wanted: Wanted, found: Sequence[Found]) -> None:
+def print_layouts(console: Console, wanted: LayoutRequest, found: Sequence[FoundLayout]) -> None:
     """The layouts with their reasons, and what to write for the first."""
     table = Table(title=f"{wanted.model.name} on {wanted.gpus} GPUs of {wanted.hardware.name}")
     for name in ("pp", "dp", "tp", "ZeRO", "micro-batch", "memory", "s/step", "tokens/s"):
@@ -35,8 +35,8 @@ def print_layouts(console: Console, wanted: Wanted, found: Sequence[Found]) -> N
             f"{_tokens_per_second(wanted, one):,.0f}",
         )
     console.print(table)
-    for place, one in enumerate(found, 1):
-        console.print(f"{place}. {escape(reasons_of(one, wanted.hardware))}.", soft_wrap=True)
+    for rank, one in enumerate(found, 1):
+        console.print(f"{rank}. {escape(reasons_of(one, wanted.hardware))}.", soft_wrap=True)
     best = found[0].layout
     if best.tp > wanted.hardware.ranks_per_node:
         console.print(
@@ -46,7 +46,7 @@ def print_layouts(console: Console, wanted: Wanted, found: Sequence[Found]) -> N
     console.print(json.dumps(_said(_config(wanted, best))), markup=False, soft_wrap=True)
 
 
-def layouts_as_json(wanted: Wanted, found: Sequence[Found]) -> dict[str, Any]:
+def layouts_as_json(wanted: LayoutRequest, found: Sequence[FoundLayout]) -> dict[str, Any]:
     """Everything that the table shows, in bytes and seconds."""
     return {
         "model": {"name": wanted.model.name, "parameters": wanted.model.parameters},
@@ -62,7 +62,7 @@ def layouts_as_json(wanted: Wanted, found: Sequence[Found]) -> dict[str, Any]:
                 "micro_batches": one.layout.micro_batches,
                 "bytes": {tier: getattr(one.fullest.needs, tier) for tier in TIERS},
                 "fullest_stage": one.fullest.stage,
-                "seconds": one.time.parts,
+                "seconds": one.time.components,
                 "step_seconds": one.time.seconds,
                 "tokens_per_second": _tokens_per_second(wanted, one),
                 "reasons": reasons_of(one, wanted.hardware),
@@ -74,17 +74,19 @@ def layouts_as_json(wanted: Wanted, found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def write_layout(wanted: Wanted, found: Found, path: Path, nvme_paths: tuple[str, ...]) -> None:
+def write_layout(wanted: LayoutRequest, found: FoundLayout, path: Path, nvme_paths: tuple[str, ...]) -> None:
     """The configuration of a layout as a file."""
     config = _config(wanted, found.layout, nvme_paths or (DEFAULT_NVME_PATH,))
     path.write_text(json.dumps(_said(config), indent=2) + "\n", encoding="utf-8")
 
 
-def _tokens_per_second(wanted: Wanted, found: Found) -> float:
+def _tokens_per_second(wanted: LayoutRequest, found: FoundLayout) -> float:
     return wanted.samples * wanted.model.shape.sequence / found.time.seconds
 
 
-def _config(wanted: Wanted, layout: Layout, nvme_paths: tuple[str, ...] = (DEFAULT_NVME_PATH,)) -> ZeroConfig:
+def _config(
+    wanted: LayoutRequest, layout: ParallelLayout, nvme_paths: tuple[str, ...] = (DEFAULT_NVME_PATH,)
+) -> ZeroConfig:
     return config_of(wanted.model, layout.training, nvme_paths, tiles=layout.tp == 1)
 
 
@@ -92,13 +94,13 @@ def _said(config: ZeroConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_unset=True)
 
 
-def _calls(layout: Layout) -> str:
+def _calls(layout: ParallelLayout) -> str:
     """What a script calls beside ``prepare``."""
     lengths = ", ".join(f"{axis}={length}" for axis, length in layout.sizes.items())
-    told = f"mesh = make_mesh({lengths})"
+    calls = f"mesh = make_mesh({lengths})"
     if layout.tp > 1:
-        told += "; split_tensors(model, mesh)"
+        calls += "; apply_tensor_parallel(model, mesh)"
     if layout.pp > 1:
-        reduce = ', reduce="each"' if layout.reduces_each else ""
-        told += f"; Pipeline(module, optimizer, micro_batches={layout.micro_batches}{reduce})"
-    return told
+        grad_reduction = ', grad_reduction="per_micro_batch"' if layout.reduces_each else ""
+        calls += f"; Pipeline(module, optimizer, micro_batches={layout.micro_batches}{grad_reduction})"
+    return calls

@@ -11,13 +11,13 @@ import typer
 
 from zero_ext.cli.console import errors_on_stderr, terminal
 from zero_ext.cli.dataclass_options import taking
-from zero_ext.cli.planning.rank_mapping_report import places_as_json, print_places
+from zero_ext.cli.planning.rank_mapping_report import print_rank_placement, rank_placement_as_json
 from zero_ext.config.parse_sizes import bytes_of, count_of, rate_of
 from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
-from zero_ext.plan.models import PlannedModel, model_named
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.plan_entry import Batch
 from zero_ext.plan.planner import Plan, make_plan
-from zero_ext.plan.rank_placement import Places, lengths_of, places_of
+from zero_ext.plan.rank_placement import RankPlacement, best_rank_placement, lengths_of
 from zero_ext.plan.recommendation import OBJECTIVES
 
 Text = str | None
@@ -54,12 +54,12 @@ class PlanOptions:
     nvme_path: Annotated[
         list[str] | None, typer.Option(help="Folder on NVMe for --write; may be repeated.")
     ] = None
-    plot: Annotated[Path | None, typer.Option(help="Picture of the bytes against what there is.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Plot of the bytes per tier against the capacity.")] = None
     three_d: Annotated[
         Text,
         typer.Option(
             "--3d",
-            help="Lengths of pp, tp and cp, like pp=4,tp=2: shows the ranks' places. best: searches.",
+            help="Lengths of pp, tp and cp, like pp=4,tp=2: shows where the ranks go. best: searches.",
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
@@ -78,14 +78,14 @@ def plan(options: PlanOptions) -> None:
             _plan_layouts(options)
             return
         found = plan_of(options)
-        places = _places(options, found)
+        placement = _rank_placement(options, found)
         if options.as_json:
-            told = {} if places is None else {"places": places_as_json(places)}
-            print(json.dumps(report.plan_as_json(found) | told, indent=2))
+            extra = {} if placement is None else {"rank_placement": rank_placement_as_json(placement)}
+            print(json.dumps(report.plan_as_json(found) | extra, indent=2))
         else:
             report.print_plan(terminal(), found)
-            if places is not None:
-                print_places(terminal(), places, found.hardware.ranks_per_node)
+            if placement is not None:
+                print_rank_placement(terminal(), placement, found.hardware.ranks_per_node)
         if options.plot is not None:
             from zero_ext.plan.plot import plot_plan
 
@@ -117,7 +117,7 @@ def plan_of(options: PlanOptions) -> Plan:
 def _plan_layouts(options: PlanOptions) -> None:
     """Searches for the fastest layouts, prints them, and writes the first one's configuration."""
     from zero_ext.cli.planning import parallel_layout_report as report
-    from zero_ext.plan.layout import Wanted, best_layouts
+    from zero_ext.plan.layout import LayoutRequest, best_layouts
     from zero_ext.plan.layout.explain import why_no_layout
 
     unused = {"--tokens": options.tokens, "--plot": options.plot}
@@ -126,7 +126,7 @@ def _plan_layouts(options: PlanOptions) -> None:
         if value is not None:
             raise ValueError(f"{option} is {str(value)!r}, which --3d best does not use; leave it out")
     hardware = _cluster(options).hardware()
-    wanted = Wanted(
+    wanted = LayoutRequest(
         _model(options), hardware, options.gpus, _samples(options), options.micro_batch, options.moments
     )
     found = best_layouts(wanted)
@@ -140,7 +140,7 @@ def _plan_layouts(options: PlanOptions) -> None:
         report.write_layout(wanted, found[0], options.write, tuple(options.nvme_path or ()))
 
 
-def _model(options: PlanOptions) -> PlannedModel:
+def _model(options: PlanOptions) -> ModelSpec:
     model = model_named(options.model)
     return model if options.seq is None else model.with_sequence(options.seq)
 
@@ -149,12 +149,14 @@ def _samples(options: PlanOptions) -> int:
     return options.batch or options.gpus * (options.micro_batch or 1)
 
 
-def _places(options: PlanOptions, found: Plan) -> Places | None:
+def _rank_placement(options: PlanOptions, found: Plan) -> RankPlacement | None:
     if options.three_d is None:
         return None
     stage = 1 if found.advice is None else found.advice.row.training.stage
     sizes = lengths_of(options.three_d, options.gpus)
-    return places_of(found.model, found.hardware, sizes, found.batch.samples, options.micro_batch or 1, stage)
+    return best_rank_placement(
+        found.model, found.hardware, sizes, found.batch.samples, options.micro_batch or 1, stage
+    )
 
 
 def _cluster(options: PlanOptions) -> ClusterOptions:

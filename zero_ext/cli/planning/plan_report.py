@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.plan.nearest_fit import why_nothing_fits
-from zero_ext.plan.plan_entry import KINDS, TIERS, PlanRow
+from zero_ext.plan.plan_entry import KINDS, TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 from zero_ext.plan.write_config import DEFAULT_NVME_PATH, config_of
 
@@ -39,19 +39,19 @@ def print_plan(console: Console, plan: Plan) -> None:
         _print_crossing(console, plan, plan.advice.row)
 
 
-def _print_crossing(console: Console, plan: Plan, advised: PlanRow) -> None:
+def _print_crossing(console: Console, plan: Plan, advised: PlanEntry) -> None:
     full = plan.crossing(advised, compressed=False)
     if not full:
         return
     said = [f"Between hosts a GPU sends {short_bytes(full)} in a step of that"]
-    less = {"all of 'communication' (ZeRO++)": advised} if not advised.sends_signs else {}
+    less = {"all of 'communication' (ZeRO++)": advised} if not advised.allows_one_bit else {}
     for row in plan.rows:
-        if plan.fits_signs(row):
+        if plan.fits_one_bit(row):
             less[f"1-bit Adam in stage {row.training.stage}, after its warm-up"] = row
-    for way, row in less.items():
+    for label, row in less.items():
         sent = plan.crossing(row, compressed=True)
         if sent < full:
-            said.append(f"{short_bytes(sent)} with {way}")
+            said.append(f"{short_bytes(sent)} with {label}")
     console.print("; ".join(said) + ".", soft_wrap=True)
 
 
@@ -88,7 +88,7 @@ def write_config(plan: Plan, path: Path, nvme_paths: tuple[str, ...]) -> None:
     path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
-def _row_as_json(plan: Plan, row: PlanRow) -> dict[str, Any]:
+def _row_as_json(plan: Plan, row: PlanEntry) -> dict[str, Any]:
     training, step = row.training, row.step
     return {
         "stage": training.stage,
@@ -102,8 +102,8 @@ def _row_as_json(plan: Plan, row: PlanRow) -> dict[str, Any]:
         "bytes": {tier: row.by_kind(tier) for tier in TIERS},
         "fits": row.fits,
         "lacks": {short.tier: short.needed - short.available for short in row.shortfalls},
-        "wire_bytes": step.wire,
-        "crossing_bytes": {
+        "sent_bytes": step.sent,
+        "inter_node_bytes": {
             "full": plan.crossing(row, compressed=False),
             "compressed": plan.crossing(row, compressed=True),
         },
@@ -116,7 +116,7 @@ def _row_as_json(plan: Plan, row: PlanRow) -> dict[str, Any]:
     }
 
 
-def _style(plan: Plan, row: PlanRow) -> str:
+def _style(plan: Plan, row: PlanEntry) -> str:
     if plan.advice is not None and row is plan.advice.row:
         return "bold green"
     return "" if row.fits else "dim"
@@ -145,20 +145,20 @@ def _bytes_table(plan: Plan) -> Table:
     return table
 
 
-def _next_stage(plan: Plan, row: PlanRow) -> int | None:
+def _next_stage(plan: Plan, row: PlanEntry) -> int | None:
     behind = plan.rows[plan.rows.index(row) + 1 :]
     return behind[0].candidate.stage if behind else None
 
 
 def _cost_table(plan: Plan) -> Table:
-    columns = ["placement", "fits", "activations", "micro-batch", "largest", "wire", "PCIe in", "PCIe out"]
+    columns = ["placement", "fits", "activations", "micro-batch", "largest", "sent", "PCIe in", "PCIe out"]
     columns += ["NVMe read", "written", "s/step", "bound by", "tokens/s"]
     table = Table(title="a step of one GPU", title_justify="left")
     for number, name in enumerate([*columns, *([] if plan.tokens is None else ["in all"])]):
         table.add_column(name, no_wrap=number == 0, justify="right" if number > 2 else "left")
     for row in plan.rows:
         training, step = row.training, row.step
-        moved = (step.wire, step.to_device, step.to_host, step.read, step.written)
+        moved = (step.sent, step.to_device, step.to_host, step.read, step.written)
         total = plan.total_seconds(row)
         table.add_row(
             escape(str(row.candidate)),
@@ -176,7 +176,7 @@ def _cost_table(plan: Plan) -> Table:
     return table
 
 
-def _short(row: PlanRow) -> str:
+def _short(row: PlanEntry) -> str:
     """How many times what there is of a tier would be needed, tier by tier."""
     return ", ".join(
         f"no {_WHERE[short.tier]}" if short.available <= 1 else f"{_WHERE[short.tier]} x{short.times:.3g}"

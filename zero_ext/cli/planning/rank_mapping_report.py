@@ -1,4 +1,4 @@
-"""The places of the ranks as a table and as JSON."""
+"""The placement of the ranks as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_ext.plan.rank_placement import Places
+from zero_ext.plan.rank_placement import RankPlacement
 
 _KINDS = {
     "pp": "pipeline stages",
@@ -17,27 +17,27 @@ _KINDS = {
 }
 
 
-def print_places(console: Console, places: Places, ranks_per_host: int) -> None:
+def print_rank_placement(console: Console, placement: RankPlacement, ranks_per_host: int) -> None:
     """What the exchanges of each axis take, where they should stand and counted through."""
-    table = Table(title="Places of the ranks")
-    for heading in ("axis", "of", "ranks", "ms a step", f"counted as {places.naive}, ms"):
+    table = Table(title="Placement of the ranks")
+    for heading in ("axis", "of", "ranks", "ms a step", f"counted as {placement.naive}, ms"):
         table.add_column(heading, justify="left" if heading in ("axis", "of") else "right")
-    for axis, length in places.mapping.sizes.items():
-        seconds, counted = places.seconds[axis], places.naive_seconds[axis]
+    for axis, length in placement.mapping.sizes.items():
+        seconds, counted = placement.seconds[axis], placement.naive_seconds[axis]
         table.add_row(axis, _KINDS[axis], str(length), f"{1e3 * seconds:,.1f}", f"{1e3 * counted:,.1f}")
     console.print(table)
     console.print(
-        f"[green]count ranks as {places.mapping}[/], the fastest last, {ranks_per_host} to a host: exchanges "
-        f"take {places.gain:.2f} times less. make_mesh(..., mapping=best_mapping(...)[0]) does.",
+        f"[green]count ranks as {placement.mapping}[/], the fastest last, {ranks_per_host} to a host: "
+        f"exchanges take {placement.gain:.2f} times less. make_mesh(..., mapping=best_mapping(...)[0]) does.",
         soft_wrap=True,
     )
 
 
-def places_as_json(places: Places) -> dict[str, Any]:
+def rank_placement_as_json(placement: RankPlacement) -> dict[str, Any]:
     """The same in seconds."""
     return {
-        "mapping": [list(digit) for digit in places.mapping.digits],
-        "seconds": places.seconds,
-        "naive_mapping": [list(digit) for digit in places.naive.digits],
-        "naive_seconds": places.naive_seconds,
+        "mapping": [list(digit) for digit in placement.mapping.digits],
+        "seconds": placement.seconds,
+        "naive_mapping": [list(digit) for digit in placement.naive.digits],
+        "naive_seconds": placement.naive_seconds,
     }

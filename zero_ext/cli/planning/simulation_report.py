@@ -57,7 +57,7 @@ def find_placements(
 
 def simulate_config(model: str, machine: str, ranks: int, config: Path, recompute: bool) -> Simulation:
     """One step as a configuration has it. Raises ValueError (ConfigError) for one that does not fit."""
-    training = Training.of_config(load_config(config), ranks, "recomputed" if recompute else "kept")
+    training = Training.of_config(load_config(config), ranks, "recomputed" if recompute else "saved")
     return simulate(transformer_named(model).cost(), training, machine_named(machine))
 
 

@@ -16,11 +16,11 @@ from zero_ext.config import load_config
 from zero_ext.config.parse_sizes import bytes_of, count_of
 from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
 from zero_ext.plan.models import model_named
-from zero_ext.plan.tune import Forecast, Launch, Measured, Space, Tuning, run_trial, search
+from zero_ext.plan.tune import Launch, Prediction, Space, TrialResult, Tuning, run_trial, search
 from zero_ext.plan.tune.search_space import placements_of
 
 TIERS = ("device", "host", "nvme")
-_AIO_KEYS = ("block_bytes", "queue_depth", "submitters")
+_AIO_KEYS = ("block_bytes", "queue_depth", "io_threads")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TuneOptions:
         str, typer.Option(help="Elements of buckets; in stage 3 of what is gathered ahead.")
     ] = "16M"
     aio: Annotated[
-        str, typer.Option(help="Block x depth x submitters, like 1MiBx32x1; for placements on NVMe.")
+        str, typer.Option(help="Block x depth x I/O threads, like 1MiBx32x1; for placements on NVMe.")
     ] = ""
     nvme_path: Annotated[list[str] | None, typer.Option(help="Folder on NVMe; may be repeated.")] = None
     steps: Annotated[int, typer.Option(min=1, help="Measured in a trial, after two more.")] = 5
@@ -63,16 +63,16 @@ def tune(options: TuneOptions) -> None:
 
     console = terminal()
     with errors_on_stderr(), cleaned_up_when_ended():
-        space, forecast = _space(options), _forecast(options)
+        space, prediction = _space(options), _prediction(options)
         launch = _launch(options)
         for path in (options.write, options.results):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"{path}: its folder does not exist")
 
-        def tick(one: Measured) -> None:
+        def tick(one: TrialResult) -> None:
             console.print(report.line(one), soft_wrap=True)
 
-        found = tune_script(space, launch, forecast, options.most_trials, tick)
+        found = tune_script(space, launch, prediction, options.most_trials, tick)
         report.print_tuning(console, found)
         if options.results is not None:
             _write(options.results, report.tuning_as_json(found))
@@ -85,15 +85,15 @@ def tune(options: TuneOptions) -> None:
 def tune_script(
     space: Space,
     launch: Launch,
-    forecast: Forecast | None = None,
+    prediction: Prediction | None = None,
     most_trials: int | None = None,
-    tick: Callable[[Measured], None] = lambda one: None,
+    tick: Callable[[TrialResult], None] = lambda one: None,
 ) -> Tuning:
     """Searches ``space`` by trials of the script. ValueError if there is no such script."""
     if not launch.script.is_file():
         raise ValueError(f"SCRIPT is {str(launch.script)!r}, which is no file")
     return search(
-        space, lambda config: run_trial(launch, config), forecast, most_trials=most_trials, tick=tick
+        space, lambda config: run_trial(launch, config), prediction, most_trials=most_trials, tick=tick
     )
 
 
@@ -107,7 +107,7 @@ def _launch(options: TuneOptions) -> Launch:
 
 
 def _space(options: TuneOptions) -> Space:
-    tiers, stages = _parts(options.tiers), _counts(options.stages, "--stages", 0)
+    tiers, stages = _items(options.tiers), _counts(options.stages, "--stages", 0)
     unknown = [tier for tier in tiers if tier not in TIERS] + [str(one) for one in stages if one > 3]
     if unknown:
         raise ValueError(f"--tiers and --stages: {unknown[0]!r} is none of {', '.join(TIERS)}, 0 to 3")
@@ -118,33 +118,33 @@ def _space(options: TuneOptions) -> Space:
         placements_of(stages, tiers),
         _counts(options.micro_batches, "--micro-batches", 1),
         _counts(options.unit_elements, "--unit-elements", 1),
-        tuple(_section(part) for part in _parts(options.aio)) or ((),),
+        tuple(_section(item) for item in _items(options.aio)) or ((),),
         base,
         options.ranks,
         tuple(options.nvme_path or ()),
     )
 
 
-def _forecast(options: TuneOptions) -> Forecast | None:
+def _prediction(options: TuneOptions) -> Prediction | None:
     if options.model is None:
         return None
     model = model_named(options.model)
     if options.seq is not None:
         model = model.with_sequence(options.seq)
     hardware = ClusterOptions(options.machine).hardware()
-    return Forecast(model, hardware, options.ranks, options.recomputed)
+    return Prediction(model, hardware, options.ranks, options.recomputed)
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _counts(text: str, option: str, least: int) -> tuple[int, ...]:
     found = []
-    for part in _parts(text):
-        count = 0 if part == "0" else count_of(part)
+    for item in _items(text):
+        count = 0 if item == "0" else count_of(item)
         if count is None or count < least:
-            raise ValueError(f"{option} has {part!r}; whole numbers from {least} are wanted")
+            raise ValueError(f"{option} has {item!r}; whole numbers from {least} are wanted")
         found.append(count)
     if not found:
         raise ValueError(f"{option} is {text!r}; at least one number is wanted")
@@ -152,10 +152,10 @@ def _counts(text: str, option: str, least: int) -> tuple[int, ...]:
 
 
 def _section(text: str) -> tuple[tuple[str, int | str], ...]:
-    parts = text.lower().split("x")
-    if len(parts) != len(_AIO_KEYS):
-        raise ValueError(f"--aio has {text!r}; block x depth x submitters is wanted, like 1MiBx32x1")
-    values = [bytes_of(parts[0], "--aio"), *(count_of(part) or 0 for part in parts[1:])]
+    fields = text.lower().split("x")
+    if len(fields) != len(_AIO_KEYS):
+        raise ValueError(f"--aio has {text!r}; expected block x depth x I/O threads, like 1MiBx32x1")
+    values = [bytes_of(fields[0], "--aio"), *(count_of(item) or 0 for item in fields[1:])]
     section = tuple(zip(_AIO_KEYS, values, strict=True))
     load_config({"aio": dict(section)})
     return section

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_ext.plan.tune import Measured, Tuning
+from zero_ext.plan.tune import TrialResult, Tuning
 
 _SHOWN_REASON = 90
 
 
-def line(one: Measured) -> str:
+def line(one: TrialResult) -> str:
     """A trial as it ended."""
     outcome = one.outcome
     if outcome.fate == "measured":
@@ -31,7 +31,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     for one in sorted(tuning.measured, key=lambda one: -one.outcome.samples_per_second):
         point, outcome = one.point, one.outcome
         measured = outcome.fate == "measured"
-        told = outcome.fate if one.tried else "left out"
+        fate = outcome.fate if one.tried else "left out"
         table.add_row(
             str(point.placement.stage),
             escape(point.placement.label),
@@ -40,7 +40,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
             " ".join(str(value) for _, value in point.aio),
             f"{outcome.samples_per_second:,.4g}"
             if measured
-            else f"{told}: {escape(outcome.reason[:_SHOWN_REASON])}",
+            else f"{fate}: {escape(outcome.reason[:_SHOWN_REASON])}",
             f"{outcome.samples_per_second / top:.0%}" if measured else "",
             f"{outcome.seconds:.1f}" if one.tried else "",
             style="bold green" if one is best else "" if measured else "dim",
@@ -67,7 +67,7 @@ def why_none(tuning: Tuning) -> str:
     return reasons.most_common(1)[0][0] if reasons else "there was nothing to try"
 
 
-def _as_json(one: Measured) -> dict[str, Any]:
+def _as_json(one: TrialResult) -> dict[str, Any]:
     point, outcome = one.point, one.outcome
     return {
         **point.placement.options,

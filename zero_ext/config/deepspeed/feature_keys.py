@@ -202,7 +202,8 @@ ABSENT_KEYS = (
         "tensor_parallel",
         ANYTHING,
         "unsupported",
-        "zero_ext.parallel.split_tensors is called by the script; remove the section or set autotp_size to 1",
+        "zero_ext.parallel.apply_tensor_parallel is called by the script; remove the section or set "
+        "autotp_size to 1",
         harmless=(None, False, {}),
     ),
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from zero_ext.config.quantization_blocks import message_bytes
+from zero_ext.config.quantization_blocks import payload_bytes
 from zero_ext.config.schema.base_section import ConfigSection, KeyProblem, Positive
 from zero_ext.config.schema.config_errors import show
 
@@ -61,7 +61,7 @@ class CommunicationConfig(ConfigSection):
         if not self.hierarchical_partition or nodes == 1:
             return 0
         codes = self.quantized_weights if is_float else None
-        return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))
+        return nodes * (shard * itemsize if codes is None else payload_bytes(shard, CODE_BITS[codes]))
 
 
 def resolve_reduction(

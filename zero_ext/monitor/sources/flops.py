@@ -43,7 +43,7 @@ _log = logging.getLogger("zero_ext")
 
 def peak_of(name: str) -> float | None:
     """Operations a second of the device called ``name``, None if the table does not have it."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((peak for model, peak in PEAKS.items() if model in name), None)
 
 
 def transformer_flops(
@@ -80,17 +80,17 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         packet = getattr(func, "_overloadpacket", None)
         formula = flop_registry.get(packet)
         if packet is not None and formula is None and packet is not torch.ops.prim.device:
             with self:
-                out = func.decompose(*args, **given)
+                out = func.decompose(*args, **options)
             if out is not NotImplemented:
                 return out
-        out = func(*args, **given)
+        out = func(*args, **options)
         if formula is not None:
-            self.flops += int(formula(*args, **given, out_val=out))
+            self.flops += int(formula(*args, **options, out_val=out))
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self.flops += int(sdpa_flop_count(*(each.shape for each in args[:3])))
         return out
@@ -113,7 +113,7 @@ class Flops:
 
     def __init__(self, engine: Engine, peak: float | None = None, per_step: float | None = None) -> None:
         self._peak = peak or _peak_of_device(engine.device)
-        self._given = per_step
+        self._per_step = per_step
         self._forwards = 0
         self._last_forwards = 0
         self._measured: _OneForward | None = None
@@ -127,7 +127,7 @@ class Flops:
     def per_step(self) -> float | None:
         """Operations of the last step on this rank; None before they were counted."""
         if self._measured is None:
-            return self._given
+            return self._per_step
         forward = self._measured.flops
         return None if forward is None else forward * self._factor * self._last_forwards
 

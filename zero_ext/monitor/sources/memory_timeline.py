@@ -10,7 +10,6 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.monitor.sources.process_memory import resident_bytes
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 from zero_ext.zero.engine import Engine
 
 
@@ -38,7 +37,7 @@ class MemoryTimeline:
         """Takes a sample, which waits for nothing; no delayed update may be running."""
         device = engine.device
         allocated = torch.accelerator.memory_allocated(device) if device.type != "cpu" else None
-        held = ledger_by_tier(engine, wait=False)
+        held = engine.memory_by_tier(wait=False)
         self.samples.append(MemorySample(time.perf_counter(), held, resident_bytes(), allocated))
 
     def gathered(self, seconds: float, nbytes: int) -> None:

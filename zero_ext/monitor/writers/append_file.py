@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_PIECE = 1 << 16
+_READ_BYTES = 1 << 16
 
 
 class LineFile:
@@ -21,11 +21,11 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.closed = False
-        os.ftruncate(self._file, self._whole_lines())
+        os.ftruncate(self._file, self._complete_bytes())
 
     def first_line(self) -> str:
         """The first line without its end; empty while there is none."""
-        return os.pread(self._file, _PIECE, 0).decode("utf-8", "replace").partition("\n")[0]
+        return os.pread(self._file, _READ_BYTES, 0).decode("utf-8", "replace").partition("\n")[0]
 
     def write(self, line: str) -> None:
         """Appends ``line``, which has no end of its own. Raises ``ValueError`` after :meth:`close`."""
@@ -43,11 +43,11 @@ class LineFile:
             self.closed = True
             os.close(self._file)
 
-    def _whole_lines(self) -> int:
+    def _complete_bytes(self) -> int:
         """Bytes up to and with the last end of a line."""
         end = os.fstat(self._file).st_size
         while end:
-            begin = max(0, end - _PIECE)
+            begin = max(0, end - _READ_BYTES)
             found = os.pread(self._file, end - begin, begin).rfind(b"\n")
             if found >= 0:
                 return begin + found + 1

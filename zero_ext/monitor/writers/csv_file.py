@@ -69,14 +69,17 @@ class CsvFile:
         """Adds columns, empty in the rows so far: a new file takes the old one's place."""
         self._file.close()
         self._columns += names
-        beside = self.path.with_name(f".{self.path.name}.new")
-        with self.path.open(newline="", encoding="utf-8") as old, beside.open("w", encoding="utf-8") as new:
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        with (
+            self.path.open(newline="", encoding="utf-8") as old,
+            temporary.open("w", encoding="utf-8") as new,
+        ):
             for number, cells in enumerate(csv.reader(old)):
                 wider = self._columns if not number else cells + [""] * len(names)
                 new.write(_line(wider) + "\n")
             new.flush()
             os.fsync(new.fileno())
-        beside.replace(self.path)
+        temporary.replace(self.path)
         self._file = LineFile(self.path)
 
 

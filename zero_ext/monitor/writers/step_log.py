@@ -64,4 +64,4 @@ class StepLog:
                 if group in _SHOWN and value and not isinstance(value, tuple):
                     unit, factor = _SHOWN[group]
                     found.setdefault(group, []).append(f"{what} {value * factor:.3g}{unit}")
-        return [f"{group}: {', '.join(parts)}" for group, parts in found.items()]
+        return [f"{group}: {', '.join(values)}" for group, values in found.items()]

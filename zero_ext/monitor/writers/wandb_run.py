@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config import WandbPolicy
+from zero_ext.config import WandbConfig
 from zero_ext.monitor.metric_row import Row, scalars
 from zero_ext.monitor.optional_deps import require
 
@@ -19,7 +19,7 @@ class WandbRun:
     """
 
     def __init__(
-        self, folder: str | Path, policy: WandbPolicy, config: Mapping[str, Any] | None = None
+        self, folder: str | Path, policy: WandbConfig, config: Mapping[str, Any] | None = None
     ) -> None:
         require("wandb", "Weights & Biases")
         import wandb

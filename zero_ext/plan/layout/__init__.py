@@ -1,17 +1,17 @@
 """Which lengths of pipeline, tensor and data parallelism to train a model with (docs/parallel.md)."""
 
-from .layout_candidates import Wanted, layouts
+from .layout_candidates import LayoutRequest, layouts
 from .layout_memory import RankNeeds, fullest_rank, rank_needs
-from .layout_search import Found, best_layouts
+from .layout_search import FoundLayout, best_layouts
 from .layout_time import StepTime, step_time
-from .parallel_layout import Layout
+from .parallel_layout import ParallelLayout
 
 __all__ = [
-    "Found",
-    "Layout",
+    "FoundLayout",
+    "LayoutRequest",
+    "ParallelLayout",
     "RankNeeds",
     "StepTime",
-    "Wanted",
     "best_layouts",
     "fullest_rank",
     "layouts",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zero_ext.config.parse_sizes import short_bytes
-from zero_ext.plan.layout.layout_candidates import Wanted
-from zero_ext.plan.layout.layout_search import MOST_GPUS, Found, fewest_gpus, nearest_layout
+from zero_ext.plan.layout.layout_candidates import LayoutRequest
+from zero_ext.plan.layout.layout_search import MOST_GPUS, FoundLayout, fewest_gpus, nearest_layout
 from zero_ext.plan.plan_entry import TIERS, activation_words
 from zero_ext.plan.simulation.hardware import Hardware
 
@@ -12,14 +12,16 @@ _WHERE = {"device": "a GPU", "host": "a host", "nvme": "its NVMe"}
 _WORTH_SAYING = 0.005  # of a step
 
 
-def reasons_of(found: Found, hardware: Hardware) -> str:
+def reasons_of(found: FoundLayout, hardware: Hardware) -> str:
     """What bounds the step, what else it waits for, and the memory of its fullest rank."""
-    parts, seconds = found.time.parts, found.time.seconds
-    ordered = sorted(parts, key=lambda part: -parts[part])
+    components, seconds = found.time.components, found.time.seconds
+    ordered = sorted(components, key=lambda name: -components[name])
     shares = [
-        f"{part} {parts[part] / seconds:.0%}" for part in ordered if parts[part] > _WORTH_SAYING * seconds
+        f"{name} {components[name] / seconds:.0%}"
+        for name in ordered
+        if components[name] > _WORTH_SAYING * seconds
     ]
-    told = [f"bound by {', then '.join(shares)}"]
+    clauses = [f"bound by {', then '.join(shares)}"]
     layout, needs = found.layout, found.fullest.needs
     used = (
         f"{short_bytes(needs.total(tier))} of {_WHERE[tier]}'s "
@@ -28,12 +30,12 @@ def reasons_of(found: Found, hardware: Hardware) -> str:
         if needs.total(tier)
     )
     where = f"stage {found.fullest.stage} of {layout.pp}" if layout.pp > 1 else "a rank"
-    told.append(f"{where} takes {', '.join(used)}")
-    told.append(activation_words(layout.training.activations))
-    return "; ".join(told)
+    clauses.append(f"{where} takes {', '.join(used)}")
+    clauses.append(activation_words(layout.training.activations))
+    return "; ".join(clauses)
 
 
-def why_no_layout(wanted: Wanted) -> str:
+def why_no_layout(wanted: LayoutRequest) -> str:
     """What the nearest layout lacks, and how many GPUs would do."""
     nearest = nearest_layout(wanted)
     lacks = "; ".join(map(str, nearest.fullest.shortfalls))

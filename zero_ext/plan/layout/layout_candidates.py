@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zero_ext.plan.layout.parallel_layout import Layout
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.layout.parallel_layout import ParallelLayout
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.placement_candidates import CANDIDATES
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
@@ -15,14 +15,14 @@ from zero_ext.plan.state_memory import check_count
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LayoutRequest:
     """What to find a layout for: ``model`` on ``gpus`` GPUs of nodes ``hardware``, ``samples`` a step over
     all of them, ``micro_batch`` samples of a replica's forward (None: any number).
 
     Raises ``ValueError`` for a number below 1.
     """
 
-    model: PlannedModel
+    model: ModelSpec
     hardware: Hardware
     gpus: int
     samples: int
@@ -36,7 +36,7 @@ class Wanted:
             check_count("micro_batch", self.micro_batch, 1)
 
 
-def layouts(wanted: Wanted, beyond_nodes: bool = False) -> Iterator[Layout]:
+def layouts(wanted: LayoutRequest, beyond_nodes: bool = False) -> Iterator[ParallelLayout]:
     """Every layout of ``wanted``, whether it fits or not.
 
     ``tp`` divides heads, the width of the feed-forward part and the GPUs of a node, or is a multiple of
@@ -52,10 +52,10 @@ def layouts(wanted: Wanted, beyond_nodes: bool = False) -> Iterator[Layout]:
                 continue
             sized = replace(base, micro_batch=micro_batch, accumulation_steps=own // micro_batch)
             for candidate, activations in product(CANDIDATES, ACTIVATIONS):
-                yield Layout(pp, tp, replace(sized, **candidate.options, activations=activations))
+                yield ParallelLayout(pp, tp, replace(sized, **candidate.options, activations=activations))
 
 
-def _meshes(wanted: Wanted, beyond_nodes: bool) -> Iterator[tuple[int, int, int]]:
+def _meshes(wanted: LayoutRequest, beyond_nodes: bool) -> Iterator[tuple[int, int, int]]:
     """Lengths of pp, dp and tp."""
     shape, gpus = wanted.model.shape, wanted.gpus
     node = min(gpus, wanted.hardware.ranks_per_node)

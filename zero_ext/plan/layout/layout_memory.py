@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zero_ext.config.library_memory import communicator_bytes
-from zero_ext.plan.layout.parallel_layout import Layout
+from zero_ext.plan.layout.parallel_layout import ParallelLayout
 from zero_ext.plan.layout.stages import Stage, stages_of
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import ModelCost
-from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, kept_needs, memory_needs
+from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, memory_needs, state_needs
 from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 Needs = Callable[[ModelCost, Training, Hardware], MemoryNeeds]
 
@@ -31,7 +31,7 @@ class RankNeeds:
         return max((short.times for short in self.shortfalls), default=0.0)
 
 
-def rank_needs(model: PlannedModel, layout: Layout, hardware: Hardware, stage: int) -> RankNeeds:
+def rank_needs(model: ModelSpec, layout: ParallelLayout, hardware: Hardware, stage: int) -> RankNeeds:
     """What a rank of pipeline stage ``stage`` keeps: parameters, gradients and optimizer state of its part of
     the tensors of its layers, sharded over the replicas as ZeRO's stage says, what passes through, the
     activations of the micro-batches under way, and what autograd and NCCL hold.
@@ -44,14 +44,14 @@ def rank_needs(model: PlannedModel, layout: Layout, hardware: Hardware, stage: i
     raise ValueError(f"stage {stage} given, one of 0 to {layout.pp - 1} wanted")
 
 
-def fullest_rank(model: PlannedModel, layout: Layout, hardware: Hardware) -> RankNeeds:
+def fullest_rank(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> RankNeeds:
     """The rank that lacks most, else the one that takes most of its device. Where model state and
     activations do not fit, nothing else is counted.
 
     Ranks of a node count as if all were like this one.
     """
     kinds = stages_of(model, layout.pp, layout.tp)
-    for needs in (kept_needs, memory_needs):
+    for needs in (state_needs, memory_needs):
         # Of stages that are alike the first has the most micro-batches under way.
         found = [_needs_of(kind, kind.numbers[0], layout, hardware, needs) for kind in kinds]
         worst = max(found, key=lambda one: (one.excess, one.needs.total("device")))
@@ -60,7 +60,7 @@ def fullest_rank(model: PlannedModel, layout: Layout, hardware: Hardware) -> Ran
     return worst
 
 
-def _needs_of(kind: Stage, stage: int, layout: Layout, hardware: Hardware, needs: Needs) -> RankNeeds:
+def _needs_of(kind: Stage, stage: int, layout: ParallelLayout, hardware: Hardware, needs: Needs) -> RankNeeds:
     ranks = min(layout.gpus, hardware.ranks_per_node)
     found = replace(needs(kind.cost, layout.training_of(stage), hardware), ranks=ranks)
     if not hardware.device_is_host:
@@ -68,7 +68,7 @@ def _needs_of(kind: Stage, stage: int, layout: Layout, hardware: Hardware, needs
     return RankNeeds(stage, found, found.shortfalls(hardware))
 
 
-def _communicators_bytes(layout: Layout, hardware: Hardware) -> int:
+def _communicators_bytes(layout: ParallelLayout, hardware: Hardware) -> int:
     """Of one communicator for each axis; ranks of an axis are as far apart as the faster ones are long."""
     total, apart = 0, 1
     for length in (layout.tp, layout.dp, layout.pp):

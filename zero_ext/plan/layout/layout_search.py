@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from zero_ext.plan.layout.layout_candidates import Wanted, layouts
+from zero_ext.plan.layout.layout_candidates import LayoutRequest, layouts
 from zero_ext.plan.layout.layout_memory import RankNeeds, fullest_rank
 from zero_ext.plan.layout.layout_time import StepTime, least_seconds, step_time
-from zero_ext.plan.layout.parallel_layout import Layout
+from zero_ext.plan.layout.parallel_layout import ParallelLayout
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS
 
 SHOWN = 5
@@ -20,15 +20,15 @@ Lengths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayout:
     """A layout, the time of its step, and its fullest rank."""
 
-    layout: Layout
+    layout: ParallelLayout
     time: StepTime
     fullest: RankNeeds
 
 
-def best_layouts(wanted: Wanted, count: int = SHOWN) -> list[Found]:
+def best_layouts(wanted: LayoutRequest, count: int = SHOWN) -> list[FoundLayout]:
     """The ``count`` fastest lengths of pp, dp and tp, the fastest first, each with the ZeRO stage, tiers,
     micro-batch and activations that are fastest of those that fit; of equals the nearer tiers, activations
     that are kept, the lower stage.
@@ -47,7 +47,7 @@ def best_layouts(wanted: Wanted, count: int = SHOWN) -> list[Found]:
             key=lambda one: one[:2],
         )
         offered = offered or bool(bounded)
-        best: dict[Lengths, Found] = {}
+        best: dict[Lengths, FoundLayout] = {}
         for least, _, layout in bounded:
             ranking = sorted(best.values(), key=_order)
             if len(ranking) >= count and least > ranking[count - 1].time.seconds:
@@ -58,7 +58,7 @@ def best_layouts(wanted: Wanted, count: int = SHOWN) -> list[Found]:
             fullest = fullest_rank(wanted.model, layout, wanted.hardware)
             if fullest.shortfalls:
                 continue
-            found = Found(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
+            found = FoundLayout(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
             if known is None or _order(found) < _order(known):
                 best[lengths(layout)] = found
         if best:
@@ -68,14 +68,14 @@ def best_layouts(wanted: Wanted, count: int = SHOWN) -> list[Found]:
     return []
 
 
-def nearest_layout(wanted: Wanted) -> Found:
+def nearest_layout(wanted: LayoutRequest) -> FoundLayout:
     """For where nothing fits: the layout that asks least too much of the tier it lacks most of."""
     needs = ((layout, fullest_rank(wanted.model, layout, wanted.hardware)) for layout in _smallest(wanted))
     layout, fullest = min(needs, key=lambda one: one[1].excess)
-    return Found(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
+    return FoundLayout(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
 
 
-def fewest_gpus(wanted: Wanted) -> int | None:
+def fewest_gpus(wanted: LayoutRequest) -> int | None:
     """Twice, four times, ... as many GPUs with as many samples each, until a layout fits; None beyond
     :data:`MOST_GPUS`."""
     more = wanted
@@ -86,29 +86,29 @@ def fewest_gpus(wanted: Wanted) -> int | None:
     return None
 
 
-def _smallest(wanted: Wanted) -> Iterator[Layout]:
+def _smallest(wanted: LayoutRequest) -> Iterator[ParallelLayout]:
     """The layouts with the fewest samples at a time, which need least room."""
     least = replace(wanted, micro_batch=wanted.micro_batch or 1)
     return chain(layouts(least), layouts(least, beyond_nodes=True))
 
 
-def lengths(layout: Layout) -> Lengths:
+def lengths(layout: ParallelLayout) -> Lengths:
     """Of pp, dp and tp."""
     return layout.pp, layout.dp, layout.tp
 
 
-def _order(found: Found) -> tuple[float, tuple[int, ...]]:
+def _order(found: FoundLayout) -> tuple[float, tuple[int, ...]]:
     return found.time.seconds, _plainness(found.layout)
 
 
-def _plainness(layout: Layout) -> tuple[int, ...]:
+def _plainness(layout: ParallelLayout) -> tuple[int, ...]:
     training = layout.training
     tiers = sum(TIERS.index(getattr(training, kind)) for kind in FIRST_STAGE)
-    kept = ACTIVATIONS.index(training.activations)
-    return tiers, kept, training.stage, layout.pp * layout.tp, layout.pp, training.micro_batch
+    activations = ACTIVATIONS.index(training.activations)
+    return tiers, activations, training.stage, layout.pp * layout.tp, layout.pp, training.micro_batch
 
 
-def _why_none_offered(wanted: Wanted) -> str:
+def _why_none_offered(wanted: LayoutRequest) -> str:
     size = f" in micro-batches of {wanted.micro_batch}" if wanted.micro_batch else ""
     return (
         f"{wanted.samples} samples of a step{size} cannot be shared out over {wanted.gpus} GPUs: replicas of "

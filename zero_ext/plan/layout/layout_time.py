@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zero_ext.parallel import Level, Topology, TransformerStep, naive_mapping, transformer_traffic
+from zero_ext.parallel import LinkLevel, LinkTopology, TransformerStep, naive_mapping, transformer_traffic
 from zero_ext.plan.estimate import simulated
-from zero_ext.plan.layout.parallel_layout import Layout
+from zero_ext.plan.layout.parallel_layout import ParallelLayout
 from zero_ext.plan.layout.stages import Stage, stages_of
-from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.resources import COMPUTE, LINK
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 
-PARTS = ("compute", "bubble", "tp exchange", "pp exchange", "dp exchange", "offload")
+COMPONENTS = ("compute", "bubble", "tp exchange", "pp exchange", "dp exchange", "offload")
 _MOST_UNITS = 12  # that are simulated one by one; deeper stages are continued
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by :data:`PARTS`; exchanges and offload count where computing waits for them."""
+    """Seconds of a step by :data:`COMPONENTS`; exchanges and offload count where computing waits for them."""
 
-    parts: dict[str, float]
+    components: dict[str, float]
 
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return sum(self.parts.values())
+        return sum(self.components.values())
 
     @property
     def bound_by(self) -> str:
         """What takes longest."""
-        return max(self.parts, key=lambda part: self.parts[part])
+        return max(self.components, key=lambda name: self.components[name])
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StageRun:
     """One stage by itself: seconds of a further micro-batch, of that its computing, and of what is left of a
     step; seconds of the step by resource."""
 
@@ -46,7 +46,7 @@ class _Run:
     busy: dict[str, float]
 
 
-def step_time(model: PlannedModel, layout: Layout, hardware: Hardware) -> StepTime:
+def step_time(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> StepTime:
     """A step's time under 1F1B: a slot for every micro-batch and for every stage but one, as long as the
     slowest stage takes for a micro-batch, and what reductions, updates and offload leave over.
 
@@ -74,7 +74,7 @@ def step_time(model: PlannedModel, layout: Layout, hardware: Hardware) -> StepTi
     )
 
 
-def least_seconds(model: PlannedModel, layout: Layout, hardware: Hardware) -> float:
+def least_seconds(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> float:
     """No step of ``layout`` takes less: computing or the link in every slot, exchanges that nothing hides,
     and the slowest resource of the updates."""
     turns = layout.micro_batches + layout.pp - 1
@@ -86,7 +86,7 @@ def least_seconds(model: PlannedModel, layout: Layout, hardware: Hardware) -> fl
     return least + turns * sum(_exchanges(model, layout, hardware).values())
 
 
-def _run(kind: Stage, layout: Layout, hardware: Hardware) -> _Run:
+def _run(kind: Stage, layout: ParallelLayout, hardware: Hardware) -> _StageRun:
     share, steps = layout.share_of(hardware), layout.micro_batches
     computing, link = _busy_slot(kind, Costs(share, layout.training, kind.cost.sequence))
 
@@ -97,14 +97,14 @@ def _run(kind: Stage, layout: Layout, hardware: Hardware) -> _Run:
     if steps == 1:
         seconds, busy = run(1)
         slot = max(computing, link)
-        return _Run(slot, computing, max(0.0, seconds - slot), busy)
+        return _StageRun(slot, computing, max(0.0, seconds - slot), busy)
     (twice, busy_twice), (thrice, busy_thrice) = run(2), run(3)
     slot = max(computing, link, thrice - twice)
     busy = {
         name: busy_twice[name] + (steps - 2) * (seconds - busy_twice[name])
         for name, seconds in busy_thrice.items()
     }
-    return _Run(slot, computing, max(0.0, twice - 2 * slot), busy)
+    return _StageRun(slot, computing, max(0.0, twice - 2 * slot), busy)
 
 
 def _busy_slot(kind: Stage, costs: Costs) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def _updates(kind: Stage, costs: Costs) -> float:
     return max(found)
 
 
-def _exchanges(model: PlannedModel, layout: Layout, hardware: Hardware) -> dict[str, float]:
+def _exchanges(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> dict[str, float]:
     """Seconds of a micro-batch on the axes whose exchanges computing waits for."""
     shape, training = model.shape, layout.training
     layers = layout.pp * max(kind.layers for kind in stages_of(model, layout.pp, layout.tp))
@@ -145,17 +145,17 @@ def _exchanges(model: PlannedModel, layout: Layout, hardware: Hardware) -> dict[
         shape.hidden,
         shape.sequence,
         training.micro_batch,
-        recomputes=training.activations != "kept",
+        recomputes=training.activations != "saved",
     )
     traffic = transformer_traffic(layout.sizes, step, training.stage)
     del traffic["dp"]  # simulated with the computing that it hides behind
     return naive_mapping(layout.sizes).seconds(_topology(layout.gpus, hardware), traffic)
 
 
-def _topology(gpus: int, hardware: Hardware) -> Topology:
+def _topology(gpus: int, hardware: Hardware) -> LinkTopology:
     inside, between = hardware.intra_bandwidth, hardware.inter_bandwidth
-    latency, hop = hardware.collective_seconds, hardware.hop_seconds
+    latency, per_node = hardware.collective_seconds, hardware.per_node_seconds
     if hardware.ranks_per_node == 1:
-        return Topology(gpus, (Level("rank", 1, min(inside, between), latency + hop),))
-    node = Level("node", hardware.ranks_per_node, between, hop)
-    return Topology(gpus, (Level("rank", 1, inside, latency), node))
+        return LinkTopology(gpus, (LinkLevel("rank", 1, min(inside, between), latency + per_node),))
+    node = LinkLevel("node", hardware.ranks_per_node, between, per_node)
+    return LinkTopology(gpus, (LinkLevel("rank", 1, inside, latency), node))

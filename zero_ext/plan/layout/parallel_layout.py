@@ -12,7 +12,7 @@ from zero_ext.plan.state_memory import check_count
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """``pp`` pipeline stages, each of ``tp`` ranks that share its tensors, as often as ``training`` has
     ranks: those are the replicas that ZeRO shards over. Ranks count with ``tp`` fastest, then the replicas.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zero_ext.parallel import split_stages
-from zero_ext.plan.models import PlannedModel
-from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup, UnitCost
+from zero_ext.plan.models import ModelSpec
+from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Stage:
         return Counter(self.cost.units)
 
 
-def stages_of(model: PlannedModel, pp: int, tp: int) -> tuple[Stage, ...]:
+def stages_of(model: ModelSpec, pp: int, tp: int) -> tuple[Stage, ...]:
     """The kinds of stages of ``model`` cut into ``pp``, by parameters as a ``PipelineModule`` does by
     default, its tensors shared by ``tp`` ranks. The embedding goes before the layers, the output matrix
     behind; a tied one is in both ends.
@@ -34,20 +34,20 @@ def stages_of(model: PlannedModel, pp: int, tp: int) -> tuple[Stage, ...]:
     """
     if pp > model.shape.layers:
         raise ValueError(f"pp={pp}: {pp} stages, but {model.name} has {model.shape.layers} layers")
-    known, key = model.whole.derived, ("stages", pp, tp)
+    known, key = model.full_cost.derived, ("stages", pp, tp)
     if key not in known:
         cost = model.cost(tp)
         known[key] = tuple(
-            Stage(tuple(numbers), layers, _part(cost, model, first, layers, last))
+            Stage(tuple(numbers), layers, _stage_cost(cost, model, first, layers, last))
             for (first, layers, last), numbers in _kinds(model, pp).items()
         )
     found: tuple[Stage, ...] = known[key]
     return found
 
 
-def _kinds(model: PlannedModel, pp: int) -> dict[tuple[bool, int, bool], list[int]]:
+def _kinds(model: ModelSpec, pp: int) -> dict[tuple[bool, int, bool], list[int]]:
     """The stages that have the embedding or not, so many layers, the output matrix or not."""
-    known, key = model.whole.derived, ("kinds of stages", pp)
+    known, key = model.full_cost.derived, ("kinds of stages", pp)
     if key not in known:
         kinds = known[key] = {}
         end = model.shape.layers + 1  # counting the embedding as 0
@@ -58,19 +58,19 @@ def _kinds(model: PlannedModel, pp: int) -> dict[tuple[bool, int, bool], list[in
     return found
 
 
-def _cut(model: PlannedModel, pp: int) -> list[range]:
+def _cut(model: ModelSpec, pp: int) -> list[range]:
     """The embedding, the layers and the output matrix, counted from 0, of each stage."""
-    first, *units, last = model.whole.units
+    first, *units, last = model.full_cost.units
     tiles = len(units) // model.shape.layers
     layer = sum(unit.parameters for unit in units[:tiles])
     tied = first.parameters if model.shape.tied else 0
     return split_stages([first.parameters, *[layer] * model.shape.layers, last.parameters + tied], pp)
 
 
-def _part(cost: ModelCost, model: PlannedModel, first: bool, layers: int, last: bool) -> ModelCost:
+def _stage_cost(cost: ModelCost, model: ModelSpec, first: bool, layers: int, last: bool) -> ModelCost:
     begin, *units, end = cost.units
     groups = cost.tensor_groups
-    blocks = [place for place, group in enumerate(groups) if group.block]
+    blocks = [position for position, group in enumerate(groups) if group.block]
     before, after = groups[: blocks[0]], groups[blocks[-1] + 1 :]
     if model.shape.tied and not (first and last):
         table = before[0]

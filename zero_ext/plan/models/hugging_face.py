@@ -7,8 +7,8 @@ from pathlib import Path
 
 from zero_ext.config.schema.config_errors import ConfigError, Problem, show
 from zero_ext.config.schema.json_file import read_json_object
-from zero_ext.plan.models.model_spec import PlannedModel
-from zero_ext.plan.simulation.model_cost import Transformer
+from zero_ext.plan.models.model_spec import ModelSpec
+from zero_ext.plan.simulation.transformer_cost import Transformer
 
 LARGEST = 1 << 24  # of any one size
 MOST_LAYERS = 10_000
@@ -18,7 +18,7 @@ FAMILIES = (*LIKE_LLAMA, "gpt2", "bloom", "bert", "roberta")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 
-def model_of_file(path: Path) -> PlannedModel:
+def model_of_file(path: Path) -> ModelSpec:
     """Reads a ``config.json``.
 
     Raises ConfigError (a ValueError) naming the file and the keys for anything that is no JSON object, sizes
@@ -39,7 +39,7 @@ def model_of_file(path: Path) -> PlannedModel:
         raise keys.error(
             "model_type", f"got {show(kind)}, wanted one of {', '.join(FAMILIES)}; or give a parameter count"
         )
-    return PlannedModel.of_shape(shape, f"{path} ({kind or 'read like llama'})")
+    return ModelSpec.of_shape(shape, f"{path} ({kind or 'read like llama'})")
 
 
 class _Keys:
@@ -76,9 +76,9 @@ class _Keys:
             raise self.error(names[0], "required key is missing")
         return default
 
-    def divides(self, part: int, part_name: str, whole: int, whole_name: str) -> None:
-        if whole % part:
-            raise self.error(part_name, f"got {part}, which does not divide {whole_name} = {whole}")
+    def divides(self, divisor: int, divisor_name: str, value: int, value_name: str) -> None:
+        if value % divisor:
+            raise self.error(divisor_name, f"got {divisor}, which does not divide {value_name} = {value}")
 
     def error(self, name: str, text: str) -> ConfigError:
         return ConfigError(Problem(name, text), self._source)

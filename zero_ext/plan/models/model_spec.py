@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup, Transformer, UnitCost
+from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, Transformer, UnitCost
 
 LARGEST_TILE = 1_000_000_000  # elements; 2 GB in 16 bits
 
 
 @dataclass(frozen=True)
-class PlannedModel:
+class ModelSpec:
     """What is planned for.
 
     Attributes:
@@ -25,7 +25,7 @@ class PlannedModel:
     source: str
 
     @classmethod
-    def of_shape(cls, shape: Transformer, source: str, parameters: int = 0) -> PlannedModel:
+    def of_shape(cls, shape: Transformer, source: str, parameters: int = 0) -> ModelSpec:
         """``shape`` with layers cut into tiles that are not too large; ``parameters`` 0 takes its own."""
         layer = sum(shape.layer_matrices)
         tiles = max(shape.tiles, -(-layer // LARGEST_TILE))
@@ -37,7 +37,7 @@ class PlannedModel:
         """For tables."""
         return self.shape.name
 
-    def with_sequence(self, sequence: int) -> PlannedModel:
+    def with_sequence(self, sequence: int) -> ModelSpec:
         """The same with samples of ``sequence`` tokens."""
         return replace(self, shape=replace(self.shape, sequence=sequence))
 
@@ -46,23 +46,23 @@ class PlannedModel:
         return self.shape.cost()
 
     @cached_property
-    def whole(self) -> ModelCost:
+    def full_cost(self) -> ModelCost:
         """All units."""
         return self.cost()
 
-    def cost(self, tensor_parts: int = 1) -> ModelCost:
-        """All units as one of ``tensor_parts`` ranks has them that share every layer's tensors. Tensors that
+    def cost(self, tp_size: int = 1) -> ModelCost:
+        """All units as one of ``tp_size`` ranks has them that share every layer's tensors. Tensors that
         are split are not cut into tiles."""
-        tiles = 1 if tensor_parts > 1 else self.shape.tiles
+        tiles = 1 if tp_size > 1 else self.shape.tiles
         cost = self._own_cost
-        if tensor_parts > 1:
-            cost = replace(self.shape, tensor_parts=tensor_parts, tiles=tiles).cost()
+        if tp_size > 1:
+            cost = replace(self.shape, tp_size=tp_size, tiles=tiles).cost()
         scale = self.parameters / self._own_cost.parameters
         if scale == 1:
             return cost
         scaled = {unit: _scaled(unit, scale) for unit in set(cost.units)}
         units = [scaled[unit] for unit in cost.units]
-        if tensor_parts == 1:
+        if tp_size == 1:
             rest = self.parameters - sum(unit.parameters for unit in units[:-1])
             units[-1] = replace(units[-1], parameters=max(rest, 0))
         groups = {group: _group_scaled(group, scale) for group in set(cost.groups)}

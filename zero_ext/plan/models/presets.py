@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from zero_ext.plan.simulation.model_cost import TRANSFORMERS, Transformer
+from zero_ext.plan.simulation.transformer_cost import TRANSFORMERS, Transformer
 
 _GPT2 = Transformer("gpt2", 768, 12, 12, 50257, 1024, before=1024 * 768, fused_attention=True)
 _BLOOM = Transformer("bloom-560m", 1024, 24, 16, 250880, 2048, before=2 * 1024)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from zero_ext.config.parse_sizes import COUNTS, count_of, short_number
 from zero_ext.plan.models.hugging_face import model_of_file
-from zero_ext.plan.models.model_spec import PlannedModel
+from zero_ext.plan.models.model_spec import ModelSpec
 from zero_ext.plan.models.presets import PRESETS, preset_named, shape_of_count
 
 FEWEST, MOST = 1000, 10**15
 
 
-def model_named(model: str) -> PlannedModel:
+def model_named(model: str) -> ModelSpec:
     """A preset, a number of parameters (``7.5B``), a Hugging Face ``config.json``, or a folder with one.
 
     Raises ValueError for anything else, naming the presets, and for a file that cannot be used, naming its
@@ -26,7 +26,7 @@ def model_named(model: str) -> PlannedModel:
         return model_of_file(path)
     shape = preset_named(model)
     if shape is not None:
-        return PlannedModel.of_shape(shape, f"preset {shape.name}")
+        return ModelSpec.of_shape(shape, f"preset {shape.name}")
     count = count_of(model)
     if count is None and model and path.is_dir():
         return model_of_file(path / "config.json")
@@ -40,4 +40,4 @@ def model_named(model: str) -> PlannedModel:
     name = short_number(count, tuple(COUNTS)).replace(" ", "")
     shape = replace(shape_of_count(count), name=name)
     source = f"{count:,} parameters, as a GPT of {shape.layers} layers and hidden size {shape.hidden}"
-    return PlannedModel.of_shape(shape, source, count)
+    return ModelSpec.of_shape(shape, source, count)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.simulate import simulate
 from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 _HALVINGS = 60
 
@@ -29,10 +29,10 @@ def calibrated(
     if not 0 < low < high:
         raise ValueError(f"bounds: {bounds} given, two positive numbers in rising order wanted")
 
-    def takes(value: float) -> float:
+    def simulated_seconds(value: float) -> float:
         return simulate(model, training, hardware.replace(**{key: value})).seconds
 
-    at_low, at_high = takes(low), takes(high)
+    at_low, at_high = simulated_seconds(low), simulated_seconds(high)
     if not min(at_low, at_high) <= seconds <= max(at_low, at_high):
         raise ValueError(
             f"{key}: no value between {low:g} and {high:g} makes a step take {seconds:.4g} s; at these ends "
@@ -41,7 +41,7 @@ def calibrated(
     rising = at_high > at_low
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
-        if (takes(middle) < seconds) == rising:
+        if (simulated_seconds(middle) < seconds) == rising:
             low = middle
         else:
             high = middle

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import UnitCost
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.transformer_cost import UnitCost
 
 # Of every byte that is kept for backward, a forward writes one and reads one; backward reads it, and writes
 # and reads a gradient of it twice as often.
@@ -24,16 +24,16 @@ class Costs:
 
     def forward(self, unit: UnitCost) -> float:
         """Matrix products, weights read, activations, launches."""
-        kept = self.tokens * unit.activations
-        moved = PARAMETER_BYTES * unit.parameters + FORWARD_TRAFFIC * kept
+        saved = self.tokens * unit.activations
+        moved = PARAMETER_BYTES * unit.parameters + FORWARD_TRAFFIC * saved
         return self._compute(self.flops(unit), moved) + unit.share * self.hardware.unit_seconds
 
     def backward(self, unit: UnitCost) -> float:
         """Two products for each of forward; weights read, gradients written and, where there are other ranks,
         moved into the unit's flat buffer; the forward again if it is recomputed."""
-        kept = self.tokens * unit.activations
+        saved = self.tokens * unit.activations
         passes = 2 if self.training.world_size == 1 else 4
-        moved = passes * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * kept
+        moved = passes * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * saved
         again = self.forward(unit) if self.recomputes(unit) else 0.0
         seconds = self._compute(2 * self.flops(unit), moved) + 2 * unit.share * self.hardware.unit_seconds
         return seconds + again
@@ -44,7 +44,7 @@ class Costs:
 
     def recomputes(self, unit: UnitCost) -> bool:
         """Whether a unit's forward runs twice."""
-        return unit.recomputes and self.training.activations != "kept"
+        return unit.recomputes and self.training.activations != "saved"
 
     def collective(self, elements: int, itemsize: int) -> float:
         """One gather or reduce-scatter of ``elements``: a rank receives all but its own part.
@@ -54,8 +54,8 @@ class Costs:
         ranks = self.training.world_size
         if ranks == 1:
             return 0.0
-        part = 1.0 if self.placement.params else min(1.0, elements / self.training.bucket_elements)
-        return part * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
+        share = 1.0 if self.placement.params else min(1.0, elements / self.training.bucket_elements)
+        return share * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
 
     def reduce(self, elements: int, itemsize: int) -> float:
         """A reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its own."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.run_memory import fits, memory_needs
 from zero_ext.plan.simulation.simulate import Simulation, simulate
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS, Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 ALIKE = 1.01
 
@@ -45,7 +45,7 @@ def _candidates(training: Training) -> Iterator[Training]:
         tiers = {"params": params, "grads": grads, "optimizer": optimizer}
         if any(tier != "device" and stage < FIRST_STAGE[kind] for kind, tier in tiers.items()):
             continue
-        if training.step == "delayed" and optimizer == "device":
+        if training.update_mode == "delayed" and optimizer == "device":
             continue
         yield replace(training, stage=stage, activations=activations, **tiers)  # type: ignore[arg-type]
 

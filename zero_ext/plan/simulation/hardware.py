@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero_ext.config.schema.base_section import Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Positive
 from zero_ext.config.schema.config_errors import ConfigError
 from zero_ext.config.schema.json_file import read_json_object
 
@@ -17,7 +17,7 @@ Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class Hardware(Policy):
+class Hardware(ConfigSection):
     """Nodes that are all alike. Rates in bytes/s, sizes in bytes, times in seconds.
 
     Attributes:
@@ -36,11 +36,11 @@ class Hardware(Policy):
         node_to_host, node_to_device: those of all devices of a node together.
         nvme_bytes: room on the NVMe devices of a node.
         nvme_read, nvme_write: of a node.
-        nvme_takes_turns: reads and writes share one rate, rather than each having its own.
+        nvme_half_duplex: reads and writes share one rate, rather than each having its own.
         intra_bandwidth: bytes that a rank receives in a second of a collective inside a node.
         inter_bandwidth: bytes that a node receives from others in a second.
         collective_seconds: what a collective takes besides.
-        hop_seconds: what every further node adds to that.
+        per_node_seconds: what every further node adds to that.
         device_is_host: the device is the node's processor: its memory is the host's, and computing,
             collectives and updates take turns on it.
     """
@@ -61,11 +61,11 @@ class Hardware(Policy):
     nvme_bytes: Positive
     nvme_read: Rate
     nvme_write: Rate
-    nvme_takes_turns: bool = False
+    nvme_half_duplex: bool = False
     intra_bandwidth: Rate
     inter_bandwidth: Rate
     collective_seconds: Seconds = 0.0
-    hop_seconds: Seconds = 0.0
+    per_node_seconds: Seconds = 0.0
     device_is_host: bool = False
 
     @classmethod
@@ -85,17 +85,17 @@ class Hardware(Policy):
     def shared(self, members: int, ranks: int) -> Hardware:
         """What ``members`` of ``ranks`` ranks of a node have of it while the others, in groups like theirs,
         do the same: their part of its memory and of all that goes in and out of it."""
-        part = members / ranks
+        share = members / ranks
         return self.replace(
             ranks_per_node=members,
-            host_bytes=max(1, int(self.host_bytes * part)),
-            host_bandwidth=self.host_bandwidth * part,
-            node_to_host=self.node_to_host * part,
-            node_to_device=self.node_to_device * part,
-            nvme_bytes=max(1, int(self.nvme_bytes * part)),
-            nvme_read=self.nvme_read * part,
-            nvme_write=self.nvme_write * part,
-            inter_bandwidth=self.inter_bandwidth * part,
+            host_bytes=max(1, int(self.host_bytes * share)),
+            host_bandwidth=self.host_bandwidth * share,
+            node_to_host=self.node_to_host * share,
+            node_to_device=self.node_to_device * share,
+            nvme_bytes=max(1, int(self.nvme_bytes * share)),
+            nvme_read=self.nvme_read * share,
+            nvme_write=self.nvme_write * share,
+            inter_bandwidth=self.inter_bandwidth * share,
         )
 
     def for_rank(self, world_size: int) -> RankRates:
@@ -113,7 +113,7 @@ class Hardware(Policy):
             nvme_read=self.nvme_read / ranks,
             nvme_write=self.nvme_write / ranks,
             collective=bandwidth,
-            latency=self.collective_seconds + (nodes - 1) * self.hop_seconds,
+            latency=self.collective_seconds + (nodes - 1) * self.per_node_seconds,
         )
 
 

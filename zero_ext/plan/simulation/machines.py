@@ -32,7 +32,7 @@ _DGX2 = Hardware(
     intra_bandwidth=120e9,
     inter_bandwidth=80e9,
     collective_seconds=3e-5,
-    hop_seconds=5e-6,
+    per_node_seconds=5e-6,
 )
 # Eight A100-80GB of Azure's NDm A100 v4; matrix efficiency fitted to DeepSpeed's 530B on 1,024 of them.
 _A100 = _DGX2.replace(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.simulation.model_cost import ModelCost, UnitCost
+from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
 from zero_ext.plan.state_memory import check_count
 from zero_ext.zero.construction.grouping import owned_parameters, plan_units
 from zero_ext.zero.unshard.hook_installation import looks_up

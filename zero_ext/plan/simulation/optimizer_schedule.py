@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from zero_ext.plan.simulation.costs import Costs
-from zero_ext.plan.simulation.model_cost import UnitCost
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
+from zero_ext.plan.simulation.transformer_cost import UnitCost
 
-PIECES = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
-PIECES_HELD = 8  # by the ring
+CHUNKS = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
+CHUNKS_IN_BUFFER = 8  # simultaneously, in the staging buffer
 READ_AHEAD = 4
 STATE = "write state"
 
@@ -19,7 +19,7 @@ AddTask = Callable[[str, str, float, Iterable[int]], int]
 Write = tuple[str, float, list[int]]
 
 
-class Updates:
+class OptimizerSchedule:
     """Adds the tasks of updates by ``add``, one unit or all at once.
 
     Writes to NVMe are handed over behind the reads that run ahead of them, as the engine's ring does it.
@@ -37,7 +37,7 @@ class Updates:
         self._params = placement.params_tier if placement.params else "device"
         self.gradients_at = {"device": COMPUTE, "host": HOST, "nvme": READ}[self._grads]
         self._writes: deque[Write] = deque()
-        self._written: deque[int] = deque(maxlen=PIECES_HELD)
+        self._written: deque[int] = deque(maxlen=CHUNKS_IN_BUFFER)
         self._stored: list[int] = []
         self._done: dict[int, list[int]] = {}
 
@@ -62,7 +62,7 @@ class Updates:
 
     def publish_rest(self, after: Sequence[int]) -> None:
         """What updates before the end of the step have left: parameters that follow in the step itself."""
-        if self._training.step == "delayed" or not self._placement.params:
+        if self._training.update_mode == "delayed" or not self._placement.params:
             for number in range(len(self._units)):
                 self._publish(number, [*self._done.get(number, ()), *after])
 
@@ -78,8 +78,8 @@ class Updates:
             self._stream(number, elements, after) if in_storage else self._in_memory(number, elements, after)
         )
         self._done[number] = done
-        if self._training.step == "after_backward" or (
-            self._training.step == "in_backward" and self._placement.params
+        if self._training.update_mode == "after_backward" or (
+            self._training.update_mode == "in_backward" and self._placement.params
         ):
             return self._publish(number, done)
         return done
@@ -99,29 +99,29 @@ class Updates:
         return [self._add(f"update {number}", where, self._costs.update(elements), ready)]
 
     def _stream(self, number: int, elements: int, after: Sequence[int]) -> list[int]:
-        """Reads run ahead of updates; a piece's room is free again once it is written."""
-        pieces = -(-PIECES // len(self._units))
-        read, write = (seconds / pieces for seconds in self._costs.stored_state(elements))
-        update = self._costs.update(elements) / pieces
+        """Reads run ahead of updates; a chunk's buffer is free again once it is written."""
+        chunks = -(-CHUNKS // len(self._units))
+        read, write = (seconds / chunks for seconds in self._costs.stored_state(elements))
+        update = self._costs.update(elements) / chunks
         width, done = self._training.gradient_bytes, []
         if self._grads == "nvme":
-            read += elements * width / self._costs.rates.nvme_read / pieces
-        for piece in range(pieces):
+            read += elements * width / self._costs.rates.nvme_read / chunks
+        for chunk in range(chunks):
             while len(self._writes) > READ_AHEAD:
                 self._write()
-            freed = self._room()
-            ready = [self._add(f"read state {number}.{piece}", READ, read, [*after, *freed])]
+            freed = self._freed_by()
+            ready = [self._add(f"read state {number}.{chunk}", READ, read, [*after, *freed])]
             if self._grads == "device":
-                copy = self._costs.to_host(elements, width) / pieces
-                ready.append(self._add(f"gradient {number}.{piece}", TO_HOST, copy, after))
-            done.append(self._add(f"update {number}.{piece}", HOST, update, ready))
-            self._writes.append((f"{STATE} {number}.{piece}", write, [done[-1]]))
+                copy = self._costs.to_host(elements, width) / chunks
+                ready.append(self._add(f"gradient {number}.{chunk}", TO_HOST, copy, after))
+            done.append(self._add(f"update {number}.{chunk}", HOST, update, ready))
+            self._writes.append((f"{STATE} {number}.{chunk}", write, [done[-1]]))
         return done
 
-    def _room(self) -> list[int]:
-        """The write after which the next piece has room in the ring, if it has to wait for any."""
+    def _freed_by(self) -> list[int]:
+        """Return the write that frees the next chunk's buffer, if it has to wait for one."""
         waiting = sum(name.startswith(STATE) for name, _, _ in self._writes)
-        behind = PIECES_HELD - waiting
+        behind = CHUNKS_IN_BUFFER - waiting
         return [self._written[-behind]] if len(self._written) >= behind else []
 
     def _write(self) -> None:

@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
-from zero_ext.config.state_placement import Placement
-from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
-from zero_ext.zero.memory.pool_replay import StagedUnit
-from zero_ext.zero.memory.staging_sizes import arrive_together, bucket_groups
+from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
+from zero_ext.zero.memory.pool_replay import UnitUsage
+from zero_ext.zero.memory.staging_sizes import bucket_groups, gradient_spans
 
-Span = tuple[int, int]
+ParameterSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """``elements`` in the unit ``unit``, which is gathered for the parameters ``home``, in backward if that
-    ``rereads`` it; ``block`` are those of its block, None outside blocks. Modules at both ends share what is
-    ``tied``."""
+    """``elements`` of a parameter in the unit ``unit``.
+
+    The unit is gathered for the parameters ``gathered_for``, and in backward too where that ``rereads`` it.
+    ``block`` are the parameters of its block, None outside blocks. Modules at both ends share what is
+    ``tied``.
+    """
 
     elements: int
     unit: int
-    home: Span
-    block: Span | None
+    gathered_for: ParameterSpan
+    block: ParameterSpan | None
     rereads: bool
     tied: bool
 
@@ -56,11 +59,11 @@ def padded_elements(model: ModelCost, training: Training) -> int:
 
 
 def planned_units(
-    groups: Sequence[TensorGroup], placement: Placement, training: Training
-) -> Iterator[StagedUnit]:
+    groups: Sequence[TensorGroup], placement: StatePlacement, training: Training
+) -> Iterator[UnitUsage]:
     """The units of ``groups``, as staging is planned for them."""
     parameters = _parameters(groups, training.stage == 3)
-    together = arrive_together([parameter.block for parameter in parameters])
+    spans = gradient_spans([parameter.block for parameter in parameters])
     sizes = [parameter.elements for parameter in parameters]
     if placement.params:
         members: dict[int, list[int]] = {}
@@ -71,17 +74,17 @@ def planned_units(
         units = bucket_groups(sizes, training.bucket_elements)
     for name, unit in enumerate(units):
         numel = _padded([sizes[number] for number in unit], placement, training.world_size)
-        own = [together[number] for number in unit]
-        comes = max(last for _, last in own)
+        own = [spans[number] for number in unit]
+        grads_start = max(last for _, last in own)
         first = parameters[unit[0]]
-        yield StagedUnit(
+        yield UnitUsage(
             str(name),
             numel,
             PARAMETER_BYTES,
             training.world_size,
             placement,
-            first.home if placement.params else (min(own)[0], comes),
-            comes,
+            first.gathered_for if placement.params else (min(own)[0], grads_start),
+            grads_start,
             min(own),
             rereads=first.rereads,
             shared_bytes=PARAMETER_BYTES * sum(sizes[number] for number in unit if parameters[number].tied),
@@ -109,7 +112,7 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
     return found
 
 
-def _padded(sizes: Sequence[int], placement: Placement, ranks: int) -> int:
+def _padded(sizes: Sequence[int], placement: StatePlacement, ranks: int) -> int:
     """Elements of the flat buffer of tensors of ``sizes``."""
     stored = placement.params and placement.params_tier == "nvme"
     alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
@@ -119,22 +122,22 @@ def _padded(sizes: Sequence[int], placement: Placement, ranks: int) -> int:
 def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
     """In the order of registration: each matrix, perhaps in tiles, with its part of the vectors."""
     sizes = [_tensors(group, tiled) for group in groups]
-    ends = list(accumulate(len(part) for part in sizes))
+    ends = list(accumulate(len(tensors) for tensors in sizes))
     found: list[_Parameter] = []
     units = 0
-    for group, part, end in zip(groups, sizes, ends, strict=True):
-        span = end - len(part), end - 1
+    for group, tensors, end in zip(groups, sizes, ends, strict=True):
+        span = end - len(tensors), end - 1
         block = span if group.block else None
-        home = (0, ends[-1] - 1) if group.tied else span
+        gathered_for = (0, ends[-1] - 1) if group.tied else span
         own = units
         units += 1
-        for elements, tile in part:
+        for elements, tile in tensors:
             if tile:
-                here = len(found), len(found)
-                found.append(_Parameter(elements, units, here, here, not group.looked_up, False))
+                tile_span = len(found), len(found)
+                found.append(_Parameter(elements, units, tile_span, tile_span, not group.looked_up, False))
                 units += 1
             else:
-                found.append(_Parameter(elements, own, home, block, not group.looked_up, group.tied))
+                found.append(_Parameter(elements, own, gathered_for, block, not group.looked_up, group.tied))
     return found
 
 
@@ -142,12 +145,12 @@ def _tensors(group: TensorGroup, tiled: bool) -> list[tuple[int, bool]]:
     """Elements of each, and whether it is a tile. Parts of the vectors end where no padding is needed."""
     tiles = group.tiles if tiled else 1
     count, grain = max(1, len(group.matrices)), ALIGNMENT_BYTES // PARAMETER_BYTES
-    bounds = [group.vectors * place // count // grain * grain for place in range(count)] + [group.vectors]
+    bounds = [group.vectors * index // count // grain * grain for index in range(count)] + [group.vectors]
     vectors = [end - begin for begin, end in pairwise(bounds)]
     found: list[tuple[int, bool]] = []
-    for place, vector in enumerate(vectors):
+    for index, vector in enumerate(vectors):
         if group.matrices:
-            matrix = group.matrices[place]
+            matrix = group.matrices[index]
             found += [(-(-matrix // tiles), tiles > 1)] * tiles
         if vector:
             found.append((vector, False))

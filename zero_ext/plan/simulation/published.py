@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from zero_ext.plan.simulation.fastest import fastest_placements
 from zero_ext.plan.simulation.machines import MACHINES
-from zero_ext.plan.simulation.model_cost import TRANSFORMERS, Transformer
 from zero_ext.plan.simulation.simulate import Simulation, simulate
 from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.simulation.transformer_cost import TRANSFORMERS, Transformer
 
 AZURE = "DeepSpeed post of 2022-07-26 (Azure)"
 

@@ -20,16 +20,16 @@ class Resources:
     there, so they are taken to find cores of their own.
     """
 
-    def __init__(self, line: Timeline, hardware: Hardware, training: Training) -> None:
-        self._line = line
+    def __init__(self, timeline: Timeline, hardware: Hardware, training: Training) -> None:
+        self._timeline = timeline
         self._merged: dict[str, str] = {}
-        if hardware.nvme_takes_turns:
+        if hardware.nvme_half_duplex:
             self._merged |= {READ: NVME, WRITE: NVME}
         if hardware.device_is_host:
             self._merged |= dict.fromkeys((LINK, TO_DEVICE, TO_HOST), COMPUTE)
-            if training.step != "delayed":
+            if training.update_mode != "delayed":
                 self._merged[HOST] = COMPUTE
 
     def add(self, name: str, resource: str, seconds: float, after: Iterable[int] = ()) -> int:
         """See :meth:`Timeline.add`."""
-        return self._line.add(name, self._merged.get(resource, resource), seconds, after)
+        return self._timeline.add(name, self._merged.get(resource, resource), seconds, after)

@@ -9,10 +9,10 @@ from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.planned_units import padded_elements, unit_elements
 from zero_ext.plan.simulation.simulated_staging import staging_bytes
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 from zero_ext.plan.state_memory import TrainingState, model_state_bytes
 
 
@@ -49,21 +49,21 @@ class MemoryNeeds:
 
     def total(self, tier: Tier) -> int:
         """Bytes of a device, or of a node's host memory or NVMe."""
-        parts: dict[str, int] = getattr(self, tier)
-        return sum(parts.values()) * (1 if tier == "device" else self.ranks)
+        bytes_by_use: dict[str, int] = getattr(self, tier)
+        return sum(bytes_by_use.values()) * (1 if tier == "device" else self.ranks)
 
     def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
         """The tiers that are too small."""
         if hardware.device_is_host:
-            rooms = {"host": self.ranks * self.total("device") + self.total("host")}
+            used = {"host": self.ranks * self.total("device") + self.total("host")}
         else:
-            rooms = {"device": self.total("device"), "host": self.total("host")}
-        rooms["nvme"] = self.total("nvme")
+            used = {"device": self.total("device"), "host": self.total("host")}
+        used["nvme"] = self.total("nvme")
         tiers: tuple[Tier, ...] = ("device", "host", "nvme")
         return tuple(
-            Shortfall(tier, rooms[tier], getattr(hardware, f"{tier}_bytes"))
+            Shortfall(tier, used[tier], getattr(hardware, f"{tier}_bytes"))
             for tier in tiers
-            if rooms.get(tier, 0) > getattr(hardware, f"{tier}_bytes")
+            if used.get(tier, 0) > getattr(hardware, f"{tier}_bytes")
         )
 
 
@@ -73,12 +73,12 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
 
     The allocator's own losses and CUDA's context are not counted.
     """
-    found = kept_needs(model, training, hardware)
+    found = state_needs(model, training, hardware)
     staging = staging_bytes(model, training, not hardware.device_is_host)
     found.device["passing through"] = staging.pool
     found.device["autograd"] = staging.autograd
-    if staging.rooms:
-        found.device["staging"] = staging.rooms
+    if staging.step_buffers:
+        found.device["staging"] = staging.step_buffers
     if staging.host:
         found.host["staging"] = staging.host
     return found
@@ -86,26 +86,26 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
 
 def fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
     """Whether every tier holds what :func:`memory_needs` asks of it."""
-    if kept_needs(model, training, hardware).shortfalls(hardware):
+    if state_needs(model, training, hardware).shortfalls(hardware):
         return False
     return not memory_needs(model, training, hardware).shortfalls(hardware)
 
 
-def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], ring_bytes: int) -> int:
+def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], staging_buffer_bytes: int) -> int:
     """Bytes on NVMe of the optimizer state of a range of ``elements``: chunks, as large as eight in a ring of
-    ``ring_bytes`` can be with gradients and parameters in fp32, each in whole blocks. ``fields`` are as
-    :attr:`Training.state_fields`."""
+    ``staging_buffer_bytes`` can be with gradients and parameters in fp32, each in full blocks. ``fields`` are
+    as :attr:`Training.state_fields`."""
 
     def plain(count: int) -> int:
         return sum(-(-count // shared) * nbytes for nbytes, shared in fields)
 
     grain = STORAGE_ALIGNMENT // PARAMETER_BYTES
-    chunk = max(1, ring_bytes // 8 // (plain(grain) + 8 * grain)) * grain
-    whole, rest = divmod(elements, chunk)
-    return whole * extent_bytes(plain(chunk)) + extent_bytes(plain(rest))
+    chunk = max(1, staging_buffer_bytes // 8 // (plain(grain) + 8 * grain)) * grain
+    full_chunks, rest = divmod(elements, chunk)
+    return full_chunks * extent_bytes(plain(chunk)) + extent_bytes(plain(rest))
 
 
-def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
     """:func:`memory_needs` without what passes through, which takes longest to work out."""
     placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
     found = MemoryNeeds({}, {}, {}, ranks)
@@ -116,10 +116,10 @@ def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> Memo
     for kind, tier in tier_of.items():
         getattr(found, tier)[kind] = 0
     for elements, units in unit_elements(model, training).items():
-        kept = _kept_of(elements, tier_of, training)
+        state_bytes = _state_bytes(elements, tier_of, training)
         for kind, tier in tier_of.items():
-            getattr(found, tier)[kind] += units * kept[kind]
-    if training.step == "delayed":
+            getattr(found, tier)[kind] += units * state_bytes[kind]
+    if training.update_mode == "delayed":
         _add_delayed(found, model, training)
     _add_activations(found, model, training)
     if not hardware.device_is_host:
@@ -128,22 +128,24 @@ def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> Memo
     return found
 
 
-def _kept_of(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
+def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
     """Bytes of the state of one unit of ``elements``, by kind."""
     state = TrainingState(
         {"bf16": elements},
         moments_dtype=training.moments_dtype,
         accumulation_steps=training.accumulation_steps,
     )
-    kept = asdict(model_state_bytes(training.stage, training.world_size, state))
+    state_bytes = asdict(model_state_bytes(training.stage, training.world_size, state))
     if training.uses_up_gradients:
-        kept["grads"] = 0
+        state_bytes["grads"] = 0
     elif tier_of["grads"] == "nvme":  # has room for sums in fp32, also if none are made
-        kept["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
+        state_bytes["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
     if tier_of["optimizer"] == "nvme":
         owned = training.owned(elements, training.placement.optimizer)
-        kept["optimizer"] = stored_state_bytes(owned, training.state_fields, training.ring_bytes)
-    return kept
+        state_bytes["optimizer"] = stored_state_bytes(
+            owned, training.state_fields, training.staging_buffer_bytes
+        )
+    return state_bytes
 
 
 def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
@@ -157,7 +159,7 @@ def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> No
 
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
     tokens = training.micro_batch * model.sequence
-    if training.activations == "kept":
+    if training.activations == "saved":
         found.device["activations"] = round(training.in_flight * tokens * model.activations)
         return
     outputs = round(training.in_flight * tokens * model.outputs)

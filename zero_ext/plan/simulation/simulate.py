@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.resources import COMPUTE
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, memory_needs
 from zero_ext.plan.simulation.step_schedule import StepSchedule
 from zero_ext.plan.simulation.task_timeline import Timeline
 from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
     the data loader.
     """
     costs = Costs(hardware, training, model.sequence)
-    line = StepSchedule(model.units, costs).run()
+    timeline = StepSchedule(model.units, costs).run()
     micro = training.accumulation_steps
     forward = sum(costs.flops(unit) for unit in model.units)
     again = sum(costs.flops(unit) for unit in model.units if costs.recomputes(unit))
@@ -86,12 +86,12 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
         model=model,
         training=training,
         hardware=hardware,
-        seconds=line.end,
+        seconds=timeline.end,
         tokens=micro * training.micro_batch * model.sequence,
         flops=micro * (3 * forward + again),
         model_flops=micro * 3 * forward,
-        busy=dict(line.busy),
+        busy=dict(timeline.busy),
         memory=needs,
         shortfalls=needs.shortfalls(hardware),
-        timeline=line,
+        timeline=timeline,
     )

@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup, UnitCost
 from zero_ext.plan.simulation.planned_units import planned_units
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
-from zero_ext.zero.memory.pool_replay import StagedUnit, gathered_once
+from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
+from zero_ext.zero.memory.pool_replay import UnitUsage, gathered_once
 from zero_ext.zero.memory.staging_sizes import StateStep, staging_of
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
@@ -23,11 +23,11 @@ _MOST_TILES = 5  # of each matrix
 
 @dataclass(frozen=True)
 class StagingBytes:
-    """Bytes of a rank: the ``pool`` and ``rooms`` of steps on the device, what is in ``host`` memory, and the
-    gradients that ``autograd`` holds on the device."""
+    """Bytes of a rank: ``pool`` and ``step_buffers`` on the device, staging in ``host`` memory, and gradients
+    that ``autograd`` holds on the device."""
 
     pool: int
-    rooms: int
+    step_buffers: int
     host: int
     autograd: int
 
@@ -41,7 +41,7 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
     key = _what_counts(training), accelerated
     if key not in model.derived:
         config = _config(training)
-        placement = training.placement.using_up(training.world_size)
+        placement = training.placement.consuming_gradients(training.world_size)
         placement = placement if training.uses_up_gradients else training.placement
         groups = tuple(_shallow(model.tensor_groups, training))
         found = staging_of(
@@ -52,7 +52,7 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
             accelerated=accelerated,
         )
         model.derived[key] = StagingBytes(
-            found.pool.nbytes, sum(found.rooms["device"]), found.host, found.autograd
+            found.pool.nbytes, sum(found.step_buffers["device"]), found.host, found.autograd
         )
     return model.derived[key]
 
@@ -75,15 +75,15 @@ def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> froz
         return frozenset()
     last = len(units) - 1
     staged = [
-        StagedUnit(
+        UnitUsage(
             str(number),
             unit.parameters,
             PARAMETER_BYTES,
             training.world_size,
             training.placement,
             gathered=(0, last) if unit.tied else (number, number),
-            comes=number,
-            completes=(number, number),
+            grads_start=number,
+            grads_end=(number, number),
             rereads=not unit.looked_up,
         )
         for number, unit in enumerate(units)
@@ -97,14 +97,14 @@ def _what_counts(training: Training) -> tuple[Any, ...]:
         training.placement,
         training.stage,
         training.accumulation_steps > 1,
-        training.step,
+        training.update_mode,
         training.clipping,
         training.moments_dtype,
         training.prefetch_elements,
         training.reuse_elements,
         training.bucket_elements,
-        training.live_elements,
-        training.ring_bytes,
+        training.max_live_elements,
+        training.staging_buffer_bytes,
     )
 
 
@@ -121,9 +121,14 @@ def _config(training: Training) -> ZeroConfig:
                 "prefetch_elements": training.prefetch_elements,
                 "reuse_elements": training.reuse_elements,
                 "bucket_elements": training.bucket_elements,
-                "live_elements": training.live_elements,
+                "max_live_elements": training.max_live_elements,
             },
-            "offload": {**offload, **paths, "step": training.step, "ring_bytes": training.ring_bytes},
+            "offload": {
+                **offload,
+                **paths,
+                "update_mode": training.update_mode,
+                "staging_buffer_bytes": training.staging_buffer_bytes,
+            },
         }
     )
 

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.costs import Costs
-from zero_ext.plan.simulation.model_cost import UnitCost
-from zero_ext.plan.simulation.optimizer_schedule import Updates
+from zero_ext.plan.simulation.optimizer_schedule import OptimizerSchedule
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
 from zero_ext.plan.simulation.simulated_staging import numbers_gathered_once
 from zero_ext.plan.simulation.task_timeline import Timeline
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
+from zero_ext.plan.simulation.transformer_cost import UnitCost
 
 
 class StepSchedule:
     """The tasks of a step: micro-batches of forward and backward, and the updates when their time comes.
 
-    Units are gathered ahead as in ``Residency``, reduced as in ``GradientReducer``, updated as in the classes
-    that ``offload.step`` chooses from.
+    Units are gathered ahead as in ``Prefetcher``, reduced as in ``GradientReducer``, updated as in the
+    classes that ``offload.update_mode`` chooses from.
     """
 
     def __init__(self, units: Sequence[UnitCost], costs: Costs) -> None:
@@ -27,57 +27,58 @@ class StepSchedule:
         self.costs = costs
         self.training = costs.training
         self.placement = costs.placement
-        self.line = Timeline()
-        self._add = Resources(self.line, costs.hardware, self.training).add
-        self._updates = Updates(self.units, costs, self._add)
+        self.timeline = Timeline()
+        self._add = Resources(self.timeline, costs.hardware, self.training).add
+        self._updates = OptimizerSchedule(self.units, costs, self._add)
         self._once = numbers_gathered_once(self.units, self.training)
         self._gathered: dict[int, int] = {}
         self._fetched: dict[int, int] = {}
         self._outputs: dict[int, int] = {}
         self._reduced: dict[int, int] = {}
-        self._homes: dict[int, int] = {}  # the task after which a unit's reduced gradient lies in its home
+        # By unit, the task after which its reduced gradient is in its storage.
+        self._stored_gradients: dict[int, int] = {}
         self._now: list[int] = []  # what the next computing of forward and backward comes after
 
     def run(self) -> Timeline:
         """Builds the whole step."""
-        when, steps = self.training.step, self.training.accumulation_steps
+        when, steps = self.training.update_mode, self.training.accumulation_steps
         if when == "delayed":
             self._updates.run_all([])
         for number in range(steps):
             self._forward()
             self._backward(first=number == 0, last=number == steps - 1)
-        settled = [*self._homes.values(), *self._now]
-        settled = [self._add("norm", self._updates.gradients_at, self._updates.norm(), settled)]
+        done = [*self._stored_gradients.values(), *self._now]
+        done = [self._add("norm", self._updates.gradients_at, self._updates.norm(), done)]
         if when == "after_backward":
-            self._updates.run_all(settled)
+            self._updates.run_all(done)
         else:
-            self._updates.publish_rest(settled)
+            self._updates.publish_rest(done)
         self._updates.end()
-        return self.line
+        return self.timeline
 
     def _forward(self) -> None:
         order = range(len(self.units))
-        for place, number in enumerate(order):
+        for position, number in enumerate(order):
             unit, before = self.units[number], self._now
             self._now = [self._compute("forward", number, self.costs.forward(unit), before)]
             if self.training.activations == "recomputed_host" and unit.recomputes:
                 away, _ = self.costs.output(unit)
-                self._outputs[number] = self._add(f"keep {number}", TO_HOST, away, self._now)
-            self._look_ahead(order, place, before)
-        self._release(kept=self._once)
+                self._outputs[number] = self._add(f"offload output {number}", TO_HOST, away, self._now)
+            self._look_ahead(order, position, before)
+        self._release(remaining=self._once)
 
     def _backward(self, first: bool, last: bool) -> None:
         order = range(len(self.units))[::-1]
         flying: deque[int] = deque()
-        for place, number in enumerate(order):
+        for position, number in enumerate(order):
             unit, before = self.units[number], self._now
             after = before
             if number in self._outputs:
                 _, back = self.costs.output(unit)
-                kept = [self._outputs.pop(number), *before]
-                after = [*before, self._add(f"fetch kept {number}", TO_DEVICE, back, kept)]
+                ready = [self._outputs.pop(number), *before]
+                after = [*before, self._add(f"fetch output {number}", TO_DEVICE, back, ready)]
             self._now = [self._compute("backward", number, self.costs.backward(unit), after)]
-            self._look_ahead(order, place, before)
+            self._look_ahead(order, position, before)
             if self.placement.grads or last:
                 if len(flying) == REDUCTIONS_IN_FLIGHT:
                     self._finish_oldest(flying, last)
@@ -95,8 +96,8 @@ class StepSchedule:
         """Backward waits for the reduction; an update in backward runs in its thread."""
         number = flying.popleft()
         self._now = [*self._now, self._reduced[number]]
-        if last and self.training.step == "in_backward":
-            self._now = [*self._now, *self._updates.run(number, [*self._now, self._homes[number]])]
+        if last and self.training.update_mode == "in_backward":
+            self._now = [*self._now, *self._updates.run(number, [*self._now, self._stored_gradients[number]])]
 
     def _compute(self, what: str, number: int, seconds: float, after: Sequence[int]) -> int:
         if self.placement.params and number not in self._gathered:
@@ -105,14 +106,14 @@ class StepSchedule:
         present = [self._gathered[number]] if number in self._gathered else []
         return self._add(f"{what} {number}", COMPUTE, seconds, [*after, *present])
 
-    def _look_ahead(self, order: Sequence[int], place: int, before: Sequence[int]) -> None:
-        """What the need of the unit at ``place`` starts, once that is present."""
+    def _look_ahead(self, order: Sequence[int], position: int, before: Sequence[int]) -> None:
+        """What the need of the unit at ``position`` starts, once that is present."""
         if not (self.placement.params and self.training.prefetch_elements):
             return
-        after = [*before, self._gathered[order[place]]]
+        after = [*before, self._gathered[order[position]]]
         stored, ahead = self.placement.params_tier == "nvme", 0
         least = 2 if stored else 1
-        for count, number in enumerate(order[place + 1 :]):
+        for count, number in enumerate(order[position + 1 :]):
             ahead += self.units[number].parameters
             if count >= least and ahead > self.training.prefetch_elements:
                 return
@@ -139,9 +140,9 @@ class StepSchedule:
             ready = [self._add(f"gather {number}", LINK, seconds, ready)]
         self._gathered[number] = ready[-1]  # the exchange, else what brings the shard
 
-    def _release(self, kept: frozenset[int] = frozenset()) -> None:
-        """All units but those ``kept`` go: backward finds them there, or does not read them."""
-        self._gathered = {number: task for number, task in self._gathered.items() if number in kept}
+    def _release(self, remaining: frozenset[int] = frozenset()) -> None:
+        """All units but those ``remaining`` go: backward finds them there, or does not read them."""
+        self._gathered = {number: task for number, task in self._gathered.items() if number in remaining}
         self._fetched.clear()
 
     def _add_up(self, number: int) -> None:
@@ -150,7 +151,7 @@ class StepSchedule:
         self._now = [*self._now, self._add(f"accumulate {number}", COMPUTE, seconds, self._now)]
 
     def _reduce(self, number: int, first: bool) -> None:
-        """Reduction over the ranks, then to the gradient's home."""
+        """Reduction over the ranks, then to the gradient's storage."""
         task = self._now[0]
         if self.training.world_size > 1:
             width = PARAMETER_BYTES if self.placement.grads else self.training.gradient_bytes
@@ -160,9 +161,9 @@ class StepSchedule:
                 seconds = self.costs.collective(elements, width)
                 task = self._add(f"gather gradient {number}", LINK, seconds, [task])
         self._reduced[number] = task
-        self._homes[number] = self._keep(number, task, first)
+        self._stored_gradients[number] = self._store_gradient(number, task, first)
 
-    def _keep(self, number: int, task: int, first: bool) -> int:
+    def _store_gradient(self, number: int, task: int, first: bool) -> int:
         if not self.placement.grads:
             return task
         tier, rates = self.placement.grads_tier, self.costs.rates

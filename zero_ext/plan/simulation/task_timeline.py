@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """One task as it ran, times in seconds."""
 
     name: str
@@ -25,7 +25,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TaskSpan] = []
         self.busy: dict[str, float] = {}
         self._free: dict[str, float] = {}
 
@@ -39,7 +39,7 @@ class Timeline:
         begin = self._free.get(resource, 0.0)
         for number in after:
             begin = max(begin, self.spans[number].end)
-        self.spans.append(Span(name, resource, begin, begin + seconds))
+        self.spans.append(TaskSpan(name, resource, begin, begin + seconds))
         self._free[resource] = begin + seconds
         self.busy[resource] = self.busy.get(resource, 0.0) + seconds
         return len(self.spans) - 1

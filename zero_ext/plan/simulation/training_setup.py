@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
 from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.state_memory import TrainingState, check_count
 
-Activations = Literal["kept", "recomputed", "recomputed_host"]
-ACTIVATIONS: tuple[Activations, ...] = ("kept", "recomputed", "recomputed_host")
-STEPS = ("after_backward", "in_backward", "delayed")
+Activations = Literal["saved", "recomputed", "recomputed_host"]
+ACTIVATIONS: tuple[Activations, ...] = ("saved", "recomputed", "recomputed_host")
+UPDATE_MODES = ("after_backward", "in_backward", "delayed")
 TIERS = ("device", "host", "nvme")
 FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
 PARAMETER_BYTES = 2
@@ -36,13 +36,14 @@ class Training:
         accumulation_steps: micro-batches of a step.
         in_flight: micro-batches whose activations wait for backward at once; several in a pipeline.
         params, grads, optimizer: tiers, as in ``offload``.
-        step: when updates run, as ``offload.step``. Those in backward are made once, not on trial.
+        update_mode: when updates run, as ``offload.update_mode``. Those in backward are final, never rolled
+            back.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in ``precision``.
-        prefetch_elements, reuse_elements, bucket_elements, live_elements: as in ``units``.
-        ring_bytes: as in ``offload``.
+        prefetch_elements, reuse_elements, bucket_elements, max_live_elements: as in ``units``.
+        staging_buffer_bytes: as in ``offload``.
     """
 
     world_size: int
@@ -53,15 +54,15 @@ class Training:
     params: Tier = "device"
     grads: Tier = "device"
     optimizer: Tier = "device"
-    step: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
+    update_mode: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
     activations: Activations = "recomputed"
     clipping: bool = True
     moments_dtype: str = "fp32"
     prefetch_elements: int = 8_388_608
     reuse_elements: int = 0
     bucket_elements: int = 16_777_216
-    live_elements: int = 1_000_000_000
-    ring_bytes: int = 64 << 20
+    max_live_elements: int = 1_000_000_000
+    staging_buffer_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,15 +71,15 @@ class Training:
             "accumulation_steps",
             "in_flight",
             "bucket_elements",
-            "live_elements",
-            "ring_bytes",
+            "max_live_elements",
+            "staging_buffer_bytes",
         ):
             check_count(name, getattr(self, name), 1)
         check_count("prefetch_elements", self.prefetch_elements, 0)
         check_count("reuse_elements", self.reuse_elements, 0)
-        Placement.of_stage(self.stage)
+        StatePlacement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
-        for name, known in (("step", STEPS), ("activations", ACTIVATIONS)):
+        for name, known in (("update_mode", UPDATE_MODES), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)!r} given, one of {', '.join(known)} wanted")
         for kind, first in FIRST_STAGE.items():
@@ -90,15 +91,17 @@ class Training:
                     f"{kind}: {tier!r} given in stage {self.stage}, where they are not sharded; "
                     f"stage {first} or 'device' wanted"
                 )
-        if self.step == "delayed" and self.optimizer == "device":
-            raise ValueError("step: 'delayed' given with the optimizer on 'device'; 'host' or 'nvme' wanted")
+        if self.update_mode == "delayed" and self.optimizer == "device":
+            raise ValueError(
+                "update_mode: 'delayed' given with the optimizer on 'device'; 'host' or 'nvme' wanted"
+            )
 
     @classmethod
     def of_config(
         cls,
         source: ZeroConfig | Mapping[str, Any] | str | None,
         world_size: int,
-        activations: Activations = "kept",
+        activations: Activations = "saved",
     ) -> Training:
         """What a configuration says, on ``world_size`` ranks. Raises ValueError for one that does not fit."""
         config = load_config(source)
@@ -111,24 +114,24 @@ class Training:
             params=offload.params,
             grads=offload.grads,
             optimizer=offload.optimizer,
-            step=offload.step,
+            update_mode=offload.update_mode,
             activations=activations,
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
             prefetch_elements=config.units.prefetch_elements,
             reuse_elements=config.units.reuse_elements,
             bucket_elements=config.units.bucket_elements,
-            live_elements=config.units.live_elements,
-            ring_bytes=config.offload.ring_bytes,
+            max_live_elements=config.units.max_live_elements,
+            staging_buffer_bytes=config.offload.staging_buffer_bytes,
         )
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> StatePlacement:
         """Which state kinds are sharded, and their tiers."""
-        stage = Placement.of_stage(self.stage)
-        return Placement(
+        stage = StatePlacement.of_stage(self.stage)
+        return StatePlacement(
             stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
-        ).over(self.world_size)
+        ).on_ranks(self.world_size)
 
     @property
     def samples(self) -> int:
@@ -138,7 +141,7 @@ class Training:
     @property
     def uses_up_gradients(self) -> bool:
         """Whether each unit's gradient ends with its update in backward."""
-        return self.step == "in_backward" and not self.clipping and self.accumulation_steps == 1
+        return self.update_mode == "in_backward" and not self.clipping and self.accumulation_steps == 1
 
     @property
     def gradient_bytes(self) -> int:

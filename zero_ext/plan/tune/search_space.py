@@ -25,9 +25,9 @@ class Point:
 
     def __str__(self) -> str:
         what = "prefetch" if self.placement.stage == 3 else "buckets"
-        parts = [str(self.placement), f"micro-batch {self.micro_batch}", f"{what} {self.unit_elements:,}"]
-        parts += [f"{name} {value}" for name, value in self.aio]
-        return ", ".join(parts)
+        words = [str(self.placement), f"micro-batch {self.micro_batch}", f"{what} {self.unit_elements:,}"]
+        words += [f"{name} {value}" for name, value in self.aio]
+        return ", ".join(words)
 
     @property
     def stored(self) -> bool:

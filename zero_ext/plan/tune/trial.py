@@ -83,9 +83,9 @@ class Trial:
             return
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         found = {"samples_per_second": samples * ranks / seconds, "seconds": seconds}
-        part = self.result.with_suffix(".part")
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.rename(self.result)
+        partial = self.result.with_suffix(".part")
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.rename(self.result)
 
 
 def _now() -> float:

@@ -52,7 +52,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What became of a trial: samples a second over all ranks if it was measured, else 0 and the reason."""
 
     fate: Fate
@@ -61,7 +61,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_trial(launch: Launch, config: ZeroConfig) -> Outcome:
+def run_trial(launch: Launch, config: ZeroConfig) -> TrialOutcome:
     """Runs the script once with ``config``. Whatever happens to it is an outcome, never an exception; only
     what prevents starting it raises OSError."""
     with tempfile.TemporaryDirectory(prefix="zero-ext-trial-") as name:
@@ -117,22 +117,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _outcome(status: int, timely: bool, result: Path, log: Path, seconds: float) -> Outcome:
+def _outcome(status: int, timely: bool, result: Path, log: Path, seconds: float) -> TrialOutcome:
     if result.exists():
         rate = _rate(result)
         if rate is None:
-            return Outcome("failed", reason="it left a result that cannot be read", seconds=seconds)
-        return Outcome("measured", rate, seconds=seconds)
+            return TrialOutcome("failed", reason="it left a result that cannot be read", seconds=seconds)
+        return TrialOutcome("measured", rate, seconds=seconds)
     if not timely:
-        return Outcome("timed out", reason=f"no result within {seconds:.0f} s", seconds=seconds)
+        return TrialOutcome("timed out", reason=f"no result within {seconds:.0f} s", seconds=seconds)
     tail = _tail(log)
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL) or _OUT_OF_MEMORY.search(tail):
-        return Outcome("out of memory", reason=_last_line(tail) or "killed", seconds=seconds)
+        return TrialOutcome("out of memory", reason=_last_line(tail) or "killed", seconds=seconds)
     if status == 0:
         reason = "it ended without a result: does it call Trial.steps?"
     else:
         reason = _last_line(tail) or f"exit status {status}"
-    return Outcome("failed", reason=reason, seconds=seconds)
+    return TrialOutcome("failed", reason=reason, seconds=seconds)
 
 
 def _rate(result: Path) -> float | None:
@@ -154,5 +154,5 @@ def _tail(log: Path) -> str:
 
 def _last_line(text: str) -> str:
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (told or lines or [""])[-1][:200]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:200]

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from zero_ext.config import ZeroConfig
 from zero_ext.config.schema.config_errors import ConfigError
 from zero_ext.plan.placement_candidates import Candidate
-from zero_ext.plan.tune.analytic_pruning import Forecast
+from zero_ext.plan.tune.analytic_pruning import Prediction
 from zero_ext.plan.tune.search_space import Point, Space
-from zero_ext.plan.tune.trial_process import Outcome
+from zero_ext.plan.tune.trial_process import TrialOutcome
 
 CLOSE = 0.85  # of the best rate: such placements are tried with every unit size and I/O section too
 WORSE = 0.9  # of a smaller micro-batch's rate: larger ones are not tried
-HOPELESS = 0.4  # of the best forecast: not tried
+HOPELESS = 0.4  # of the best prediction: not tried
 FINALISTS, FINAL_RUNS = 3, 2  # the fastest so many are tried so many times more, in turn
 EQUAL = 0.9  # of the best rate: slower ones are no finalists
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialResult:
     """A point and what became of it; ``tried`` is False where no process was started for it."""
 
     point: Point
-    outcome: Outcome
+    outcome: TrialOutcome
     tried: bool = True
 
 
@@ -37,10 +37,10 @@ class Tuning:
     """
 
     space: Space
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[TrialResult] = field(default_factory=list)
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> TrialResult | None:
         """The fastest run; None if nothing could be measured. What else a machine does makes runs slower and
         none faster."""
         found = [one for one in self.measured if one.outcome.fate == "measured"]
@@ -54,39 +54,39 @@ class Tuning:
 
 def search(
     space: Space,
-    measure: Callable[[ZeroConfig], Outcome],
-    forecast: Forecast | None = None,
+    measure: Callable[[ZeroConfig], TrialOutcome],
+    prediction: Prediction | None = None,
     *,
     most_trials: int | None = None,
-    tick: Callable[[Measured], None] = lambda one: None,
+    tick: Callable[[TrialResult], None] = lambda one: None,
 ) -> Tuning:
     """Finds the fastest point of ``space`` by ``measure``.
 
     Every placement is tried with rising micro-batches until one runs out of memory or is slower than the one
     before; then those within 15% of the best with every size of units and every I/O section; then the fastest
-    three within 10% of the best twice more in turn, as one run does not tell them apart. A ``forecast``
-    leaves out what would not fit, and what would reach less than 40% of the best forecast. ``tick`` hears of
-    every run. At most ``most_trials`` are made, those of the most promising placements first.
+    three within 10% of the best twice more in turn, as one run does not tell them apart. A ``prediction``
+    leaves out what would not fit, and what would reach less than 40% of the best prediction. ``tick`` is
+    called with every run. At most ``most_trials`` are made, those of the most promising placements first.
     """
-    return _Search(Tuning(space), measure, forecast, most_trials, tick).run()
+    return _Search(Tuning(space), measure, prediction, most_trials, tick).run()
 
 
 class _Search:
     def __init__(
         self,
         tuning: Tuning,
-        measure: Callable[[ZeroConfig], Outcome],
-        forecast: Forecast | None,
+        measure: Callable[[ZeroConfig], TrialOutcome],
+        prediction: Prediction | None,
         most_trials: int | None,
-        tick: Callable[[Measured], None],
+        tick: Callable[[TrialResult], None],
     ) -> None:
         self._tuning = tuning
         self._space = tuning.space
         self._measure = measure
-        self._forecast = forecast
+        self._prediction = prediction
         self._most = most_trials
         self._tick = tick
-        self._known: dict[Point, Outcome] = {}
+        self._known: dict[Point, TrialOutcome] = {}
         self._expected: dict[Point, float] = {}
 
     def run(self) -> Tuning:
@@ -119,16 +119,16 @@ class _Search:
                     self._note(point, self._measure(self._space.config(point)), tried=True)
 
     def _in_order(self) -> list[Candidate]:
-        """Placements, the most promising first; without a forecast as they were given."""
-        if self._forecast is None:
+        """Placements, the most promising first; without a prediction as they were given."""
+        if self._prediction is None:
             return list(self._space.placements)
         for point in self._space:
             try:
                 config = self._space.config(point)
             except ConfigError:
                 continue
-            if not self._forecast.why_not(config):
-                self._expected[point] = self._forecast.samples_per_second(config)
+            if not self._prediction.why_not(config):
+                self._expected[point] = self._prediction.samples_per_second(config)
 
         def promise(placement: Candidate) -> float:
             return max(
@@ -147,7 +147,7 @@ class _Search:
                 for larger in self._space.micro_batches[number + 1 :]:
                     reason = f"micro-batch {micro_batch} is too large already"
                     skipped = next(self._space.variants(placement, larger))
-                    self._note(skipped, Outcome("out of memory", reason=reason), tried=False)
+                    self._note(skipped, TrialOutcome("out of memory", reason=reason), tried=False)
                 return
             if rate and rate < WORSE * best:
                 return
@@ -160,11 +160,11 @@ class _Search:
         try:
             config = self._space.config(point)
         except ConfigError as error:
-            self._note(point, Outcome("failed", reason=str(error).splitlines()[-1].strip()), tried=False)
+            self._note(point, TrialOutcome("failed", reason=str(error).splitlines()[-1].strip()), tried=False)
             return 0.0
         reason = self._why_not(point, config)
         if reason:
-            self._note(point, Outcome("failed", reason=reason), tried=False)
+            self._note(point, TrialOutcome("failed", reason=reason), tried=False)
             return 0.0
         if not self._allowed():
             return 0.0
@@ -175,9 +175,9 @@ class _Search:
         return self._most is None or self._tuning.trials < self._most
 
     def _why_not(self, point: Point, config: ZeroConfig) -> str:
-        if self._forecast is None:
+        if self._prediction is None:
             return ""
-        lacking = self._forecast.why_not(config)
+        lacking = self._prediction.why_not(config)
         if lacking:
             return f"the planner says that it does not fit: {lacking}"
         expected, best = self._expected[point], max(self._expected.values())
@@ -185,7 +185,7 @@ class _Search:
             return f"the planner expects {expected / best:.0%} of the best"
         return ""
 
-    def _note(self, point: Point, outcome: Outcome, tried: bool) -> None:
+    def _note(self, point: Point, outcome: TrialOutcome, tried: bool) -> None:
         self._known[point] = outcome
-        self._tuning.measured.append(Measured(point, outcome, tried))
+        self._tuning.measured.append(TrialResult(point, outcome, tried))
         self._tick(self._tuning.measured[-1])

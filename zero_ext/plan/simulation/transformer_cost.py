@@ -120,7 +120,7 @@ class Transformer:
             of both.
         before: elements of the embedding unit beside the table: positions, token types, norms.
         after: elements of a dense layer of the head beside the output matrix.
-        tensor_parts: ranks that share every matrix and the biases behind split outputs; norms and other
+        tp_size: ranks that share every matrix and the biases behind split outputs; norms and other
             biases are whole on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
             vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations a token (Korthikanti et
             al., equation 2). Cost is that of one of these ranks.
@@ -142,10 +142,10 @@ class Transformer:
     vectors: int = 0
     before: int = 0
     after: int = 0
-    tensor_parts: int = 1
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles", "tensor_parts"):
+        for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles", "tp_size"):
             check_count(name, getattr(self, name), 1)
         for name in ("feed_forward", "key_value_heads", "head_size", "vectors", "before", "after"):
             check_count(name, getattr(self, name), 0)
@@ -169,17 +169,17 @@ class Transformer:
 
     def cost(self) -> ModelCost:
         """Embedding, layers (each cut into ``tiles`` units), output matrix."""
-        hidden, length, parts = self.hidden, self.sequence, self.tensor_parts
+        hidden, length, tp = self.hidden, self.sequence, self.tp_size
         matrices = sum(self._own_matrices)
         width = self.heads * self.head_size or hidden
         scores = 0 if self.fused_attention else 5 * self.heads * length
-        kept = (10 + 24 / parts) * hidden + scores / parts
+        saved = (10 + 24 / tp) * hidden + scores / tp
         layer = [
             UnitCost(
                 name="layer" if self.tiles == 1 else f"tile {tile} of a layer",
                 parameters=-(-(matrices + self._own_vectors) // self.tiles),
-                forward_flops=(2 * matrices + 4 * width * length / parts) / self.tiles,
-                activations=kept / self.tiles,
+                forward_flops=(2 * matrices + 4 * width * length / tp) / self.tiles,
+                activations=saved / self.tiles,
                 output=2 * hidden / self.tiles,
                 share=1 / self.tiles,
             )
@@ -204,20 +204,20 @@ class Transformer:
 
     @property
     def _own_matrices(self) -> tuple[int, int]:
-        """:attr:`layer_matrices` of one of ``tensor_parts`` ranks."""
+        """:attr:`layer_matrices` of one of ``tp_size`` ranks."""
         attention, feed_forward = self.layer_matrices
-        return attention // self.tensor_parts, feed_forward // self.tensor_parts
+        return attention // self.tp_size, feed_forward // self.tp_size
 
     @property
     def _own_vectors(self) -> int:
-        """Elements of a layer's biases and norms on one of ``tensor_parts`` ranks."""
+        """Elements of a layer's biases and norms on one of ``tp_size`` ranks."""
         norms = (2 if self.gated else 6) * self.hidden  # and biases of outputs that are sums over the ranks
         vectors = self.vectors or (norms if self.gated else 9 * self.hidden + self._feed_forward)
-        return min(vectors, norms) + -(-max(vectors - norms, 0) // self.tensor_parts)
+        return min(vectors, norms) + -(-max(vectors - norms, 0) // self.tp_size)
 
     @property
     def _own_table(self) -> int:
-        return -(-self.vocabulary // self.tensor_parts) * self.hidden
+        return -(-self.vocabulary // self.tp_size) * self.hidden
 
     @property
     def matrix_tiles(self) -> int:
@@ -228,13 +228,13 @@ class Transformer:
         hidden, table = self.hidden, self._own_table
         width = self.heads * self.head_size or hidden
         attention, feed_forward = self._own_matrices
-        out = hidden * width // self.tensor_parts
+        out = hidden * width // self.tp_size
         shared = (attention - 2 * out) // 2
         # Gated models have queries, keys and values apart, the others in one matrix.
         inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
-        parts = 3 if self.gated else 2
+        projections = 3 if self.gated else 2
         layer = TensorGroup(
-            (*inputs, *[feed_forward // parts] * parts),
+            (*inputs, *[feed_forward // projections] * projections),
             self._own_vectors,
             block=True,
             tiles=self.matrix_tiles if self.tiles > 1 else 1,
