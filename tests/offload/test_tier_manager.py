@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from zero_ext.config import AioPolicy
+from zero_ext.config import AioConfig
 from zero_ext.offload.tier_manager import open_store
 
 
 def test_a_missing_folder_is_created_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [tmp_path / "there", tmp_path / "absent" / "below"]
     paths[0].mkdir()
-    with caplog.at_level(logging.WARNING), open_store([str(path) for path in paths], AioPolicy()) as store:
+    with caplog.at_level(logging.WARNING), open_store([str(path) for path in paths], AioConfig()) as store:
         assert [Path(device.path).parent.parent for device in store.facts().devices] == paths
     assert [list(path.iterdir()) for path in paths] == [[], []]
     created = [record.getMessage() for record in caplog.records if "was created" in record.getMessage()]
@@ -35,6 +35,6 @@ def test_what_cannot_be_a_folder_is_named(tmp_path: Path, name: str, seen: str) 
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     path = name.format(tmp=tmp_path)
     with pytest.raises(RuntimeError) as caught:
-        open_store([path], AioPolicy())
+        open_store([path], AioConfig())
     assert str(caught.value).startswith(f"nvme path '{path}': {seen.format(tmp=tmp_path)}")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dangling", "file"]

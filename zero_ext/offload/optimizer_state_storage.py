@@ -1,4 +1,4 @@
-"""Where optimizer state lives: fp32 master weights and moments of the elements one rank owns of a unit."""
+"""Storage of optimizer state: fp32 master weights and moments of the elements one rank owns of a unit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StateField(NamedTuple):
         return -(-elements // self.elements)
 
 
-class StateHome(Protocol):
+class OptimizerStateStorage(Protocol):
     """Kinds of state of ``numel`` elements: ``master`` from the start, others as an optimizer adds them.
 
     Ranges of elements begin where an entry of the kind does, and end so or at ``numel``.
@@ -50,25 +50,27 @@ class StateHome(Protocol):
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
         """Replaces several kinds of the elements [begin, end), in one transfer."""
 
-    def run(self, kind: str, begin: int, end: int) -> Values:
-        """The values of elements [begin, end) where they lie."""
+    def view(self, kind: str, begin: int, end: int) -> Values:
+        """The values of elements [begin, end) where they are stored."""
 
     def edit(self, kind: str, begin: int, end: int) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """The values of elements [begin, end), to be changed; what was changed is kept when the block ends
+        """The values of elements [begin, end), to be changed. Changes are stored when the block ends
         without an exception."""
 
-    def keep(self) -> None:
-        """A step begins that may be taken back: the values of now are kept beside those after it until
-        :meth:`settle` or :meth:`take_back`. Meanwhile values are not read or edited from elsewhere."""
+    def snapshot(self) -> None:
+        """Keep the current values until :meth:`commit` or :meth:`rollback` ends the step.
 
-    def settle(self) -> None:
-        """The step since :meth:`keep` counts. Nothing happens if there is none."""
+        Meanwhile values are not read or edited from elsewhere.
+        """
 
-    def take_back(self) -> None:
-        """Every value is what it was at :meth:`keep`, bit for bit."""
+    def commit(self) -> None:
+        """Accept the step since :meth:`snapshot`. Do nothing if there is none."""
 
-    def held_bytes(self) -> int:
-        """Bytes it takes in its tier."""
+    def rollback(self) -> None:
+        """Restore every value as it was at :meth:`snapshot`, bit for bit."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes allocated in its tier."""
 
 
 class MemoryState:
@@ -80,19 +82,19 @@ class MemoryState:
         self.numel = master.numel()
         self.values = {MASTER: master}
         self._fields = {MASTER: StateField(torch.float32)}
-        self._kept: dict[str, torch.Tensor] = {}
+        self._snapshots: dict[str, torch.Tensor] = {}
 
     def add(self, kind: str, field: StateField) -> None:
-        """See :class:`StateHome`."""
+        """See :class:`OptimizerStateStorage`."""
         self._fields[kind] = field
         self.values[kind] = self._device.allocate(self.tier, field.entries(self.numel), field.dtype)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """See :class:`StateHome`: one."""
+        """See :class:`OptimizerStateStorage`: one."""
         yield 0, self.numel
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
-        """See :class:`StateHome`."""
+        """See :class:`OptimizerStateStorage`."""
         field = self._fields[kind]
         if begin % field.elements or (end % field.elements and end != self.numel):
             raise AssertionError(
@@ -101,38 +103,38 @@ class MemoryState:
         return self.values[kind][field.entries(begin) : field.entries(end)]
 
     def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
-        """See :class:`StateHome`."""
+        """See :class:`OptimizerStateStorage`."""
         return [self.read(kind, begin, end) for kind in kinds]
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """See :class:`StateHome`."""
-        for kind, given in zip(kinds, values, strict=True):
-            self.read(kind, begin, end).copy_(given)
+        """See :class:`OptimizerStateStorage`."""
+        for kind, replacement in zip(kinds, values, strict=True):
+            self.read(kind, begin, end).copy_(replacement)
 
-    def run(self, kind: str, begin: int, end: int) -> Values:
-        """See :class:`StateHome`."""
+    def view(self, kind: str, begin: int, end: int) -> Values:
+        """See :class:`OptimizerStateStorage`."""
         return self.read(kind, begin, end)
 
     @contextlib.contextmanager
     def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`StateHome`: changes are live at once."""
+        """See :class:`OptimizerStateStorage`: changes are live immediately."""
         yield self.read(kind, begin, end)
 
-    def keep(self) -> None:
-        """See :class:`StateHome`; the memory for it is allocated at the first call."""
+    def snapshot(self) -> None:
+        """See :class:`OptimizerStateStorage`; memory for it is allocated at the first call."""
         for kind, values in self.values.items():
-            if kind not in self._kept:
-                self._kept[kind] = self._device.allocate(self.tier, values.numel(), values.dtype)
-            self._kept[kind].copy_(values)
+            if kind not in self._snapshots:
+                self._snapshots[kind] = self._device.allocate(self.tier, values.numel(), values.dtype)
+            self._snapshots[kind].copy_(values)
 
-    def settle(self) -> None:
-        """See :class:`StateHome`."""
+    def commit(self) -> None:
+        """See :class:`OptimizerStateStorage`."""
 
-    def take_back(self) -> None:
-        """See :class:`StateHome`."""
+    def rollback(self) -> None:
+        """See :class:`OptimizerStateStorage`."""
         for kind, values in self.values.items():
-            values.copy_(self._kept[kind])
+            values.copy_(self._snapshots[kind])
 
-    def held_bytes(self) -> int:
-        """See :class:`StateHome`."""
-        return sum(values.nbytes for values in (*self.values.values(), *self._kept.values()))
+    def allocated_bytes(self) -> int:
+        """See :class:`OptimizerStateStorage`."""
+        return sum(values.nbytes for values in (*self.values.values(), *self._snapshots.values()))

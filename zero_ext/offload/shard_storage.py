@@ -1,4 +1,4 @@
-"""Where a rank's shard of a unit's parameters lives between uses."""
+"""Storage of a rank's shard of a unit's parameters between uses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.offload.device.device_memory import CPU, Device
-from zero_ext.offload.device.side_stream import HERE, Arrival
+from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.storage_range import Values
-from zero_ext.offload.transfer_stats import TransferLog
+from zero_ext.offload.transfer_stats import TransferStats
 
 
-class ShardHome(Protocol):
+class ShardStorage(Protocol):
     """A shard [numel] of one dtype in one tier; it moves in multiples of ``grain`` elements."""
 
     tier: Tier
@@ -21,35 +21,35 @@ class ShardHome(Protocol):
     dtype: torch.dtype
     grain: int
 
-    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
         """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``; n is a
         multiple of ``grain``, also at the end of the shard."""
 
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
-        """Starts replacing the elements from ``begin`` on by ``values``, which lie in memory of tier
-        ``source``. The home itself knows to wait before it gives them out."""
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
+        """Starts replacing the elements from ``begin`` on by ``values``, which are in memory of tier
+        ``source``. Later reads wait for the copy."""
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The elements [begin, end): live memory where the tier is memory, else a copy. Not counted."""
 
-    def run(self, begin: int, end: int) -> Values:
-        """The elements [begin, end) where they lie."""
+    def view(self, begin: int, end: int) -> Values:
+        """The elements [begin, end) where they are stored."""
 
-    def part(self, begin: int, end: int) -> ShardHome:
-        """The elements [begin, end), which move as a shard of their own; both multiples of ``grain``, or the
+    def subrange(self, begin: int, end: int) -> ShardStorage:
+        """The elements [begin, end) as a shard of their own; both multiples of ``grain``, or the
         shard's end."""
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """The shard itself if it lies in memory of ``tier``, for who can work on it there."""
+        """The shard itself if it is in memory of ``tier``, else None."""
 
 
-class MemoryHome:
+class MemoryShard:
     """A shard in device or host memory."""
 
     grain = 1
 
     def __init__(
-        self, tier: Tier, tensor: torch.Tensor, transfers: TransferLog, device: Device = CPU
+        self, tier: Tier, tensor: torch.Tensor, transfers: TransferStats, device: Device = CPU
     ) -> None:
         self.tier = tier
         self.numel = tensor.numel()
@@ -57,68 +57,68 @@ class MemoryHome:
         self._memory = tensor
         self._transfers = transfers
         self._device = device
-        self._written: Arrival = HERE
-        self._fetched: Arrival = HERE
+        self._written: CopyHandle = COMPLETED
+        self._fetched: CopyHandle = COMPLETED
 
     @property
     def _tensor(self) -> torch.Tensor:
-        """The memory, once what is written to it is there and what is read from it was read."""
-        self._fetched.let_go()
-        self._fetched = HERE
+        """The memory, once copies into it and out of it have ended."""
+        self._fetched.wait_source()
+        self._fetched = COMPLETED
         return self._readable()
 
     def _readable(self) -> torch.Tensor:
         self._written.wait()
-        self._written = HERE
+        self._written = COMPLETED
         return self._memory
 
-    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """See :class:`ShardHome`."""
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
+        """See :class:`ShardStorage`."""
         source = self._readable()
         if begin or into.numel() != self.numel:
             source = source[begin : begin + into.numel()]
         if into.data_ptr() == source.data_ptr():
-            return HERE
+            return COMPLETED
         self._transfers.record(self.tier, target, into.nbytes)
         # Copies in one direction end in order, so the last one stands for all.
-        arrival = self._device.copy(into, source)
-        if arrival is not HERE:
-            self._fetched = arrival
-        return arrival
+        copy = self._device.copy(into, source)
+        if copy is not COMPLETED:
+            self._fetched = copy
+        return copy
 
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
-        """See :class:`ShardHome`; ``values`` of another dtype are there when it returns."""
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
+        """See :class:`ShardStorage`; ``values`` of another dtype are there when it returns."""
         target = self._memory[begin : begin + values.numel()]
         if target.data_ptr() == values.data_ptr():
-            return HERE
+            return COMPLETED
         self._transfers.record(source, self.tier, target.nbytes)
         if values.dtype != target.dtype or values.device == target.device:
             self._tensor[begin : begin + values.numel()].copy_(values)
-            return HERE
-        self._fetched.let_go()
+            return COMPLETED
+        self._fetched.wait_source()
         self._written = self._device.copy(target, values)
         return self._written
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`ShardHome`."""
+        """See :class:`ShardStorage`."""
         return self._tensor[begin:end]
 
-    def run(self, begin: int, end: int) -> Values:
-        """See :class:`ShardHome`."""
+    def view(self, begin: int, end: int) -> Values:
+        """See :class:`ShardStorage`."""
         return self._tensor[begin:end]
 
-    def part(self, begin: int, end: int) -> ShardHome:
-        """See :class:`ShardHome`."""
-        return MemoryHome(self.tier, self._tensor[begin:end], self._transfers, self._device)
+    def subrange(self, begin: int, end: int) -> ShardStorage:
+        """See :class:`ShardStorage`."""
+        return MemoryShard(self.tier, self._tensor[begin:end], self._transfers, self._device)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """See :class:`ShardHome`."""
+        """See :class:`ShardStorage`."""
         return self._tensor if tier == self.tier else None
 
 
-def put(home: ShardHome, begin: int, values: torch.Tensor, source: Tier) -> None:
-    """Stores ``values``, which may be changed again when it returns; from the host, they are there then."""
-    home.store(begin, values, source).let_go()
+def put(shard: ShardStorage, begin: int, values: torch.Tensor, source: Tier) -> None:
+    """Store ``values``, which may be changed once it returns. Values from the host are stored by then."""
+    shard.store(begin, values, source).wait_source()
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:

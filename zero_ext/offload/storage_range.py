@@ -1,4 +1,4 @@
-"""Runs of values that lie in memory or in storage, under one roof for who copies them."""
+"""Ranges of values in memory or in storage, behind one interface for code that copies them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class StoredRun(Protocol):
+class StorageRange(Protocol):
     """``numel`` consecutive values in storage."""
 
     numel: int
@@ -19,30 +19,30 @@ class StoredRun(Protocol):
     def write(self, begin: int, values: torch.Tensor) -> None:
         """Replaces the values from ``begin`` on."""
 
-    def part(self, begin: int, end: int) -> StoredRun:
-        """The run of the values [begin, end)."""
+    def subrange(self, begin: int, end: int) -> StorageRange:
+        """The range of the values [begin, end)."""
 
 
-Values = torch.Tensor | StoredRun  # a tensor is live memory, 1-D
+Values = torch.Tensor | StorageRange  # a tensor is live memory, 1-D
 
 
 def count(values: Values) -> int:
-    """Number of values of a run."""
+    """Return the number of values in a range."""
     return values.numel() if isinstance(values, torch.Tensor) else values.numel
 
 
-def part_of(values: Values, begin: int, end: int) -> Values:
-    """The run of the values [begin, end) of a run."""
-    return values[begin:end] if isinstance(values, torch.Tensor) else values.part(begin, end)
+def subrange_of(values: Values, begin: int, end: int) -> Values:
+    """Return the values [begin, end) of a range, as a range."""
+    return values[begin:end] if isinstance(values, torch.Tensor) else values.subrange(begin, end)
 
 
 def copy_of(values: Values) -> torch.Tensor:
-    """All values of a run in memory of their own."""
+    """Return a copy of all values in a range."""
     return values.clone() if isinstance(values, torch.Tensor) else values.read(0, values.numel)
 
 
 def replace(values: Values, by: torch.Tensor) -> None:
-    """Gives a run other values."""
+    """Replace all values in a range."""
     if isinstance(values, torch.Tensor):
         values.copy_(by)
     else:

@@ -1,4 +1,4 @@
-"""The tiers of one engine: makes homes for shards and state, and owns what they share."""
+"""The tiers of one engine: allocates storage for shards and optimizer state, and owns what they share."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.config import AioPolicy, OffloadPolicy, Tier
+from zero_ext.config import AioConfig, OffloadConfig, Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
-from zero_ext.offload.device.bounce_buffer import DeviceWay, Transit
+from zero_ext.offload.device.bounce_buffer import BounceBuffer, DeviceTransferPath
 from zero_ext.offload.device.device_memory import CPU, Device
 from zero_ext.offload.device.numa import near
-from zero_ext.offload.nvme.gpu_direct_storage import direct_storage
-from zero_ext.offload.nvme.nvme_shard_storage import StoredHome
+from zero_ext.offload.nvme.gpu_direct_storage import open_gpu_direct_storage
+from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_state_stream import NvmeState, StateStream
 from zero_ext.offload.nvme.nvme_store import NvmeStore
-from zero_ext.offload.optimizer_state_storage import MemoryState, StateField, StateHome
-from zero_ext.offload.shard_storage import MemoryHome, ShardHome
-from zero_ext.offload.step_buffers import StepRooms, StepStaging
-from zero_ext.offload.transfer_stats import TransferLog
+from zero_ext.offload.optimizer_state_storage import MemoryState, OptimizerStateStorage, StateField
+from zero_ext.offload.shard_storage import MemoryShard, ShardStorage
+from zero_ext.offload.step_buffers import StagingSizes, StepStaging
+from zero_ext.offload.transfer_stats import TransferStats
 
 _log = logging.getLogger(__name__)
 
 
-def open_store(paths: Sequence[str], aio: AioPolicy, checksum: bool = False) -> NvmeStore:
+def open_store(paths: Sequence[str], aio: AioConfig, checksum: bool = False) -> NvmeStore:
     """Open an empty store on ``paths``, which verifies what it reads if it is to keep checksums.
 
     Folders that are missing are created with their parents and stay, as DeepSpeed's do.
@@ -42,7 +42,7 @@ def open_store(paths: Sequence[str], aio: AioPolicy, checksum: bool = False) -> 
         backend=aio.backend,
         queue_depth=aio.queue_depth,
         block_bytes=aio.block_bytes,
-        submitters=aio.submitters,
+        io_threads=aio.io_threads,
         checksum=checksum,
     )
 
@@ -65,38 +65,41 @@ def _create_folder(path: Path) -> None:
         ) from error
 
 
-class Tiers:
+class TierManager:
     """Memory of ``device`` and of its host for one rank, and its store on NVMe if the policy names that tier.
 
-    ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
-    gradients or parameters goes through, of the size of ``rooms``. ``kinds`` is the state that the optimizer
-    keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
-    has room for what it is after a step that may be taken back, ``transit_bytes`` is the size of what passes
-    between storage and an accelerator where it cannot go directly, ``delays_updates`` says that master
-    weights are updated while forward and backward use the parameters, ``parts_masters`` that parameters are
-    never their own master weights. ``bus`` hears how long storage is
-    waited for.
+    ``transfers`` counts what moves between the tiers. ``staging`` holds the buffers of a step in another tier
+    than its gradients or parameters.
+
+    Args:
+        staging_sizes: sizes of those buffers, by tier.
+        kinds: state of the optimizer besides the master weights. None where there is no optimizer.
+        shadows: state in storage has a second extent, for steps that may be rolled back.
+        bounce_buffer_bytes: size of the buffer between storage and an accelerator without a direct path.
+        bus: receives the time spent waiting for storage.
+        separate_masters: parameters are never their own master weights. Also true where updates are delayed
+            (``delays_updates``): forward and backward use the parameters meanwhile.
     """
 
     def __init__(
         self,
-        policy: OffloadPolicy,
-        aio: AioPolicy,
-        rooms: Mapping[Tier, StepRooms],
+        policy: OffloadConfig,
+        aio: AioConfig,
+        staging_sizes: Mapping[Tier, StagingSizes],
         kinds: Mapping[str, StateField] | None = None,
         shadows: bool = False,
         device: Device = CPU,
-        transit_bytes: int = 0,
+        bounce_buffer_bytes: int = 0,
         bus: Bus | None = None,
-        parts_masters: bool = False,
+        separate_masters: bool = False,
     ) -> None:
         self.device = device
         self.bus = Bus() if bus is None else bus
-        self.transfers = TransferLog()
-        self.delays_updates = policy.step == "delayed"
-        self.parts_masters = parts_masters or self.delays_updates
+        self.transfers = TransferStats()
+        self.delays_updates = policy.update_mode == "delayed"
+        self.separate_masters = separate_masters or self.delays_updates
         self._shadows = shadows
-        self.staging = StepStaging(rooms, device)
+        self.staging = StepStaging(staging_sizes, device)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
         if policy.any_nvme:
@@ -104,41 +107,45 @@ class Tiers:
                 self._store = open_store(policy.nvme_paths, aio, policy.checksum)
                 self._store.bus = self.bus
             if policy.optimizer == "nvme" and kinds is not None:
-                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers, self.bus)
-        self._way = self._way_to_storage(aio, transit_bytes) if transit_bytes else None
+                self._stream = StateStream(
+                    self._store, policy.staging_buffer_bytes, kinds, self.transfers, self.bus
+                )
+        self._transfer_path = (
+            self._open_transfer_path(aio, bounce_buffer_bytes) if bounce_buffer_bytes else None
+        )
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of the store that the home of a shard takes in ``tier``."""
+        """Return the bytes of the store that a shard in ``tier`` takes."""
         return -(-numel * dtype.itemsize // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT if tier == "nvme" else 0
 
     def stored_state_bytes(self, tier: Tier, numel: int) -> int:
-        """Bytes of the store that the optimizer state of ``numel`` elements takes in ``tier``."""
+        """Return the bytes of the store that the optimizer state of ``numel`` elements in ``tier`` takes."""
         return self.stream.extent_bytes(numel) * (2 if self._shadows else 1) if tier == "nvme" else 0
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for ``nbytes`` in the store, written once here; ``RuntimeError`` if there is too
-        little."""
+        """Reserve ``nbytes`` in the store and write them once. ``RuntimeError`` if space is short."""
         if self._store is not None:
             self._store.reserve(max(nbytes, self._store.facts().capacity))
 
-    def in_memory(self, tensor: torch.Tensor) -> ShardHome:
-        """Device memory that exists already, as the home of a shard."""
-        return MemoryHome("device", tensor, self.transfers, self.device)
+    def wrap_memory(self, tensor: torch.Tensor) -> ShardStorage:
+        """Return existing device memory as the storage of a shard."""
+        return MemoryShard("device", tensor, self.transfers, self.device)
 
-    def shard_home(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardHome:
-        """Zeroed room for a shard [numel] in ``tier``."""
+    def allocate_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardStorage:
+        """Allocate a zeroed shard [numel] in ``tier``."""
         if tier == "nvme":
-            return self.stored_home(numel, dtype)
-        return MemoryHome(tier, self.device.allocate(tier, numel, dtype), self.transfers, self.device)
+            return self.allocate_nvme_shard(numel, dtype)
+        return MemoryShard(tier, self.device.allocate(tier, numel, dtype), self.transfers, self.device)
 
-    def stored_home(self, numel: int, dtype: torch.dtype) -> StoredHome:
-        """Zeroed room for a shard [numel] in the store."""
+    def allocate_nvme_shard(self, numel: int, dtype: torch.dtype) -> NvmeShard:
+        """Allocate a zeroed shard [numel] in the store."""
         offset = self.store.allocate(numel * dtype.itemsize)
-        return StoredHome(self.store, offset, numel, dtype, self.transfers, self._way)
+        return NvmeShard(self.store, offset, numel, dtype, self.transfers, self._transfer_path)
 
-    def state_home(self, tier: Tier, numel: int, master: torch.Tensor | None) -> StateHome:
-        """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed
-        fp32 values."""
+    def allocate_optimizer_state(
+        self, tier: Tier, numel: int, master: torch.Tensor | None
+    ) -> OptimizerStateStorage:
+        """Allocate optimizer state of ``numel`` elements in ``tier``, with ``master`` or zeroed values."""
         if tier == "nvme":
             return NvmeState(self.stream, numel, self._shadows)
         if master is None:
@@ -149,23 +156,25 @@ class Tiers:
     def store(self) -> NvmeStore:
         """The store on NVMe."""
         if self._store is None:
-            raise AssertionError("no state kind lives on NVMe")
+            raise AssertionError("no state kind is stored on NVMe")
         return self._store
 
     @property
     def stream(self) -> StateStream:
-        """What optimizer state on NVMe passes through."""
+        """The stream that optimizer state on NVMe passes through."""
         if self._stream is None:
-            raise AssertionError("the optimizer does not live on NVMe")
+            raise AssertionError("the optimizer state is not stored on NVMe")
         return self._stream
 
     def staging_bytes(self) -> dict[Tier, int]:
-        """Bytes of memory that steps in other tiers go through, by tier."""
-        ring = self._stream.ring_bytes if self._stream is not None else 0
-        held = self.staging.held_bytes()
-        way = self._way.nbytes if self._way is not None else 0
-        return {**held, "host": held["host"] + ring + way}
+        """Return the bytes of staging memory by tier."""
+        ring = self._stream.staging_buffer_bytes if self._stream is not None else 0
+        staging = self.staging.allocated_bytes()
+        bounce = self._transfer_path.nbytes if self._transfer_path is not None else 0
+        return {**staging, "host": staging["host"] + ring + bounce}
 
-    def _way_to_storage(self, aio: AioPolicy, transit_bytes: int) -> DeviceWay:
-        direct = direct_storage(self.store, self.device) if aio.direct_storage == "auto" else None
-        return direct or Transit(self.device, transit_bytes)
+    def _open_transfer_path(self, aio: AioConfig, bounce_buffer_bytes: int) -> DeviceTransferPath:
+        direct = (
+            open_gpu_direct_storage(self.store, self.device) if aio.gpu_direct_storage == "auto" else None
+        )
+        return direct or BounceBuffer(self.device, bounce_buffer_bytes)

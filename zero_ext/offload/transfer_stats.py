@@ -12,12 +12,12 @@ Route = tuple[Tier, Tier]  # from, to
 
 
 @dataclass
-class TransferLog:
+class TransferStats:
     """Bytes this rank moved between tiers since :meth:`begin_step`, and in the last finished step.
 
-    A byte counts once for every copy that an accelerator would need; memory that is used where it lies
-    counts nothing. Storage counts what was asked of it, padding to its blocks included. Threads may record at
-    once.
+    A byte counts once for every copy that an accelerator would need; memory that is used in place
+    counts nothing. Storage counts what was asked of it, padding to its blocks included. Threads may record
+    simultaneously.
     """
 
     moved: Counter[Route] = field(default_factory=Counter)
@@ -36,5 +36,5 @@ class TransferLog:
             self.last_moved, self.moved = self.moved, Counter()
 
     def clear(self) -> None:
-        """Forgets what was counted: what sets a model up belongs to no step."""
+        """Drop the counts: setting a model up belongs to no step."""
         self.moved.clear()

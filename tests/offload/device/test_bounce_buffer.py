@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_ext.offload import HERE, Device
-from zero_ext.offload.device.bounce_buffer import Transit
-from zero_ext.offload.device.device_memory import Arrival
+from zero_ext.offload import COMPLETED, Device
+from zero_ext.offload.device.bounce_buffer import BounceBuffer
+from zero_ext.offload.device.device_memory import CopyHandle
 
 CHUNK = 4096
 NBYTES = 20 * CHUNK
@@ -21,15 +21,15 @@ class Storage:
         self.begun: list[int] = []
         self._refused = refused
 
-    def read(self, begin: int, chunk: torch.Tensor) -> Arrival:
+    def read(self, begin: int, chunk: torch.Tensor) -> CopyHandle:
         self._begin(begin)
         chunk.copy_(self.values[begin : begin + len(chunk)])
-        return HERE
+        return COMPLETED
 
-    def write(self, begin: int, chunk: torch.Tensor) -> Arrival:
+    def write(self, begin: int, chunk: torch.Tensor) -> CopyHandle:
         self._begin(begin)
         self.values[begin : begin + len(chunk)] = chunk
-        return HERE
+        return COMPLETED
 
     def _begin(self, begin: int) -> None:
         self.begun.append(begin)
@@ -39,8 +39,8 @@ class Storage:
 
 @pytest.mark.parametrize("refused", [0, 9 * CHUNK])
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_what_cannot_start_is_told_by_its_own_transfer(direction: str, refused: int) -> None:
-    transit = Transit(Device(torch.device("cpu")), 12 * CHUNK)
+def test_a_transfer_that_cannot_start_raises_its_own_error(direction: str, refused: int) -> None:
+    transit = BounceBuffer(Device(torch.device("cpu")), 12 * CHUNK)
     storages = [Storage(), Storage(refused), Storage()]
     memories = [torch.randint(0, 256, (NBYTES,), dtype=torch.uint8) for _ in storages]
     transfers = [
@@ -52,7 +52,7 @@ def test_what_cannot_start_is_told_by_its_own_transfer(direction: str, refused: 
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"no room for byte {refused}"):
             transfers[1].wait()
-    transfers[1].let_go()
+    transfers[1].wait_source()
     for number in (0, 2):
         assert torch.equal(memories[number], storages[number].values)
     assert torch.equal(memories[1][:refused], storages[1].values[:refused])

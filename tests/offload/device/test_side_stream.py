@@ -9,7 +9,7 @@ import torch
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.offload import HERE, SideStream
+from zero_ext.offload import COMPLETED, SideStream
 
 NUMEL = 1000
 
@@ -27,7 +27,7 @@ def on_the_device(values: torch.Tensor) -> torch.Tensor:
 def test_a_cpu_has_one_order() -> None:
     side = SideStream(torch.device("cpu"))
     with side.entered():
-        assert side.position() is HERE
+        assert side.position() is COMPLETED
         side.hold([torch.ones(1)])
         side.drop(torch.ones(1))
     side.release()
@@ -58,37 +58,37 @@ def test_who_uses_memory_that_was_left_inside_waits_for_its_position(world: Worl
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     wanted, shared = seeded(world), on_the_device(torch.zeros(NUMEL))
     source, side = on_the_device(wanted), SideStream(torch.device("stand_in", 0))
-    assert side.position() is HERE
+    assert side.position() is COMPLETED
     with side.entered():
         shared.copy_(source)
         leaving = side.position()
     if ordered:
-        leaving.let_go()
+        leaving.wait_source()
     assert torch.equal((shared + 1).cpu(), wanted + 1) == ordered
 
 
-@pytest.mark.parametrize("kept", ["hold", "drop", "neither"])
+@pytest.mark.parametrize("alive", ["hold", "drop", "neither"])
 @on_ranks(1, stand_in=True)
-def test_the_allocator_does_not_give_away_what_is_read_inside(world: World, kept: str) -> None:
+def test_the_allocator_does_not_reuse_memory_that_is_read_inside(world: World, alive: str) -> None:
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     wanted, result = seeded(world), on_the_device(torch.zeros(NUMEL))
     side = SideStream(torch.device("stand_in", 0))
     source = on_the_device(wanted)
     address = source.data_ptr()
     with side.entered():
-        if kept == "hold":
+        if alive == "hold":
             side.hold([source])
         result.copy_(source)
-        if kept == "drop":
+        if alive == "drop":
             side.drop(source)
     del source
     gc.collect()
     again = torch.empty(NUMEL, device="stand_in")
-    assert (again.data_ptr() == address) == (kept == "neither")
+    assert (again.data_ptr() == address) == (alive == "neither")
     again.fill_(7.0)
     torch.accelerator.current_stream().synchronize()
     torch.accelerator.synchronize()
-    assert torch.equal(result.cpu(), wanted) == (kept != "neither")
+    assert torch.equal(result.cpu(), wanted) == (alive != "neither")
     side.release()
-    if kept == "hold":
+    if alive == "hold":
         assert torch.empty(NUMEL, device="stand_in").data_ptr() == address

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from zero_ext import ops
-from zero_ext.config import AioPolicy, OffloadPolicy
+from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS
-from zero_ext.offload import MASTER, NvmeState, StateChunk, StateField, Tiers, visit_chunks
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StateField, TierManager, visit_chunks
 from zero_ext.offload.nvme import nvme_store
 from zero_ext.offload.nvme.nvme_state_stream import StateStream
 
@@ -31,12 +31,12 @@ def chunks_of(stream: StateStream) -> Callable[[Sequence[tuple[int, NvmeState]]]
 @pytest.fixture
 def states(tmp_path: Path) -> Iterator[list[tuple[int, NvmeState]]]:
     """Three ranges with random values, under indices 5, 6 and 7."""
-    policy = OffloadPolicy(optimizer="nvme", nvme_paths=(str(tmp_path),), ring_bytes=1 << 20)
-    tiers = Tiers(policy, AioPolicy(), {}, KINDS)
+    policy = OffloadConfig(optimizer="nvme", nvme_paths=(str(tmp_path),), staging_buffer_bytes=1 << 20)
+    tiers = TierManager(policy, AioConfig(), {}, KINDS)
     tiers.reserve(sum(tiers.stored_state_bytes("nvme", numel) for numel in SIZES))
     made = []
     for index, numel in enumerate(SIZES, 5):
-        state = tiers.state_home("nvme", numel, None)
+        state = tiers.allocate_optimizer_state("nvme", numel, None)
         assert isinstance(state, NvmeState)
         state.write_kinds([MASTER, "momentum"], 0, numel, [torch.randn(numel), torch.randn(numel)])
         made.append((index, state))
@@ -44,7 +44,7 @@ def states(tmp_path: Path) -> Iterator[list[tuple[int, NvmeState]]]:
     tiers.store.close()
 
 
-def whole(states: list[tuple[int, NvmeState]]) -> list[list[torch.Tensor]]:
+def full(states: list[tuple[int, NvmeState]]) -> list[list[torch.Tensor]]:
     return [state.read_kinds([MASTER, "momentum"], 0, state.numel) for _, state in states]
 
 
@@ -54,8 +54,8 @@ def test_every_chunk_comes_once_and_only_what_changed_is_written(
     stream = states[0][1].stream
 
     chunks = chunks_of(stream)
-    assert CHUNK_BUFFERS * stream.chunk_bytes < stream.ring_bytes
-    before, seen = whole(states), []
+    assert CHUNK_BUFFERS * stream.chunk_bytes < stream.staging_buffer_bytes
+    before, seen = full(states), []
     wanted = [[values.clone() for values in kinds] for kinds in before]
     for number, chunk in enumerate(chunks(states)):
         seen.append((chunk.index, chunk.begin, chunk.end))
@@ -66,29 +66,31 @@ def test_every_chunk_comes_once_and_only_what_changed_is_written(
         if chunk.changed:
             wanted[chunk.index - 5][0][chunk.begin : chunk.end] *= 2
     assert seen == [(index, *span) for index, state in states for span in state.spans()] and len(seen) > 5
-    for found, right in zip(whole(states), wanted, strict=True):
+    for found, right in zip(full(states), wanted, strict=True):
         assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
-def test_state_that_moves_is_written_whole_and_can_be_taken_back(states: list[tuple[int, NvmeState]]) -> None:
+def test_state_with_a_shadow_is_written_in_full_and_can_be_rolled_back(
+    states: list[tuple[int, NvmeState]],
+) -> None:
     stream = states[0][1].stream
     store, numel = stream.store, 70_001
     store.reserve(store.facts().capacity + 2 * stream.extent_bytes(numel))
     state = NvmeState(stream, numel, shadow=True)
     state.write_kinds([MASTER, "momentum"], 0, numel, [torch.randn(numel), torch.randn(numel)])
     moved = [(0, state)]
-    before, chunks = whole(moved), chunks_of(stream)
-    for settled in (False, True):
-        state.keep()
+    before, chunks = full(moved), chunks_of(stream)
+    for committed in (False, True):
+        state.snapshot()
         for chunk in chunks(moved):
             if chunk.begin:
                 chunk.values[MASTER].mul_(2)
                 chunk.changed = True
             else:
                 first = chunk.end
-        (state.settle if settled else state.take_back)()
-        before[0][0][first:] *= 2 if settled else 1
-        assert all(torch.equal(*pair) for pair in zip(whole(moved)[0], before[0], strict=True))
+        (state.commit if committed else state.rollback)()
+        before[0][0][first:] *= 2 if committed else 1
+        assert all(torch.equal(*pair) for pair in zip(full(moved)[0], before[0], strict=True))
 
 
 def test_reads_run_ahead_and_writes_behind(states: list[tuple[int, NvmeState]]) -> None:
@@ -126,10 +128,10 @@ def test_a_failed_transfer_is_raised_and_none_is_left_in_flight(
 
 
 def test_a_pass_may_be_broken_off(states: list[tuple[int, NvmeState]]) -> None:
-    chunks, before = chunks_of(states[0][1].stream), whole(states)
+    chunks, before = chunks_of(states[0][1].stream), full(states)
     with contextlib.suppress(ZeroDivisionError), contextlib.closing(chunks(states)) as visited:
         for chunk in visited:
             chunk.values[MASTER].zero_()
             raise ZeroDivisionError
-    for found, right in zip(whole(states), before, strict=True):
+    for found, right in zip(full(states), before, strict=True):
         assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))

@@ -122,14 +122,14 @@ def test_agrees_with_a_dict(
             expected = model[offset]
             sectors = expected.numel() // SECTOR
             begin = number // 7 % sectors
-            part = expected[begin * SECTOR : (begin + 1 + number // 11 % (sectors - begin)) * SECTOR]
+            section = expected[begin * SECTOR : (begin + 1 + number // 11 % (sectors - begin)) * SECTOR]
             if kind == "write":
-                part.copy_(random_tensor(part.numel()))
-                store.write(offset + begin * SECTOR, part).wait()
-                counted["written"] += part.numel()
+                section.copy_(random_tensor(section.numel()))
+                store.write(offset + begin * SECTOR, section).wait()
+                counted["written"] += section.numel()
             else:
-                assert torch.equal(read(store, offset + begin * SECTOR, part.numel()), part)
-                counted["read"] += part.numel()
+                assert torch.equal(read(store, offset + begin * SECTOR, section.numel()), section)
+                counted["read"] += section.numel()
         facts = store.facts()
     assert facts.live_bytes == sum(tensor.numel() for tensor in model.values())
     assert (facts.bytes_read, facts.bytes_written) == (counted["read"], counted["written"])
@@ -137,7 +137,7 @@ def test_agrees_with_a_dict(
     assert [list(path.iterdir()) for path in paths] == [[]] * devices
 
 
-def test_transfers_in_flight_together_and_any_dtype(store: NvmeStore) -> None:
+def test_simultaneous_transfers_and_any_dtype(store: NvmeStore) -> None:
     tensors = [torch.rand(3, 1024), torch.rand(4096).bfloat16(), torch.arange(1024.0).double()]
     offsets = [store.allocate(tensor.nbytes) for tensor in tensors]
     for transfer in [store.write(*pair) for pair in zip(offsets, tensors, strict=True)]:
@@ -285,7 +285,7 @@ raise ValueError("the training failed")
 """
 
 
-def test_nothing_is_left_after_an_exception_with_a_transfer_under_way(tmp_path: Path) -> None:
+def test_nothing_is_left_after_an_exception_during_a_transfer(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", AT_EXIT, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

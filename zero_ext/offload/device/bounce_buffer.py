@@ -1,4 +1,4 @@
-"""The way between storage and an accelerator: chunk by chunk through pinned memory of fixed size."""
+"""Transfers between storage and an accelerator, chunk by chunk through pinned memory of fixed size."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ import torch
 
 from zero_ext.config.buffer_sizes import SLOTS
 from zero_ext.offload.device.device_memory import Device
-from zero_ext.offload.device.side_stream import HERE, Arrival
+from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 
 _FIRST = 4  # of ``SLOTS`` chunks are in their first stage, the others in their second
 
-# Starts to move the bytes from an offset of a home on, from or into memory that storage reaches.
-Move = Callable[[int, torch.Tensor], Arrival]
+# Starts to move the bytes from an offset of a shard on, from or into memory that storage can access.
+Move = Callable[[int, torch.Tensor], CopyHandle]
 
 
-class DeviceWay(Protocol):
-    """How bytes get between storage and an accelerator's memory; ``nbytes`` of host memory lie on the way."""
+class DeviceTransferPath(Protocol):
+    """Moves bytes between storage and an accelerator's memory, through ``nbytes`` of host memory."""
 
     nbytes: int
 
-    def read(self, into: torch.Tensor, move: Move) -> Arrival:
+    def read(self, into: torch.Tensor, move: Move) -> CopyHandle:
         """Starts to fill ``into``, device memory of whole blocks, by ``move``, which reads."""
 
-    def write(self, values: torch.Tensor, move: Move) -> Arrival:
+    def write(self, values: torch.Tensor, move: Move) -> CopyHandle:
         """Starts to bring ``values``, device memory of whole blocks, to storage by ``move``, which writes."""
 
 
-class Transit:
-    """A :class:`DeviceWay`: moves bytes between storage and memory of ``device``, both ways at once, each
-    through ``SLOTS`` chunks of pinned memory: ``nbytes``, allocated here.
+class BounceBuffer:
+    """A :class:`DeviceTransferPath` through ``nbytes`` of pinned memory, which are allocated here.
+
+    Both directions run simultaneously, each through ``SLOTS`` chunks.
 
     A chunk passes two stages, storage and copy, in the one order or the other. The chunks of all transfers of
-    a direction go one after another; they go on when somebody waits for a transfer that is not through.
+    a direction go one after another. They continue when a caller waits for an unfinished transfer.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -45,116 +46,121 @@ class Transit:
         chunks = [memory[begin : begin + size] for begin in range(0, 2 * SLOTS * size, size)]
         self.nbytes = nbytes
         self._device = device
-        self._reads = _Line(chunks[:SLOTS])
-        self._writes = _Line(chunks[SLOTS:])
+        self._reads = _SlotQueue(chunks[:SLOTS])
+        self._writes = _SlotQueue(chunks[SLOTS:])
 
-    def read(self, into: torch.Tensor, move: Move) -> Arrival:
-        """See :class:`DeviceWay`."""
+    def read(self, into: torch.Tensor, move: Move) -> CopyHandle:
+        """See :class:`DeviceTransferPath`."""
         flat, after = into.view(torch.uint8), self._device.now()
 
-        def start(begin: int, chunk: torch.Tensor) -> _Chunk:
-            part = flat[begin : begin + len(chunk)]
-            return _Chunk(move(begin, chunk), lambda: self._device.copy(part, chunk, after))
+        def start(begin: int, chunk: torch.Tensor) -> _ChunkCopy:
+            target = flat[begin : begin + len(chunk)]
+            return _ChunkCopy(move(begin, chunk), lambda: self._device.copy(target, chunk, after))
 
-        return _Way(self._reads, len(flat), start)
+        return _BounceTransfer(self._reads, len(flat), start)
 
-    def write(self, values: torch.Tensor, move: Move) -> Arrival:
-        """See :class:`DeviceWay`."""
+    def write(self, values: torch.Tensor, move: Move) -> CopyHandle:
+        """See :class:`DeviceTransferPath`."""
         flat, after = values.view(torch.uint8), self._device.now()
 
-        def start(begin: int, chunk: torch.Tensor) -> _Chunk:
+        def start(begin: int, chunk: torch.Tensor) -> _ChunkCopy:
             copied = self._device.copy(chunk, flat[begin : begin + len(chunk)], after)
-            return _Chunk(copied, lambda: move(begin, chunk))
+            return _ChunkCopy(copied, lambda: move(begin, chunk))
 
-        return _Way(self._writes, len(flat), start)
-
-
-class _Chunk(NamedTuple):
-    """A chunk on its way: its first stage, and what starts its second one."""
-
-    first: Arrival
-    then: Callable[[], Arrival]
+        return _BounceTransfer(self._writes, len(flat), start)
 
 
-class _Line:
-    """Slots in turn, and the chunks whose first stage is under way, in order."""
+class _ChunkCopy(NamedTuple):
+    """A chunk being transferred: its first stage, and what starts its second one."""
+
+    first: CopyHandle
+    then: Callable[[], CopyHandle]
+
+
+class _SlotQueue:
+    """Slots in turn, and the chunks whose first stage is in progress, in order."""
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self.slots = slots
-        self._used: list[Arrival] = [HERE] * len(slots)  # the second stage that used each last
-        self._started: deque[tuple[int, _Way, _Chunk]] = deque()
-        self._waiting: deque[tuple[_Way, int, int]] = deque()  # first byte and the one after the last
+        self._used: list[CopyHandle] = [COMPLETED] * len(slots)  # the second stage that used each last
+        self._started: deque[tuple[int, _BounceTransfer, _ChunkCopy]] = deque()
+        self._waiting: deque[tuple[_BounceTransfer, int, int]] = deque()  # [begin, end) in bytes
         self._next = 0
 
-    def add(self, way: _Way, begin: int, end: int) -> None:
+    def add(self, transfer: _BounceTransfer, begin: int, end: int) -> None:
         """Puts a chunk at the end."""
-        self._waiting.append((way, begin, end))
+        self._waiting.append((transfer, begin, end))
         if len(self._started) < _FIRST:
             self._start()
 
     def advance(self) -> None:
         """Brings the oldest chunk to its second stage, and the next one to its first."""
-        slot, way, chunk = self._started.popleft()
-        self._used[slot] = way.carry_on(chunk)
+        slot, transfer, chunk = self._started.popleft()
+        self._used[slot] = transfer.start_second_stage(chunk)
         if self._waiting:
             self._start()
 
     def _start(self) -> None:
-        way, begin, end = self._waiting.popleft()
+        transfer, begin, end = self._waiting.popleft()
         slot, self._next = self._next, (self._next + 1) % len(self.slots)
-        used, self._used[slot] = self._used[slot], HERE
-        used.let_go()
-        self._started.append((slot, way, way.start(begin, self.slots[slot][: end - begin])))
+        used, self._used[slot] = self._used[slot], COMPLETED
+        used.wait_source()
+        self._started.append((slot, transfer, transfer.start(begin, self.slots[slot][: end - begin])))
 
 
-class _Way:
-    """All chunks of one transfer: an :class:`Arrival`."""
+class _BounceTransfer:
+    """All chunks of one transfer: a :class:`CopyHandle`."""
 
-    def __init__(self, line: _Line, nbytes: int, start: Callable[[int, torch.Tensor], _Chunk]) -> None:
-        self._line = line
-        self._start: Callable[[int, torch.Tensor], _Chunk] | None = start
-        self._first: Arrival = HERE  # the last one of each stage, which end in order
-        self._second: list[Arrival] = []
+    def __init__(
+        self, queue: _SlotQueue, nbytes: int, start: Callable[[int, torch.Tensor], _ChunkCopy]
+    ) -> None:
+        self._queue = queue
+        self._start: Callable[[int, torch.Tensor], _ChunkCopy] | None = start
+        self._first: CopyHandle = COMPLETED  # the last one of each stage, which end in order
+        self._second: list[CopyHandle] = []
         self._failure: RuntimeError | None = None
-        size = line.slots[0].nbytes
+        size = queue.slots[0].nbytes
         self._open = self._unstarted = -(-nbytes // size)
         for begin in range(0, nbytes, size):
-            line.add(self, begin, min(begin + size, nbytes))
+            queue.add(self, begin, min(begin + size, nbytes))
 
-    def start(self, begin: int, chunk: torch.Tensor) -> _Chunk:
-        """The first stage of the bytes from ``begin`` on, in ``chunk``. What cannot start is told by
-        :meth:`wait`: it may be another transfer that is brought on here."""
+    def start(self, begin: int, chunk: torch.Tensor) -> _ChunkCopy:
+        """Start the first stage of the bytes from ``begin`` on, in ``chunk``.
+
+        :meth:`wait` raises the error of a chunk that cannot start: its transfer may not be the one that the
+        caller waits for.
+        """
         if self._start is None:
             raise AssertionError(f"the chunk from byte {begin} on was started before")
         try:
             started = self._start(begin, chunk)
         except RuntimeError as error:
             self._failure = self._failure or error
-            started = _Chunk(HERE, lambda: HERE)
+            started = _ChunkCopy(COMPLETED, lambda: COMPLETED)
         self._first = started.first
         self._unstarted -= 1
         if self._unstarted == 0:
-            # It holds the memory that is read or written; whoever keeps this way need not keep that.
+            # It references the memory that is read or written, which this handle need not keep alive.
             self._start = None
         return started
 
-    def carry_on(self, chunk: _Chunk) -> Arrival:
-        """The second stage of a chunk, once the first one has ended; none after a failure."""
+    def start_second_stage(self, chunk: _ChunkCopy) -> CopyHandle:
+        """Start the second stage of a chunk, once the first one has ended; none after a failure."""
         self._open -= 1
         try:
             chunk.first.wait()
             self._second.append(chunk.then())
         except RuntimeError as error:
             self._failure = self._failure or error
-            return HERE
+            return COMPLETED
         return self._second[-1]
 
-    def _carry_all_on(self) -> None:
+    def _start_all_second_stages(self) -> None:
         while self._open:
-            self._line.advance()
+            self._queue.advance()
 
     def wait(self) -> None:
-        self._carry_all_on()
+        self._start_all_second_stages()
         while self._second:
             try:
                 self._second.pop(0).wait()
@@ -163,12 +169,12 @@ class _Way:
         if self._failure is not None:
             raise self._failure
 
-    def let_go(self) -> None:
-        self._carry_all_on()
-        self._first.let_go()
+    def wait_source(self) -> None:
+        self._start_all_second_stages()
+        self._first.wait_source()
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
-        self._carry_all_on()
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
+        self._start_all_second_stages()
         if self._failure is not None:
-            self.wait()  # also for the chunks that come: whoever gives up gives their memory to others
-        return self._second[-1].followed()
+            self.wait()  # for the later chunks too: a caller that aborts releases their memory
+        return self._second[-1].stream_context()

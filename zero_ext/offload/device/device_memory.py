@@ -11,7 +11,7 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload.device.numa import near
 from zero_ext.offload.device.pinned import pinned
-from zero_ext.offload.device.side_stream import HERE, Arrival, SideStream, current
+from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle, SideStream, current
 
 _WORD = 8  # bytes: of the widest elements that go beside state
 
@@ -79,13 +79,13 @@ class Device:
             return None
         return torch.accelerator.current_stream(self.device).record_event()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, after: torch.Event | None = None) -> Arrival:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, after: torch.Event | None = None) -> CopyHandle:
         """Starts to copy ``source`` to ``into``, contiguous and of one dtype, after what the current stream
         was given so far, or until :meth:`now` was called for ``after``. Both stay alive, and neither is
-        touched, until the arrival was waited for."""
+        touched, until the handle was waited for."""
         if into.device == source.device:
             into.copy_(source)
-            return HERE
+            return COMPLETED
         stream = self._to_device if into.device == self.device else self._to_host
         if stream is None or into.dtype != source.dtype:
             raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
@@ -94,7 +94,7 @@ class Device:
             into.copy_(source, non_blocking=True)
         return _Copy(stream, into, source)
 
-    def beside(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
+    def to_tier(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
         """``small``, contiguous tensors of a few values in host memory, where ops on memory of ``tier`` read
         them. On an accelerator all come by one copy in the current stream, and nobody waits for it."""
         if self.of(tier).type == "cpu":
@@ -102,12 +102,12 @@ class Device:
         sizes = [-(-each.nbytes // _WORD) * _WORD for each in small]
         # torch keeps its own pinned memory until the stream has read it.
         block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-        for each, place in zip(small, _cut(block, small, sizes), strict=True):
-            place.copy_(each)
+        for each, target in zip(small, _cut(block, small, sizes), strict=True):
+            target.copy_(each)
         return _cut(block.to(self.device, non_blocking=True), small, sizes)
 
-    def from_here(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, another thread gives its work to what is this thread's current stream now."""
+    def inherit_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which another thread submits its work to this thread's current stream."""
         if not self.is_accelerator:
             return contextlib.nullcontext()
         return current(torch.accelerator.current_stream(self.device))
@@ -131,7 +131,7 @@ class _Copy:
         self._end(self._into)
         self._into = None
 
-    def let_go(self) -> None:
+    def wait_source(self) -> None:
         self._end(self._source)
         self._source = None
 
@@ -143,15 +143,15 @@ class _Copy:
         else:
             torch.accelerator.current_stream(side.device).wait_event(self._event)
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         return current(self._stream)
 
 
 def _cut(block: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Parts of ``block`` of so many bytes each, as tensors with the dtypes and shapes of ``like``."""
+    """Slices of ``block`` of ``sizes`` bytes, as tensors with the dtypes and shapes of ``like``."""
     return [
-        part[: each.nbytes].view(each.dtype).view(each.shape)
-        for part, each in zip(block.split(list(sizes)), like, strict=True)
+        section[: each.nbytes].view(each.dtype).view(each.shape)
+        for section, each in zip(block.split(list(sizes)), like, strict=True)
     ]
 
 

@@ -49,7 +49,7 @@ def node_cpus(address: str, sys: Path = _SYS) -> frozenset[int]:
     except (OSError, ValueError):
         return frozenset()
     found: set[int] = set()
-    for part in filter(None, listed.split(",")):
-        first, _, last = part.partition("-")
+    for cpus in filter(None, listed.split(",")):
+        first, _, last = cpus.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)

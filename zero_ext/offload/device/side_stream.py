@@ -21,7 +21,7 @@ class CopyHandle(Protocol):
     def wait_source(self) -> None:
         """Wait until the source may be changed. Only :meth:`wait` raises errors of the copy."""
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which work of the current stream comes after the copy.
 
         The streams outside continue. Raise as :meth:`wait` does.
@@ -37,7 +37,7 @@ class CompletedCopy:
     def wait_source(self) -> None:
         """See :class:`CopyHandle`."""
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         """See :class:`CopyHandle`."""
         return contextlib.nullcontext()
 
@@ -124,7 +124,7 @@ class _Position:
 
     wait_source = wait
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         return current(self._stream)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.offload.device.bounce_buffer import Move
-from zero_ext.offload.device.device_memory import Arrival, Device
+from zero_ext.offload.device.device_memory import CopyHandle, Device
 from zero_ext.offload.nvme.nvme_store import NvmeStore
 
 _log = logging.getLogger(__name__)
@@ -20,9 +20,8 @@ _log = logging.getLogger(__name__)
 MODULES = Path("/proc/modules")
 
 
-class DirectStorage:
-    """Moves bytes between storage and memory of ``device`` by cuFile: a :class:`DeviceWay` without memory of
-    its own.
+class GpuDirectStorage:
+    """A :class:`DeviceTransferPath` by cuFile between storage and memory of ``device``, without host memory.
 
     cuFile knows nothing of streams. A transfer starts, on a thread kept for that, once the device has done
     what the current stream was given before it; then nobody but the host waits for it.
@@ -34,56 +33,59 @@ class DirectStorage:
         self._device = device
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="zero_ext-direct-storage")
 
-    def read(self, into: torch.Tensor, move: Move) -> Arrival:
-        """See :class:`DeviceWay`."""
+    def read(self, into: torch.Tensor, move: Move) -> CopyHandle:
+        """See :class:`DeviceTransferPath`."""
         return _Started(self._starter.submit(_start, self._device.now(), into, move))
 
-    def write(self, values: torch.Tensor, move: Move) -> Arrival:
-        """See :class:`DeviceWay`."""
+    def write(self, values: torch.Tensor, move: Move) -> CopyHandle:
+        """See :class:`DeviceTransferPath`."""
         return self.read(values, move)
 
 
 class _Started:
-    """A transfer that starts by itself: an :class:`Arrival`."""
+    """A transfer that starts by itself: a :class:`CopyHandle`."""
 
-    def __init__(self, transfer: Future[Arrival]) -> None:
+    def __init__(self, transfer: Future[CopyHandle]) -> None:
         self._transfer = transfer
 
     def wait(self) -> None:
         self._transfer.result().wait()
 
-    def let_go(self) -> None:
+    def wait_source(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.wait()
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         self.wait()
         return contextlib.nullcontext()
 
 
-def _start(before: torch.Event | None, memory: torch.Tensor, move: Move) -> Arrival:
+def _start(before: torch.Event | None, memory: torch.Tensor, move: Move) -> CopyHandle:
     if before is not None:
         before.synchronize()
     return move(0, memory)
 
 
-def direct_storage(store: NvmeStore, device: Device) -> DirectStorage | None:
-    """The direct way between ``store``, none of whose extents is in use yet, and ``device``; None, and a log
-    line with the reason, where there is none.
+def open_gpu_direct_storage(store: NvmeStore, device: Device) -> GpuDirectStorage | None:
+    """Return the direct path between ``store``, none of whose extents is in use yet, and ``device``.
+
+    Return None, and log the reason, where there is none.
 
     There is one if the device is of a kind that has it, cuFile's library is there, its driver opens and
-    takes the store's files, and bytes that went to every path and back by either way are what they were.
+    takes the store's files, and bytes that went to every path and back, in both directions, are unchanged.
     """
     why = _why_no_library(device)
     if not why:
-        way = DirectStorage(device)
-        why = _why_not_tried(store, device, way)
+        direct = GpuDirectStorage(device)
+        why = _why_not_tried(store, device, direct)
     if why:
-        line = "aio.direct_storage 'auto': bytes between NVMe and %s go through pinned host memory: %s"
+        line = "aio.gpu_direct_storage 'auto': bytes between NVMe and %s go through pinned host memory: %s"
         _log.warning(line, device.device, why)
         return None
-    _log.info("aio.direct_storage 'auto': bytes between NVMe and %s go directly, by cuFile", device.device)
-    return way
+    _log.info(
+        "aio.gpu_direct_storage 'auto': bytes between NVMe and %s go directly, by cuFile", device.device
+    )
+    return direct
 
 
 def _why_no_library(device: Device) -> str:
@@ -95,14 +97,17 @@ def _why_no_library(device: Device) -> str:
     return ops.why_no_cufile()
 
 
-def _why_not_tried(store: NvmeStore, device: Device, way: DirectStorage) -> str:
-    """Empty if a row of stripes went both ways; what it lies in is zero again afterwards."""
+def _why_not_tried(store: NvmeStore, device: Device, direct: GpuDirectStorage) -> str:
+    """Return an empty string if a row of stripes went in both directions.
+
+    Its extent is zero again afterwards.
+    """
     nbytes = store.row_bytes
     store.reserve(nbytes)
     offset = store.allocate(nbytes)
     try:
         with torch.inference_mode(False):
-            _try(store, offset, nbytes, device, way)
+            _try(store, offset, nbytes, device, direct)
         why = ""
     except RuntimeError as error:
         store.close_direct()
@@ -112,17 +117,17 @@ def _why_not_tried(store: NvmeStore, device: Device, way: DirectStorage) -> str:
     return why
 
 
-def _try(store: NvmeStore, offset: int, nbytes: int, device: Device, way: DirectStorage) -> None:
-    here = ops.host_buffer(nbytes)
-    here.view(torch.int64).copy_(torch.arange(1, nbytes // 8 + 1, device="cpu"))
-    there = here.to(device.device)  # also makes the device this thread's
+def _try(store: NvmeStore, offset: int, nbytes: int, device: Device, direct: GpuDirectStorage) -> None:
+    sent = ops.host_buffer(nbytes)
+    sent.view(torch.int64).copy_(torch.arange(1, nbytes // 8 + 1, device="cpu"))
+    there = sent.to(device.device)  # also makes the device this thread's
     store.open_direct()
     back = ops.host_buffer(nbytes)
-    way.write(there, lambda begin, memory: store.write(offset + begin, memory)).wait()
+    direct.write(there, lambda begin, memory: store.write(offset + begin, memory)).wait()
     store.read(offset, back).wait()
-    if not torch.equal(back, here):
+    if not torch.equal(back, sent):
         raise RuntimeError("cuFile wrote other bytes than it was given")
     store.write(offset, back.bitwise_not_()).wait()
-    way.read(there, lambda begin, memory: store.read(offset + begin, memory)).wait()
+    direct.read(there, lambda begin, memory: store.read(offset + begin, memory)).wait()
     if not torch.equal(there.cpu(), back):
         raise RuntimeError("cuFile read other bytes than were written")

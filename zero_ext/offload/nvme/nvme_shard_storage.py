@@ -1,4 +1,4 @@
-"""A shard of parameters that lives on NVMe."""
+"""A shard of parameters on NVMe."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
-from zero_ext.offload.device.bounce_buffer import DeviceWay
-from zero_ext.offload.device.side_stream import HERE, Arrival
+from zero_ext.offload.device.bounce_buffer import DeviceTransferPath
+from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.nvme.nvme_store import NvmeStore
-from zero_ext.offload.storage_range import StoredRun, Values
-from zero_ext.offload.transfer_stats import TransferLog
+from zero_ext.offload.storage_range import StorageRange, Values
+from zero_ext.offload.transfer_stats import TransferStats
 
 
-class StoredHome:
-    """A shard [numel] in one extent of the store: a :class:`ShardHome`.
+class NvmeShard:
+    """A shard [numel] in one extent of the store: a :class:`ShardStorage`.
 
-    It is read straight into device memory where that is host memory, else by ``way``; nothing of it stays
-    in memory.
+    It is read straight into device memory where that is host memory, else through ``transfer_path``. Nothing
+    of it stays in memory.
     """
 
     tier: Tier = "nvme"
@@ -29,8 +29,8 @@ class StoredHome:
         offset: int,
         numel: int,
         dtype: torch.dtype,
-        transfers: TransferLog,
-        way: DeviceWay | None = None,
+        transfers: TransferStats,
+        transfer_path: DeviceTransferPath | None = None,
     ) -> None:
         self.numel = numel
         self.dtype = dtype
@@ -38,102 +38,108 @@ class StoredHome:
         self.offset = offset
         self._store = store
         self._transfers = transfers
-        self._way = way
+        self._transfer_path = transfer_path
 
-    def seen_as(self, dtype: torch.dtype) -> StoredHome:
+    def seen_as(self, dtype: torch.dtype) -> NvmeShard:
         """The same extent as elements of another dtype, which must not be wider."""
-        return StoredHome(self._store, self.offset, self.numel, dtype, self._transfers, self._way)
+        return NvmeShard(self._store, self.offset, self.numel, dtype, self._transfers, self._transfer_path)
 
     def padded_bytes(self, numel: int) -> int:
-        """Bytes of the whole blocks that ``numel`` elements take."""
+        """Bytes of the padded blocks that ``numel`` elements take."""
         return -(-numel // self.grain) * STORAGE_ALIGNMENT
 
-    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """See :class:`ShardHome`; ``begin`` is a multiple of ``grain``."""
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
+        """See :class:`ShardStorage`; ``begin`` is a multiple of ``grain``."""
         self._transfers.record("nvme", target, into.nbytes)
         first = self.offset + begin * self.dtype.itemsize
         if into.device.type == "cpu":
             return self._store.read(first, into)
-        return self._way_there().read(into, lambda offset, chunk: self._store.read(first + offset, chunk))
+        return self._path_to_device().read(
+            into, lambda offset, chunk: self._store.read(first + offset, chunk)
+        )
 
-    def write(self, values: torch.Tensor, begin: int) -> Arrival:
-        """Starts to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of whole
+    def write(self, values: torch.Tensor, begin: int) -> CopyHandle:
+        """Starts to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of padded
         blocks in device memory, which must not change until it has ended."""
         self._transfers.record("device", "nvme", values.nbytes)
         first = self.offset + begin * self.dtype.itemsize
         if values.device.type == "cpu":
             return self._store.write(first, values)
-        return self._way_there().write(values, lambda offset, chunk: self._store.write(first + offset, chunk))
+        return self._path_to_device().write(
+            values, lambda offset, chunk: self._store.write(first + offset, chunk)
+        )
 
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
-        """See :class:`ShardHome`; done when it returns. What shares a first or last block with the values is
-        read and written back."""
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
+        """See :class:`ShardStorage`; done when it returns.
+
+        The rest of a first or last block is read and written back.
+        """
         end = begin + values.numel()
         first, last, blocks = self._blocks(begin, end)
-        whole = values
+        padded = values
         fits = (first, last) == (begin, end) and values.dtype == self.dtype and values.is_contiguous()
         if not fits or values.device.type != "cpu" or values.data_ptr() % STORAGE_ALIGNMENT:
-            whole = self._room(last - first)
+            padded = self._buffer(last - first)
             grain = STORAGE_ALIGNMENT // self.dtype.itemsize
             edges = {first} if first < begin else set()
             for edge in edges | ({last - grain} if end < last else set()):
-                whole[edge - first : edge - first + grain].copy_(self._read(edge, edge + grain))
-            whole[begin - first : end - first].copy_(values)
-        self._store.write(self.offset + blocks, whole).wait()
-        self._transfers.record(source, "nvme", whole.nbytes)
-        return HERE
+                padded[edge - first : edge - first + grain].copy_(self._read(edge, edge + grain))
+            padded[begin - first : end - first].copy_(values)
+        self._store.write(self.offset + blocks, padded).wait()
+        self._transfers.record(source, "nvme", padded.nbytes)
+        return COMPLETED
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`ShardHome`: a copy."""
+        """See :class:`ShardStorage`: a copy."""
         first, last, _ = self._blocks(begin, end)
         return self._read(first, last)[begin - first : end - first]
 
-    def run(self, begin: int, end: int) -> Values:
-        """See :class:`ShardHome`."""
-        return _ShardRun(self, begin, end - begin)
+    def view(self, begin: int, end: int) -> Values:
+        """See :class:`ShardStorage`."""
+        return _ShardRange(self, begin, end - begin)
 
-    def part(self, begin: int, end: int) -> StoredHome:
-        """See :class:`ShardHome`."""
+    def subrange(self, begin: int, end: int) -> NvmeShard:
+        """See :class:`ShardStorage`."""
         offset = self.offset + begin * self.dtype.itemsize
-        return StoredHome(self._store, offset, end - begin, self.dtype, self._transfers, self._way)
+        return NvmeShard(self._store, offset, end - begin, self.dtype, self._transfers, self._transfer_path)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """See :class:`ShardHome`: never."""
+        """See :class:`ShardStorage`: never."""
         return None
 
-    def _way_there(self) -> DeviceWay:
-        if self._way is None:
-            raise AssertionError("an accelerator's memory without a way to storage")
-        return self._way
+    def _path_to_device(self) -> DeviceTransferPath:
+        if self._transfer_path is None:
+            raise AssertionError("an accelerator's memory without a transfer path to storage")
+        return self._transfer_path
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:
-        """The elements of the whole blocks around [begin, end), and the bytes before them."""
+        """The elements of the padded blocks around [begin, end), and the bytes before them."""
         first = begin // self.grain * self.grain
         return first, -(-end // self.grain) * self.grain, first * self.dtype.itemsize
 
-    def _room(self, numel: int) -> torch.Tensor:
+    def _buffer(self, numel: int) -> torch.Tensor:
         return ops.host_buffer(numel * self.dtype.itemsize).view(self.dtype)
 
     def _read(self, first: int, last: int) -> torch.Tensor:
-        values = self._room(last - first)
+        values = self._buffer(last - first)
         self._store.read(self.offset + first * self.dtype.itemsize, values).wait()
         return values
 
 
-class _ShardRun:
-    """A :class:`StoredRun` of a shard."""
+class _ShardRange:
+    """A :class:`StorageRange` of a shard."""
 
-    def __init__(self, home: StoredHome, begin: int, numel: int) -> None:
+    def __init__(self, shard: NvmeShard, begin: int, numel: int) -> None:
         self.numel = numel
-        self.dtype = home.dtype
-        self._home = home
+        self.dtype = shard.dtype
+        self._shard = shard
         self._begin = begin
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        return self._home.read(self._begin + begin, self._begin + end)
+        return self._shard.read(self._begin + begin, self._begin + end)
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        self._home.store(self._begin + begin, values, "host").wait()
+        self._shard.store(self._begin + begin, values, "host").wait()
 
-    def part(self, begin: int, end: int) -> StoredRun:
-        return _ShardRun(self._home, self._begin + begin, end - begin)
+    def subrange(self, begin: int, end: int) -> StorageRange:
+        return _ShardRange(self._shard, self._begin + begin, end - begin)

@@ -30,7 +30,7 @@ class StateChunk:
         self.changed = moves
 
 
-class _Place(NamedTuple):
+class _ChunkExtent(NamedTuple):
     owner: int
     state: NvmeState
     begin: int
@@ -46,40 +46,40 @@ def visit_chunks(
     ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. Raises ``RuntimeError`` if a transfer
     failed; none is in flight once the iterator has ended or was closed.
     """
-    places = [_Place(index, state, *span) for index, state in states for span in state.spans()]
+    extents = [_ChunkExtent(index, state, *span) for index, state in states for span in state.spans()]
     reads: deque[Transfer] = deque()
     writes: deque[Transfer | None] = deque()
 
     def memory(number: int) -> torch.Tensor:
-        place = places[number]
-        return buffers[number % CHUNK_BUFFERS][: stream.extent_bytes(place.end - place.begin)]
+        extent = extents[number]
+        return buffers[number % CHUNK_BUFFERS][: stream.extent_bytes(extent.end - extent.begin)]
 
     try:
-        for number, place in enumerate(places):
+        for number, extent in enumerate(extents):
             if number == 0:
-                reads.append(_start(stream, place, memory(number), writing=False))
-            if number + 1 < len(places):
+                reads.append(_start(stream, extent, memory(number), writing=False))
+            if number + 1 < len(extents):
                 if len(writes) == CHUNK_BUFFERS - 1:
                     _wait(writes.popleft())
-                reads.append(_start(stream, places[number + 1], memory(number + 1), writing=False))
+                reads.append(_start(stream, extents[number + 1], memory(number + 1), writing=False))
             reads.popleft().wait()
-            moves = place.state.target != place.state.offset
-            values = _values(stream, place, memory(number))
-            chunk = StateChunk(place.owner, place.begin, place.end, values, moves)
+            moves = extent.state.target != extent.state.offset
+            values = _values(stream, extent, memory(number))
+            chunk = StateChunk(extent.owner, extent.begin, extent.end, values, moves)
             yield chunk
-            writes.append(_start(stream, place, memory(number), writing=True) if chunk.changed else None)
+            writes.append(_start(stream, extent, memory(number), writing=True) if chunk.changed else None)
         while writes:
             _wait(writes.popleft())
     finally:
         for transfer in (*reads, *writes):
-            with contextlib.suppress(RuntimeError):  # after another error, which is the one to tell
+            with contextlib.suppress(RuntimeError):  # after another error, which is the one to raise
                 _wait(transfer)
 
 
-def _start(stream: StateStream, place: _Place, memory: torch.Tensor, writing: bool) -> Transfer:
-    chunks_before = place.begin // stream.chunk_elements
-    extent = place.state.target if writing else place.state.offset
-    offset = extent + chunks_before * stream.chunk_bytes
+def _start(stream: StateStream, extent: _ChunkExtent, memory: torch.Tensor, writing: bool) -> Transfer:
+    chunks_before = extent.begin // stream.chunk_elements
+    offset_of_state = extent.state.target if writing else extent.state.offset
+    offset = offset_of_state + chunks_before * stream.chunk_bytes
     if writing:
         stream.transfers.record("host", "nvme", memory.nbytes)
         return stream.store.write(offset, memory)
@@ -87,12 +87,12 @@ def _start(stream: StateStream, place: _Place, memory: torch.Tensor, writing: bo
     return stream.store.read(offset, memory)
 
 
-def _values(stream: StateStream, place: _Place, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def _values(stream: StateStream, extent: _ChunkExtent, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     values, first = {}, 0
     for kind, field in stream.kinds.items():
         if field.elements != 1:
             raise AssertionError(f"'{kind}' has an entry for {field.elements} elements")
-        last = first + (place.end - place.begin) * field.dtype.itemsize
+        last = first + (extent.end - extent.begin) * field.dtype.itemsize
         values[kind] = buffer[first:last].view(field.dtype)
         first = last
     return values

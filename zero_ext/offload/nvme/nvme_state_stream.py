@@ -1,4 +1,4 @@
-"""Optimizer state on NVMe: it streams through one ring of memory whose size does not depend on the model."""
+"""Optimizer state on NVMe, streamed through one ring of memory whose size does not depend on the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
-from zero_ext.offload.nvme.nvme_shard_storage import StoredHome
+from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_store import NvmeStore
 from zero_ext.offload.optimizer_state_storage import MASTER, StateField
-from zero_ext.offload.shard_storage import ShardHome
-from zero_ext.offload.storage_range import StoredRun, Values
-from zero_ext.offload.transfer_stats import TransferLog
+from zero_ext.offload.shard_storage import ShardStorage
+from zero_ext.offload.storage_range import StorageRange, Values
+from zero_ext.offload.transfer_stats import TransferStats
 
 _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
 _WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for what in ("reads", "writes")]
@@ -28,27 +28,27 @@ _WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for wha
 class StateStream:
     """The ring, and the kinds of state that pass through it: ``kinds``, beside the master weights.
 
-    ``ring_bytes`` of memory are allocated here; ``bus`` hears how long storage is waited for. Raises
-    ``RuntimeError`` naming the smallest ring if it is too small.
+    ``staging_buffer_bytes`` of memory are allocated here. The time spent waiting for storage is published to
+    ``bus``. Raises ``RuntimeError`` naming the smallest ring if it is too small.
     """
 
     def __init__(
         self,
         store: NvmeStore,
-        ring_bytes: int,
+        staging_buffer_bytes: int,
         kinds: Mapping[str, StateField],
-        transfers: TransferLog,
+        transfers: TransferStats,
         bus: Bus | None = None,
     ) -> None:
         self.store = store
         self.kinds = {MASTER: StateField(torch.float32), **kinds}
         self.handle = uuid.uuid4().int >> 65
-        self.ring_bytes = ring_bytes
+        self.staging_buffer_bytes = staging_buffer_bytes
         self.transfers = transfers
         self._bus = Bus() if bus is None else bus
         sizes = [field.dtype.itemsize for field in self.kinds.values()]
         elements = [field.elements for field in self.kinds.values()]
-        ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
+        ops.state_stream_open(self.handle, store.handle, staging_buffer_bytes, sizes, elements)
         weakref.finalize(self, ops.state_stream_close, self.handle)
         self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
         self.chunk_bytes = self.extent_bytes(self.chunk_elements)
@@ -59,7 +59,7 @@ class StateStream:
 
     @contextlib.contextmanager
     def counters(self) -> Iterator[torch.Tensor]:
-        """Room for an op's counters; the bytes it moved are recorded, and what it waited for is told."""
+        """Return a buffer for an op's counters. Record the bytes it moved and publish the time it waited."""
         began = self._bus.now()
         counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64, device="cpu")
         yield counters
@@ -69,10 +69,10 @@ class StateStream:
 
 
 class NvmeState:
-    """State of ``numel`` elements in one extent of the store: a :class:`StateHome`.
+    """State of ``numel`` elements in one extent of the store: a :class:`OptimizerStateStorage`.
 
-    With ``shadow`` there is a second extent, so that a step may be taken back: it reads from ``offset`` and
-    writes to ``target``, and what counts is the choice between the two.
+    With ``shadow`` there is a second extent, so that a step can be rolled back: it reads from ``offset`` and
+    writes to ``target``, and the current state is the choice between the two.
     """
 
     tier: Tier = "nvme"
@@ -85,23 +85,23 @@ class NvmeState:
         self._shadow = stream.store.allocate(stream.extent_bytes(numel)) if shadow else None
 
     def add(self, kind: str, field: StateField) -> None:
-        """See :class:`StateHome`: the kinds are those of the stream, zero from the start."""
+        """See :class:`OptimizerStateStorage`: the kinds are those of the stream, zero from the start."""
         if self.stream.kinds.get(kind) != field:
             raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """See :class:`StateHome`: chunks that move in one transfer."""
+        """See :class:`OptimizerStateStorage`: chunks that move in one transfer."""
         for begin in range(0, self.numel, self.stream.chunk_elements):
             yield begin, min(begin + self.stream.chunk_elements, self.numel)
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
-        """See :class:`StateHome`: a copy."""
+        """See :class:`OptimizerStateStorage`: a copy."""
         return self.read_kinds([kind], begin, end)[0]
 
     def read_kinds(
         self, kinds: Sequence[str], begin: int, end: int, into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """See :class:`StateHome`: copies, in ``into`` if given."""
+        """See :class:`OptimizerStateStorage`: copies, in ``into`` if given."""
         fields = [self.stream.kinds[kind] for kind in kinds]
         values = list(into or ()) or [
             torch.empty(field.entries(end - begin), dtype=field.dtype, device="cpu") for field in fields
@@ -113,47 +113,48 @@ class NvmeState:
         return values
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """See :class:`StateHome`; between :meth:`keep` and what ends it all of a state must be replaced."""
+        """See :class:`OptimizerStateStorage`. Between :meth:`snapshot` and :meth:`commit` or :meth:`rollback`
+        all of a state must be replaced."""
         with self.stream.counters() as counters:
             ops.state_stream_write_(
                 self.stream.handle, self.target, self.numel, begin, end, self._fields(kinds), values, counters
             )
 
-    def run(self, kind: str, begin: int, end: int) -> Values:
-        """See :class:`StateHome`."""
-        return _StateRun(self, kind, begin, end - begin)
+    def view(self, kind: str, begin: int, end: int) -> Values:
+        """See :class:`OptimizerStateStorage`."""
+        return _StateRange(self, kind, begin, end - begin)
 
     @contextlib.contextmanager
     def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`StateHome`."""
+        """See :class:`OptimizerStateStorage`."""
         values = self.read(kind, begin, end)
         yield values
         self.write_kinds([kind], begin, end, [values])
 
-    def keep(self) -> None:
-        """See :class:`StateHome`: nothing moves, the step writes to the other extent."""
+    def snapshot(self) -> None:
+        """See :class:`OptimizerStateStorage`: nothing is copied, the step writes to the other extent."""
         if self._shadow is None:
-            raise AssertionError("no room was reserved for state after a step that may be taken back")
+            raise AssertionError("no extent was reserved for state after a step that may be rolled back")
         self.target = self._shadow
 
-    def settle(self) -> None:
-        """See :class:`StateHome`: the extents change places."""
+    def commit(self) -> None:
+        """See :class:`OptimizerStateStorage`: the extents are swapped."""
         if self.target != self.offset:
             self._shadow, self.offset = self.offset, self.target
 
-    def take_back(self) -> None:
-        """See :class:`StateHome`."""
+    def rollback(self) -> None:
+        """See :class:`OptimizerStateStorage`."""
         self.target = self.offset
 
-    def held_bytes(self) -> int:
-        """See :class:`StateHome`: padding to whole blocks included; the ring is staging."""
+    def allocated_bytes(self) -> int:
+        """See :class:`OptimizerStateStorage`: padding to whole blocks included; the ring is staging."""
         return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
-    def part(self, begin: int, end: int) -> StatePlace:
-        """Where the state of the elements [begin, end) lies; ``begin`` is a multiple of the stream's
+    def subrange(self, begin: int, end: int) -> StateExtent:
+        """The state of the elements [begin, end) in the store; ``begin`` is a multiple of the stream's
         ``chunk_elements``, and so is ``end`` or it is the range's."""
         before = begin // self.stream.chunk_elements * self.stream.chunk_bytes
-        return _StatePart(self.stream, end - begin, self.offset + before, self.target + before)
+        return _StateSlice(self.stream, end - begin, self.offset + before, self.target + before)
 
     def _fields(self, kinds: Sequence[str]) -> list[int]:
         order = list(self.stream.kinds)
@@ -161,15 +162,15 @@ class NvmeState:
 
 
 @dataclass
-class _StatePart:
+class _StateSlice:
     stream: StateStream
     numel: int
     offset: int
     target: int
 
 
-class _StateRun:
-    """A :class:`StoredRun` of one kind of state."""
+class _StateRange:
+    """A :class:`StorageRange` of one kind of state."""
 
     def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
         self.numel = numel
@@ -185,13 +186,12 @@ class _StateRun:
         first = self._begin + begin
         self._state.write_kinds([self._kind], first, first + values.numel(), [values])
 
-    def part(self, begin: int, end: int) -> StoredRun:
-        return _StateRun(self._state, self._kind, self._begin + begin, end - begin)
+    def subrange(self, begin: int, end: int) -> StorageRange:
+        return _StateRange(self._state, self._kind, self._begin + begin, end - begin)
 
 
-class StatePlace(Protocol):
-    """Where the state of ``numel`` elements lies in the store: at ``offset``, and after a step at
-    ``target``."""
+class StateExtent(Protocol):
+    """The state of ``numel`` elements in the store: at ``offset``, and after a step at ``target``."""
 
     stream: StateStream
     numel: int
@@ -201,11 +201,11 @@ class StatePlace(Protocol):
 
 class AdamWork(NamedTuple):
     """What one step does to one range: its gradient [n], element ranges and the hyper-parameters of each, as
-    of :func:`zero_ext.ops.adam_step_`. Gradient and output lie in storage or in host memory."""
+    of :func:`zero_ext.ops.adam_step_`. Gradient and output are in storage or in host memory."""
 
-    state: StatePlace
-    gradient: ShardHome
-    output: ShardHome | None
+    state: StateExtent
+    gradient: ShardStorage
+    output: ShardStorage | None
     bounds: Sequence[tuple[int, int]]
     rows: Sequence[Sequence[float]]
 
@@ -224,8 +224,8 @@ def stream_adam(
     bounds: list[tuple[int, int]] = []
     rows: list[Sequence[float]] = []
     for work in works:
-        source, gradient = _place_of(work.gradient)
-        target, output = _place_of(work.output)
+        source, gradient = _location_of(work.gradient)
+        target, output = _location_of(work.output)
         moved = work.state.target if work.state.target != work.state.offset else -1
         ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds), moved])
         gradients.append(gradient)
@@ -249,13 +249,13 @@ def stream_adam(
         )
 
 
-def _place_of(home: ShardHome | None) -> tuple[int, torch.Tensor]:
+def _location_of(shard: ShardStorage | None) -> tuple[int, torch.Tensor]:
     """Offset in the store, or -1, and the memory or an empty tensor of the stored dtype."""
-    if home is None:
+    if shard is None:
         return -1, torch.empty(0, device="cpu")
-    if isinstance(home, StoredHome):
-        return home.offset, torch.empty(0, dtype=home.dtype, device="cpu")
-    memory = home.memory(home.tier)
+    if isinstance(shard, NvmeShard):
+        return shard.offset, torch.empty(0, dtype=shard.dtype, device="cpu")
+    memory = shard.memory(shard.tier)
     if memory is None:
-        raise AssertionError(f"a shard in tier '{home.tier}' that is neither in memory nor in a store")
+        raise AssertionError(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
     return -1, memory

@@ -35,13 +35,13 @@ class NvmeStore:
     With ``block_devices`` each path is a block device instead, which is overwritten. It is refused if
     anything uses it or if its first or last MiB holds anything but zeros or a crashed store's mark.
 
-    Whoever listens to ``bus`` hears how long transfers are waited for.
+    The time spent waiting for transfers is published to ``bus``.
 
     Args:
         paths: one or more directories, or block devices.
         backend: 'io_uring', 'libaio', 'threads', or 'auto' for the best that works here; where that is not
             the first of these, a log line says why, once a process.
-        queue_depth, block_bytes, submitters: of the I/O engine: blocks in flight a submitter, bytes a block
+        queue_depth, block_bytes, io_threads: of the I/O engine: blocks in flight per thread, bytes per block
             (a multiple of 4096), and queues with a thread each.
         stripe_bytes: a multiple of :attr:`alignment`.
         checksum: keep the CRC32C of every 4096 bytes written (4 bytes of host memory each) and verify all
@@ -59,7 +59,7 @@ class NvmeStore:
         backend: str = "auto",
         queue_depth: int = 32,
         block_bytes: int = 1 << 20,
-        submitters: int = 1,
+        io_threads: int = 1,
         stripe_bytes: int = 1 << 20,
         checksum: bool = False,
         reserve_bytes: int = 0,
@@ -81,7 +81,7 @@ class NvmeStore:
                 self._handle,
                 paths if block_devices else [directory.data_path for directory in directories],
                 backend,
-                (queue_depth, block_bytes, submitters),
+                (queue_depth, block_bytes, io_threads),
                 stripe_bytes,
                 checksum,
                 block_devices,
@@ -217,12 +217,12 @@ class Transfer:
         if self._failure is not None:
             raise self._failure
 
-    def let_go(self) -> None:
-        """Returns when the transfer has ended, well or not: :meth:`wait` tells."""
+    def wait_source(self) -> None:
+        """Return when the transfer has ended. Only :meth:`wait` raises its error."""
         with contextlib.suppress(RuntimeError):
             self.wait()
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         """Waits, and needs nothing to follow it."""
         self.wait()
         return contextlib.nullcontext()
