@@ -70,7 +70,7 @@ def test_listed_classes_pass_and_really_are_element_wise(kind: type[optim.Optimi
     ],
 )
 @pytest.mark.parametrize("declared", [False, True])
-def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
+def test_classes_that_need_full_tensors_are_refused_with_the_reason(
     kind: type[optim.Optimizer], reason: str, declared: bool
 ) -> None:
     model = nn.Linear(4, 4, bias=False)

@@ -54,10 +54,10 @@ def test_follows_the_paper(dtype: torch.dtype, settings: dict[str, Any]) -> None
                 torch.testing.assert_close(weight.double(), wanted, rtol=1e-5, atol=1e-6)
             wanted.data.copy_(weight.data)  # what the parameters' own precision makes of it
             for moment in ("exp_avg", "exp_avg_sq"):
-                kept = optimizer.state[weight][moment]
-                assert kept.dtype == torch.float32 and kept.shape == weight.shape
+                stored = optimizer.state[weight][moment]
+                assert stored.dtype == torch.float32 and stored.shape == weight.shape
                 torch.testing.assert_close(
-                    kept.double(), reference.state[wanted][moment], rtol=1e-5, atol=1e-6
+                    stored.double(), reference.state[wanted][moment], rtol=1e-5, atol=1e-6
                 )
 
 
@@ -161,7 +161,7 @@ def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtyp
     assert found.keys() == {(kind, name) for kind in ("exp_avg", "exp_avg_sq") for name in "ab"}
     assert torch.equal(found["exp_avg_sq", "b"], plain.state[twins[1]]["exp_avg_sq"])
     assert stepper.scalars() == {"step": {"a": 2, "b": 4}}
-    assert owned.state.held_bytes() == 3 * 4 * 32
+    assert owned.state.allocated_bytes() == 3 * 4 * 32
 
 
 def test_8_bits_are_refused_by_name() -> None:
@@ -171,7 +171,7 @@ def test_8_bits_are_refused_by_name() -> None:
         make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
 
 
-def test_a_subclass_is_not_taken_for_lamb() -> None:
+def test_a_subclass_does_not_count_as_lamb() -> None:
     kind = type("Other", (zero_ext.Lamb,), {})
     with pytest.raises(ValueError, match="is not known to be element-wise"):
         make_stepper(kind([nn.Parameter(torch.ones(1))]), [], torch.float32, False, device_tiers(), alone)

@@ -48,9 +48,9 @@ def test_follows_the_paper(dtype: torch.dtype, maximize: bool) -> None:
         for weight, (wanted, moment) in zip(weights, exact, strict=True):
             clear = moment.abs() > 1e-6
             torch.testing.assert_close(weight.detach()[clear], wanted[clear].to(dtype), rtol=1e-2, atol=1e-5)
-            kept = optimizer.state[weight]["exp_avg"]
-            assert kept.dtype == torch.float32 and kept.shape == weight.shape
-            torch.testing.assert_close(kept, moment.float(), rtol=1e-5, atol=1e-6)
+            stored = optimizer.state[weight]["exp_avg"]
+            assert stored.dtype == torch.float32 and stored.shape == weight.shape
+            torch.testing.assert_close(stored, moment.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_state_survives_saving_and_unused_parameters_stay() -> None:
@@ -141,10 +141,10 @@ def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtyp
     found = {(kind, segment.name): values for kind, segment, values in stepper.values(0)}
     assert found.keys() == {("exp_avg", "a"), ("exp_avg", "b")}
     assert torch.equal(found["exp_avg", "b"], plain.state[twins[1]]["exp_avg"])
-    assert owned.state.held_bytes() == 4 * 32 + 4 * 32
+    assert owned.state.allocated_bytes() == 4 * 32 + 4 * 32
 
 
-def test_the_stepper_takes_a_step_back() -> None:
+def test_the_stepper_rolls_a_step_back() -> None:
     master = torch.ones(32)
     optimizer = zero_ext.Lion(
         [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))]}]
@@ -152,10 +152,10 @@ def test_the_stepper_takes_a_step_back() -> None:
     stepper = make_stepper(
         optimizer, [memory_range(master, None, segments())], torch.bfloat16, False, device_tiers(), alone
     )
-    stepper.keep(0)
+    stepper.snapshot(0)
     step_one(stepper, torch.ones(32), torch.ones(()), frozenset({"a", "b"}))
     assert master[0] != 1
-    stepper.take_back(0)
+    stepper.rollback(0)
     assert (master == 1).all() and not any(values.any() for _, _, values in stepper.values(0))
 
 
@@ -166,7 +166,7 @@ def test_8_bits_are_refused_by_name() -> None:
         make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
 
 
-def test_a_subclass_is_not_taken_for_lion() -> None:
+def test_a_subclass_does_not_count_as_lion() -> None:
     kind = type("Other", (zero_ext.Lion,), {})
     assert issubclass(kind, optim.Optimizer)
     with pytest.raises(ValueError, match="is not known to be element-wise"):

@@ -15,8 +15,8 @@ import torch
 
 import zero_ext
 from tests.zero.step.one_bit.simulation import Course, exchanges
-from zero_ext.config import ConfigError, OptimizerPolicy, ZeroConfig
-from zero_ext.optim.one_bit import Phase, check_one_bit_optimizer
+from zero_ext.config import ConfigError, OptimizerConfig, ZeroConfig
+from zero_ext.optim.one_bit import CompressionPhase, check_one_bit_optimizer
 from zero_ext.optim.optimizer_builder import build_optimizer
 
 
@@ -26,9 +26,11 @@ def made(kind: str, **settings: Any) -> Any:
 
 def test_the_variance_is_frozen_after_freeze_step_steps() -> None:
     optimizer = made("OneBitAdam", freeze_step=3)
-    for sharded, then in ((False, Phase.MOMENTUM), (True, Phase.GRADIENT)):
-        assert [optimizer.phase(step, sharded) for step in range(1, 6)] == [Phase.FULL] * 3 + [then] * 2
-    assert made("OneBitAdam", freeze_step=math.inf).phase(10**9, False) is Phase.FULL
+    for sharded, then in ((False, CompressionPhase.MOMENTUM), (True, CompressionPhase.GRADIENT)):
+        assert [optimizer.phase(step, sharded) for step in range(1, 6)] == [CompressionPhase.FULL] * 3 + [
+            then
+        ] * 2
+    assert made("OneBitAdam", freeze_step=math.inf).phase(10**9, False) is CompressionPhase.FULL
 
 
 @pytest.mark.parametrize("policy", [(20, 3, 5, 8), (33, 2, 7, 4), (1, 1, 1, 1), (64, 5, 3, 16)])
@@ -78,12 +80,12 @@ def test_a_step_before_prepare_is_refused() -> None:
 
 
 def test_configurations_name_them_in_any_case() -> None:
-    policy = OptimizerPolicy(type="onebitadam", params={"freeze_step": 5, "cuda_aware": True})
+    policy = OptimizerConfig(type="onebitadam", params={"freeze_step": 5, "cuda_aware": True})
     optimizer = build_optimizer(policy, [torch.zeros(3)])
     assert isinstance(optimizer, zero_ext.OneBitAdam)
     assert optimizer.freeze_step == 5 and optimizer.defaults["lr"] == 1e-3
     with pytest.raises(ConfigError, match=r"optimizer.params.freeze_step: .*0 given"):
-        build_optimizer(OptimizerPolicy(type="OneBitAdam", params={"freeze_step": 0}), [torch.zeros(3)])
+        build_optimizer(OptimizerConfig(type="OneBitAdam", params={"freeze_step": 0}), [torch.zeros(3)])
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
@@ -93,7 +95,7 @@ def test_configurations_name_them_in_any_case() -> None:
         ({"stage": 2}, "stage: got 2"),
         ({"stage": 3}, "stage: got 3"),
         ({"stage": 1, "offload": {"optimizer": "host"}}, "offload.optimizer: got 'host'"),
-        ({"stage": 0, "offload": {"step": "in_backward"}}, "offload.step: got 'in_backward'"),
+        ({"stage": 0, "offload": {"update_mode": "in_backward"}}, "offload.update_mode: got 'in_backward'"),
         ({"stage": 0, "precision": {"moments_dtype": "bf16"}}, "precision.moments_dtype: got 'bf16'"),
         ({"stage": 0, "precision": {"moments_dtype": "8bit"}}, "precision.moments_dtype: got '8bit'"),
     ],
@@ -124,7 +126,7 @@ def test_lamb_with_sharded_moments_is_refused() -> None:
     check_one_bit_optimizer(made("OneBitLamb"), ZeroConfig(stage=0))
 
 
-def test_a_schedule_that_ends_before_the_freeze_is_told() -> None:
+def test_a_schedule_that_ends_before_the_freeze_is_warned_of() -> None:
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}
     config = ZeroConfig.from_mapping({"stage": 0, "scheduler": scheduler})
     betas = (0.9, 0.8)
@@ -134,7 +136,7 @@ def test_a_schedule_that_ends_before_the_freeze_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze_step", "beta2", "told"),
+    ("freeze_step", "beta2", "warning"),
     [
         (75, 0.99, r"after step 75, .*0\.99 .*53% .*1\.4 times.*at least 138, .*at most 0\.981$"),
         (137, 0.99, "at least 138, "),
@@ -144,10 +146,14 @@ def test_a_schedule_that_ends_before_the_freeze_is_told() -> None:
         (1, 0.0, ""),
     ],
 )
-def test_a_variance_frozen_while_it_grows_is_told(freeze_step: float, beta2: float, told: str) -> None:
+def test_a_variance_frozen_while_it_grows_is_warned_of(
+    freeze_step: float, beta2: float, warning: str
+) -> None:
     optimizer = made("OneBitAdam", freeze_step=freeze_step, betas=(0.9, beta2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_one_bit_optimizer(optimizer, ZeroConfig.from_mapping({"stage": 0}))
     messages = [str(each.message) for each in caught]
-    assert len(messages) == bool(told) and all(re.search(told, message) for message in messages), messages
+    assert len(messages) == bool(warning) and all(re.search(warning, message) for message in messages), (
+        messages
+    )

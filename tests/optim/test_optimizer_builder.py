@@ -12,7 +12,12 @@ import torch
 import zero_ext
 from zero_ext.config import ConfigError, OptimizerConfig, SchedulerConfig, load_deepspeed_config
 from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.optimizer_names import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS, SCHEDULERS
+from zero_ext.config.optimizer_names import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    UNSUPPORTED_OPTIMIZERS,
+    UNSUPPORTED_SCHEDULERS,
+)
 from zero_ext.optim import schedulers
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 
@@ -44,7 +49,7 @@ def test_every_known_optimizer_is_torchs_or_ours(name: str) -> None:
         assert stepped(built(name, lr=0.05)).equal(stepped(wanted(parameters(), lr=0.05)))
 
 
-def test_adam_means_adamw_unless_told() -> None:
+def test_adam_means_adamw_by_default() -> None:
     decayed = {"lr": 0.1, "weight_decay": 0.5}
     assert stepped(built("Adam", **decayed)).equal(stepped(torch.optim.AdamW(parameters(), **decayed)))
     for key in ("adam_w_mode", "adamw_mode", "adamw"):

@@ -29,7 +29,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Rprop,
     optim.SGD,
 )
-WHOLE_TENSOR: dict[str, str] = {
+NEEDS_FULL_TENSORS: dict[str, str] = {
     "LBFGS": "its line search and inner products run over all parameters at once",
     "Adafactor": "it factors the second moment over rows and columns of whole matrices",
     "Muon": "it orthogonalises whole matrices",
@@ -45,21 +45,21 @@ _INSTEAD = (
 def fusible(optimizer: optim.Optimizer) -> bool:
     """Whether a fused op computes what ``optimizer`` would: Lamb, Lion, one that exchanges signs, or what
     :func:`streamable` is."""
-    return type(optimizer) in (Lamb, Lion) or exchanges_signs(optimizer) or streamable(optimizer)
+    return type(optimizer) in (Lamb, Lion) or is_one_bit(optimizer) or streamable(optimizer)
 
 
 def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
-    """Refuses with ``ValueError`` updates of ``optimizer`` at a time ``when``, as ``offload.step`` names it,
-    at which it cannot make them."""
+    """Raise ``ValueError`` if ``optimizer`` cannot run its updates at the time ``when``, a value of
+    ``offload.update_mode``."""
     if isinstance(optimizer, Lamb) and when != "after_backward":
         raise ValueError(
-            f"offload.step '{when}' is not possible with Lamb: its trust ratios need the norms of all ranks, "
-            "which are summed up once for all layers, when all gradients are there and before any weight "
-            "changes; set offload.step to 'after_backward'"
+            f"offload.update_mode '{when}' is not possible with Lamb: its trust ratios need the norms of all "
+            "ranks, which are summed up once for all layers, when all gradients are there and before any "
+            "weight changes; set offload.update_mode to 'after_backward'"
         )
 
 
-def exchanges_signs(optimizer: optim.Optimizer | None) -> bool:
+def is_one_bit(optimizer: optim.Optimizer | None) -> bool:
     """Whether ``optimizer`` is one of the one-bit family."""
     return isinstance(optimizer, OneBitOptimizer)
 
@@ -86,10 +86,9 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for base in kind.__mro__:
-        if base.__name__ in WHOLE_TENSOR:
-            raise ValueError(
-                f"optimizer {name} cannot run on sharded state: {WHOLE_TENSOR[base.__name__]}. {_INSTEAD}"
-            )
+        if base.__name__ in NEEDS_FULL_TENSORS:
+            reason = NEEDS_FULL_TENSORS[base.__name__]
+            raise ValueError(f"optimizer {name} cannot run on sharded state: {reason}. {_INSTEAD}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer {name}: differentiable=True is not possible on shards; leave it False")
     if kind in ELEMENTWISE:
@@ -108,14 +107,14 @@ def _try_out(optimizer: optim.Optimizer, name: str) -> None:
     values = torch.randn(64, generator=generator, device="cpu")
     gradients = [torch.randn(64, generator=generator, device="cpu") for _ in range(3)]
     for group in optimizer.param_groups:
-        whole = _run(optimizer, group, [values.clone()], [[g.clone()] for g in gradients])
+        full = _run(optimizer, group, [values.clone()], [[g.clone()] for g in gradients])
         cut = [values[:23].clone(), values[23:].clone()]
         split = _run(optimizer, group, cut, [[g[:23].clone(), g[23:].clone()] for g in gradients])
-        if not torch.equal(whole, split):
+        if not torch.equal(full, split):
             raise ValueError(
-                f"optimizer {name} was declared element-wise, but a vector stepped in two pieces comes out "
-                f"different from the same vector stepped whole (by up to {(whole - split).abs().max():.3g}). "
-                "It cannot run on shards."
+                f"optimizer {name} was declared element-wise, but a vector stepped in two slices comes out "
+                f"different from the same vector stepped at once (by up to "
+                f"{(full - split).abs().max():.3g}). It cannot run on shards."
             )
 
 

@@ -121,9 +121,9 @@ class Lamb(torch.optim.Optimizer):
         ops.lamb_step_(*buffers, None, *self._settings(parameter, group, ratio))
         state = self.state[parameter]
         lasting = (parameter, *(state[moment] for moment in MOMENTS))
-        for kept, stepped in zip(lasting, buffers, strict=False):
-            if kept.data_ptr() != stepped.data_ptr():
-                kept.copy_(stepped.view(kept.shape))
+        for target, stepped in zip(lasting, buffers, strict=False):
+            if target.data_ptr() != stepped.data_ptr():
+                target.copy_(stepped.view(target.shape))
 
     def _buffers(self, parameter: torch.Tensor) -> LambBuffers:
         """Copies only of what the ops cannot read where it lies."""

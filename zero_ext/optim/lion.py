@@ -68,8 +68,8 @@ class Lion(torch.optim.Optimizer):
         device, moment = parameter.device, state["exp_avg"]
         # Copies only of what the op cannot read where it lies.
         master = parameter.detach().to(torch.float32).contiguous()
-        kept = moment.dtype if moment.dtype == torch.bfloat16 else torch.float32
-        exp_avg = moment.to(kept).contiguous()
+        dtype = moment.dtype if moment.dtype == torch.bfloat16 else torch.float32
+        exp_avg = moment.to(dtype).contiguous()
         ops.lion_step_(
             master.view(-1),
             exp_avg.view(-1),

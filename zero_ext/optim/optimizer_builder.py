@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.config import OptimizerPolicy, SchedulerPolicy
+from zero_ext.config import OptimizerConfig, SchedulerConfig
 from zero_ext.config.schema.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.config.schema.number_checks import is_number
 from zero_ext.optim import schedulers
@@ -27,7 +27,7 @@ _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
 
-def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer:
+def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
     """The optimizer that `policy` names, torch's or one of `zero_ext`'s, over `params` (tensors or param
     groups, as torch takes them).
 
@@ -45,7 +45,7 @@ def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer
     return _construct("optimizer", kind, list(params), settings)
 
 
-def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(policy: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     """The scheduler that `policy` names, driving `optimizer`: DeepSpeed's five and torch's that numbers
     describe.
 
@@ -55,7 +55,7 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRSchedule
     return _construct("scheduler", kind, optimizer, dict(policy.params))
 
 
-def check_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> None:
+def check_scheduler(policy: SchedulerConfig, optimizer: Optimizer) -> None:
     """Raise what `build_scheduler` would, leaving `optimizer` as it is, so before anything is sharded."""
     groups = []
     for group in optimizer.param_groups:
@@ -69,18 +69,18 @@ def check_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> None:
 
 def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimizer]:
     """Settle "Adam or AdamW", taking the keys that say so out of `settings`."""
-    given = {key: settings.pop(key) for key in _MODE_KEYS if key in settings}
-    for key, value in given.items():
+    modes = {key: settings.pop(key) for key in _MODE_KEYS if key in settings}
+    for key, value in modes.items():
         if not isinstance(value, bool):
             raise ConfigError(Problem(f"optimizer.params.{key}", f"got {show(value)}, wanted true or false"))
-    if len(set(given.values())) > 1:
-        raise ConfigError(Problem("optimizer.params", f"{given} contradict each other; keep one"))
-    decoupled = all(given.values())
+    if len(set(modes.values())) > 1:
+        raise ConfigError(Problem("optimizer.params", f"{modes} contradict each other; keep one"))
+    decoupled = all(modes.values())
     if kind is torch.optim.AdamW and not decoupled:
         raise ConfigError(
             Problem(
                 "optimizer.type",
-                f"AdamW contradicts {given}; use type Adam for L2 weight decay, or drop the key",
+                f"AdamW contradicts {modes}; use type Adam for L2 weight decay, or drop the key",
             )
         )
     return torch.optim.AdamW if decoupled else torch.optim.Adam

@@ -215,7 +215,7 @@ def test_no_decay_holds_the_low_rate() -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_torch_protocol_and_resume(name: str) -> None:
     make = MAKERS[name]
-    whole = rates(make(optimizer(2)))
+    full = rates(make(optimizer(2)))
     made = optimizer(2)
     schedule = make(made)
     assert isinstance(schedule, LRScheduler)
@@ -231,22 +231,22 @@ def test_torch_protocol_and_resume(name: str) -> None:
     resumed.load_state_dict(state)
     assert resumed.get_last_lr() == schedule.get_last_lr()
     assert resumed.last_batch_iteration == 10
-    close(head + rates(resumed, STEPS - 11)[1:], whole)
+    close(head + rates(resumed, STEPS - 11)[1:], full)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_deepspeeds_state_is_enough(name: str) -> None:
-    whole = rates(MAKERS[name](optimizer()))
+    full = rates(MAKERS[name](optimizer()))
     resumed = MAKERS[name](optimizer())
     resumed.load_state_dict({"last_batch_iteration": 10})
     resumed.optimizer.step()
     resumed.step()
-    close([[group["lr"] for group in resumed.optimizer.param_groups]], [whole[12]])
+    close([[group["lr"] for group in resumed.optimizer.param_groups]], [full[12]])
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_continues_after_a_given_iteration(name: str) -> None:
-    whole = rates(MAKERS[name](optimizer()))
+def test_continues_after_any_iteration(name: str) -> None:
+    full = rates(MAKERS[name](optimizer()))
     arguments = {
         "WarmupLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.1, "warmup_num_steps": 7},
         "WarmupDecayLR": {
@@ -282,7 +282,7 @@ def test_continues_after_a_given_iteration(name: str) -> None:
     kind = kind or {"OneCycle": OneCycle, "LRRangeTest": LRRangeTest}[name]
     late = kind(optimizer(), **arguments, last_batch_iteration=9)
     assert late.last_batch_iteration == 9
-    close(rates(late, STEPS - 11), whole[10:-1])
+    close(rates(late, STEPS - 11), full[10:-1])
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -20,8 +20,11 @@ def ranges(master: torch.Tensor, output: torch.Tensor | None = None) -> list[Own
 
 
 def momentum() -> optim.SGD:
-    given = [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}]
-    return optim.SGD(given, lr=0.1, momentum=0.9)
+    param_groups = [
+        {"params": [nn.Parameter(torch.ones(1))]},
+        {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5},
+    ]
+    return optim.SGD(param_groups, lr=0.1, momentum=0.9)
 
 
 def test_steps_segments_only_and_scales_the_gradient() -> None:
@@ -47,7 +50,7 @@ def test_unused_parameters_keep_value_and_state() -> None:
     torch.testing.assert_close(master[:5], before[:5] - 0.1)
 
 
-def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
+def test_groups_are_read_live_and_the_users_optimizer_has_no_state() -> None:
     master = torch.zeros(16)
     optimizer = momentum()
     stepper = ElementwiseStepper(optimizer, ranges(master), device_tiers().staging)
@@ -62,13 +65,13 @@ def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
 def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
     def make() -> tuple[torch.Tensor, ElementwiseStepper]:
         master = torch.linspace(-1, 1, 16)
-        given = [
+        param_groups = [
             {"params": [nn.Parameter(torch.ones(1))]},
             {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02},
         ]
         extra = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
         return master, ElementwiseStepper(
-            kind(given, lr=0.01, **extra), ranges(master), device_tiers().staging
+            kind(param_groups, lr=0.01, **extra), ranges(master), device_tiers().staging
         )  # type: ignore[call-arg]
 
     used = frozenset({"a", "b", "c"})

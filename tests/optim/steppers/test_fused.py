@@ -86,7 +86,7 @@ def test_state_is_listed_by_parameter_and_restored() -> None:
         (kind, name): numel for kind in ("exp_avg", "exp_avg_sq") for name, numel in (("a", 10), ("b", 13))
     }
     assert found["exp_avg", "a"].eq(torch.tensor(0.1).bfloat16()).all() and not found["exp_avg", "b"].any()
-    assert owned.state.held_bytes() == 4 * 32 + 2 * 2 * 32
+    assert owned.state.allocated_bytes() == 4 * 32 + 2 * 2 * 32
     other = AdamStepper(
         groups(), [memory_range(master.clone(), None, segments)], torch.bfloat16, device_tiers().staging
     )

@@ -11,8 +11,8 @@ from torch import nn, optim
 import zero_ext
 from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from zero_ext import ops
-from zero_ext.config import OffloadPolicy
-from zero_ext.offload import MemoryHome, StepRooms, StepStaging, TransferLog, part_elements
+from zero_ext.config import OffloadConfig
+from zero_ext.offload import MemoryShard, StagingSizes, StepStaging, TransferStats, staging_chunk_elements
 from zero_ext.optim import OwnedRange, Segment, Update, make_stepper
 from zero_ext.optim.steppers.fused import AdamStepper
 
@@ -48,33 +48,35 @@ def test_steps_as_the_op_does_from_zeros() -> None:
     inside = torch.ones(COUNT, dtype=torch.bool)
     inside[700:720] = False
     assert torch.equal(output[inside], wanted_output[inside]) and output[~inside].isnan().all()
-    assert owned.state.held_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
+    assert owned.state.allocated_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
 
 
-def test_parts_through_staging_equal_the_whole() -> None:
+def test_chunks_through_staging_equal_one_step() -> None:
     generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
     start = torch.randn(COUNT, generator=generator)
     gradients = [torch.randn(COUNT, generator=generator) for _ in range(3)]
     results = []
     for elements in (COUNT, 512, 256):
         master, output = start.clone(), torch.zeros(COUNT, dtype=torch.bfloat16)
-        staging = StepStaging({"device": StepRooms(4 * elements, 0, 0)})
+        staging = StepStaging({"device": StagingSizes(4 * elements, 0, 0)})
         stepper = AdamStepper(adamw().param_groups, [one_range(master, output)], "8bit", staging)
         for gradient in gradients:
             # A gradient in another tier than the state comes in parts.
-            update = Update(0, MemoryHome("host", gradient, TransferLog()))
+            update = Update(0, MemoryShard("host", gradient, TransferStats()))
             list(stepper.step([update], ONE, frozenset({"a", "b"})))
         results.append(master)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_ring_sizes_that_the_configuration_allows_hold_whole_blocks() -> None:
-    for ring_bytes in (2**20, 2**20 + 4096):
-        elements = part_elements(OffloadPolicy(ring_bytes=ring_bytes).ring_bytes)
-        assert 0 < 8 * elements <= ring_bytes and elements % ops.BLOCK_ELEMENTS == 0
+def test_ring_sizes_that_the_configuration_allows_hold_full_blocks() -> None:
+    for staging_buffer_bytes in (2**20, 2**20 + 4096):
+        elements = staging_chunk_elements(
+            OffloadConfig(staging_buffer_bytes=staging_buffer_bytes).staging_buffer_bytes
+        )
+        assert 0 < 8 * elements <= staging_buffer_bytes and elements % ops.BLOCK_ELEMENTS == 0
 
 
-def test_only_fused_adam_takes_them() -> None:
+def test_only_fused_adam_supports_them() -> None:
     ranges = [one_range(torch.zeros(COUNT))]
     assert isinstance(make_stepper(adamw(), ranges, "8bit", False, device_tiers(), alone), AdamStepper)
     for other in (optim.SGD([nn.Parameter(torch.ones(1))], 0.1), optim.AdamW([torch.ones(1)], amsgrad=True)):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.offload import StateField, Tiers
+from zero_ext.offload import StateField, TierManager
 from zero_ext.optim.elementwise_check import (
     check_elementwise,
     elementwise_kinds,
-    exchanges_signs,
     fusible,
+    is_one_bit,
     streamable,
 )
 from zero_ext.optim.lamb import Lamb
@@ -24,7 +24,7 @@ from zero_ext.optim.steppers.elementwise_stream import ElementwiseStream
 from zero_ext.optim.steppers.fused import AdamStepper, LionStepper
 from zero_ext.optim.steppers.lamb_stepper import LambStepper
 from zero_ext.optim.steppers.moments import LION_MOMENTS, MomentsDtype, moment_fields
-from zero_ext.optim.steppers.multi_tier_stepper import SplitStepper
+from zero_ext.optim.steppers.multi_tier_stepper import MultiTierStepper
 from zero_ext.optim.steppers.stepper import OwnedRange, Stepper, Total
 
 
@@ -33,7 +33,7 @@ def make_stepper(
     ranges: Sequence[OwnedRange],
     moments_dtype: MomentsDtype,
     elementwise: bool,
-    tiers: Tiers,
+    tiers: TierManager,
     total: Total,
 ) -> Stepper:
     """The stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion and the one-bit
@@ -68,13 +68,13 @@ def make_stepper(
     if not stored:
         return in_memory
     streamed = ElementwiseStream(optimizer, [ranges[number] for number in stored], tiers.staging)
-    return SplitStepper([(in_memory, live), (streamed, stored)])
+    return MultiTierStepper([(in_memory, live), (streamed, stored)])
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
     """The state that :func:`make_stepper`'s stepper keeps beside the master weights, in the order that a
     step on NVMe wants."""
-    if streamable(optimizer) or exchanges_signs(optimizer):
+    if streamable(optimizer) or is_one_bit(optimizer):
         return moment_fields(moments_dtype)
     if type(optimizer) is Lamb and moments_dtype != "8bit":
         return moment_fields(moments_dtype)

@@ -1,4 +1,4 @@
-"""State in 8-bit blocks as the float32 values it stands for, for who saves and loads it."""
+"""State in 8-bit blocks as the float32 values it represents, for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext import ops
-from zero_ext.offload import StateHome, StoredRun, Values
+from zero_ext.offload import OptimizerStateStorage, StorageRange, Values
 
 
 def codes_of(kind: str) -> str:
@@ -27,24 +27,24 @@ class _Partial(NamedTuple):
     written: torch.Tensor
 
 
-class BlockValues:
+class DequantizedState:
     """One kind of state of a range, in 8-bit blocks, as float32 values; ``signed`` as in
     :func:`zero_ext.ops.quantize_blockwise`.
 
-    What quantized blocks read as, written back, gives the same codes and scales, in pieces of any size and
-    order: a block that is written in parts is quantized from all float32 values that came since this object
-    was made, not from what its first part became. Those values are kept until the block is complete.
+    Values that are read and written back give the same codes and scales, in slices of any size and order. A
+    block that is written in several calls is quantized from all float32 values since this object was created,
+    not from the result of the first call. Those values are kept until the block is complete.
     """
 
-    def __init__(self, state: StateHome, kind: str, signed: bool) -> None:
+    def __init__(self, state: OptimizerStateStorage, kind: str, signed: bool) -> None:
         self._state = state
         self._kinds = (codes_of(kind), scales_of(kind))
         self._signed = signed
         self._partial: dict[int, _Partial] = {}  # by the block's first element
 
-    def run(self, begin: int, end: int) -> Values:
+    def view(self, begin: int, end: int) -> Values:
         """The values of elements [begin, end)."""
-        return _BlockRun(self, begin, end - begin)
+        return _DequantizedRange(self, begin, end - begin)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The values of elements [begin, end)."""
@@ -61,9 +61,9 @@ class BlockValues:
         first, last = self._around(begin, end)
         blocks = {block for block in self._partial if first <= block < last}
         if (first, last) != (begin, end):
-            whole = self._decoded(first, last)
-            whole[begin - first : end - first] = values
-            values = whole
+            decoded = self._decoded(first, last)
+            decoded[begin - first : end - first] = values
+            values = decoded
             blocks |= {first, (last - 1) // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS}
         for block in blocks:
             self._complete(block, values[block - first :][: ops.BLOCK_ELEMENTS], begin, end)
@@ -94,12 +94,12 @@ class BlockValues:
         return begin // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS, min(last, self._state.numel)
 
 
-class _BlockRun:
-    """A :class:`StoredRun` of values in blocks."""
+class _DequantizedRange:
+    """A :class:`StorageRange` of values in blocks."""
 
     dtype = torch.float32
 
-    def __init__(self, blocks: BlockValues, begin: int, numel: int) -> None:
+    def __init__(self, blocks: DequantizedState, begin: int, numel: int) -> None:
         self.numel = numel
         self._blocks = blocks
         self._begin = begin
@@ -111,5 +111,5 @@ class _BlockRun:
         if values.numel():
             self._blocks.write(self._begin + begin, values)
 
-    def part(self, begin: int, end: int) -> StoredRun:
-        return _BlockRun(self._blocks, self._begin + begin, end - begin)
+    def subrange(self, begin: int, end: int) -> StorageRange:
+        return _DequantizedRange(self._blocks, self._begin + begin, end - begin)

@@ -46,7 +46,7 @@ class ElementwiseStepper:
             ]
             for owned in ranges
         ]
-        self._kept: dict[int, list[dict[str, Any] | None]] = {}  # by range, of each of its segments
+        self._snapshots: dict[int, list[dict[str, Any] | None]] = {}  # by range, of each of its segments
         self._flag: NonFiniteFlag | None = None
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
@@ -78,7 +78,7 @@ class ElementwiseStepper:
             if self._flag is not None and segment.name in used:
                 self._flag.look(value)
         if owned.output is not None and owned.output.tier == "nvme":
-            # Whole, or the rest of a block would have to be read. What did not change stays as it is.
+            # All of it, else the rest of a block would have to be read. Unchanged values are written again.
             self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)
         elif owned.output is not None:
             for segment, value in zip(owned.segments, values, strict=True):
@@ -91,23 +91,23 @@ class ElementwiseStepper:
             groups[segment.group]["params"].append(value)
         return groups
 
-    def keep(self, index: int) -> None:
+    def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.keep()
-        self._kept[index] = [
+        self._ranges[index].state.snapshot()
+        self._snapshots[index] = [
             copy.deepcopy(self._inner.state[value]) if value in self._inner.state else None
             for value in self._tensors[index]
         ]
 
-    def settle(self, index: int) -> None:
+    def commit(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.settle()
-        self._kept.pop(index, None)
+        self._ranges[index].state.commit()
+        self._snapshots.pop(index, None)
 
-    def take_back(self, index: int) -> None:
-        """See :class:`Stepper`; state that the step made is gone again."""
-        self._ranges[index].state.take_back()
-        for value, state in zip(self._tensors[index], self._kept.pop(index), strict=True):
+    def rollback(self, index: int) -> None:
+        """See :class:`Stepper`; state that the step created is dropped."""
+        self._ranges[index].state.rollback()
+        for value, state in zip(self._tensors[index], self._snapshots.pop(index), strict=True):
             if state is not None:
                 self._inner.state[value] = state
             else:
@@ -154,9 +154,9 @@ class ElementwiseStepper:
 
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`."""
-        held: Counter[Tier] = Counter()
+        nbytes: Counter[Tier] = Counter()
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for value in values:
                 entries = self._inner.state.get(value, {}).values()
-                held[owned.state.tier] += sum(entry.nbytes for entry in entries if per_element(entry))
-        return held
+                nbytes[owned.state.tier] += sum(entry.nbytes for entry in entries if per_element(entry))
+        return nbytes

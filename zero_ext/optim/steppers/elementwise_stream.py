@@ -1,4 +1,4 @@
-"""torch's own element-wise optimizers on state that lies on NVMe, one chunk at a time."""
+"""torch's own element-wise optimizers on state that is stored on NVMe, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ElementwiseStream:
         self._staging = staging
         self._kinds = [elementwise_kinds(optimizer, group) for group in self._groups]
         self._scalars: dict[str, dict[str, Any]] = {}
-        self._kept: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
+        self._snapshots: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
         self._stream = _stored(ranges[0]).stream
         self._flag: NonFiniteFlag | None = None
@@ -64,25 +64,27 @@ class ElementwiseStream:
         gradients = {update.index: update.gradient for update in updates}
         states = [(update.index, _stored(self._ranges[update.index])) for update in updates]
         after: dict[str, dict[str, Any]] = {}
-        rooms = self._staging.chunk_rooms(self._stream.chunk_bytes, self._stream.chunk_elements)
-        with contextlib.closing(visit_chunks(self._stream, states, rooms.buffers)) as chunks:
+        staging = self._staging.state_chunk_buffers(self._stream.chunk_bytes, self._stream.chunk_elements)
+        with contextlib.closing(visit_chunks(self._stream, states, staging.buffers)) as chunks:
             for chunk in chunks:
-                home = gradients[chunk.index]
-                near: Tier = "host" if home.tier == "nvme" else home.tier
-                part = self._staging.bring(home, chunk.begin, chunk.end, near)
-                if part.device != rooms.gradient.device:
-                    self._stream.transfers.record("device", "host", part.nbytes)
-                gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(part).mul_(scale)
-                after.update(self._step_chunk(chunk, gradient, used, rooms.output))
+                shard = gradients[chunk.index]
+                near: Tier = "host" if shard.tier == "nvme" else shard.tier
+                brought = self._staging.bring(shard, chunk.begin, chunk.end, near)
+                if brought.device != staging.gradient.device:
+                    self._stream.transfers.record("device", "host", brought.nbytes)
+                gradient = staging.gradient[: chunk.end - chunk.begin].copy_(brought).mul_(scale)
+                after.update(self._step_chunk(chunk, gradient, used, staging.output))
         for name, scalars in after.items():
             self._scalars[name], self._made[name] = scalars, True
         yield from gradients
 
     def _step_chunk(
-        self, chunk: StateChunk, gradient: torch.Tensor, used: frozenset[str], room: torch.Tensor
+        self, chunk: StateChunk, gradient: torch.Tensor, used: frozenset[str], buffer: torch.Tensor
     ) -> dict[str, dict[str, Any]]:
-        """Steps one chunk; returns the scalars that the parameters in it have then. ``room`` is memory for
-        its parameters on their way to storage."""
+        """Step one chunk and return the scalars that its parameters have afterwards.
+
+        ``buffer`` holds its parameters while they are sent to storage.
+        """
         owned, values = self._ranges[chunk.index], chunk.values
         begin, end = chunk.begin, chunk.end
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
@@ -93,10 +95,10 @@ class ElementwiseStream:
             empty = segment.numel == 0 and begin == 0
             if segment.name not in used or (first >= last and not empty):
                 continue
-            part = slice(first - begin, last - begin) if first < last else slice(0, 0)
-            value = values[MASTER][part]
-            value.grad = gradient[part]
-            self._inner.state[value] = self._state_of(segment, values, part)
+            elements = slice(first - begin, last - begin) if first < last else slice(0, 0)
+            value = values[MASTER][elements]
+            value.grad = gradient[elements]
+            self._inner.state[value] = self._state_of(segment, values, elements)
             groups[segment.group]["params"].append(value)
             stepped.append((segment, value))
         if not stepped:
@@ -104,7 +106,7 @@ class ElementwiseStream:
         self._inner.param_groups = groups
         self._inner.step()
         for segment, value in stepped:
-            self._keep(segment, value, values, begin)
+            self._copy_new_state(segment, value, values, begin)
             if self._flag is not None:
                 self._flag.look(value)
         chunk.changed = True
@@ -112,24 +114,26 @@ class ElementwiseStream:
         for segment, value in stepped:
             first = max(segment.begin, begin) - begin
             spans.append((first, first + value.numel()))
-        send_chunk(owned.output, begin, values[MASTER], spans, room)
+        send_chunk(owned.output, begin, values[MASTER], spans, buffer)
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found
 
-    def _state_of(self, segment: Segment, values: Mapping[str, torch.Tensor], part: slice) -> dict[str, Any]:
+    def _state_of(
+        self, segment: Segment, values: Mapping[str, torch.Tensor], elements: slice
+    ) -> dict[str, Any]:
         if not self._made[segment.name]:
             return {}
         scalars = {
             name: entry.clone() if isinstance(entry, torch.Tensor) else entry
             for name, entry in self._scalars[segment.name].items()
         }
-        return {**scalars, **{kind: values[kind][part] for kind in self._kinds[segment.group]}}
+        return {**scalars, **{kind: values[kind][elements] for kind in self._kinds[segment.group]}}
 
-    def _keep(
+    def _copy_new_state(
         self, segment: Segment, value: torch.Tensor, values: Mapping[str, torch.Tensor], begin: int
     ) -> None:
-        """Copies state that the optimizer made anew, or replaced, into the chunk."""
+        """Copy state that the optimizer created or replaced into the chunk."""
         first = max(segment.begin, begin) - begin
         for name, entry in self._inner.state[value].items():
             if per_element(entry):
@@ -138,26 +142,26 @@ class ElementwiseStream:
     def _scalars_of(self, value: torch.Tensor) -> dict[str, Any]:
         return {name: entry for name, entry in self._inner.state[value].items() if not per_element(entry)}
 
-    def keep(self, index: int) -> None:
+    def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
         owned = self._ranges[index]
-        owned.state.keep()
+        owned.state.snapshot()
         names = {segment.name for segment in owned.segments}
-        self._kept[index] = (
+        self._snapshots[index] = (
             {name: self._scalars[name] for name in names},
             {name: self._made[name] for name in names},
         )
 
-    def settle(self, index: int) -> None:
+    def commit(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.settle()
+        self._ranges[index].state.commit()
 
-    def take_back(self, index: int) -> None:
+    def rollback(self, index: int) -> None:
         """See :class:`Stepper`."""
-        scalars, made = self._kept[index]
-        self._scalars.update(scalars)  # a step replaces them, so those of before are as they were
+        scalars, made = self._snapshots[index]
+        self._scalars.update(scalars)  # a step replaces these objects and leaves the earlier ones unchanged
         self._made.update(made)
-        self._ranges[index].state.take_back()
+        self._ranges[index].state.rollback()
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: what a parameter has since its first step."""
@@ -166,7 +170,7 @@ class ElementwiseStream:
             if self._made[segment.name]:
                 for kind in sorted(self._kinds[segment.group]):
                     end = segment.begin + segment.numel
-                    yield kind, segment, owned.state.run(kind, segment.begin, end)
+                    yield kind, segment, owned.state.view(kind, segment.begin, end)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the same form as :class:`ElementwiseStepper`'s."""
@@ -179,7 +183,7 @@ class ElementwiseStream:
             self._made[name] = self._made[name] or bool(self._scalars[name])
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`Stepper`: room for all kinds is there from the start."""
+        """See :class:`Stepper`: buffer for all kinds is there from the start."""
         before = dict(self._made)
         for name, named in kinds.items():
             if name in self._made and any(kind in owned for owned in self._kinds for kind in named):

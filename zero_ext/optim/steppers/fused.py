@@ -13,12 +13,12 @@ from zero_ext.config import Tier
 from zero_ext.offload import (
     MASTER,
     AdamWork,
-    MemoryHome,
+    MemoryShard,
     NvmeState,
-    ShardHome,
-    StepPart,
+    ShardStorage,
+    StepChunk,
     StepStaging,
-    TransferLog,
+    TransferStats,
     Values,
     stream_adam,
 )
@@ -51,8 +51,10 @@ class FusedStepper(ABC):
 
     @property
     def reads_scale_on_device(self) -> bool:
-        """See :class:`Stepper`: where state and parameters are all there. What goes through staging memory
-        goes on, whatever the kernels left in it."""
+        """See :class:`Stepper`: where state and parameters are all on the device.
+
+        Values in staging memory are sent on even if a kernel did not write them.
+        """
         return all(
             owned.state.tier == "device" and (owned.output is None or owned.output.tier == "device")
             for owned in self._ranges
@@ -69,14 +71,14 @@ class FusedStepper(ABC):
             bounds, rows = self._rows(owned, used)
             output, tier = owned.output, owned.state.tier
             then = self._near_range(updates[number + 1 : number + 2], tier)
-            for part in self._staging.parts(tier, update.gradient, output, then=then):
-                self._step_part(update.index, part, bounds, rows, scale)
+            for chunk in self._staging.chunks(tier, update.gradient, output, then=then):
+                self._step_chunk(update.index, chunk, bounds, rows, scale)
             yield update.index
 
     def _near_range(
         self, following: Sequence[Update], tier: Tier
-    ) -> tuple[ShardHome, ShardHome | None] | None:
-        """Gradient and output of the range that comes next, if its state lies in memory of ``tier``."""
+    ) -> tuple[ShardStorage, ShardStorage | None] | None:
+        """Gradient and output of the range that comes next, if its state is in memory of ``tier``."""
         for update in following:
             if self._ranges[update.index].state.tier == tier:
                 return update.gradient, self._ranges[update.index].output
@@ -100,24 +102,24 @@ class FusedStepper(ABC):
                 rows.append(row)
         return bounds, rows
 
-    def _step_part(
+    def _step_chunk(
         self,
         index: int,
-        part: StepPart,
+        chunk: StepChunk,
         bounds: list[tuple[int, int]],
         rows: list[list[float]],
         scale: torch.Tensor,
     ) -> None:
-        covers, kept = inside(part.begin, part.end, bounds, rows)
+        covers, inner_rows = inside(chunk.begin, chunk.end, bounds, rows)
         covered = sum(end - begin for begin, end in covers)
-        if part.staged is not None and covered < part.end - part.begin:
-            # All of it goes back, so elements that the step leaves alone need the value they have.
-            part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
-        if kept:
+        if chunk.staged is not None and covered < chunk.end - chunk.begin:
+            # All of it is written back, so elements that the step skips need their current value.
+            chunk.staged.copy_(self._ranges[index].state.read(MASTER, chunk.begin, chunk.end))
+        if inner_rows:
             segments = torch.tensor(covers, dtype=torch.int64, device="cpu")
-            hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
+            hyper = torch.tensor(inner_rows, dtype=torch.float64, device="cpu")
             tier = self._ranges[index].state.tier
-            self._moments.update(index, part, *self._staging.beside(tier, segments, hyper, scale))
+            self._moments.update(index, chunk, *self._staging.to_tier(tier, segments, hyper, scale))
 
     def _host_flag(self) -> torch.Tensor | None:
         return flag_on(self._flag, torch.device("cpu"))
@@ -126,17 +128,17 @@ class FusedStepper(ABC):
     def _hyper_parameters(self, segment: Segment) -> list[float]:
         """A row of ``hyper`` as the op takes it."""
 
-    def keep(self, index: int) -> None:
+    def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.keep()
+        self._ranges[index].state.snapshot()
 
-    def settle(self, index: int) -> None:
+    def commit(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.settle()
+        self._ranges[index].state.commit()
 
-    def take_back(self, index: int) -> None:
+    def rollback(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._ranges[index].state.take_back()
+        self._ranges[index].state.rollback()
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: the moments."""
@@ -155,7 +157,7 @@ class FusedStepper(ABC):
         return lambda: None
 
     def state_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`Stepper`: none, the moments lie beside the master weights."""
+        """See :class:`Stepper`: none, the moments are part of the ranges' state."""
         return {}
 
 
@@ -175,7 +177,7 @@ class AdamStepper(FusedStepper):
         )
         super().__init__(groups, ranges, moments, staging)
         self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
-        self._kept_steps: dict[int, dict[str, int]] = {}
+        self._snapshots: dict[int, dict[str, int]] = {}
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
@@ -208,27 +210,27 @@ class AdamStepper(FusedStepper):
     def _step_far(
         self,
         state: NvmeState,
-        gradient: ShardHome,
-        output: ShardHome | None,
+        gradient: ShardStorage,
+        output: ShardStorage | None,
         settings: tuple[list[tuple[int, int]], list[list[float]]],
         scale: torch.Tensor,
     ) -> None:
         """Steps a range whose state streams through the host, which does not reach its gradient or its
-        parameters: these come and leave in parts."""
+        parameters: these are copied in chunks."""
         reached = self._staging.reaches(gradient, "host")
         near_output = output if self._staging.reaches(output, "host") else None
         # Where the gradient is read by the step itself, values that take no memory stand for it.
         brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if reached else gradient
         far_output = None if near_output is output else output
-        for part in self._staging.parts("host", brought, far_output, state.stream.chunk_elements):
-            span, (bounds, rows) = (part.begin, part.end), inside(part.begin, part.end, *settings)
-            source = gradient.part(*span) if reached else _in_host(part.gradient)
-            target = near_output.part(*span) if near_output is not None else None
-            if part.staged is not None:
-                target = _in_host(part.staged)
-            work = AdamWork(state.part(*span), source, target, bounds, rows)
+        for chunk in self._staging.chunks("host", brought, far_output, state.stream.chunk_elements):
+            span, (bounds, rows) = (chunk.begin, chunk.end), inside(chunk.begin, chunk.end, *settings)
+            source = gradient.subrange(*span) if reached else _in_host(chunk.gradient)
+            target = near_output.subrange(*span) if near_output is not None else None
+            if chunk.staged is not None:
+                target = _in_host(chunk.staged)
+            work = AdamWork(state.subrange(*span), source, target, bounds, rows)
             stream_adam([work], scale, self._host_flag())
-            part.sent.extend(bounds or [(0, 0)])
+            chunk.sent.extend(bounds or [(0, 0)])
 
     def _hyper_parameters(self, segment: Segment) -> list[float]:
         group = self._groups[segment.group]
@@ -245,16 +247,16 @@ class AdamStepper(FusedStepper):
             float(bool(group["maximize"])),
         ]
 
-    def keep(self, index: int) -> None:
+    def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
         owned = self._ranges[index]
-        self._kept_steps[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
-        super().keep(index)
+        self._snapshots[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
+        super().snapshot(index)
 
-    def take_back(self, index: int) -> None:
+    def rollback(self, index: int) -> None:
         """See :class:`Stepper`."""
-        self._steps.update(self._kept_steps[index])
-        super().take_back(index)
+        self._steps.update(self._snapshots[index])
+        super().rollback(index)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
@@ -301,6 +303,6 @@ def inside(
     return [bound for bound, _ in found], [row for _, row in found]
 
 
-def _in_host(memory: torch.Tensor) -> ShardHome:
-    """Host memory as the home of a shard that never moves."""
-    return MemoryHome("host", memory, TransferLog())
+def _in_host(memory: torch.Tensor) -> ShardStorage:
+    """Return host memory as the storage of a shard that is never copied."""
+    return MemoryShard("host", memory, TransferStats())

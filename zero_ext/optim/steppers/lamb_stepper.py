@@ -19,20 +19,20 @@ from zero_ext.optim.steppers.param_writeback import send_chunk
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Total, Update
 
 
-class _Place(NamedTuple):
+class _NormEntry(NamedTuple):
     """A parameter in the step's table of norms, and its hyper-parameters."""
 
     number: int
     row: list[float]
 
 
-class _Chunk(NamedTuple):
-    """A chunk of state in storage with its buffers in host memory, and room for its parameters on their way
-    to storage."""
+class _LambChunk(NamedTuple):
+    """A chunk of state in storage with its buffers in host memory, and a buffer for parameters that are
+    sent to storage."""
 
     state: StateChunk
     buffers: LambBuffers
-    room: torch.Tensor
+    output: torch.Tensor
 
 
 class _Norms:
@@ -111,79 +111,81 @@ class LambStepper(FusedStepper):
     ) -> torch.Tensor:
         norms = _Norms(len(stepped))
         numbers = {name: number for number, name in enumerate(stepped)}
-        places = {update.index: self._places(self._ranges[update.index], numbers) for update in updates}
+        entries = {update.index: self._entries(self._ranges[update.index], numbers) for update in updates}
         in_memory, stored = self._split(updates)
         for update in in_memory:
             state = self._ranges[update.index].state
-            for part in self._staging.parts(state.tier, update.gradient, None):
-                master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-                buffers = LambBuffers(master, exp_avg, exp_avg_sq, part.gradient)
-                found = inside(part.begin, part.end, *places[update.index])
+            for staged in self._staging.chunks(state.tier, update.gradient, None):
+                master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), staged.begin, staged.end)
+                buffers = LambBuffers(master, exp_avg, exp_avg_sq, staged.gradient)
+                found = inside(staged.begin, staged.end, *entries[update.index])
                 self._add_norms(norms, state.tier, buffers, found, scale)
         with contextlib.closing(self._chunks(stored)) as chunks:
             for chunk, buffers, _ in chunks:
-                found = inside(chunk.begin, chunk.end, *places[chunk.index])
+                found = inside(chunk.begin, chunk.end, *entries[chunk.index])
                 self._add_norms(norms, "host", buffers, found, scale)
         return norms.total()
 
-    def _places(
+    def _entries(
         self, owned: OwnedRange, numbers: dict[str, int]
-    ) -> tuple[list[tuple[int, int]], list[_Place]]:
-        """Element ranges to step, one a parameter, and what is to be known of it."""
-        bounds, places = [], []
+    ) -> tuple[list[tuple[int, int]], list[_NormEntry]]:
+        """Return the element ranges to step, one per parameter, and the entry of each."""
+        bounds, entries = [], []
         for segment in owned.segments:
             if segment.name in numbers and segment.numel:
                 bounds.append((segment.begin, segment.begin + segment.numel))
-                places.append(_Place(numbers[segment.name], self._hyper_parameters(segment)))
-        return bounds, places
+                entries.append(_NormEntry(numbers[segment.name], self._hyper_parameters(segment)))
+        return bounds, entries
 
     def _add_norms(
         self,
         norms: _Norms,
         tier: Tier,
         buffers: LambBuffers,
-        found: tuple[list[tuple[int, int]], list[_Place]],
+        found: tuple[list[tuple[int, int]], list[_NormEntry]],
         scale: torch.Tensor,
     ) -> None:
-        bounds, places = found
+        bounds, entries = found
         if not bounds:
             return
-        segments, hyper, factor, numbers = self._staging.beside(
+        segments, hyper, factor, numbers = self._staging.to_tier(
             tier,
             torch.tensor(bounds, dtype=torch.int64, device="cpu"),
-            torch.tensor([place.row for place in places], dtype=torch.float64, device="cpu"),
+            torch.tensor([entry.row for entry in entries], dtype=torch.float64, device="cpu"),
             scale,
-            torch.tensor([place.number for place in places], dtype=torch.int64, device="cpu"),
+            torch.tensor([entry.number for entry in entries], dtype=torch.int64, device="cpu"),
         )
-        part = torch.zeros(len(bounds), 2, ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=segments.device)
-        ops.lamb_norms_(*buffers, segments, hyper, factor, part)
-        norms.add(numbers, part)
+        squares = torch.zeros(
+            len(bounds), 2, ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=segments.device
+        )
+        ops.lamb_norms_(*buffers, segments, hyper, factor, squares)
+        norms.add(numbers, squares)
 
-    def _chunks(self, stored: Sequence[Update]) -> Generator[_Chunk]:
+    def _chunks(self, stored: Sequence[Update]) -> Generator[_LambChunk]:
         """The chunks of state in storage; one is valid until the next."""
         if not stored:
             return
         gradients = {update.index: update.gradient for update in stored}
         states = [(update.index, _stored(self._ranges[update.index])) for update in stored]
         stream = states[0][1].stream
-        rooms = self._staging.chunk_rooms(stream.chunk_bytes, stream.chunk_elements)
-        with contextlib.closing(visit_chunks(stream, states, rooms.buffers)) as chunks:
+        staging = self._staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
+        with contextlib.closing(visit_chunks(stream, states, staging.buffers)) as chunks:
             for chunk in chunks:
-                home = gradients[chunk.index]
-                near: Tier = "host" if home.tier == "nvme" else home.tier
-                gradient = self._staging.bring(home, chunk.begin, chunk.end, near)
-                if gradient.device != rooms.gradient.device:
+                shard = gradients[chunk.index]
+                near: Tier = "host" if shard.tier == "nvme" else shard.tier
+                gradient = self._staging.bring(shard, chunk.begin, chunk.end, near)
+                if gradient.device != staging.gradient.device:
                     stream.transfers.record("device", "host", gradient.nbytes)
-                    gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(gradient)
+                    gradient = staging.gradient[: chunk.end - chunk.begin].copy_(gradient)
                 master, exp_avg, exp_avg_sq = (chunk.values[kind] for kind in (MASTER, *MOMENTS))
-                yield _Chunk(chunk, LambBuffers(master, exp_avg, exp_avg_sq, gradient), rooms.output)
+                yield _LambChunk(chunk, LambBuffers(master, exp_avg, exp_avg_sq, gradient), staging.output)
 
     def _step_stored(
         self, stored: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
     ) -> Iterator[int]:
         settings = {update.index: self._rows(self._ranges[update.index], used) for update in stored}
         with contextlib.closing(self._chunks(stored)) as chunks:
-            for chunk, buffers, room in chunks:
+            for chunk, buffers, output_buffer in chunks:
                 bounds, rows = inside(chunk.begin, chunk.end, *settings[chunk.index])
                 if not bounds:
                     continue
@@ -197,7 +199,7 @@ class LambStepper(FusedStepper):
                 )
                 chunk.changed = True
                 output = self._ranges[chunk.index].output
-                send_chunk(output, chunk.begin, buffers.master, bounds, room)
+                send_chunk(output, chunk.begin, buffers.master, bounds, output_buffer)
         yield from settings
 
     def scalars(self) -> dict[str, Any]:

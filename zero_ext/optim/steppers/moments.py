@@ -1,4 +1,4 @@
-"""Where moments are kept and in which precision: floats beside the masters, or Adam's in 8-bit blocks."""
+"""Storage and precision of moments: floats alongside the masters, or Adam's in 8-bit blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import torch
 
 from zero_ext import ops
-from zero_ext.offload import MASTER, StateField, StepPart, Values
-from zero_ext.optim.steppers.dequantized_state import BlockValues, codes_of, scales_of
+from zero_ext.offload import MASTER, StateField, StepChunk, Values
+from zero_ext.optim.steppers.dequantized_state import DequantizedState, codes_of, scales_of
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag, flag_on
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment
 
@@ -40,10 +40,12 @@ class Moments(Protocol):
     flag: NonFiniteFlag | None
 
     def update(
-        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+        self, index: int, chunk: StepChunk, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """The step over one part of a range; ``segments``, ``hyper`` and ``scale`` are as its op takes them,
-        and where it reads them."""
+        """Step one chunk of a range.
+
+        ``segments``, ``hyper`` and ``scale`` are the arguments of its op, on the device where it reads them.
+        """
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
@@ -60,12 +62,12 @@ class FloatMoments:
         _add_state(ranges, dict.fromkeys(self.KINDS, StateField(dtype)))
 
     def update(
-        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+        self, index: int, chunk: StepChunk, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
         state = self._ranges[index].state
-        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), chunk.begin, chunk.end)
+        buffers = (master, exp_avg, exp_avg_sq, chunk.gradient, chunk.output)
         ops.adam_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -73,7 +75,7 @@ class FloatMoments:
         owned = self._ranges[index]
         for kind in self.KINDS:
             for segment in owned.segments:
-                yield kind, segment, owned.state.run(kind, segment.begin, segment.begin + segment.numel)
+                yield kind, segment, owned.state.view(kind, segment.begin, segment.begin + segment.numel)
 
 
 class LionMoments(FloatMoments):
@@ -82,11 +84,11 @@ class LionMoments(FloatMoments):
     KINDS = LION_MOMENTS
 
     def update(
-        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+        self, index: int, chunk: StepChunk, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
-        master, exp_avg = self._ranges[index].state.read_kinds((MASTER, *self.KINDS), part.begin, part.end)
-        buffers = (master, exp_avg, part.gradient, part.output)
+        master, exp_avg = self._ranges[index].state.read_kinds((MASTER, *self.KINDS), chunk.begin, chunk.end)
+        buffers = (master, exp_avg, chunk.gradient, chunk.output)
         ops.lion_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
 
@@ -94,18 +96,18 @@ class LambMoments(FloatMoments):
     """LAMB's moments in fp32 or bf16, as state of the ranges."""
 
     def update(
-        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+        self, index: int, chunk: StepChunk, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
         state = self._ranges[index].state
-        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), chunk.begin, chunk.end)
+        buffers = (master, exp_avg, exp_avg_sq, chunk.gradient, chunk.output)
         ops.lamb_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
 
 class EightBitMoments:
     """Moments quantized block by block (Dettmers et al., arXiv 2110.02861): a byte an element and a scale for
-    256 of them. Blocks are counted from each range's first element, whatever parameters lie there."""
+    256 of them. Blocks are counted from each range's first element, whatever parameters are there."""
 
     flag: NonFiniteFlag | None = None
 
@@ -114,16 +116,16 @@ class EightBitMoments:
         _add_state(ranges, moment_fields("8bit"))
 
     def update(
-        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+        self, index: int, chunk: StepChunk, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
         state = self._ranges[index].state
-        master = state.read(MASTER, part.begin, part.end)
+        master = state.read(MASTER, chunk.begin, chunk.end)
         exp_avg, exp_avg_sq = (
-            ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), part.begin, part.end))
+            ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), chunk.begin, chunk.end))
             for kind in MOMENTS
         )
-        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        buffers = (master, exp_avg, exp_avg_sq, chunk.gradient, chunk.output)
         ops.adam_step_8bit_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -131,9 +133,9 @@ class EightBitMoments:
         the codes and scales they had; elsewhere they are quantized anew."""
         owned = self._ranges[index]
         for kind, signed in zip(MOMENTS, _SIGNED, strict=True):
-            blocks = BlockValues(owned.state, kind, signed)
+            blocks = DequantizedState(owned.state, kind, signed)
             for segment in owned.segments:
-                yield kind, segment, blocks.run(segment.begin, segment.begin + segment.numel)
+                yield kind, segment, blocks.view(segment.begin, segment.begin + segment.numel)
 
 
 def _add_state(ranges: Sequence[OwnedRange], fields: Mapping[str, StateField]) -> None:

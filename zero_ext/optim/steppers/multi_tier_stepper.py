@@ -15,68 +15,70 @@ from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.optim.steppers.stepper import Segment, Stepper, Update
 
 
-class SplitStepper:
-    """Hands every range to one of several steppers: a :class:`Stepper`. A parameter lies in one range.
+class MultiTierStepper:
+    """Hands every range to one of several steppers: a :class:`Stepper`. A parameter is in one range.
 
-    ``parts`` are steppers with the indices, counted here, of the ranges that they were made for.
+    ``steppers`` are steppers with the indices, counted here, of the ranges that they were made for.
     """
 
     reads_scale_on_device = False
 
-    def __init__(self, parts: Sequence[tuple[Stepper, Sequence[int]]]) -> None:
-        self._parts = [(stepper, tuple(indices)) for stepper, indices in parts]
+    def __init__(self, steppers: Sequence[tuple[Stepper, Sequence[int]]]) -> None:
+        self._steppers = [(stepper, tuple(indices)) for stepper, indices in steppers]
         self._owner = {
-            index: (stepper, place) for stepper, indices in self._parts for place, index in enumerate(indices)
+            index: (stepper, local)
+            for stepper, indices in self._steppers
+            for local, index in enumerate(indices)
         }
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`."""
-        for stepper, indices in self._parts:
+        for stepper, indices in self._steppers:
             own = [
                 replace(update, index=indices.index(update.index))
                 for update in updates
                 if update.index in indices
             ]
-            for place in stepper.step(own, scale, used):
-                yield indices[place]
+            for local in stepper.step(own, scale, used):
+                yield indices[local]
 
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
-        for stepper, _ in self._parts:
+        for stepper, _ in self._steppers:
             stepper.watch(flag)
 
-    def keep(self, index: int) -> None:
+    def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
-        stepper, place = self._owner[index]
-        stepper.keep(place)
+        stepper, local = self._owner[index]
+        stepper.snapshot(local)
 
-    def settle(self, index: int) -> None:
+    def commit(self, index: int) -> None:
         """See :class:`Stepper`."""
-        stepper, place = self._owner[index]
-        stepper.settle(place)
+        stepper, local = self._owner[index]
+        stepper.commit(local)
 
-    def take_back(self, index: int) -> None:
+    def rollback(self, index: int) -> None:
         """See :class:`Stepper`."""
-        stepper, place = self._owner[index]
-        stepper.take_back(place)
+        stepper, local = self._owner[index]
+        stepper.rollback(local)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
-        stepper, place = self._owner[index]
-        return stepper.values(place)
+        stepper, local = self._owner[index]
+        return stepper.values(local)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""
-        return {name: entry for stepper, _ in self._parts for name, entry in stepper.scalars().items()}
+        return {name: entry for stepper, _ in self._steppers for name, entry in stepper.scalars().items()}
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
-        for stepper, _ in self._parts:
+        for stepper, _ in self._steppers:
             stepper.load_scalars(state)
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`."""
-        undo = [stepper.make_state(kinds) for stepper, _ in self._parts]
+        undo = [stepper.make_state(kinds) for stepper, _ in self._steppers]
 
         def undo_all() -> None:
             for each in undo:
@@ -86,7 +88,7 @@ class SplitStepper:
 
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`."""
-        held: Counter[Tier] = Counter()
-        for stepper, _ in self._parts:
-            held.update(stepper.state_bytes())
-        return held
+        nbytes: Counter[Tier] = Counter()
+        for stepper, _ in self._steppers:
+            nbytes.update(stepper.state_bytes())
+        return nbytes

@@ -6,24 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.offload import ShardHome, put
+from zero_ext.offload import ShardStorage, put
 
 
 def send_chunk(
-    output: ShardHome | None,
+    output: ShardStorage | None,
     begin: int,
     master: torch.Tensor,
     stepped: Sequence[tuple[int, int]],
-    room: torch.Tensor,
+    buffer: torch.Tensor,
 ) -> None:
-    """Sends the master weights ``master`` [n] of the elements from ``begin`` on, of which the ranges in
-    ``stepped`` changed, to the parameters ``output``; ``room`` is memory for them on their way to storage."""
+    """Send the master weights ``master`` [n] of the elements from ``begin`` on to the parameters ``output``.
+
+    The ranges in ``stepped`` changed. ``buffer`` holds parameters while they are sent to storage.
+    """
     if output is None:
         return
     if output.tier == "nvme":
         # Parameters in storage follow the masters everywhere: one write, of whole blocks.
-        run = room[: master.numel() * output.dtype.itemsize].view(output.dtype)
-        output.store(begin, run.copy_(master), "host")
+        values = buffer[: master.numel() * output.dtype.itemsize].view(output.dtype)
+        output.store(begin, values.copy_(master), "host")
         return
     for first, last in stepped:
         put(output, begin + first, master[first:last], "host")

@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer that works on flat shards."""
+"""The protocol of optimizers that work on flat shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import ShardHome, StateHome, Values
+from zero_ext.offload import OptimizerStateStorage, ShardStorage, Values
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 
 
@@ -29,17 +29,17 @@ class OwnedRange:
     """What a rank's optimizer owns of a unit: state [n] that begins as fp32 master weights, the parameters
     [n] that follow them or None where they are the masters, segments."""
 
-    state: StateHome
-    output: ShardHome | None
+    state: OptimizerStateStorage
+    output: ShardStorage | None
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
 class Update:
-    """A range to be stepped and its gradient [n], where it lies."""
+    """A range to be stepped and its gradient [n], where it is stored."""
 
     index: int
-    gradient: ShardHome
+    gradient: ShardStorage
 
 
 # The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
@@ -68,19 +68,22 @@ class Stepper(Protocol):
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` from now on in every step that makes a master weight or moment NaN or infinite."""
 
-    def keep(self, index: int) -> None:
-        """Before a step on one range that may be taken back: keeps what it changes, the parameters that
-        follow the master weights left out. Every such step ends by :meth:`settle` or :meth:`take_back`."""
+    def snapshot(self, index: int) -> None:
+        """Keep what a step on one range changes, so that it can be rolled back.
 
-    def settle(self, index: int) -> None:
-        """The step on a range since :meth:`keep` counts. Nothing happens if there is none."""
+        Parameters that follow the master weights are left out. Every such step ends by :meth:`commit` or
+        :meth:`rollback`.
+        """
 
-    def take_back(self, index: int) -> None:
-        """State and scalars of a range are what they were at :meth:`keep`, bit for bit."""
+    def commit(self, index: int) -> None:
+        """Accept the step on a range since :meth:`snapshot`. Do nothing if there is none."""
+
+    def rollback(self, index: int) -> None:
+        """Restore state and scalars of a range as they were at :meth:`snapshot`, bit for bit."""
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """State of a range beside the master weights, by segment: torch's name for it, segment, its values
-        where they lie."""
+        where they are stored."""
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able per-parameter state, equal on all ranks."""
