@@ -42,7 +42,7 @@ def philox(counter: list[Any], key: int) -> list[Any]:
     return words
 
 
-def kept_weights(case: Case) -> Tensor:
+def dropout_weights(case: Case) -> Tensor:
     """Float64 [batch, heads, queries, keys]: 0 where dropped, 1 / (1 - probability) elsewhere."""
     batch, heads, queries, _ = case.query.shape
     keys = case.key.size(2)
@@ -50,8 +50,8 @@ def kept_weights(case: Case) -> Tensor:
     query, key = np.arange(queries).reshape(1, -1, 1), np.arange(keys).reshape(1, 1, -1)
     words = philox([*np.broadcast_arrays(key // 4, query, head), case.offset], case.seed)
     drawn = np.choose(np.broadcast_to(key % 4, words[0].shape), words)
-    kept = torch.from_numpy(drawn >= np.uint64(int(case.dropout * 2**32)))
-    return kept.double().view(batch, heads, queries, keys) / (1 - case.dropout)
+    drawn_mask = torch.from_numpy(drawn >= np.uint64(int(case.dropout * 2**32)))
+    return drawn_mask.double().view(batch, heads, queries, keys) / (1 - case.dropout)
 
 
 @dataclass
@@ -73,8 +73,10 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if name not in ("query", "key", "value", "mask")}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value for name, value in values.items() if name not in ("query", "key", "value", "mask")
+        }
 
     def run(self) -> Tensor:
         return ops.block_sparse_attention(
@@ -113,7 +115,7 @@ def dense_attention(case: Case, full_bias: Tensor | None = None) -> Tensor:
     weights = (scores - highest).exp()
     sums = weights.sum(-1, keepdim=True)
     weights = weights / torch.where(sums == 0, 1.0, sums)
-    return (weights * kept_weights(case) if case.dropout else weights) @ value
+    return (weights * dropout_weights(case) if case.dropout else weights) @ value
 
 
 @dataclass

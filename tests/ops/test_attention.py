@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.attention_reference import Case, compressed, kept_weights, philox, reference, results
+from tests.ops.attention_reference import Case, compressed, dropout_weights, philox, reference, results
 from tests.ops.helpers import FLOAT_DTYPES, available_isas
 from zero_ext import ops
 
@@ -92,7 +92,7 @@ def widest_isa() -> Iterator[None]:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_any_call_gives_what_dense_attention_gives(drawn: tuple[Case, str, torch.Generator]) -> None:
+def test_any_call_equals_dense_attention(drawn: tuple[Case, str, torch.Generator]) -> None:
     case, isa, generator = drawn
     ops.set_isa(isa)
     check(case, generator)
@@ -300,11 +300,11 @@ def test_dropout_depends_on_seed_and_offset_not_on_blocks(isa: str, generator: t
         mask = torch.ones(1, -(-130 // block), -(-130 // block), dtype=torch.bool)
         case = Case(query, key, value, mask, block, dropout=0.4, seed=77, offset=5)
         masks.append(case.run() != 0)
-        assert torch.equal(masks[-1], kept_weights(case)[..., :128] != 0)
+        assert torch.equal(masks[-1], dropout_weights(case)[..., :128] != 0)
         for other in (replace(case, seed=78), replace(case, offset=6), replace(case, seed=77 + (1 << 40))):
             assert 0.4 < float(((other.run() != 0) == masks[-1]).double().mean()) < 0.64
-    kept = float(masks[0].double().mean())
-    assert abs(kept - 0.6) < 5 * math.sqrt(0.24 / masks[0].numel())
+    share = float(masks[0].double().mean())
+    assert abs(share - 0.6) < 5 * math.sqrt(0.24 / masks[0].numel())
 
 
 def test_the_generator_is_philox() -> None:

@@ -106,15 +106,15 @@ def test_a_layout_for_another_length(case: Case) -> None:
     refused(replace(case, mask=more), "'columns' has 3 at 3, in row .* below 3, the number of column blocks")
 
 
-def pointers(layout: ops.LayoutTensors, place: tuple[int, int], value: int) -> ops.LayoutTensors:
+def pointers(layout: ops.LayoutTensors, position: tuple[int, int], value: int) -> ops.LayoutTensors:
     changed = layout.row_pointers.clone()
-    changed[place] = value
+    changed[position] = value
     return layout._replace(row_pointers=changed)
 
 
-def columns(layout: ops.LayoutTensors, place: int, value: int) -> ops.LayoutTensors:
+def columns(layout: ops.LayoutTensors, position: int, value: int) -> ops.LayoutTensors:
     changed = layout.columns.clone()
-    changed[place] = value
+    changed[position] = value
     return layout._replace(columns=changed)
 
 
@@ -142,7 +142,7 @@ def test_layouts_with_impossible_values(
         ops.block_sparse_attention(case.query, case.key, case.value, *layout, block=16)
 
 
-def test_backward_checks_what_it_is_given(case: Case) -> None:
+def test_backward_checks_its_arguments(case: Case) -> None:
     layout = compressed(case.mask)
     arguments = (case.query, case.key, case.value, *layout, None, None, 16, False, 0.25, 0.0, 0, 0)
     output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)

@@ -47,7 +47,9 @@ def obtain(wanted: set[tuple[int, int]] = HOPPER) -> Path:
     return module.path
 
 
-def test_ranks_that_start_together_build_once_and_load_it(calls: Path, cache: Path, tmp_path: Path) -> None:
+def test_ranks_that_start_simultaneously_build_once_and_load_it(
+    calls: Path, cache: Path, tmp_path: Path
+) -> None:
     builders = [start_build(tmp_path) for _ in range(3)]
     ends = [builder.end() for builder in builders]
     assert [status for status, _ in ends] == [0, 0, 0], ends
@@ -104,17 +106,17 @@ def test_a_cached_module_that_does_not_load_is_built_again_once(
     calls: Path, tmp_path: Path, damage: str
 ) -> None:
     path = obtain()
-    whole = path.read_bytes()
+    content = path.read_bytes()
     if damage == "truncated":
         # Loading it would end the process with SIGBUS, so the checksum must notice.
-        path.write_bytes(whole[: len(whole) // 2])
+        path.write_bytes(content[: len(content) // 2])
     else:
         path.write_text("no module")
         jit_build.cached_kernels(HOPPER).put(_copy(path))
     builder = start_build(tmp_path)
     status, errors = builder.end()
     assert status == 0, errors
-    assert path.read_bytes() == whole and builder.loaded() == ("zero_ext._C_cuda", path)
+    assert path.read_bytes() == content and builder.loaded() == ("zero_ext._C_cuda", path)
     assert ("does not load and is built again" in errors) == (damage == "no module")
 
 
@@ -160,8 +162,8 @@ def test_missing_and_unfitting_nvcc_are_named_with_both_versions(
     found = tmp_path / "toolkit" / "bin" / "nvcc"
     with pytest.raises(RuntimeError) as caught:
         obtain()
-    for part in ("CUDA 13.0", f"{found} of CUDA 12.8", "major versions must agree", "cuda-nvcc-13-0"):
-        assert part in str(caught.value)
+    for fragment in ("CUDA 13.0", f"{found} of CUDA 12.8", "major versions must agree", "cuda-nvcc-13-0"):
+        assert fragment in str(caught.value)
     monkeypatch.setenv("FAKE_NVCC_RELEASE", "13.2")
     assert nvcc.find_nvcc("13.0", "2.13.0") == nvcc.Nvcc(found, "13.2")
     found.write_text("#!/bin/sh\nexit 1\n")
@@ -245,11 +247,11 @@ class OnCuda(torch.Tensor):
 def test_the_first_cuda_tensor_loads_the_kernels_once(gpu: list[set[tuple[int, int]]]) -> None:
     calls = []
     overload = lambda *arguments: calls.append(arguments)  # noqa: E731
-    here, there = torch.zeros(2), torch.zeros(2).as_subclass(OnCuda)
-    load_library._call_with_kernels(overload, here, [here], 1.0, None)
+    on_cpu, on_cuda = torch.zeros(2), torch.zeros(2).as_subclass(OnCuda)
+    load_library._call_with_kernels(overload, on_cpu, [on_cpu], 1.0, None)
     assert gpu == [] and len(calls) == 1
-    load_library._call_with_kernels(overload, here, [here, there], 1.0)
-    load_library._call_with_kernels(overload, there)
+    load_library._call_with_kernels(overload, on_cpu, [on_cpu, on_cuda], 1.0)
+    load_library._call_with_kernels(overload, on_cuda)
     assert gpu == [HOPPER] and len(calls) == 3
 
 

@@ -84,8 +84,8 @@ def without(make: Callable[..., list[torch.Tensor]], seed: int, *arguments: Any)
     return [each.cpu() for each in make(rows, [[0, 0]] * len(bounds), device)]
 
 
-def with_value(row: list[float], place: int, value: float) -> list[float]:
-    return [*row[:place], value, *row[place + 1 :]]
+def with_value(row: list[float], position: int, value: float) -> list[float]:
+    return [*row[:position], value, *row[position + 1 :]]
 
 
 HALVES = [[0, 30], [30, 64]]
@@ -102,8 +102,8 @@ CASES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[float], int, floa
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(1, stand_in=True)
 def test_a_step_with_a_bad_setting_changes_nothing_and_is_raised_once(world: World, name: str) -> None:
-    make, row, place, value, said = CASES[name]
-    good, bad = row, with_value(row, place, value)
+    make, row, position, value, said = CASES[name]
+    good, bad = row, with_value(row, position, value)
     ops.raise_device_errors(DEVICE)
     untouched = without(make, world.seed, [good, good], HALVES, DEVICE)
     torch.manual_seed(world.seed)
@@ -174,7 +174,7 @@ def test_the_cpu_raises_immediately() -> None:
         adam([with_value(ADAM, 1, 1.5)], [[0, 64]], "cpu")
     ops.raise_device_errors("cpu")
     record = torch.full((ops.DEVICE_ERROR_WORDS,), 7)
-    ops.take_device_error_(record)
+    ops.pop_device_error_(record)
     assert not record.any() and ops.device_error_text(record) == ""
 
 
@@ -191,7 +191,7 @@ def test_a_record_is_read_as_text() -> None:
         with pytest.raises(RuntimeError, match="device_error_text: argument 'record'"):
             ops.device_error_text(bad)
         with pytest.raises(RuntimeError, match="take_device_error_: argument 'record'"):
-            ops.take_device_error_(bad)
+            ops.pop_device_error_(bad)
 
 
 def test_no_kernel_ends_the_process() -> None:

@@ -93,10 +93,10 @@ def host_exchange() -> int:
     name = f"/zero_ext-opcheck-{uuid.uuid4().hex}"
     handles = [uuid.uuid4().int >> 65 for _ in range(2)]
     for rank, handle in enumerate(handles):
-        ops.host_exchange_open(handle, name, rank, 2, rank == 0)
-    ops.host_exchange_unlink(name)
+        ops.cross_process_open(handle, name, rank, 2, rank == 0)
+    ops.cross_process_unlink(name)
     for handle in handles:
-        if not ops.host_exchange_connect(handle):
+        if not ops.cross_process_connect(handle):
             raise AssertionError("a process cannot read its own memory")
     return handles[0]
 
@@ -119,8 +119,8 @@ def aio_file() -> str:
 def join_again() -> str:
     """A segment that exists until the tests end, so that it can be joined again and again."""
     name = f"/zero_ext-opcheck-{uuid.uuid4().hex}"
-    ops.host_exchange_open(1, name, 0, 1, True)
-    atexit.register(ops.host_exchange_unlink, name)
+    ops.cross_process_open(1, name, 0, 1, True)
+    atexit.register(ops.cross_process_unlink, name)
     return name
 
 
@@ -134,8 +134,8 @@ def store_arguments() -> tuple[int, list[str], str, list[int], int, bool, bool]:
 
 def store() -> int:
     """An open store with an extent of two pages at its start."""
-    handle, paths, backend, (depth, block, submitters), *rest = store_arguments()
-    ops.store_open(handle, paths, backend, (depth, block, submitters), *rest)
+    handle, paths, backend, (depth, block, io_threads), *rest = store_arguments()
+    ops.store_open(handle, paths, backend, (depth, block, io_threads), *rest)
     ops.store_reserve(handle, 1 << 20)
     ops.store_allocate(handle, 8192)
     return handle
@@ -144,8 +144,8 @@ def store() -> int:
 def direct_store() -> int:
     """As store(), by a fake cuFile, whose device memory is the host's."""
     fake_cufile()
-    handle, paths, backend, (depth, block, submitters), stripe, _, devices = store_arguments()
-    ops.store_open(handle, paths, backend, (depth, block, submitters), stripe, False, devices)
+    handle, paths, backend, (depth, block, io_threads), stripe, _, devices = store_arguments()
+    ops.store_open(handle, paths, backend, (depth, block, io_threads), stripe, False, devices)
     ops.store_reserve(handle, 1 << 20)
     ops.store_allocate(handle, 8192)
     ops.store_open_direct(handle)
@@ -168,18 +168,18 @@ def attention_backward_inputs() -> tuple[Any, ...]:
     return (torch.randn_like(output), query, key, value, output, logsumexp, *others, True)
 
 
-def signs(count: int, messages: int) -> Tensor:
+def sign_payloads(count: int, messages: int) -> Tensor:
     """Messages to signs of `count` elements each."""
-    found = torch.zeros(messages * ops.sign_message_bytes(count), dtype=torch.uint8)
-    ops.compress_signs_(found, torch.zeros(messages * count), torch.randn(messages * count), 1.0, messages)
+    found = torch.zeros(messages * ops.sign_payload_bytes(count), dtype=torch.uint8)
+    ops.compress_1bit_(found, torch.zeros(messages * count), torch.randn(messages * count), 1.0, messages)
     return found
 
 
 def blocks(count: int, messages: int) -> Tensor:
     """Messages of `count` elements each in blocks of 256 symmetric integers of 4 bits."""
     format = ops.BlockFormat(4, True)
-    found = torch.zeros(messages * format.message_bytes(count), dtype=torch.uint8)
-    ops.quantise_(found, torch.randn(messages * count), format, messages)
+    found = torch.zeros(messages * format.payload_bytes(count), dtype=torch.uint8)
+    ops.quantize_(found, torch.randn(messages * count), format, messages)
     return found
 
 
@@ -196,11 +196,11 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "blank_host_memory": lambda: (4096,),
     "block_sparse_attention_backward": attention_backward_inputs,
     "block_sparse_attention_forward": attention_inputs,
-    "compress_signs_": lambda: (signs(50, 2), torch.rand(100), torch.rand(100).bfloat16(), 0.5, 2),
+    "compress_signs_": lambda: (sign_payloads(50, 2), torch.rand(100), torch.rand(100).bfloat16(), 0.5, 2),
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
     "dequantise_": lambda: (torch.rand(600).half(), blocks(300, 2), 4, True, 256, 2),
     "dequantize_blockwise": lambda: (*quantized(True), True),
-    "expand_signs_": lambda: (torch.rand(100).half(), signs(50, 2), 0.5, True, 2),
+    "expand_signs_": lambda: (torch.rand(100).half(), sign_payloads(50, 2), 0.5, True, 2),
     "flag_non_finite_": lambda: (torch.rand(100).bfloat16(), torch.zeros(1, dtype=torch.int32)),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
@@ -219,7 +219,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "pack_": flat_inputs,
     "quantise_": lambda: (blocks(300, 2), torch.rand(600).half(), 4, True, 256, 2, [1, 0]),
     "quantize_blockwise": lambda: (torch.rand(300), False),
-    "reduce_signs_": lambda: (signs(100, 1), torch.rand(100), signs(100, 3), 0.5),
+    "reduce_signs_": lambda: (sign_payloads(100, 1), torch.rand(100), sign_payloads(100, 3), 0.5),
     "requantise_": lambda: (blocks(300, 2), blocks(300, 6), 4, True, 256, 4, True, 256, 0.5, 2),
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
     "squared_norm_": lambda: (torch.rand(100), accumulator()),
@@ -238,7 +238,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "store_write": lambda: (store(), torch.rand(2048), 0, 1),
     "sum_quantised_": lambda: (torch.rand(300), blocks(300, 2), 4, True, 256, 0.5, True),
     "sum_shards_": lambda: (torch.rand(8).half(), [torch.rand(8), torch.rand(8)], 0.5, True),
-    "sum_signs_": lambda: (torch.rand(100), signs(100, 2), 0.5, True),
+    "sum_signs_": lambda: (torch.rand(100), sign_payloads(100, 2), 0.5, True),
     "take_device_error_": lambda: (torch.zeros(7, dtype=torch.int64),),
     "unpack_": flat_inputs,
 }
@@ -263,11 +263,11 @@ def test_ops_that_return_text() -> None:
 
 # Each call changes what the next one may do, so that every part of opcheck gets a store of its own, and none
 # can compare two calls of store_allocate.
-@pytest.mark.parametrize("part", ["test_schema", "test_autograd_registration", "test_faketensor"])
-def test_store_extents(part: str) -> None:
+@pytest.mark.parametrize("utility", ["test_schema", "test_autograd_registration", "test_faketensor"])
+def test_store_extents(utility: str) -> None:
     handle = store()
-    torch.library.opcheck(torch.ops.zero_ext.store_allocate.default, (handle, 4096), test_utils=part)
-    torch.library.opcheck(torch.ops.zero_ext.store_release.default, (handle, 0), test_utils=part)
+    torch.library.opcheck(torch.ops.zero_ext.store_allocate.default, (handle, 4096), test_utils=utility)
+    torch.library.opcheck(torch.ops.zero_ext.store_release.default, (handle, 0), test_utils=utility)
 
 
 def test_adam_without_param() -> None:
@@ -284,8 +284,8 @@ def test_steps_with_a_flag(name: str) -> None:
 
 def test_attention_with_gradients() -> None:
     arguments = list(attention_inputs())
-    for place in (0, 1, 2, 8):
-        arguments[place].requires_grad_()
+    for position in (0, 1, 2, 8):
+        arguments[position].requires_grad_()
     torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
     arguments[5:9] = [None] * 4
     torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
@@ -303,7 +303,7 @@ def test_lion_without_param() -> None:
     torch.library.opcheck(torch.ops.zero_ext.lion_step_.default, tuple(arguments))
 
 
-def test_fake_kernels_give_shapes_without_touching_memory() -> None:
+def test_fake_kernels_return_shapes_without_touching_memory() -> None:
     before = ops.host_buffer_bytes()
     with FakeTensorMode():
         buffer = ops.host_buffer(2**50)

@@ -133,11 +133,11 @@ def block_sparse_attention(
 
 def _refuse_other_derivatives(*tensors: Tensor | None) -> None:
     """Without a formula for them the op would drop tangents without a word, or fail in torch's own terms."""
-    given = [each for each in tensors if each is not None]
+    present = [each for each in tensors if each is not None]
     dual = forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(each).tangent is not None for each in given
+        forward_ad.unpack_dual(each).tangent is not None for each in present
     )
-    if dual or (not torch.compiler.is_compiling() and any(map(_is_differentiated_by_func, given))):
+    if dual or (not torch.compiler.is_compiling() and any(map(_is_differentiated_by_func, present))):
         raise RuntimeError(
             "block_sparse_attention has no forward-mode derivative (torch.autograd.forward_ad, "
             "torch.func.jvp, jacfwd, hessian) and none by torch.func (grad, vjp, jacrev); call backward or "

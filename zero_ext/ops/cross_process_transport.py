@@ -1,4 +1,4 @@
-"""Messages between the processes of one host: the receiver copies straight from the sender's memory."""
+"""Transfers between the processes of one host: the receiver copies directly from the sender's memory."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from torch import Tensor
 from zero_ext.ops.load_library import fake_kernel, op
 
 
-def host_exchange_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
+def cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
     """Joins the shared memory segment `name`; the rank with `create` makes it before the others join.
 
-    `handle` is any number that this process has not in use; one in use is closed and stands for the new
-    exchange. Raises RuntimeError naming the segment and the kernel's reason.
+    `handle` is any number. One that this process uses already is closed first. Raises RuntimeError naming the
+    segment and the kernel's reason.
     """
     op("host_exchange_open")(handle, name, rank, world_size, create)
 
 
-def host_exchange_connect(handle: int) -> bool:
+def cross_process_connect(handle: int) -> bool:
     """Whether every other rank's memory can be read; call it once all ranks have joined."""
     return bool(op("host_exchange_connect")(handle))
 
 
-def host_exchange_unlink(name: str) -> None:
-    """Removes the segment's name; who has joined keeps it."""
+def cross_process_unlink(name: str) -> None:
+    """Remove the segment's name. Ranks that have joined keep the segment."""
     op("host_exchange_unlink")(name)
 
 
-def host_exchange_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
+def cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     """Offers a contiguous CPU tensor to rank `peer`; it must not change until the send was waited for."""
     op("host_exchange_send")(handle, peer, tensor, tag)
 
 
-def host_exchange_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
+def cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     """Will fill a contiguous CPU tensor with the next message of rank `peer`, which must be as long and have
     the same tag."""
     op("host_exchange_receive")(handle, peer, tensor, tag)
 
 
-def host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
+def cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
     """Returns when the first `count` messages from (`receiving`) or to rank `peer` are complete.
 
     Raises RuntimeError after `timeout_seconds`, when the peer's process has ended, or when it sent a message
@@ -46,52 +46,54 @@ def host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, time
     op("host_exchange_wait")(handle, peer, count, receiving, timeout_seconds)
 
 
-def host_exchange_give_up(handle: int, reason: str) -> None:
-    """Tells the others that this rank takes part no longer: who waits for it, now or later, raises ``reason``
-    (its first 1023 bytes), and so does this rank when it waits. What it sent before still arrives."""
+def cross_process_abort(handle: int, reason: str) -> None:
+    """Abort the transport of this rank: ranks that wait for it, now or later, raise ``reason``.
+
+    So does this rank when it waits. Only the first 1023 bytes are raised. What it sent before still arrives.
+    """
     op("host_exchange_give_up")(handle, reason)
 
 
-def host_exchange_close(handle: int) -> None:
-    """Ends the exchange, once the peers have read what was sent (at most 5 seconds later)."""
+def cross_process_close(handle: int) -> None:
+    """Close the transport, once the peers have read what was sent (at most 5 seconds later)."""
     op("host_exchange_close")(handle)
 
 
 @fake_kernel("host_exchange_open")
-def _host_exchange_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
+def _cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
     return None
 
 
 @fake_kernel("host_exchange_connect")
-def _host_exchange_connect(handle: int) -> bool:
+def _cross_process_connect(handle: int) -> bool:
     return True
 
 
 @fake_kernel("host_exchange_unlink")
-def _host_exchange_unlink(name: str) -> None:
+def _cross_process_unlink(name: str) -> None:
     return None
 
 
 @fake_kernel("host_exchange_send")
-def _host_exchange_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
+def _cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 
 @fake_kernel("host_exchange_receive")
-def _host_exchange_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
+def _cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 
 @fake_kernel("host_exchange_wait")
-def _host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
+def _cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
     return None
 
 
 @fake_kernel("host_exchange_give_up")
-def _host_exchange_give_up(handle: int, reason: str) -> None:
+def _cross_process_abort(handle: int, reason: str) -> None:
     return None
 
 
 @fake_kernel("host_exchange_close")
-def _host_exchange_close(handle: int) -> None:
+def _cross_process_close(handle: int) -> None:
     return None

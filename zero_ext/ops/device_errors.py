@@ -10,10 +10,10 @@ from zero_ext.ops.load_library import fake_kernel, load_kernels, op
 DEVICE_ERROR_WORDS = 7
 
 
-def take_device_error_(record: Tensor) -> None:
+def pop_device_error_(record: Tensor) -> None:
     """Move the first error that kernels of `record`'s device found since the last call into it.
 
-    The device does so in the order of its current stream, and the host does not wait. An error is taken
+    The device does so in the order of its current stream, and the host does not wait. An error is returned
     once. The ops on the CPU raise their errors themselves, so there is none.
 
     Args:
@@ -31,7 +31,7 @@ def device_error_text(record: Tensor) -> str:
     """Return what an error says: op, argument, index, the value that was expected and the one found.
 
     Args:
-        record: int64 [7] on the CPU, from :func:`take_device_error_`.
+        record: int64 [7] on the CPU, from :func:`pop_device_error_`.
 
     Returns:
         A sentence, empty if `record` holds no error.
@@ -57,17 +57,17 @@ def raise_device_errors(device: torch.device | int | str) -> None:
         RuntimeError: a kernel found a value that it cannot use. The error names the op, the argument, the
             index, the value found and the one expected.
     """
-    place = torch.device(device)
-    load_kernels(place)
-    record = torch.zeros(DEVICE_ERROR_WORDS, dtype=torch.int64, device=place)
-    take_device_error_(record)
+    target = torch.device(device)
+    load_kernels(target)
+    record = torch.zeros(DEVICE_ERROR_WORDS, dtype=torch.int64, device=target)
+    pop_device_error_(record)
     text = device_error_text(record.cpu())
     if text:
         raise RuntimeError(f"{record.device}: {text}")
 
 
 @fake_kernel("take_device_error_")
-def _take_device_error_(record: Tensor) -> None:
+def _pop_device_error_(record: Tensor) -> None:
     return None
 
 

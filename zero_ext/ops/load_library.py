@@ -94,7 +94,7 @@ def check_torch() -> None:
     Raises:
         RuntimeError: torch is older than 2.11.
     """
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     if (major, minor) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise RuntimeError(

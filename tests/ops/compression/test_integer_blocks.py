@@ -20,17 +20,17 @@ ROUNDING = 2.0**-24
 each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"int{f.bits}-{BITS[f.symmetric]}")
 
 
-def quantise(values: Tensor, format: BlockFormat, parts: int = 1, order: list[int] | None = None) -> Tensor:
-    messages = poisoned(parts * format.message_bytes(values.numel() // parts))
-    ops.quantise_(messages, values, format, parts, order)
+def quantize(values: Tensor, format: BlockFormat, chunks: int = 1, order: list[int] | None = None) -> Tensor:
+    messages = poisoned(chunks * format.payload_bytes(values.numel() // chunks))
+    ops.quantize_(messages, values, format, chunks, order)
     return messages
 
 
-def dequantise(
-    messages: Tensor, count: int, format: BlockFormat, parts: int = 1, dtype: torch.dtype = torch.float32
+def dequantize(
+    messages: Tensor, count: int, format: BlockFormat, chunks: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     out = torch.full((count,), float("nan"), dtype=dtype)
-    ops.dequantise_(out, messages, format, parts)
+    ops.dequantize_(out, messages, format, chunks)
     return out
 
 
@@ -84,11 +84,11 @@ def test_error_is_half_a_scale_at_most(
     for count in COUNTS:
         decades = 10 ** (4 * torch.rand(-(-count // 256), generator=generator) - 3).repeat_interleave(256)
         values = (decades[:count] * (torch.randn(count, generator=generator) + 0.5)).to(dtype)
-        message = quantise(values, format)
+        message = quantize(values, format)
         stands_for = check_message(message, values.double().numpy(), format)
-        back = dequantise(message, count, format)
+        back = dequantize(message, count, format)
         np.testing.assert_allclose(back.numpy(), stands_for, rtol=2 * ROUNDING, atol=1e-30)
-        assert torch.equal(dequantise(message, count, format, dtype=dtype), back.to(dtype))
+        assert torch.equal(dequantize(message, count, format, dtype=dtype), back.to(dtype))
 
 
 @each_format
@@ -96,10 +96,10 @@ def test_error_is_half_a_scale_at_most(
 def test_other_blocks(generator: torch.Generator, isa: str, format: BlockFormat, block: int) -> None:
     own = BlockFormat(format.bits, format.symmetric, block)
     values = torch.randn(2 * block + 77, generator=generator)
-    message = quantise(values, own)
+    message = quantize(values, own)
     stands_for = check_message(message, values.double().numpy(), own)
     np.testing.assert_allclose(
-        dequantise(message, len(values), own).numpy(), stands_for, rtol=2 * ROUNDING, atol=1e-30
+        dequantize(message, len(values), own).numpy(), stands_for, rtol=2 * ROUNDING, atol=1e-30
     )
 
 
@@ -114,19 +114,19 @@ def test_halves_round_to_even(isa: str, format: BlockFormat) -> None:
     values = torch.arange(2 * low, 2 * high + 1)[-500:] / 2
     for chosen in (values[-256:], values[:255]):
         chosen = torch.cat([chosen[:254], torch.tensor([low, high])])
-        assert torch.equal(dequantise(quantise(chosen, format), len(chosen), format), chosen.round())
+        assert torch.equal(dequantize(quantize(chosen, format), len(chosen), format), chosen.round())
 
 
 @each_format
-def test_parts_and_their_order(isa: str, generator: torch.Generator, format: BlockFormat) -> None:
-    parts, each, order = 4, 301, [2, 0, 3, 1]
-    values = torch.randn(parts * each, generator=generator)
-    alone = [quantise(part.clone(), format) for part in values.view(parts, each)]
-    assert torch.equal(quantise(values, format, parts), torch.cat(alone))
-    assert torch.equal(quantise(values, format, parts, order), torch.cat([alone[part] for part in order]))
-    back = dequantise(torch.cat(alone), parts * each, format, parts).view(parts, each)
-    for part in range(parts):
-        assert torch.equal(back[part], dequantise(alone[part], each, format))
+def test_chunks_and_their_order(isa: str, generator: torch.Generator, format: BlockFormat) -> None:
+    chunks, each, order = 4, 301, [2, 0, 3, 1]
+    values = torch.randn(chunks * each, generator=generator)
+    alone = [quantize(chunk.clone(), format) for chunk in values.view(chunks, each)]
+    assert torch.equal(quantize(values, format, chunks), torch.cat(alone))
+    assert torch.equal(quantize(values, format, chunks, order), torch.cat([alone[chunk] for chunk in order]))
+    back = dequantize(torch.cat(alone), chunks * each, format, chunks).view(chunks, each)
+    for chunk in range(chunks):
+        assert torch.equal(back[chunk], dequantize(alone[chunk], each, format))
 
 
 @each_format
@@ -135,35 +135,35 @@ def test_sums_in_the_order_of_messages(
     isa: str, generator: torch.Generator, format: BlockFormat, senders: int
 ) -> None:
     for count in (1, 300, 2048):
-        sent = [quantise(torch.randn(count, generator=generator), format) for _ in range(senders)]
-        total = dequantise(sent[0], count, format)
+        sent = [quantize(torch.randn(count, generator=generator), format) for _ in range(senders)]
+        total = dequantize(sent[0], count, format)
         for message in sent[1:]:
-            total += dequantise(message, count, format)
+            total += dequantize(message, count, format)
         factor = 1 / 3
         out = torch.full((count,), float("nan"))
-        ops.sum_quantised_(out, torch.cat(sent), format, factor, False)
+        ops.sum_quantized_(out, torch.cat(sent), format, factor, False)
         assert torch.equal(out, total * factor)
         old = torch.randn(count, generator=generator)
         out.copy_(old)
-        ops.sum_quantised_(out, torch.cat(sent), format, factor, True)
+        ops.sum_quantized_(out, torch.cat(sent), format, factor, True)
         assert torch.equal(out, total * factor + old)
 
 
 @each_format
 @pytest.mark.parametrize("to", FORMATS, ids=lambda f: f"to-int{f.bits}-{BITS[f.symmetric]}")
-def test_requantises_the_sum_of_each_part(
+def test_requantizes_the_sum_of_each_chunk(
     isa: str, generator: torch.Generator, format: BlockFormat, to: BlockFormat
 ) -> None:
-    for senders, parts, each in ((1, 1, 5), (3, 2, 259), (2, 3, 1024), (4, 1, 21)):
-        sent = torch.randn(senders, parts * each, generator=generator)
-        messages = torch.stack([quantise(values, format, parts).view(parts, -1) for values in sent])
+    for senders, chunks, each in ((1, 1, 5), (3, 2, 259), (2, 3, 1024), (4, 1, 21)):
+        sent = torch.randn(senders, chunks * each, generator=generator)
+        messages = torch.stack([quantize(values, format, chunks).view(chunks, -1) for values in sent])
         wanted = []
-        for part in range(parts):
+        for chunk in range(chunks):
             total = torch.empty(each)
-            ops.sum_quantised_(total, messages[:, part].reshape(-1), format, 0.3, False)
-            wanted.append(quantise(total, to))
-        out = poisoned(parts * to.message_bytes(each))
-        ops.requantise_(out, messages.view(-1), format, None if to == format else to, 0.3, parts)
+            ops.sum_quantized_(total, messages[:, chunk].reshape(-1), format, 0.3, False)
+            wanted.append(quantize(total, to))
+        out = poisoned(chunks * to.payload_bytes(each))
+        ops.requantize_(out, messages.view(-1), format, None if to == format else to, 0.3, chunks)
         assert torch.equal(out, torch.cat(wanted))
 
 
@@ -176,9 +176,9 @@ def test_zero_and_constant_blocks_are_exact(
     values[300:400] = -0.0
     values[512:768] = 0 if format.symmetric else -3.7
     values[1024:] = 0
-    message = quantise(values, format)
+    message = quantize(values, format)
     out = torch.full((1100,), float("nan"))
-    ops.sum_quantised_(out, torch.cat([message, message]), format, 0.5, False)
+    ops.sum_quantized_(out, torch.cat([message, message]), format, 0.5, False)
     for begin, end in ((256, 512), (512, 768), (1024, 1100)):
         assert torch.equal(out[begin:end], values[begin:end])
     assert not torch.signbit(out[256:512]).any()
@@ -190,15 +190,15 @@ def test_zero_and_constant_blocks_are_exact(
 def test_a_non_finite_value_is_seen_in_all_of_its_block(
     isa: str, generator: torch.Generator, format: BlockFormat, bad: float, dtype: torch.dtype
 ) -> None:
-    for place in (256, 300, 511, 1027):
+    for position in (256, 300, 511, 1027):
         values = torch.randn(1030, generator=generator).to(dtype)
-        values[place] = bad
-        message = quantise(values, format)
+        values[position] = bad
+        message = quantize(values, format)
         again = poisoned(len(message))
-        ops.requantise_(again, torch.cat([message, message]), format, None, 0.5, 1)
-        wanted = torch.arange(1030) // 256 == place // 256
+        ops.requantize_(again, torch.cat([message, message]), format, None, 0.5, 1)
+        wanted = torch.arange(1030) // 256 == position // 256
         for each in (message, again):
-            back = dequantise(each, 1030, format)
+            back = dequantize(each, 1030, format)
             assert torch.equal(back.isnan(), wanted) and back[~wanted].isfinite().all()
 
 
@@ -207,37 +207,37 @@ def test_the_smallest_and_the_largest_ranges(
     isa: str, generator: torch.Generator, format: BlockFormat
 ) -> None:
     tiny = 1e-38 * (torch.rand(256, generator=generator) + 1)
-    back = dequantise(quantise(tiny, format), 256, format)
+    back = dequantize(quantize(tiny, format), 256, format)
     assert torch.equal(back, torch.zeros(256) if format.symmetric else tiny.min().expand(256))
     small = torch.randn(256, generator=generator) * 1e-34
-    check_message(quantise(small, format), small.double().numpy(), format)
+    check_message(quantize(small, format), small.double().numpy(), format)
     largest = torch.finfo(torch.float32).max
     values = torch.rand(256, generator=generator) * largest
     values[0] = largest
-    check_message(quantise(values, format), values.double().numpy(), format)
+    check_message(quantize(values, format), values.double().numpy(), format)
     values[1] = -largest
-    assert dequantise(quantise(values, format), 256, format).isnan().all() != format.symmetric
+    assert dequantize(quantize(values, format), 256, format).isnan().all() != format.symmetric
 
 
 @each_format
 def test_instruction_sets_and_threads_agree_bit_for_bit(
     generator: torch.Generator, format: BlockFormat
 ) -> None:
-    parts, each = 3, 40_003
-    values = torch.randn(parts * each, generator=generator)
+    chunks, each = 3, 40_003
+    values = torch.randn(chunks * each, generator=generator)
     values[5 * 256 : 6 * 256] = 0
     values[77] = float("nan")
 
     def everything() -> list[Tensor]:
         results = []
         for dtype in FLOAT_DTYPES:
-            messages = quantise(values.to(dtype), format, parts)
-            back = dequantise(messages, parts * each, format, parts, dtype)
+            messages = quantize(values.to(dtype), format, chunks)
+            back = dequantize(messages, chunks * each, format, chunks, dtype)
             results += [messages, back.nan_to_num(nan=-1)]
         total = torch.ones(each)
-        ops.sum_quantised_(total, messages, format, 0.3, True)
-        again = poisoned(parts * format.message_bytes(each))
-        ops.requantise_(again, torch.cat([messages, messages]), format, None, 0.5, parts)
+        ops.sum_quantized_(total, messages, format, 0.3, True)
+        again = poisoned(chunks * format.payload_bytes(each))
+        ops.requantize_(again, torch.cat([messages, messages]), format, None, 0.5, chunks)
         return [*results, total.nan_to_num(nan=-1), again]
 
     first, *others = on_all_isas_and_threads(everything)
@@ -246,22 +246,22 @@ def test_instruction_sets_and_threads_agree_bit_for_bit(
 
 
 def test_formats() -> None:
-    assert BlockFormat(4, True).message_bytes(257) == 128 + 4 + 8
-    assert BlockFormat(4, False).message_bytes(1000) == 500 + 4 * 8
-    assert BlockFormat(8, True).message_bytes(1) == 8 + 4
-    assert BlockFormat(8, False).message_bytes(0) == 0
+    assert BlockFormat(4, True).payload_bytes(257) == 128 + 4 + 8
+    assert BlockFormat(4, False).payload_bytes(1000) == 500 + 4 * 8
+    assert BlockFormat(8, True).payload_bytes(1) == 8 + 4
+    assert BlockFormat(8, False).payload_bytes(0) == 0
     with pytest.raises(ValueError, match="bits is 3; it must be 4 or 8"):
         BlockFormat(3, True)  # type: ignore[arg-type]
     for block in (0, 64, 200, 8192):
         with pytest.raises(ValueError, match=f"block is {block}; it must be a multiple of 128"):
             BlockFormat(8, True, block)
-    assert len(quantise(torch.empty(0), BlockFormat(8, True), 2)) == 0
+    assert len(quantize(torch.empty(0), BlockFormat(8, True), 2)) == 0
 
 
 def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     format = BlockFormat(8, False)
     values = torch.randn(90, generator=generator)
-    messages = poisoned(3 * format.message_bytes(30))
+    messages = poisoned(3 * format.payload_bytes(30))
     wrong: list[tuple[tuple[object, ...], str]] = [
         ((messages, values.double(), format, 3), "argument 'values' has dtype Double"),
         ((messages.int(), values, format, 3), "argument 'messages' has dtype Int"),
@@ -275,18 +275,18 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     ]
     for arguments, message in wrong:
         with pytest.raises(RuntimeError, match=f"quantise_.*{message}"):
-            ops.quantise_(*arguments)  # type: ignore[arg-type]
+            ops.quantize_(*arguments)  # type: ignore[arg-type]
     assert torch.equal(messages, poisoned(len(messages)))
-    out = poisoned(3 * format.message_bytes(30))
+    out = poisoned(3 * format.payload_bytes(30))
     with pytest.raises(RuntimeError, match="must be equal"):
-        ops.requantise_(out, messages, format, BlockFormat(8, False, 128), 1.0, 3)
+        ops.requantize_(out, messages, format, BlockFormat(8, False, 128), 1.0, 3)
     with pytest.raises(RuntimeError, match=r"'messages_out' has 44 bytes.*which no message has"):
-        ops.requantise_(poisoned(44), messages, format, None, 1.0, 1)
+        ops.requantize_(poisoned(44), messages, format, None, 1.0, 1)
     with pytest.raises(RuntimeError, match="has 4 messages; it must have a multiple of the 3 parts"):
-        ops.requantise_(out, torch.cat([messages, messages])[: 4 * 40], format, None, 1.0, 3)
+        ops.requantize_(out, torch.cat([messages, messages])[: 4 * 40], format, None, 1.0, 3)
     with pytest.raises(RuntimeError, match=r"sum_quantised_.*one or more messages of 40 bytes"):
-        ops.sum_quantised_(values[:30], messages[:44], format, 1.0, False)
+        ops.sum_quantized_(values[:30], messages[:44], format, 1.0, False)
     with pytest.raises(RuntimeError, match="factor is inf"):
-        ops.sum_quantised_(values[:30], messages[:40], format, float("inf"), False)
+        ops.sum_quantized_(values[:30], messages[:40], format, float("inf"), False)
     with pytest.raises(RuntimeError, match=r"dequantise_.*'out' has dtype Int"):
-        ops.dequantise_(values.int(), messages, format, 3)
+        ops.dequantize_(values.int(), messages, format, 3)

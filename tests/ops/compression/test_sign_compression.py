@@ -21,11 +21,11 @@ def poisoned(count: int) -> Tensor:
     return torch.full((count,), POISON, dtype=torch.uint8)
 
 
-def compress(values: Tensor, errors: Tensor, factor: float = 1.0, parts: int = 1) -> tuple[Tensor, Tensor]:
+def compress(values: Tensor, errors: Tensor, factor: float = 1.0, chunks: int = 1) -> tuple[Tensor, Tensor]:
     """The messages, and the errors that are left."""
-    messages = poisoned(parts * ops.sign_message_bytes(values.numel() // parts))
+    messages = poisoned(chunks * ops.sign_payload_bytes(values.numel() // chunks))
     errors = errors.clone()
-    ops.compress_signs_(messages, errors, values, factor, parts)
+    ops.compress_1bit_(messages, errors, values, factor, chunks)
     return messages, errors
 
 
@@ -39,8 +39,8 @@ def read(message: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stands_for(message: Tensor, count: int) -> np.ndarray:
-    signs, scales = read(message, count)
-    return signs * scales.astype(np.float64).repeat(BLOCK)[:count]
+    bits, scales = read(message, count)
+    return bits * scales.astype(np.float64).repeat(BLOCK)[:count]
 
 
 def mean_magnitude(corrected: np.ndarray) -> np.float32:
@@ -66,8 +66,8 @@ def test_compresses_what_is_corrected(
     before[::14] = 0
     message, errors = compress(values, before, 0.3)
     exact = values.double().numpy() * float(np.float32(0.3)) + before.double().numpy()
-    signs, scales = read(message, count)
-    np.testing.assert_array_equal(signs, np.where(exact >= 0, 1.0, -1.0))
+    bits, scales = read(message, count)
+    np.testing.assert_array_equal(bits, np.where(exact >= 0, 1.0, -1.0))
     for block, scale in enumerate(scales):
         mean = np.abs(exact[block * BLOCK : (block + 1) * BLOCK]).mean()
         np.testing.assert_allclose(scale, mean, rtol=1e-6)
@@ -94,14 +94,14 @@ def test_errors_carry_what_is_left_to_the_next_time(isa: str, generator: torch.G
     np.testing.assert_allclose(sent + errors.double().numpy(), 50 * values.double().numpy(), atol=1e-3)
 
 
-def test_parts_are_messages_of_their_own(isa: str, generator: torch.Generator) -> None:
-    parts, each = 3, BLOCK + 45
-    values, before = torch.randn(2, parts * each, generator=generator)
-    messages, errors = compress(values, before, 0.5, parts)
-    back = torch.full((parts * each,), float("nan"))
-    ops.expand_signs_(back, messages, 2.0, False, parts)
-    for part, message in enumerate(messages.view(parts, -1)):
-        own = slice(part * each, (part + 1) * each)
+def test_chunks_are_separate_payloads(isa: str, generator: torch.Generator) -> None:
+    chunks, each = 3, BLOCK + 45
+    values, before = torch.randn(2, chunks * each, generator=generator)
+    messages, errors = compress(values, before, 0.5, chunks)
+    back = torch.full((chunks * each,), float("nan"))
+    ops.decompress_1bit_(back, messages, 2.0, False, chunks)
+    for chunk, message in enumerate(messages.view(chunks, -1)):
+        own = slice(chunk * each, (chunk + 1) * each)
         alone, left = compress(values[own].clone(), before[own].clone(), 0.5)
         assert torch.equal(message, alone) and torch.equal(errors[own], left)
         np.testing.assert_array_equal(back[own].numpy(), (2 * stands_for(alone, each)).astype(np.float32))
@@ -115,11 +115,11 @@ def test_expands_and_accumulates(
     message, _ = compress(torch.randn(count, generator=generator), torch.zeros(count))
     wanted = torch.from_numpy(stands_for(message, count).astype(np.float32)) * 0.7
     out = torch.full((count,), float("nan"), dtype=dtype)
-    ops.expand_signs_(out, message, 0.7, False, 1)
+    ops.decompress_1bit_(out, message, 0.7, False, 1)
     assert torch.equal(out, wanted.to(dtype))
     old = torch.randn(count, generator=generator).to(dtype)
     out.copy_(old)
-    ops.expand_signs_(out, message, 0.7, True, 1)
+    ops.decompress_1bit_(out, message, 0.7, True, 1)
     assert torch.equal(out, (wanted + old.float()).to(dtype))
 
 
@@ -134,17 +134,17 @@ def test_sums_and_reduces_messages_in_order(
     for message in sent:
         total = total + stands_for(message, count).astype(np.float32)
     out = torch.full((count,), float("nan"))
-    ops.sum_signs_(out, messages, 1 / 3, False)
+    ops.sum_1bit_(out, messages, 1 / 3, False)
     np.testing.assert_array_equal(out.numpy(), total * np.float32(1 / 3))
     old = torch.randn(count, generator=generator)
     out.copy_(old)
-    ops.sum_signs_(out, messages, 1 / 3, True)
+    ops.sum_1bit_(out, messages, 1 / 3, True)
     np.testing.assert_array_equal(out.numpy(), total * np.float32(1 / 3) + old.numpy())
 
     before = torch.randn(count, generator=generator)
     wanted, wanted_error = compress(torch.from_numpy(total), before, 0.25)
     message, error = poisoned(len(wanted)), before.clone()
-    ops.reduce_signs_(message, error, messages, 0.25)
+    ops.reduce_1bit_(message, error, messages, 0.25)
     assert torch.equal(message, wanted) and torch.equal(error, wanted_error)
 
 
@@ -153,7 +153,7 @@ def test_zero_blocks_stay_exactly_zero(isa: str) -> None:
     values[BLOCK : 2 * BLOCK] = -0.0
     message, errors = compress(values, torch.zeros(3 * BLOCK))
     out = torch.full((3 * BLOCK,), float("nan"))
-    ops.sum_signs_(out, torch.cat([message, message]), 0.5, False)
+    ops.sum_1bit_(out, torch.cat([message, message]), 0.5, False)
     assert torch.equal(out, values) and not errors.any()
     assert not torch.signbit(out[BLOCK : 2 * BLOCK]).any()
 
@@ -166,27 +166,27 @@ def test_a_non_finite_value_is_seen_in_all_of_its_block(
     values[BLOCK + 5] = bad
     message, _ = compress(values, torch.zeros(3 * BLOCK))
     reduced = poisoned(len(message))
-    ops.reduce_signs_(reduced, torch.zeros(3 * BLOCK), torch.cat([message, message]), 0.5)
+    ops.reduce_1bit_(reduced, torch.zeros(3 * BLOCK), torch.cat([message, message]), 0.5)
     for each in (message, reduced):
         out = torch.zeros(3 * BLOCK)
-        ops.expand_signs_(out, each, 1.0, False, 1)
+        ops.decompress_1bit_(out, each, 1.0, False, 1)
         finite = out.isfinite().view(3, BLOCK)
         assert finite[0].all() and not finite[1].any() and finite[2].all()
 
 
 def test_instruction_sets_and_threads_agree_bit_for_bit(generator: torch.Generator) -> None:
-    parts, each = 2, 11 * BLOCK + 333
-    values = torch.randn(parts * each, generator=generator).bfloat16()
-    before = torch.randn(parts * each, generator=generator)
+    chunks, each = 2, 11 * BLOCK + 333
+    values = torch.randn(chunks * each, generator=generator).bfloat16()
+    before = torch.randn(chunks * each, generator=generator)
 
     def everything() -> list[Tensor]:
-        messages, errors = compress(values, before, 0.3, parts)
+        messages, errors = compress(values, before, 0.3, chunks)
         half = values.half()
-        ops.expand_signs_(half, messages, 0.7, True, parts)
+        ops.decompress_1bit_(half, messages, 0.7, True, chunks)
         total, error = torch.empty(each), before[:each].clone()
-        ops.sum_signs_(total, messages, 0.5, False)
-        message = poisoned(len(messages) // parts)
-        ops.reduce_signs_(message, error, messages, 0.5)
+        ops.sum_1bit_(total, messages, 0.5, False)
+        message = poisoned(len(messages) // chunks)
+        ops.reduce_1bit_(message, error, messages, 0.5)
         return [messages, errors, half, total, message, error]
 
     first, *others = on_all_isas_and_threads(everything)
@@ -208,15 +208,15 @@ def on_all_isas_and_threads(compute: Callable[[], list[Tensor]]) -> list[list[Te
 
 
 def test_message_bytes() -> None:
-    assert [ops.sign_message_bytes(n) for n in (0, 1, 32, 33, 8192, 8193)] == [0, 8, 8, 12, 1028, 1036]
+    assert [ops.sign_payload_bytes(n) for n in (0, 1, 32, 33, 8192, 8193)] == [0, 8, 8, 12, 1028, 1036]
     empty = torch.empty(0)
-    messages, errors = compress(empty, empty, parts=4)
+    messages, errors = compress(empty, empty, chunks=4)
     assert len(messages) == len(errors) == 0
 
 
 def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     values, errors = torch.randn(2, 90, generator=generator)
-    messages = poisoned(3 * ops.sign_message_bytes(30))
+    messages = poisoned(3 * ops.sign_payload_bytes(30))
     wrong: list[tuple[tuple[object, ...], str]] = [
         ((messages, errors, values.double(), 1.0, 3), "argument 'values' has dtype Double"),
         ((messages, errors.half(), values, 1.0, 3), "argument 'errors' has dtype Half"),
@@ -231,11 +231,11 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     ]
     for arguments, message in wrong:
         with pytest.raises(RuntimeError, match=f"compress_signs_.*{message}"):
-            ops.compress_signs_(*arguments)  # type: ignore[arg-type]
+            ops.compress_1bit_(*arguments)  # type: ignore[arg-type]
     assert (messages == POISON).all()
     with pytest.raises(RuntimeError, match=r"sum_signs_.*one or more messages of 16 bytes"):
-        ops.sum_signs_(errors, messages[:20], 1.0, False)
+        ops.sum_1bit_(errors, messages[:20], 1.0, False)
     with pytest.raises(RuntimeError, match=r"reduce_signs_.*'message' has shape"):
-        ops.reduce_signs_(messages, errors, messages, 1.0)
+        ops.reduce_1bit_(messages, errors, messages, 1.0)
     with pytest.raises(RuntimeError, match=r"expand_signs_.*'out' has dtype Long"):
-        ops.expand_signs_(torch.zeros(90, dtype=torch.int64), messages, 1.0, False, 3)
+        ops.decompress_1bit_(torch.zeros(90, dtype=torch.int64), messages, 1.0, False, 3)

@@ -45,8 +45,8 @@ def test_accumulate(isa: str, generator: torch.Generator, target: torch.dtype, s
     flat = random_bits(size, target, generator)
     wanted = flat.clone()
     for tensor, offset in zip(tensors, offsets, strict=True):
-        part = wanted[offset : offset + tensor.numel()]
-        part.copy_((part.float() + tensor.flatten().float()).to(target))
+        target = wanted[offset : offset + tensor.numel()]
+        target.copy_((target.float() + tensor.flatten().float()).to(target))
     ops.accumulate_(flat, tensors, offsets)
     assert same_values(flat, wanted)
 

@@ -30,14 +30,14 @@ def test_the_flag_says_what_isfinite_says(isa: str, dtype: torch.dtype, generato
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("value", BAD)
-def test_one_element_at_every_place(isa: str, dtype: torch.dtype, value: float) -> None:
+def test_one_element_at_every_position(isa: str, dtype: torch.dtype, value: float) -> None:
     largest = torch.finfo(dtype).max
     for count in (1, 37, 150):
-        for place in range(count):
+        for position in range(count):
             values, found = torch.full((count,), -largest, dtype=dtype), flag()
             ops.flag_non_finite_(values, found)
             assert not found
-            values[place] = value
+            values[position] = value
             ops.flag_non_finite_(values, found)
             assert found.tolist() == [1]
             ops.flag_non_finite_(torch.zeros(3, dtype=dtype), found)
@@ -83,16 +83,16 @@ def test_a_step_raises_the_flag_for_what_it_writes(
     isa: str, step: Step, grad: torch.dtype, generator: torch.Generator
 ) -> None:
     segments, scale = torch.tensor([[2, 300], [301, 700]]), torch.tensor(0.5)
-    for place, inside in ((0, False), (2, True), (299, True), (300, False), (301, True), (699, True)):
+    for position, inside in ((0, False), (2, True), (299, True), (300, False), (301, True), (699, True)):
         for which in (0, 3):  # the weight, or the gradient
             for value in (0.5, *BAD):
                 buffers = [torch.randn(700, generator=generator) for _ in range(4)]
                 buffers[2] = buffers[2].square()
                 buffers[3] = buffers[3].to(grad)
-                buffers[which][place] = value
+                buffers[which][position] = value
                 found = flag()
                 step(buffers, segments, scale, found)
-                assert bool(found) == (inside and value != 0.5), (place, which, value)
+                assert bool(found) == (inside and value != 0.5), (position, which, value)
 
 
 def test_a_step_that_is_skipped_raises_nothing() -> None:

@@ -26,10 +26,10 @@ def held_sum(accumulator: Tensor) -> Fraction:
     return sum(limb * 2 ** (20 * i) for i, limb in enumerate(accumulator[:32].tolist())) * GRID
 
 
-def accumulate(*parts: Tensor) -> Tensor:
+def accumulate(*slices: Tensor) -> Tensor:
     accumulator = torch.zeros(33, dtype=torch.int64)
-    for part in parts:
-        ops.squared_norm_(part, accumulator)
+    for values in slices:
+        ops.squared_norm_(values, accumulator)
     return accumulator
 
 
@@ -118,10 +118,10 @@ def test_order_and_split_do_not_matter(generator: torch.Generator, dtype: torch.
     assert held_sum(wanted) == exact_sum(values)
     for _ in range(20):
         order = torch.randperm(len(values), generator=generator)
-        pieces = int(torch.randint(1, 12, (), generator=generator))
-        cuts = torch.randint(0, len(values), (pieces,), generator=generator).sort().values.tolist()
-        parts = [values[order][a:b] for a, b in zip([0, *cuts], [*cuts, len(values)], strict=True)]
-        assert torch.equal(accumulate(*parts), wanted)
+        cut_count = int(torch.randint(1, 12, (), generator=generator))
+        cuts = torch.randint(0, len(values), (cut_count,), generator=generator).sort().values.tolist()
+        slices = [values[order][a:b] for a, b in zip([0, *cuts], [*cuts, len(values)], strict=True)]
+        assert torch.equal(accumulate(*slices), wanted)
 
 
 def test_thread_count_and_instruction_set_do_not_matter(isa: str, generator: torch.Generator) -> None:
@@ -157,8 +157,8 @@ def test_non_finite_elements_are_counted_and_add_nothing(
     isa: str, generator: torch.Generator, dtype: torch.dtype
 ) -> None:
     values = normal(5000, dtype, generator)
-    places = torch.randperm(5000, generator=generator)[:7]
-    values[places] = torch.tensor([math.inf, -math.inf, math.nan] * 2 + [math.nan], dtype=dtype)
+    positions = torch.randperm(5000, generator=generator)[:7]
+    values[positions] = torch.tensor([math.inf, -math.inf, math.nan] * 2 + [math.nan], dtype=dtype)
     accumulator = accumulate(values)
     assert accumulator[32] == 7
     assert held_sum(accumulator) == exact_sum(values)

@@ -32,7 +32,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_processes_that_start_together_build_once(
+def test_processes_that_start_simultaneously_build_once(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the module's entry point: the same steps as the whole extension in half a second.
@@ -149,10 +149,10 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def belongs_to(monkeypatch: pytest.MonkeyPatch, owners: dict[Path, int]) -> None:
     """Lets these paths belong to other users."""
-    whole = Path.lstat
+    real_lstat = Path.lstat
 
     def lstat(path: Path) -> os.stat_result:
-        facts = whole(path)
+        facts = real_lstat(path)
         return os.stat_result((*facts[:4], owners.get(path, facts.st_uid), *facts[5:]))
 
     monkeypatch.setattr(Path, "lstat", lstat)
@@ -210,19 +210,19 @@ def test_a_folder_of_another_user_is_replaced_and_one_of_root_is_not(
     assert build_cache.cache_folder() == private
 
 
-def test_parents_of_the_home_folder_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / "open" / "home"
-    (home / ".cache").mkdir(parents=True)
-    home.parent.chmod(0o777)
+def test_parents_of_the_user_folder_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_folder = tmp_path / "open" / "home"
+    (user_folder / ".cache").mkdir(parents=True)
+    user_folder.parent.chmod(0o777)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: home)
-    assert build_cache.cache_folder() == home / ".cache" / "zero_ext"
-    home.chmod(0o775)
+    monkeypatch.setattr(Path, "home", lambda: user_folder)
+    assert build_cache.cache_folder() == user_folder / ".cache" / "zero_ext"
+    user_folder.chmod(0o775)
     assert build_cache.distrust(build_cache.cache_folder()) is None
-    assert build_cache.cache_folder() != home / ".cache" / "zero_ext"
+    assert build_cache.cache_folder() != user_folder / ".cache" / "zero_ext"
 
 
-def test_a_user_without_a_home_folder_needs_only_a_cache(
+def test_a_user_without_a_user_folder_needs_only_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def homeless() -> Path:
@@ -278,7 +278,7 @@ def test_a_module_that_others_can_write_to_is_built_again(
         module.is_complete()
 
 
-def test_a_full_disk_is_reported_with_the_way_out(
+def test_a_full_disk_is_reported_with_a_fix(
     cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object, **options: object) -> None:

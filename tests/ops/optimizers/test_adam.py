@@ -88,17 +88,17 @@ def reference(state: State) -> tuple[Tensor, Tensor, Tensor]:
     p, m, v = (t.double().clone() for t in (state.master, state.exp_avg, state.exp_avg_sq))
     for (begin, end), row in zip(state.segments.tolist(), state.hyper.tolist(), strict=True):
         lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize = row
-        part = slice(begin, end)
-        g = state.grad[part].double() * state.grad_scale.double() * (-1 if maximize else 1)
+        elements = slice(begin, end)
+        g = state.grad[elements].double() * state.grad_scale.double() * (-1 if maximize else 1)
         if decoupled:
-            p[part] *= 1 - lr * weight_decay
+            p[elements] *= 1 - lr * weight_decay
         else:
-            g = g + weight_decay * p[part]
-        m[part] = beta1 * m[part] + (1 - beta1) * g
-        v[part] = beta2 * v[part] + (1 - beta2) * g * g
-        m_hat = m[part] / (1 - beta1**step)
-        v_hat = v[part] / (1 - beta2**step)
-        p[part] -= lr * m_hat / (v_hat.sqrt() + eps)
+            g = g + weight_decay * p[elements]
+        m[elements] = beta1 * m[elements] + (1 - beta1) * g
+        v[elements] = beta2 * v[elements] + (1 - beta2) * g * g
+        m_hat = m[elements] / (1 - beta1**step)
+        v_hat = v[elements] / (1 - beta2**step)
+        p[elements] -= lr * m_hat / (v_hat.sqrt() + eps)
     return p, m, v
 
 
@@ -194,21 +194,21 @@ def test_follows_torch_fused(generator: torch.Generator, decoupled: bool, maximi
 
 def test_result_does_not_depend_on_threads_or_segmentation(generator: torch.Generator) -> None:
     count = 100_003
-    whole = make_state(generator, count, [(0, count)], [Hyper()], param=torch.bfloat16)
-    split = whole.clone()
+    full = make_state(generator, count, [(0, count)], [Hyper()], param=torch.bfloat16)
+    split = full.clone()
     split.segments = torch.tensor([[0, 1], [1, 33_333], [33_333, count]])
-    split.hyper = whole.hyper.repeat(3, 1)
+    split.hyper = full.hyper.repeat(3, 1)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole.step()
+        full.step()
         torch.set_num_threads(max(threads, 3))
         split.step()
     finally:
         torch.set_num_threads(threads)
-    assert whole.param is not None and split.param is not None
-    assert torch.equal(whole.master, split.master)
-    assert torch.equal(whole.param, split.param)
+    assert full.param is not None and split.param is not None
+    assert torch.equal(full.master, split.master)
+    assert torch.equal(full.param, split.param)
 
 
 @pytest.mark.parametrize("param", FLOAT_DTYPES)
@@ -264,9 +264,9 @@ def test_a_scale_that_is_not_finite_changes_nothing(generator: torch.Generator, 
     state.grad_scale.fill_(scale)
     before = state.clone()
     state.step()
-    for kept, was in zip(state.arguments(), before.arguments(), strict=True):
-        assert kept is not None and was is not None
-        assert torch.equal(kept.nan_to_num(-9.0), was.nan_to_num(-9.0))
+    for unchanged, was in zip(state.arguments(), before.arguments(), strict=True):
+        assert unchanged is not None and was is not None
+        assert torch.equal(unchanged.nan_to_num(-9.0), was.nan_to_num(-9.0))
     state.hyper[2, 5] = 0.0
     with pytest.raises(RuntimeError, match=r"adam_step_: step of hyper\[2\] is 0"):
         state.step()
@@ -345,9 +345,9 @@ def test_refuses_wrong_arguments_by_name(
     with pytest.raises(RuntimeError, match=f"adam_step_: .*{message}") as error:
         state.step()
     assert value.is_meta or name in str(error.value)
-    for kept in ("master", "exp_avg", "exp_avg_sq"):
-        if kept != name:
-            assert torch.equal(getattr(state, kept), getattr(before, kept))
+    for unchanged in ("master", "exp_avg", "exp_avg_sq"):
+        if unchanged != name:
+            assert torch.equal(getattr(state, unchanged), getattr(before, unchanged))
 
 
 def test_refuses_segments_that_overlap(generator: torch.Generator) -> None:

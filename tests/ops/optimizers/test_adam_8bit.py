@@ -167,8 +167,8 @@ def test_one_pass_equals_the_separate_ops(generator: torch.Generator) -> None:
 
 def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.Generator) -> None:
     count = 100_003
-    whole = [(0, 70_000), (70_010, count)]
-    start = random_state(generator, count, whole, ROWS[:2], torch.bfloat16, torch.float16)
+    bounds = [(0, 70_000), (70_010, count)]
+    start = random_state(generator, count, bounds, ROWS[:2], torch.bfloat16, torch.float16)
     results = []
     threads = torch.get_num_threads()
     for name in available_isas():
@@ -184,14 +184,14 @@ def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.G
     for begin in range(0, count, 77 * BLOCK):
         end = min(begin + 77 * BLOCK, count)
         bounds = [
-            (min(max(a - begin, 0), end - begin), min(max(b - begin, 0), end - begin)) for a, b in whole
+            (min(max(a - begin, 0), end - begin), min(max(b - begin, 0), end - begin)) for a, b in bounds
         ]
-        part, blocks = slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
+        elements, blocks = slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
         cut = {"segments": torch.tensor(bounds), "hyper": chunked.hyper, "grad_scale": chunked.grad_scale}
         for name, tensor in chunked.arguments().items():
             if name not in cut:
                 assert tensor is not None
-                cut[name] = tensor[blocks if name.endswith("_scales") else part]
+                cut[name] = tensor[blocks if name.endswith("_scales") else elements]
         State8(**cut).step()
     for other in [*results[1:], chunked]:
         assert results[0].differing(other) == []
@@ -247,7 +247,7 @@ def test_rare_small_gradients_do_not_blow_up_the_step(generator: torch.Generator
         assert (state.master - last).abs().max() <= 1.5
 
 
-def test_nan_takes_its_block_and_no_other(isa: str, generator: torch.Generator) -> None:
+def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator) -> None:
     state = random_state(generator, segments=[(0, COUNT)], rows=[Hyper()])
     state.grad[300] = float("nan")
     state.step()

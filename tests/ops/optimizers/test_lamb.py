@@ -98,14 +98,14 @@ def reference(state: State) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     updates = []
     for (begin, end), row in zip(state.segments.tolist(), state.hyper.tolist(), strict=True):
         h = Hyper(*row)
-        part = slice(begin, end)
-        g = state.grad[part].double() * state.grad_scale.double() * (-1 if h.maximize else 1)
-        m[part] = h.beta1 * m[part] + (1 - h.beta1) * g
-        v[part] = h.beta2 * v[part] + (1 - h.beta2) * g * g
-        square = v[part] / h.correction2
+        elements = slice(begin, end)
+        g = state.grad[elements].double() * state.grad_scale.double() * (-1 if h.maximize else 1)
+        m[elements] = h.beta1 * m[elements] + (1 - h.beta1) * g
+        v[elements] = h.beta2 * v[elements] + (1 - h.beta2) * g * g
+        square = v[elements] / h.correction2
         root = (square + h.eps).sqrt() if h.eps_inside_sqrt else square.sqrt() + h.eps
-        updates.append(m[part] / h.correction1 / root + h.weight_decay * p[part])
-        p[part] -= h.lr * h.trust_ratio * updates[-1]
+        updates.append(m[elements] / h.correction1 / root + h.weight_decay * p[elements])
+        p[elements] -= h.lr * h.trust_ratio * updates[-1]
     return p, m, v, updates
 
 
@@ -166,13 +166,13 @@ def test_instruction_sets_threads_and_cuts_agree_bit_for_bit(generator: torch.Ge
     results = []
     for name in available_isas():
         before, threads = ops.set_isa(name), torch.get_num_threads()
-        whole, split = start.clone(), start.clone()
+        full, split = start.clone(), start.clone()
         split.segments = torch.tensor([[0, 1], [1, 33_333], [33_333, count]])
         split.hyper = start.hyper.repeat(3, 1)
         try:
             torch.set_num_threads(1)
-            results.append((whole.norms().sum(0), whole))
-            whole.step()
+            results.append((full.norms().sum(0), full))
+            full.step()
             torch.set_num_threads(3)
             results.append((split.norms().sum(0), split))
             split.step()
@@ -277,9 +277,9 @@ def test_refuses_wrong_arguments_by_name(
     with pytest.raises(RuntimeError, match=f"lamb_norms_: .*{message}"):
         state.add_norms(norms)
     assert not norms.any()
-    for kept in ("master", "exp_avg", "exp_avg_sq"):
-        if kept != name:
-            assert torch.equal(getattr(state, kept), getattr(before, kept))
+    for unchanged in ("master", "exp_avg", "exp_avg_sq"):
+        if unchanged != name:
+            assert torch.equal(getattr(state, unchanged), getattr(before, unchanged))
 
 
 @pytest.mark.parametrize(

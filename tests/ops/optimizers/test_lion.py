@@ -76,11 +76,11 @@ def reference(state: State) -> tuple[Tensor, Tensor, Tensor]:
     direction = torch.ones_like(p)
     for (begin, end), row in zip(state.segments.tolist(), state.hyper.tolist(), strict=True):
         lr, beta1, beta2, weight_decay, maximize = row
-        part = slice(begin, end)
-        g = state.grad[part].double() * state.grad_scale.double() * (-1 if maximize else 1)
-        direction[part] = beta1 * m[part] + (1 - beta1) * g
-        p[part] -= lr * (direction[part].sign() + weight_decay * p[part])
-        m[part] = beta2 * m[part] + (1 - beta2) * g
+        elements = slice(begin, end)
+        g = state.grad[elements].double() * state.grad_scale.double() * (-1 if maximize else 1)
+        direction[elements] = beta1 * m[elements] + (1 - beta1) * g
+        p[elements] -= lr * (direction[elements].sign() + weight_decay * p[elements])
+        m[elements] = beta2 * m[elements] + (1 - beta2) * g
     return p, m, direction
 
 
@@ -137,18 +137,18 @@ def test_instruction_sets_threads_and_segmentation_agree_bit_for_bit(generator: 
     results = []
     for name in available_isas():
         before, threads = ops.set_isa(name), torch.get_num_threads()
-        whole, split = start.clone(), start.clone()
+        full, split = start.clone(), start.clone()
         split.segments = torch.tensor([[0, 1], [1, 33_333], [33_333, count]])
         split.hyper = start.hyper.repeat(3, 1)
         try:
             torch.set_num_threads(1)
-            whole.step()
+            full.step()
             torch.set_num_threads(3)
             split.step()
         finally:
             torch.set_num_threads(threads)
             ops.set_isa(before)
-        results += [whole, split]
+        results += [full, split]
     for other in results[1:]:
         for name in ("master", "exp_avg", "param"):
             assert torch.equal(getattr(results[0], name), getattr(other, name)), name
@@ -221,9 +221,9 @@ def test_refuses_wrong_arguments_by_name(
     with pytest.raises(RuntimeError, match=f"lion_step_: .*{message}") as error:
         state.step()
     assert value.is_meta or name in str(error.value)
-    for kept in ("master", "exp_avg"):
-        if kept != name:
-            assert torch.equal(getattr(state, kept), getattr(before, kept))
+    for unchanged in ("master", "exp_avg"):
+        if unchanged != name:
+            assert torch.equal(getattr(state, unchanged), getattr(before, unchanged))
 
 
 @pytest.mark.parametrize("scale", [NAN, float("inf")])

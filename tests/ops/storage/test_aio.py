@@ -37,7 +37,7 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_tensors_come_back_whatever_their_dtype_place_and_alignment(engine: int, tmp_path: Path) -> None:
+def test_tensors_of_any_dtype_offset_and_alignment_are_read_back(engine: int, tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     numbers = random.Random(seed)
@@ -99,7 +99,7 @@ def test_more_files_than_stay_open(engine: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [EIO, ENOSPC])
 @pytest.mark.parametrize("writing", [False, True])
-def test_an_injected_error_names_place_and_reason(
+def test_an_injected_error_names_position_and_reason(
     engine: int, tmp_path: Path, error: int, writing: bool
 ) -> None:
     path = str(tmp_path / "file")
@@ -175,7 +175,7 @@ def test_bad_arguments_are_named(engine: int, tmp_path: Path) -> None:
         ({"queue_depth": 0}, "queue_depth is 0; 1 to 1024 wanted"),
         ({"queue_depth": 2**40}, "queue_depth is 1099511627776, far out of range"),
         ({"block_bytes": 1000}, "block_bytes is 1000; 4096 to 1073741824 wanted"),
-        ({"submitters": 17}, "submitters is 17; 1 to 16 wanted"),
+        ({"io_threads": 17}, "io_threads is 17; 1 to 16 wanted"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.aio_open(next(HANDLES), **wrong)
@@ -191,7 +191,7 @@ def test_bad_arguments_are_named(engine: int, tmp_path: Path) -> None:
         ops.aio_write_(engine, 1, path, -8, torch.zeros(1))
 
 
-def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
+def test_closing_waits_for_transfers_in_flight(tmp_path: Path) -> None:
     handle = next(HANDLES)
     ops.aio_open(handle, block_bytes=4096, queue_depth=1)
     tensor = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8)
@@ -256,11 +256,11 @@ def test_exit_with_open_engines_completes_their_writes(left_open: tuple[Path, li
         assert file.read_bytes() == b"\1" * 1_000_000
 
 
-def test_a_forked_child_is_told_that_engines_stay_behind(left_open: tuple[Path, list[Any]]) -> None:
+def test_a_forked_child_reports_that_engines_are_not_inherited(left_open: tuple[Path, list[Any]]) -> None:
     assert left_open[1][0].endswith("aio: handle 2 is not open in this process")
 
 
-def test_auto_takes_the_next_backend_where_io_uring_is_forbidden(left_open: tuple[Path, list[Any]]) -> None:
+def test_auto_selects_the_next_backend_where_io_uring_is_forbidden(left_open: tuple[Path, list[Any]]) -> None:
     _, backends, chosen, refusal = left_open[1]
     reason = backends.pop("io_uring")
     assert reason.startswith("forbidden, probably by a seccomp filter")

@@ -46,7 +46,7 @@ def test_empty_buffer_costs_nothing() -> None:
     assert ops.host_buffer_bytes() == before
 
 
-def test_refuses_what_it_cannot_give() -> None:
+def test_refuses_bad_arguments() -> None:
     before = ops.host_buffer_bytes()
     with pytest.raises(RuntimeError, match="nbytes is -1"):
         ops.host_buffer(-1)
@@ -58,7 +58,7 @@ def test_refuses_what_it_cannot_give() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5_000_001, 2**40])
-def test_blank_memory_is_nan_and_takes_next_to_nothing(nbytes: int) -> None:
+def test_blank_memory_is_nan_and_uses_almost_no_memory(nbytes: int) -> None:
     before, resident = ops.host_buffer_bytes(), resident_bytes()
     blank = ops.blank_host_memory(nbytes)
     assert blank.dtype == torch.uint8 and blank.shape == (nbytes,)
@@ -70,7 +70,7 @@ def test_blank_memory_is_nan_and_takes_next_to_nothing(nbytes: int) -> None:
     assert resident_bytes() - resident < 64 << 20
 
 
-def test_blank_memory_refuses_what_it_cannot_give() -> None:
+def test_blank_memory_refuses_bad_arguments() -> None:
     with pytest.raises(RuntimeError, match=r"expected nbytes >= 0, got -1"):
         ops.blank_host_memory(-1)
     with pytest.raises(RuntimeError, match=r"refused"):

@@ -30,8 +30,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield handle
 
 
-def open_stream(store: int, ring_bytes: int, moments: torch.dtype = torch.float32) -> int:
-    ops.state_stream_open(HANDLE, store, ring_bytes, *ops.ADAM_FIELDS[moments])
+def open_stream(store: int, staging_buffer_bytes: int, moments: torch.dtype = torch.float32) -> int:
+    ops.state_stream_open(HANDLE, store, staging_buffer_bytes, *ops.ADAM_FIELDS[moments])
     return HANDLE
 
 
@@ -41,14 +41,14 @@ def test_opcheck(store: int) -> None:
     bounds = torch.tensor([[0, 9]])
     ranges = torch.tensor([[9, 0, -1, -1, 1, -1]])
     step = ([torch.rand(9).half()], [torch.rand(9)], bounds, hyper, torch.tensor(1.0), counters())
-    part = (0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], counters())
+    arguments = (0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], counters())
     fields = ops.ADAM_FIELDS[torch.bfloat16]
     opcheck(torch.ops.zero_ext.state_stream_fill_.default, (stream, 0, torch.rand(16), counters()))
     opcheck(torch.ops.zero_ext.state_stream_adam_.default, (stream, ranges, *step))
     flag = torch.zeros(1, dtype=torch.int32)
     opcheck(torch.ops.zero_ext.state_stream_adam_.default, (stream, ranges, *step, flag))
-    opcheck(torch.ops.zero_ext.state_stream_read_.default, (stream, *part))
-    opcheck(torch.ops.zero_ext.state_stream_write_.default, (stream, *part))
+    opcheck(torch.ops.zero_ext.state_stream_read_.default, (stream, *arguments))
+    opcheck(torch.ops.zero_ext.state_stream_write_.default, (stream, *arguments))
     opcheck(torch.ops.zero_ext.state_stream_chunk_elements.default, (stream,))
     opcheck(torch.ops.zero_ext.state_stream_extent_bytes.default, (stream, 1000))
     opcheck(torch.ops.zero_ext.state_stream_open.default, (stream, store, 1 << 20, *fields))
@@ -103,7 +103,7 @@ def random_range(random: Random, elements: int, moments: torch.dtype, types: lis
     return Range(state, normal().to(types[0]), param, bounds, rows)
 
 
-def place(random: Random, stream: int, ranges: list[Range]) -> None:
+def allocate_ranges(random: Random, stream: int, ranges: list[Range]) -> None:
     """Gives every range extents in the store; gradients and parameters stay in memory at random."""
     end = 0
     for each in ranges:
@@ -137,8 +137,8 @@ def raw_read(stream: int, offset: int, like: Tensor) -> Tensor:
 
 
 def save(stream: int, raw: int, each: Range) -> None:
-    part = (each.offsets[0], each.elements, 0, each.elements, [*range(len(each.state))])
-    ops.state_stream_write_(stream, *part, each.state, counters())
+    arguments = (each.offsets[0], each.elements, 0, each.elements, [*range(len(each.state))])
+    ops.state_stream_write_(stream, *arguments, each.state, counters())
     if each.offsets[1] >= 0:
         raw_write(raw, each.offsets[1], each.grad)
     if each.offsets[2] >= 0 and each.param is not None:
@@ -181,7 +181,7 @@ def test_equals_the_step_in_memory_bit_for_bit(
     sizes = [0, 1, *(random.randrange(2, 60_000) for _ in range(4))]
     random.shuffle(sizes)
     ranges = [random_range(random, size, moments, types) for size in sizes]
-    place(random, stream, ranges)
+    allocate_ranges(random, stream, ranges)
     for each in ranges:
         save(stream, 8, each)
     before = [[value.clone() for value in each.state] for each in ranges]
@@ -201,8 +201,8 @@ def test_equals_the_step_in_memory_bit_for_bit(
             stored = [(each.offsets[0], old), (each.target, each.state)]
         for offset, state in stored:
             found = [torch.full_like(value, 77) for value in state]
-            part = (offset, each.elements, 0, each.elements, [*range(len(found))])
-            ops.state_stream_read_(stream, *part, found, counters())
+            arguments = (offset, each.elements, 0, each.elements, [*range(len(found))])
+            ops.state_stream_read_(stream, *arguments, found, counters())
             for value, wanted in zip(found, state, strict=True):
                 assert torch.equal(value.view(torch.uint8), wanted.view(torch.uint8))
         if each.param is not None:
@@ -238,7 +238,7 @@ def test_counts_what_it_moves_and_allocates_once(store: int, generator: torch.Ge
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_fill_and_parts(store: int, generator: torch.Generator, dtype: torch.dtype) -> None:
+def test_fill_and_ranges(store: int, generator: torch.Generator, dtype: torch.dtype) -> None:
     stream = open_stream(store, SMALLEST_RING, torch.bfloat16)
     elements = 3 * ops.state_stream_chunk_elements(stream) + 77
     source = torch.randn(elements, generator=generator).to(dtype)
@@ -284,7 +284,9 @@ def test_a_failed_transfer_is_named_and_the_stream_lives_on(
 
 def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
     before = ops.host_buffer_bytes()
-    with pytest.raises(RuntimeError, match=rf"ring_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"):
+    with pytest.raises(
+        RuntimeError, match=rf"staging_buffer_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"
+    ):
         open_stream(store, SMALLEST_RING - 1)
     with pytest.raises(RuntimeError, match="field of 0 bytes"):
         ops.state_stream_open(HANDLE, store, 1 << 20, (4, 0), (1, 1))
@@ -297,7 +299,7 @@ def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
     assert ops.host_buffer_bytes() == before
 
 
-def test_bad_parts_are_refused(store: int) -> None:
+def test_bad_ranges_are_refused(store: int) -> None:
     stream = open_stream(store, SMALLEST_RING)
     read, write = ops.state_stream_read_, ops.state_stream_write_
     values = torch.zeros(10)
@@ -326,7 +328,7 @@ def test_bad_steps_are_refused(store: int) -> None:
     hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]], dtype=torch.float64)
     count = counters()
 
-    def refused(match: str, ranges: list[list[int]], bounds: list[list[int]], **given: object) -> None:
+    def refused(match: str, ranges: list[list[int]], bounds: list[list[int]], **overrides: object) -> None:
         grads = [torch.zeros(max(each[0], 0)) for each in ranges]
         arguments: dict[str, object] = {
             "ranges": torch.tensor(ranges),
@@ -336,7 +338,7 @@ def test_bad_steps_are_refused(store: int) -> None:
             "hyper": hyper.repeat(len(bounds), 1),
             "grad_scale": torch.tensor(1.0),
             "counters": count,
-        } | given
+        } | overrides
         with pytest.raises(RuntimeError, match=match):
             ops.state_stream_adam_(stream, **arguments)  # type: ignore[arg-type]
 

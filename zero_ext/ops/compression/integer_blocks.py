@@ -1,12 +1,12 @@
 """Block-wise quantization to integers of 4 or 8 bits, sums of what is quantized, and both in one pass.
 
-A message of n elements in a :class:`BlockFormat` is uint8 [``format.message_bytes(n)``]: the codes, padded to
+A payload of n elements in a :class:`BlockFormat` is uint8 [``format.payload_bytes(n)``]: the codes, padded to
 a multiple of 8 elements, then for each block its scale in float32 and, if asymmetric, its lowest element.
 
 Symmetric: scale = largest magnitude / (2^(bits-1) - 1), and an element is round(x / scale) * scale: zeros
 stay zeros. Asymmetric: scale = (highest - lowest) / (2^bits - 1), and an element is
 lowest + round((x - lowest) / scale) * scale: constant blocks stay as they are. Rounding is to nearest even,
-so that the error is half a scale at most, up to float32's rounding. Where the codes lie is said in
+so that the error is half a scale at most, up to float32's rounding. The layout of the codes is described in
 csrc/core/compression/integer_block_formula.h.
 
 A block with a NaN or an infinity, or whose range is beyond float32's, reads back as NaN throughout. One whose
@@ -55,130 +55,130 @@ class BlockFormat:
                 f"{BLOCK_UNIT} to {HIGHEST_BLOCK}"
             )
 
-    def message_bytes(self, numel: int) -> int:
-        """Bytes of the message of `numel` elements, a multiple of 4."""
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` elements, a multiple of 4."""
         codes = -(-numel // PADDING) * PADDING * self.bits // 8
         return codes + (4 if self.symmetric else 8) * -(-numel // self.block)
 
 
-def quantise_(
-    messages: Tensor,
+def quantize_(
+    payloads: Tensor,
     values: Tensor,
     format: BlockFormat,
-    parts: int,
+    chunks: int,
     order: Sequence[int] | None = None,
 ) -> None:
-    """Quantizes `values` in equal parts, each a message of its own.
+    """Quantizes `values` in equal chunks, each a payload of its own.
 
     Args:
-        messages: uint8 [parts * format.message_bytes(n / parts)], aligned to 4 bytes; overwritten.
+        payloads: uint8 [chunks * format.payload_bytes(n / chunks)], aligned to 4 bytes; overwritten.
         values: float32, bfloat16 or float16 [n].
-        format: of the messages.
-        parts: it must divide n.
-        order: message p holds part ``order[p]`` of the values; part p by default.
+        format: of the payloads.
+        chunks: it must divide n.
+        order: payload p holds chunk ``order[p]`` of the values; chunk p by default.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
-            `parts` does not divide n, or `order` does not name each part once; nothing has been changed.
+            `chunks` does not divide n, or `order` does not name each chunk once; nothing has been changed.
     """
-    op("quantise_")(messages, values, format.bits, format.symmetric, format.block, parts, list(order or ()))
-    torch.autograd.graph.increment_version(messages)
+    op("quantise_")(payloads, values, format.bits, format.symmetric, format.block, chunks, list(order or ()))
+    torch.autograd.graph.increment_version(payloads)
 
 
-def dequantise_(out: Tensor, messages: Tensor, format: BlockFormat, parts: int) -> None:
-    """Writes what `messages` stand for to `out`.
+def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int) -> None:
+    """Writes what `payloads` stand for to `out`.
 
     Args:
         out: float32, bfloat16 or float16 [n].
-        messages: uint8 [parts * format.message_bytes(n / parts)], of the parts of `out` in order.
-        format: of the messages.
-        parts: it must divide n.
+        payloads: uint8 [chunks * format.payload_bytes(n / chunks)], of the chunks of `out` in order.
+        format: of the payloads.
+        chunks: it must divide n.
 
-    Errors as for :func:`quantise_`.
+    Errors as for :func:`quantize_`.
     """
-    op("dequantise_")(out, messages, format.bits, format.symmetric, format.block, parts)
+    op("dequantise_")(out, payloads, format.bits, format.symmetric, format.block, chunks)
     torch.autograd.graph.increment_version(out)
 
 
-def sum_quantised_(
-    out: Tensor, messages: Tensor, format: BlockFormat, factor: float, accumulate: bool
+def sum_quantized_(
+    out: Tensor, payloads: Tensor, format: BlockFormat, factor: float, accumulate: bool
 ) -> None:
-    """Writes factor * (sum of what `messages` stand for) to `out`, plus its old value if `accumulate`.
+    """Writes factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32 [m].
-        messages: uint8 [k * format.message_bytes(m)], k messages of the same elements, added in order.
-        format: of the messages.
+        payloads: uint8 [k * format.payload_bytes(m)], k payloads of the same elements, added in order.
+        format: of the payloads.
         factor: finite, for example 1 / world size.
         accumulate: add to `out` instead of replacing it.
 
-    Errors as for :func:`quantise_`; RuntimeError, too, when `factor` is not finite.
+    Errors as for :func:`quantize_`; RuntimeError, too, when `factor` is not finite.
     """
-    op("sum_quantised_")(out, messages, format.bits, format.symmetric, format.block, factor, accumulate)
+    op("sum_quantised_")(out, payloads, format.bits, format.symmetric, format.block, factor, accumulate)
     torch.autograd.graph.increment_version(out)
 
 
-def requantise_(
-    messages_out: Tensor,
-    messages_in: Tensor,
+def requantize_(
+    payloads_out: Tensor,
+    payloads_in: Tensor,
     format: BlockFormat,
     out_format: BlockFormat | None,
     factor: float,
-    parts: int,
+    chunks: int,
 ) -> None:
-    """For each part, quantizes factor * (sum of what its k messages stand for), in one pass.
+    """For each chunk, quantizes factor * (sum of what its k payloads stand for), in one pass.
 
     Args:
-        messages_out: uint8 [parts * out_format.message_bytes(m)], aligned to 4 bytes; overwritten.
-        messages_in: uint8 [k * parts * format.message_bytes(m)]: `parts` messages of the first sender, then
+        payloads_out: uint8 [chunks * out_format.payload_bytes(m)], aligned to 4 bytes; overwritten.
+        payloads_in: uint8 [k * chunks * format.payload_bytes(m)]: `chunks` payloads of the first sender, then
             those of the second, and so on; added in the order of senders.
-        format: of `messages_in`.
-        out_format: of `messages_out`, with blocks of the same size; None: `format`.
+        format: of `payloads_in`.
+        out_format: of `payloads_out`, with blocks of the same size; None: `format`.
         factor: finite, for example 1 / senders.
-        parts: messages of each sender.
+        chunks: payloads of each sender.
 
-    Errors as for :func:`quantise_`; RuntimeError, too, when `factor` is not finite or the blocks differ.
+    Errors as for :func:`quantize_`; RuntimeError, too, when `factor` is not finite or the blocks differ.
     """
     to = out_format or format
     source = (format.bits, format.symmetric, format.block)
     target = (to.bits, to.symmetric, to.block)
-    op("requantise_")(messages_out, messages_in, *source, *target, factor, parts)
-    torch.autograd.graph.increment_version(messages_out)
+    op("requantise_")(payloads_out, payloads_in, *source, *target, factor, chunks)
+    torch.autograd.graph.increment_version(payloads_out)
 
 
 @fake_kernel("quantise_")
-def _quantise_(
-    messages: Tensor,
+def _quantize_(
+    payloads: Tensor,
     values: Tensor,
     bits: int,
     symmetric: bool,
     block: int,
-    parts: int,
+    chunks: int,
     order: Sequence[int],
 ) -> None:
-    check_one_device("quantise_", [messages, values])
+    check_one_device("quantise_", [payloads, values])
 
 
 @fake_kernel("dequantise_")
-def _dequantise_(out: Tensor, messages: Tensor, bits: int, symmetric: bool, block: int, parts: int) -> None:
-    check_one_device("dequantise_", [out, messages])
+def _dequantize_(out: Tensor, payloads: Tensor, bits: int, symmetric: bool, block: int, chunks: int) -> None:
+    check_one_device("dequantise_", [out, payloads])
 
 
 @fake_kernel("sum_quantised_")
-def _sum_quantised_(
+def _sum_quantized_(
     out: Tensor,
-    messages: Tensor,
+    payloads: Tensor,
     bits: int,
     symmetric: bool,
     block: int,
     factor: float,
     accumulate: bool,
 ) -> None:
-    check_one_device("sum_quantised_", [out, messages])
+    check_one_device("sum_quantised_", [out, payloads])
 
 
 @fake_kernel("requantise_")
-def _requantise_(messages_out: Tensor, messages_in: Tensor, *formats_factor_and_parts: object) -> None:
-    check_one_device("requantise_", [messages_out, messages_in])
+def _requantize_(payloads_out: Tensor, payloads_in: Tensor, *formats_factor_and_chunks: object) -> None:
+    check_one_device("requantise_", [payloads_out, payloads_in])

@@ -1,6 +1,6 @@
 """Compression to signs with error feedback: one bit an element and one scale a block of 8,192.
 
-A message of n elements is uint8 [:func:`sign_message_bytes` (n)]: a bit for each element, set where it is
+A payload of n elements is uint8 [:func:`sign_payload_bytes` (n)]: a bit for each element, set where it is
 zero or more, padded to 4 bytes with clear bits; then the blocks' scales in float32, a block's mean magnitude.
 An element stands for +-scale. Everything is computed in float32, with the same bits on every device and for
 any number of threads.
@@ -19,89 +19,89 @@ from torch import Tensor
 from zero_ext.ops.load_library import check_one_device, fake_kernel, op
 
 
-def compress_signs_(messages: Tensor, errors: Tensor, values: Tensor, factor: float, parts: int) -> None:
+def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: float, chunks: int) -> None:
     """Compresses ``values * factor + errors``; `errors` becomes what that left behind.
 
     Args:
-        messages: uint8 [parts * sign_message_bytes(n / parts)], aligned to 4 bytes; overwritten.
+        payloads: uint8 [chunks * sign_payload_bytes(n / chunks)], aligned to 4 bytes; overwritten.
         errors: float32 [n], of which element i belongs to ``values[i]``.
         values: float32, bfloat16 or float16 [n].
         factor: finite, for example 1 / gradient scale.
-        parts: equal parts of the values, each a message of its own; it must divide n.
+        chunks: equal chunks of the values, each a payload of its own; it must divide n.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
-            `parts` does not divide n, or `factor` is not finite; nothing has been changed.
+            `chunks` does not divide n, or `factor` is not finite; nothing has been changed.
     """
-    op("compress_signs_")(messages, errors, values, factor, parts)
-    torch.autograd.graph.increment_version((messages, errors))
+    op("compress_signs_")(payloads, errors, values, factor, chunks)
+    torch.autograd.graph.increment_version((payloads, errors))
 
 
-def expand_signs_(out: Tensor, messages: Tensor, factor: float, accumulate: bool, parts: int) -> None:
-    """Writes factor * (what `messages` stand for) to `out`, plus its old value if `accumulate`.
+def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool, chunks: int) -> None:
+    """Writes factor * (what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32, bfloat16 or float16 [n].
-        messages: uint8 [parts * sign_message_bytes(n / parts)], of the parts of `out` in order.
+        payloads: uint8 [chunks * sign_payload_bytes(n / chunks)], of the chunks of `out` in order.
         factor: finite.
         accumulate: add to `out` instead of replacing it.
-        parts: it must divide n.
+        chunks: it must divide n.
 
-    Errors as for :func:`compress_signs_`.
+    Errors as for :func:`compress_1bit_`.
     """
-    op("expand_signs_")(out, messages, factor, accumulate, parts)
+    op("expand_signs_")(out, payloads, factor, accumulate, chunks)
     torch.autograd.graph.increment_version(out)
 
 
-def sum_signs_(out: Tensor, messages: Tensor, factor: float, accumulate: bool) -> None:
-    """Writes factor * (sum of what `messages` stand for) to `out`, plus its old value if `accumulate`.
+def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) -> None:
+    """Writes factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32 [m].
-        messages: uint8 [k * sign_message_bytes(m)], k messages of the same elements, added in order.
+        payloads: uint8 [k * sign_payload_bytes(m)], k payloads of the same elements, added in order.
         factor: finite, for example 1 / world size.
         accumulate: add to `out` instead of replacing it.
 
-    Errors as for :func:`compress_signs_`.
+    Errors as for :func:`compress_1bit_`.
     """
-    op("sum_signs_")(out, messages, factor, accumulate)
+    op("sum_signs_")(out, payloads, factor, accumulate)
     torch.autograd.graph.increment_version(out)
 
 
-def reduce_signs_(message: Tensor, error: Tensor, messages: Tensor, factor: float) -> None:
-    """Compresses factor * (sum of what `messages` stand for) + `error`, which becomes what that left behind.
+def reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float) -> None:
+    """Compresses factor * (sum of what `payloads` stand for) + `error`, which becomes what that left behind.
 
-    The part of a rank that owns these elements in a compressed all-reduce (the paper's server).
+    The chunk of a rank that owns these elements in a compressed all-reduce (the paper's server).
 
     Args:
-        message: uint8 [sign_message_bytes(m)], aligned to 4 bytes; overwritten.
+        payload: uint8 [sign_payload_bytes(m)], aligned to 4 bytes; overwritten.
         error: float32 [m].
-        messages: uint8 [k * sign_message_bytes(m)], k messages of the same elements, added in order.
+        payloads: uint8 [k * sign_payload_bytes(m)], k payloads of the same elements, added in order.
         factor: finite, for example 1 / world size.
 
-    Errors as for :func:`compress_signs_`.
+    Errors as for :func:`compress_1bit_`.
     """
-    op("reduce_signs_")(message, error, messages, factor)
-    torch.autograd.graph.increment_version((message, error))
+    op("reduce_signs_")(payload, error, payloads, factor)
+    torch.autograd.graph.increment_version((payload, error))
 
 
 @fake_kernel("compress_signs_")
-def _compress_signs_(messages: Tensor, errors: Tensor, values: Tensor, factor: float, parts: int) -> None:
-    check_one_device("compress_signs_", [messages, errors, values])
+def _compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: float, chunks: int) -> None:
+    check_one_device("compress_signs_", [payloads, errors, values])
 
 
 @fake_kernel("expand_signs_")
-def _expand_signs_(out: Tensor, messages: Tensor, factor: float, accumulate: bool, parts: int) -> None:
-    check_one_device("expand_signs_", [out, messages])
+def _decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool, chunks: int) -> None:
+    check_one_device("expand_signs_", [out, payloads])
 
 
 @fake_kernel("sum_signs_")
-def _sum_signs_(out: Tensor, messages: Tensor, factor: float, accumulate: bool) -> None:
-    check_one_device("sum_signs_", [out, messages])
+def _sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) -> None:
+    check_one_device("sum_signs_", [out, payloads])
 
 
 @fake_kernel("reduce_signs_")
-def _reduce_signs_(message: Tensor, error: Tensor, messages: Tensor, factor: float) -> None:
-    check_one_device("reduce_signs_", [message, error, messages])
+def _reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float) -> None:
+    check_one_device("reduce_signs_", [payload, error, payloads])

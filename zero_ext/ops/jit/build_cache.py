@@ -53,13 +53,13 @@ def distrust(path: Path) -> str | None:
     not, because others can add entries.
     """
     try:
-        above_home: Sequence[Path] = Path.home().resolve().parents
+        above_user_folder: Sequence[Path] = Path.home().resolve().parents
     except RuntimeError:  # a user without an entry, as in containers
-        above_home = ()
+        above_user_folder = ()
     path = path.absolute()
     last = (path, path.resolve())
     for each, facts in _steps(path):
-        if each in above_home:
+        if each in above_user_folder:
             continue
         if facts.st_uid not in (os.getuid(), 0):
             return f"{each}: expected it to belong to user {os.getuid()} or root, got user {facts.st_uid}"

@@ -49,10 +49,10 @@ class Progress:
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def start(self, place: Path) -> None:
+    def start(self, folder: Path) -> None:
         print(
             f"zero_ext: building {self._module} ({self._count} files, once for this torch and these sources) "
-            f"in {place}",
+            f"in {folder}",
             file=sys.stderr,
             flush=True,
         )

@@ -33,7 +33,7 @@ STORAGE_MODULE = "_C_storage"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuildRecipe:
     """How a module is made: one compiler call up to the object file's name a source, and the linker's."""
 
     root: Path
@@ -89,7 +89,7 @@ def _macros(defines: Iterable[tuple[str, str]]) -> list[str]:
     return [f"-D{name}={value}" for name, value in defines]
 
 
-def host_recipe(root: Path) -> Recipe:
+def host_recipe(root: Path) -> BuildRecipe:
     """How ``_C`` is made.
 
     Raises:
@@ -97,7 +97,7 @@ def host_recipe(root: Path) -> Recipe:
     """
     compiler = find_compiler(MODULE)
     flags = [*toolchain.COMPILE_FLAGS, *_macros(toolchain.DEFINES), *_includes()]
-    return Recipe(
+    return BuildRecipe(
         root=root,
         sources=toolchain.sources(root),
         compile=lambda name: [compiler, *flags, "-c", name, "-o"],
@@ -106,7 +106,7 @@ def host_recipe(root: Path) -> Recipe:
     )
 
 
-def storage_recipe(root: Path) -> Recipe:
+def storage_recipe(root: Path) -> BuildRecipe:
     """How ``_C_storage`` is made.
 
     Raises:
@@ -114,7 +114,7 @@ def storage_recipe(root: Path) -> Recipe:
     """
     compiler = find_compiler(STORAGE_MODULE)
     flags = [*toolchain.COMPILE_FLAGS, *_macros(_storage_defines()), *_includes()]
-    return Recipe(
+    return BuildRecipe(
         root=root,
         sources=list(toolchain.STORAGE_SOURCES),
         compile=lambda name: [compiler, *flags, "-c", name, "-o"],
@@ -128,7 +128,7 @@ def _storage_defines() -> list[tuple[str, str]]:
     return [*toolchain.STORAGE_DEFINES, ("_GLIBCXX_USE_CXX11_ABI", abi)]
 
 
-def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
+def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> BuildRecipe:
     """How ``_C_cuda`` is made for GPUs of the given compute capabilities.
 
     Raises:
@@ -151,7 +151,7 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
     def compile_call(name: str) -> list[str]:
         return [*(call + device if name.endswith(".cu") else host), "-c", name, "-o"]
 
-    return Recipe(
+    return BuildRecipe(
         root=root,
         sources=toolchain.cuda_sources(root),
         compile=compile_call,
@@ -165,7 +165,7 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
     )
 
 
-def make(module: CachedModule, recipe: Recipe) -> None:
+def make(module: CachedModule, recipe: BuildRecipe) -> None:
     """Compiles and links `module` in its folder, whose lock the caller holds.
 
     Raises:
@@ -195,7 +195,7 @@ def make(module: CachedModule, recipe: Recipe) -> None:
     progress.end("built")
 
 
-def obtain(module: CachedModule, recipe: Callable[[], Recipe], unusable: object = None) -> None:
+def obtain(module: CachedModule, recipe: Callable[[], BuildRecipe], unusable: object = None) -> None:
     """Sees to it that `module` is in the cache; `recipe` is asked for only if it must be compiled.
 
     A file whose state is `unusable` is compiled anew.
@@ -221,7 +221,7 @@ def obtain(module: CachedModule, recipe: Callable[[], Recipe], unusable: object 
             raise
 
 
-def _make_or_explain(module: CachedModule, recipe: Callable[[], Recipe]) -> None:
+def _make_or_explain(module: CachedModule, recipe: Callable[[], BuildRecipe]) -> None:
     try:
         make(module, recipe())
     except OSError as error:
@@ -231,7 +231,7 @@ def _make_or_explain(module: CachedModule, recipe: Callable[[], Recipe]) -> None
         ) from error
 
 
-def load_from_cache(module: CachedModule, recipe: Callable[[], Recipe]) -> ModuleType:
+def load_from_cache(module: CachedModule, recipe: Callable[[], BuildRecipe]) -> ModuleType:
     """Imports `module`, built first where needed, and once more where the one in the cache does not load.
 
     Raises:

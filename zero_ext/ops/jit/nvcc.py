@@ -64,7 +64,7 @@ def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
         f"cuda-cudart-dev-{major}-{minor}` from NVIDIA's repository) or point CUDA_HOME at one"
     )
     if not refused:
-        raise RuntimeError(f"no nvcc was found (looked in {_places()}), and {need}; {fix}")
+        raise RuntimeError(f"no nvcc was found (looked in {_searched_paths()}), and {need}; {fix}")
     raise RuntimeError(
         f"nvcc does not fit: {need}, found is {' and '.join(refused)}, and the major versions must agree; "
         f"{fix}, or install a torch for the CUDA version that is there"
@@ -72,7 +72,7 @@ def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
 
 
 def installed_nvccs(cuda: str | None) -> dict[Path, str | None]:
-    """Every nvcc in the places that are searched, best first, and its release; None: it does not say it."""
+    """Return every nvcc in the searched paths, best first, with its release, or None if it is unknown."""
     found = dict.fromkeys(_candidates(cuda))
     return {path: _release(path) for path in found if os.access(path, os.X_OK) and not path.is_dir()}
 
@@ -93,7 +93,7 @@ def _candidates(cuda: str | None) -> Iterator[Path]:
     yield from (Path(f"/usr/local/cuda{suffix}/bin/nvcc") for suffix in suffixes)
 
 
-def _places() -> str:
+def _searched_paths() -> str:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             return f"${variable}, {os.environ[variable]}/bin"

@@ -67,15 +67,15 @@ def architectures_listed(text: str) -> set[Architecture]:
     """Compute capabilities of a list like ``8.0,9.0``, ``80,90`` or torch's ``8.0;9.0+PTX``.
 
     Raises:
-        ValueError: a part is no compute capability, or one below the oldest that the kernels run on.
+        ValueError: one is no compute capability, or one below the oldest that the kernels run on.
     """
     found = set()
-    for part in re.split("[,; ]+", text.strip()):
-        digits = re.fullmatch(r"(\d{1,2})\.?(\d)(\+PTX)?", part)
+    for architecture in re.split("[,; ]+", text.strip()):
+        digits = re.fullmatch(r"(\d{1,2})\.?(\d)(\+PTX)?", architecture)
         if digits is None or (int(digits[1]), int(digits[2])) < OLDEST_ARCHITECTURE:
             oldest = ".".join(map(str, OLDEST_ARCHITECTURE))
             raise ValueError(
-                f"expected compute capabilities from {oldest} on, got {part!r} in {text!r}. "
+                f"expected compute capabilities from {oldest} on, got {architecture!r} in {text!r}. "
                 "Give them like 8.0,9.0."
             )
         found.add((int(digits[1]), int(digits[2])))

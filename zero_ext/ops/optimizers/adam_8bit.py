@@ -59,5 +59,5 @@ def adam_step_8bit_(
 
 @fake_kernel("adam_step_8bit_")
 def _adam_step_8bit_(*tensors: Tensor | None, **named: Tensor | None) -> None:
-    given = [tensor for tensor in (*tensors, *named.values()) if tensor is not None]
-    check_one_device("adam_step_8bit_", given)
+    present = [tensor for tensor in (*tensors, *named.values()) if tensor is not None]
+    check_one_device("adam_step_8bit_", present)

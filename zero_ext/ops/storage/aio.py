@@ -21,7 +21,7 @@ def aio_open(
     backend: str = "auto",
     queue_depth: int = 32,
     block_bytes: int = 1 << 20,
-    submitters: int = 1,
+    io_threads: int = 1,
 ) -> str:
     """Starts an engine and returns its backend: the one asked for, or with "auto" the first available.
 
@@ -29,15 +29,15 @@ def aio_open(
         handle: any number that this process has not in use; one in use is closed and stands for the new
             engine. Handles do not follow into forked children.
         backend: "io_uring", "libaio", "threads" or "auto".
-        queue_depth: blocks a submitter has in flight at most, 1 to 1024.
+        queue_depth: blocks that a thread has in flight at most, 1 to 1024.
         block_bytes: what transfers are cut into; a multiple of 4096, at most 1 GiB.
-        submitters: queues, each with a thread, that share the blocks; 1 to 16.
+        io_threads: queues, each with a thread, that share the blocks; 1 to 16.
 
     Raises:
         RuntimeError: an option is out of range, or the kernel refuses the backend (its reason is named).
     """
     _close_all_at_exit()
-    return str(op("aio_open")(handle, backend, queue_depth, block_bytes, submitters))
+    return str(op("aio_open")(handle, backend, queue_depth, block_bytes, io_threads))
 
 
 def aio_close(handle: int) -> None:
@@ -103,7 +103,7 @@ def _aio_backends() -> str:
 
 
 @fake_kernel("aio_open")
-def _aio_open(handle: int, backend: str, queue_depth: int, block_bytes: int, submitters: int) -> str:
+def _aio_open(handle: int, backend: str, queue_depth: int, block_bytes: int, io_threads: int) -> str:
     return backend
 
 

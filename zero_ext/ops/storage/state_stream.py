@@ -38,7 +38,11 @@ ADAM_FIELDS: Mapping[torch.dtype, tuple[tuple[int, ...], tuple[int, ...]]] = Map
 
 
 def state_stream_open(
-    handle: int, store: int, ring_bytes: int, field_bytes: Sequence[int], field_elements: Sequence[int]
+    handle: int,
+    store: int,
+    staging_buffer_bytes: int,
+    field_bytes: Sequence[int],
+    field_elements: Sequence[int],
 ) -> None:
     """Opens stream `handle`, any number not in use, over `store` and allocates its ring.
 
@@ -49,7 +53,7 @@ def state_stream_open(
         RuntimeError: the ring is too small (the smallest possible is named), a field is impossible, or the
             kernel refuses the memory.
     """
-    op("state_stream_open")(handle, store, ring_bytes, field_bytes, field_elements)
+    op("state_stream_open")(handle, store, staging_buffer_bytes, field_bytes, field_elements)
 
 
 def state_stream_close(handle: int) -> None:
@@ -170,7 +174,11 @@ def state_stream_adam_(
 
 @fake_kernel("state_stream_open")
 def _state_stream_open(
-    handle: int, store: int, ring_bytes: int, field_bytes: Sequence[int], field_elements: Sequence[int]
+    handle: int,
+    store: int,
+    staging_buffer_bytes: int,
+    field_bytes: Sequence[int],
+    field_elements: Sequence[int],
 ) -> None:
     return None
 

@@ -52,7 +52,7 @@ def store_open(
 
     ``handle`` is any number; a store open under it is closed first. ``backend`` is 'io_uring', 'libaio',
     'threads', or 'auto' for the best that works here. ``engine_sizes`` are queue_depth, block_bytes and
-    submitters. ``checksum`` keeps the CRC32C of every 4096 bytes written and verifies what is read.
+    I/O threads. ``checksum`` keeps the CRC32C of every 4096 bytes written and verifies what is read.
 
     Raises RuntimeError naming the path or the option, and the kernel's reason. A file that exists is refused,
     and so is a block device that is in use or whose first or last MiB holds anything.
