@@ -41,7 +41,7 @@ class Module:
         self._package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.own: set[str] = set()
         self.constants: dict[str, Any] = {}
-        self.taken: dict[str, set[tuple[str, str]]] = {}
+        self.reexported: dict[str, set[tuple[str, str]]] = {}
         tree = ast.parse(path.read_bytes())
         for statement in _top_level(tree.body):
             self._read(statement)
@@ -57,7 +57,7 @@ class Module:
             for each in statement.names:
                 if each.asname and each.name.startswith(f"{ROOT}."):
                     package, _, name = each.name.rpartition(".")
-                    self.taken.setdefault(package, set()).add((name, each.asname))
+                    self.reexported.setdefault(package, set()).add((name, each.asname))
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             names = [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
@@ -75,17 +75,21 @@ class Module:
         if not _is_in_deepspeed(origin):
             return
         for each in statement.names:
-            self.taken.setdefault(origin, set()).add((each.name, each.asname or each.name))
+            self.reexported.setdefault(origin, set()).add((each.name, each.asname or each.name))
 
     def listed(self) -> dict[str, Any]:
-        """The module's entry in the file: names separated by spaces, "there:here" where they differ, "*" for
-        all public ones."""
-        taken = {
-            origin: " ".join(sorted(there if there == here else f"{there}:{here}" for there, here in pairs))
-            for origin, pairs in sorted(self.taken.items())
+        """Return the module's entry in the file: names separated by spaces, "*" for all public ones.
+
+        A name that differs here is written "original:local".
+        """
+        reexported = {
+            origin: " ".join(
+                sorted(original if original == local else f"{original}:{local}" for original, local in pairs)
+            )
+            for origin, pairs in sorted(self.reexported.items())
         }
         own = " ".join(sorted(self.own - self.constants.keys()))
-        entry = {"own": own, "constants": dict(sorted(self.constants.items())), "from": taken}
+        entry = {"own": own, "constants": dict(sorted(self.constants.items())), "from": reexported}
         return {kind: value for kind, value in entry.items() if value}
 
 
@@ -119,16 +123,16 @@ def read_deepspeed(folder: Path) -> dict[str, Any]:
     """Every module of DeepSpeed by its name, as the file lists it."""
     modules: dict[str, Module] = {}
     for path in sorted(folder.rglob("*.py")):
-        parts = (ROOT, *path.relative_to(folder).with_suffix("").parts)
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if all(part.isidentifier() for part in parts):
-            name = ".".join(parts)
+        names = (ROOT, *path.relative_to(folder).with_suffix("").names)
+        names = names[:-1] if names[-1] == "__init__" else names
+        if all(name.isidentifier() for name in names):
+            name = ".".join(names)
             modules[name] = Module(name, path)
     known = Names({"versions": {ROOT: ""}, "used": {}, "modules": _listed(modules)})
     for module in modules.values():
-        for origin, pairs in module.taken.items():
+        for origin, pairs in module.reexported.items():
             # Names that others import although the source has none of them: the module makes them.
-            made = {there for there, _ in pairs if known.definition(origin, there) is None} - {"*"}
+            made = {original for original, _ in pairs if known.definition(origin, original) is None} - {"*"}
             if origin in modules:
                 modules[origin].own |= made
     return _listed(modules)

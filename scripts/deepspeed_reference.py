@@ -44,15 +44,20 @@ def entries() -> list[Entry]:
     for module in known.modules:
         short = known.short_modules.get(module, module)
         for name in known.all_of(module):
-            place = known.definition(module, name)
-            if place is None or not place.name or name.startswith("_") or known.is_constant(place):
+            definition = known.definition(module, name)
+            if (
+                definition is None
+                or not definition.name
+                or name.startswith("_")
+                or known.is_constant(definition)
+            ):
                 continue
             # What a module imports for its own use is public where it is defined, or in a package.
-            if module in packages or not known.own(module) or module == place.module:
-                here, path = served(place), f"{short}.{name}"
-                note = reason_of(place.path) if here is None else difference_of(path)
-                entry = Entry(path, place, here is not None, note)
-                key = (name, id(place.module) if here is None else id(here))
+            if module in packages or not known.own(module) or module == definition.module:
+                supported, path = served(definition), f"{short}.{name}"
+                note = reason_of(definition.path) if supported is None else difference_of(path)
+                entry = Entry(path, definition, supported is not None, note)
+                key = (name, id(definition.module) if supported is None else id(supported))
                 found[key] = min(entry, found.get(key, entry), key=_length)
     listed = sorted(found.values(), key=lambda entry: entry.path.rpartition("."))
     return [*listed, *_members("DeepSpeedEngine"), *_members("PipelineEngine")]
@@ -78,10 +83,10 @@ def _tables() -> str:
     there = [entry for entry in listed if entry.is_served]
     partly = {entry.definition.module for entry in there}
     missing = [e for e in listed if not e.is_served and e.definition.module in partly]
-    whole: dict[str, set[str]] = {}
+    unsupported: dict[str, set[str]] = {}
     for module in names().modules:
         if not any(f"{other}.".startswith(f"{module}.") for other in partly):
-            whole.setdefault(reason_of(module), set()).add(".".join(module.split(".")[:4]))
+            unsupported.setdefault(reason_of(module), set()).add(".".join(module.split(".")[:4]))
     return "\n".join(
         [
             f"\n## Supported: {len(there)} names\n",
@@ -91,7 +96,10 @@ def _tables() -> str:
             "\n## Not supported: modules with all that they contain\n",
             "| modules | why, and what instead |",
             "|---|---|",
-            *(f"| {_outermost(modules - partly)} | {note} |" for note, modules in sorted(whole.items())),
+            *(
+                f"| {_outermost(modules - partly)} | {note} |"
+                for note, modules in sorted(unsupported.items())
+            ),
             "",
         ]
     )

@@ -67,11 +67,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def headers_of(which: str, whole: bool) -> Path:
+def headers_of(which: str, all_headers: bool) -> Path:
     """The include folder of the oldest supported torch or of the installed one."""
     if which == "oldest":
         found = compiler.oldest_headers()
-        if whole:
+        if all_headers:
             compiler.check_host_modules(found)
         return found
     import torch
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compiler.OUTPUT.mkdir(parents=True, exist_ok=True)
     names = [name for name in toolchain.cuda_sources(ROOT) if name.startswith(chosen.only)]
     try:
-        headers = headers_of(chosen.headers, whole=chosen.only == "csrc/")
+        headers = headers_of(chosen.headers, all_headers=chosen.only == "csrc/")
         with ThreadPoolExecutor(max_workers=int(os.environ.get("MAX_JOBS", "1"))) as pool:
             files = list(pool.map(lambda name: check_file(name, nvcc, cuobjdump, headers), names))
     except RuntimeError as error:
@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.report.write_text(table(checked, compiler.version_of(nvcc)))
     faults = [fault for each in checked for fault in each.faults]
     most = max((each.kernel.registers for each in checked), default=0)
-    place = listing.relative_to(ROOT)
-    print(f"{len(checked)} kernels, at most {most} registers, {len(faults)} faults: see {place}")
+    path = listing.relative_to(ROOT)
+    print(f"{len(checked)} kernels, at most {most} registers, {len(faults)} faults: see {path}")
     print("".join(f"{fault}\n" for fault in faults), end="", file=sys.stderr)
     return 1 if faults else 0
 

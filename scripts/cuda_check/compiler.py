@@ -85,8 +85,8 @@ def oldest_headers() -> Path:
 
 def include_flags(headers: Path) -> list[str]:
     """Torch's headers, in which nobody looks for warnings, and Python's."""
-    places = (headers, headers / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include")))
-    return [flag for path in places for flag in ("-isystem", str(path))]
+    folders = (headers, headers / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include")))
+    return [flag for path in folders for flag in ("-isystem", str(path))]
 
 
 def check_host_modules(headers: Path) -> None:

@@ -189,7 +189,7 @@ def stream(name: str, code: Code) -> Stream | None:
         return None
     per_element = FAMILIES[template](*arguments)
     if per_element is None:
-        return _whole(code.function, *PASSES[template](*arguments))
+        return _full_body(code.function, *PASSES[template](*arguments))
     loop = code.function.main_loop
     if loop is None:
         raise RuntimeError(
@@ -209,7 +209,7 @@ def stream(name: str, code: Code) -> Stream | None:
     )
 
 
-def _whole(function: sass.Function, loaded: float, stored: float) -> Stream:
+def _full_body(function: sass.Function, loaded: float, stored: float) -> Stream:
     """A kernel that has no main loop: what it does once. Its loops are for what is not aligned."""
     once = set(function.instructions).difference(*(each.instructions for each in function.loops))
     return Stream(

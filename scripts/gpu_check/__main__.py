@@ -19,7 +19,7 @@ import torch
 from scripts.gpu_check.report import summary, verdict, write
 from scripts.gpu_check.runner import Runner
 from scripts.gpu_check.step import Outcome
-from scripts.gpu_check.steps import PARTS, chosen, find_program, gpu_steps, is_source_tree, rehearsal_steps
+from scripts.gpu_check.steps import SUITES, chosen, find_program, gpu_steps, is_source_tree, rehearsal_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -36,12 +36,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Build the extension, run the GPU tests and benchmarks, write a report.",
         epilog="Exit status: 0 if all passed, 1 if a step failed or a bar was missed, 3 without a GPU.",
     )
-    here = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
+    default_output = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
     cores = len(os.sched_getaffinity(0))
     add = parser.add_argument
-    add("--part", choices=PARTS, default="", help="is it right, or how fast is it; default: both, in turn")
+    add("--suite", choices=SUITES, default="", help="is it right, or how fast is it; default: both, in turn")
     add("--budget", type=float, default=540.0, metavar="SECONDS", help="time for everything (default 540)")
-    add("--output", type=Path, default=here, help="folder of the report (default $OUT, else in the tree)")
+    add(
+        "--output",
+        type=Path,
+        default=default_output,
+        help="folder of the report (default $OUT, else in the tree)",
+    )
     add("--only", default="", metavar="STEPS", help="comma-separated steps, like test_adam,copies")
     add("--jobs", type=int, default=min(MOST_JOBS, cores), help="steps at a time, where none measures time")
     add(
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NO_GPU
     output: Path = asked.output
     output.mkdir(parents=True, exist_ok=True)
-    made = rehearsal_steps(asked.part) if asked.rehearse else gpu_steps(asked.part, asked.memory, output)
+    made = rehearsal_steps(asked.suite) if asked.rehearse else gpu_steps(asked.suite, asked.memory, output)
     try:
         steps = chosen(made, asked.only)
     except ValueError as error:

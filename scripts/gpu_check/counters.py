@@ -41,7 +41,7 @@ def rows_of(text: str) -> list[list[str]]:
         ValueError: the text has no such header.
     """
     lines = text.splitlines()
-    start = next((place for place, line in enumerate(lines) if KERNEL in line and "," in line), None)
+    start = next((number for number, line in enumerate(lines) if KERNEL in line and "," in line), None)
     if start is None:
         raise ValueError(f"ncu's answer: expected a line of CSV with {KERNEL!r}, got none. See the log.")
     header, _, *launches = csv.reader(lines[start:])

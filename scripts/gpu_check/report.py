@@ -41,19 +41,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def markdown(outcomes: Sequence[Outcome], facts: Mapping[str, str], judged: bool) -> str:
     """The report for readers: the summary, every step's tables, and where it ran."""
-    parts = ["# GPU check"]
+    sections = ["# GPU check"]
     if not judged:
-        parts.append("A rehearsal on the CPU at toy sizes: it shows that every step runs. No figure counts.")
-    parts.append(table(("step", "what", "verdict"), summary(outcomes, judged)))
+        sections.append(
+            "A rehearsal on the CPU at toy sizes: it shows that every step runs. No figure counts."
+        )
+    sections.append(table(("step", "what", "verdict"), summary(outcomes, judged)))
     for outcome in outcomes:
         for each in outcome.result.get("tables", []):
-            parts.append(f"## {each['title']}")
-            parts.append(table(each["columns"], each["rows"]))
-            parts += [each["note"]] if each.get("note") else []
+            sections.append(f"## {each['title']}")
+            sections.append(table(each["columns"], each["rows"]))
+            sections += [each["note"]] if each.get("note") else []
         if outcome.status == "failed" and outcome.reason:
-            parts.append(f"## {outcome.name} failed\n\n```\n{outcome.reason}\n```")
-    parts.append("## Where and how\n\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
-    return "\n\n".join(parts) + "\n"
+            sections.append(f"## {outcome.name} failed\n\n```\n{outcome.reason}\n```")
+    sections.append("## Where and how\n\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    return "\n\n".join(sections) + "\n"
 
 
 def write(

@@ -20,8 +20,8 @@ from scripts.gpu_check.step import Outcome, Step
 # A step that keeps to its own time is given this much longer to write what it has and to remove its files.
 GRACE_SECONDS = 10.0
 LINES_OF_A_FAILURE = 12
-# What is kept of a step's output: its beginning, where the cause often is, and its end.
-KEPT_BYTES = 256 << 10
+# Bytes that are saved of a step's output: its beginning, where the cause often is, and its end.
+SAVED_OUTPUT_BYTES = 256 << 10
 
 
 class Runner:
@@ -31,8 +31,8 @@ class Runner:
         folder: the source tree, where the programs start.
         logs: folder for the output of every step.
         seconds: time for all of them.
-        tell: takes a line for the terminal.
-        judged: whether figures that miss their bar are told so.
+        print_line: prints a line on the terminal.
+        judged: figures that miss their bar are reported as missed.
         jobs: how many steps may run at a time, those apart that must be alone.
         record: takes the outcomes so far, in order, after every step.
     """
@@ -42,7 +42,7 @@ class Runner:
         folder: Path,
         logs: Path,
         seconds: float,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         judged: bool = True,
         jobs: int = 1,
@@ -52,7 +52,7 @@ class Runner:
         self._logs = logs
         self._began = time.monotonic()
         self._deadline = self._began + seconds
-        self._tell = tell
+        self._print_line = print_line
         self._judged = judged
         self._jobs = jobs
         self._record = record
@@ -67,7 +67,7 @@ class Runner:
             with self._lock:
                 outcomes[step.name] = outcome
                 for line in self._lines(outcome):
-                    self._tell(line)
+                    self._print_line(line)
                 self._record([outcomes[each.name] for each in steps if each.name in outcomes])
 
         for alone, group in groupby(steps, key=lambda step: step.alone):
@@ -76,8 +76,8 @@ class Runner:
         return [outcomes[step.name] for step in steps]
 
     def _lines(self, outcome: Outcome) -> Iterator[str]:
-        took = f" in {outcome.seconds:.1f} s" if outcome.log else ""
-        what = f"{outcome.status}{took}{f': {outcome.reason}' if outcome.reason else ''}"
+        elapsed = f" in {outcome.seconds:.1f} s" if outcome.log else ""
+        what = f"{outcome.status}{elapsed}{f': {outcome.reason}' if outcome.reason else ''}"
         yield f"[{time.monotonic() - self._began:6.1f} s] {outcome.name}: {what}"
         for bar in outcome.bars:
             missed = self._judged and not bar.met
@@ -120,12 +120,12 @@ class Runner:
             except OSError as error:
                 return replace(outcome, reason=f"{command[0]} does not start: {error}")
             ended = _wait(process, seconds)
-        took = time.monotonic() - began
+        elapsed = time.monotonic() - began
         answer = output.read_text(errors="replace")
         output.unlink()
         log.write_text(_shortened(log.read_text(errors="replace") + answer))
         result = last_json(answer)
-        outcome = replace(outcome, seconds=took, result=result)
+        outcome = replace(outcome, seconds=elapsed, result=result)
         if not ended:
             return replace(outcome, reason=f"ended after {seconds:.0f} s, its limit")
         if process.returncode != 0:
@@ -156,7 +156,7 @@ def _how_it_ended(status: int) -> str:
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The last line that is a JSON object, or nothing: a step that breaks off keeps what it told before."""
+    """The last line that is a JSON object, or nothing: a step that breaks off keeps its earlier output."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             try:
@@ -175,11 +175,11 @@ def last_line(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A text of at most about KEPT_BYTES characters, with a line where its middle was."""
-    half = KEPT_BYTES // 2
-    if len(text) <= KEPT_BYTES:
+    """A text of at most about SAVED_OUTPUT_BYTES characters, with a line where its middle was."""
+    half = SAVED_OUTPUT_BYTES // 2
+    if len(text) <= SAVED_OUTPUT_BYTES:
         return text
-    return f"{text[:half]}\n... {len(text) - KEPT_BYTES:,} characters left out ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {len(text) - SAVED_OUTPUT_BYTES:,} characters left out ...\n{text[-half:]}"
 
 
 def _tail(path: Path) -> str:

@@ -18,26 +18,26 @@ TOY = ("--device", "cpu", "--toy")
 # Toy sizes gain nothing by threads, and lose much where the machine is busy; a GPU is not to take part.
 REHEARSAL = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # The families of kernels that tests.gpu.exercise knows; each is a process, so a crash costs one of them.
-FAMILIES = ("adam", "lion", "lamb", "eight_bit", "flat", "signs", "integers", "attention")
+FAMILIES = ("adam", "lion", "lamb", "eight_bit", "flat", "onebit", "integers", "attention")
 # Files of tests/gpu: kernels first, then the engine, from what everything rests on to what few use.
 TESTS = (
     *("adam", "flat", "non_finite", "attention", "compression", "eight_bit", "lamb", "lion", "device_errors"),
-    *("equivalence", "groups", "memory", "graphs", "compile", "llama", "direct_storage"),
+    *("equivalence", "groups", "memory", "graphs", "compile", "llama", "gpu_direct_storage"),
 )
-PARTS = ("correctness", "speed")
+SUITES = ("correctness", "speed")
 
 
 def needs_modules(*names: str) -> Callable[[], str]:
     """A reason naming those modules that cannot be imported."""
 
-    def absent_here(name: str) -> bool:
+    def is_absent(name: str) -> bool:
         try:
             return importlib.util.find_spec(name) is None
         except (ImportError, ValueError):
             return True
 
     def missing() -> str:
-        absent = [name for name in names if absent_here(name)]
+        absent = [name for name in names if is_absent(name)]
         return f"Python cannot import {', '.join(absent)}" if absent else ""
 
     return missing
@@ -55,8 +55,8 @@ def all_of(*reasons: Callable[[], str]) -> Callable[[], str]:
 
 def find_program(name: str) -> str:
     """Path of a program of the CUDA toolkit, or nothing."""
-    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    folders = [f"{place}/bin" for place in places if place]
+    roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    folders = [f"{root}/bin" for root in roots if root]
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
@@ -163,35 +163,37 @@ def correctness_steps(device: str) -> list[Step]:
 
 def speed_steps(memory: float = 0.0) -> list[Step]:
     """How fast is it. `memory`: GiB of the host's for large models, 0 for what is free."""
-    room = ("--memory", f"{memory:g}")
-    first = ("--cap", "32", "--first", "13b", *room)
+    memory_option = ("--memory", f"{memory:g}")
+    first = ("--cap", "32", "--first", "13b", *memory_option)
     return [
         benchmark_step("copies", "copy rates: on the device and to and from pinned memory", 20, 10),
         benchmark_step("adam", "fused Adam, the bf16 pipeline, 8-bit moments", 40, 15),
-        benchmark_step("compression", "signs and blocks of integers against a copy", 30, 12),
+        benchmark_step("compression", "1-bit and integer blocks against a copy", 30, 12),
         benchmark_step("attention", "block-sparse attention against dense flash and FlexAttention", 160, 40),
         counters_step(),
         benchmark_step("step", "a step of a 1.3B GPT, hooks, what the offload hides", 150, 40),
-        benchmark_step("cap10", "the largest model under 10 GiB", 100, 30, "capped", ("--cap", "10", *room)),
+        benchmark_step(
+            "cap10", "the largest model under 10 GiB", 100, 30, "capped", ("--cap", "10", *memory_option)
+        ),
         benchmark_step("cap32", "13B and the largest model under 32 GiB", 300, 60, "capped", first),
     ]
 
 
-def gpu_steps(part: str = "", memory: float = 0.0, keep: Path | None = None) -> list[Step]:
-    """The steps of a part on a machine with a GPU, or of both. The build keeps its modules in `keep`."""
-    by_part = {"correctness": correctness_steps("cuda"), "speed": speed_steps(memory)}
-    wanted = [by_part[part]] if part else by_part.values()
+def gpu_steps(suite: str = "", memory: float = 0.0, keep: Path | None = None) -> list[Step]:
+    """The steps of a suite on a machine with a GPU, or of both. The build saves its modules in `keep`."""
+    by_suite = {"correctness": correctness_steps("cuda"), "speed": speed_steps(memory)}
+    wanted = [by_suite[suite]] if suite else by_suite.values()
     return [build_step(keep), *(step for steps in wanted for step in steps)]
 
 
-def rehearsal_steps(part: str = "") -> list[Step]:
+def rehearsal_steps(suite: str = "") -> list[Step]:
     """The same programs on the CPU at toy sizes, with what is built already and without the GPU's tools."""
     on_cpu = [
         *(replace(step, command=(*step.command, "--device", "cpu")) for step in map(exercise_step, FAMILIES)),
         *(test_step(name, "cpu") for name in TESTS),
     ]
     toys = [replace(step, command=(*step.command, *TOY)) for step in speed_steps() if step.budgeted]
-    wanted = {"correctness": on_cpu, "speed": toys, "": [*on_cpu, *toys]}[part]
+    wanted = {"correctness": on_cpu, "speed": toys, "": [*on_cpu, *toys]}[suite]
     return [replace(step, environment={**step.environment, **REHEARSAL}) for step in wanted]
 
 
@@ -206,7 +208,7 @@ def chosen(steps: Sequence[Step], only: str) -> list[Step]:
     if unknown:
         known = ", ".join(step.name for step in steps)
         raise ValueError(
-            f"--only: expected steps of this part, got {', '.join(sorted(unknown))}. Use {known}."
+            f"--only: expected steps of this suite, got {', '.join(sorted(unknown))}. Use {known}."
         )
     return [step for step in steps if not names or step.name in names]
 

@@ -64,16 +64,16 @@ def test_large_allocations_are_counted_by_themselves(world: World) -> None:
         return torch.accelerator.memory_stats()[f"allocation.large_pool.{kind}"]
 
     made, held = large("allocated"), large("current")
-    kept = torch.empty(64 << 10, dtype=torch.uint8, device="stand_in")
+    alive = torch.empty(64 << 10, dtype=torch.uint8, device="stand_in")
     torch.empty((64 << 10) - 1, dtype=torch.uint8, device="stand_in")
     torch.empty(1 << 20, device="stand_in")
     assert (large("allocated") - made, large("current") - held) == (2, 1)
-    del kept
+    del alive
     assert large("current") == held
 
 
 @on_ranks(1, stand_in=True)
-def test_a_limit_is_kept(world: World) -> None:
+def test_a_limit_is_enforced(world: World) -> None:
     device = torch.stand_in
     free_before, total = device.mem_get_info()
     held = torch.zeros(1 << 20, device="stand_in")
@@ -119,7 +119,7 @@ def test_freed_memory_is_poison_to_a_stream_nobody_named(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
-def test_record_stream_keeps_memory(world: World) -> None:
+def test_record_stream_delays_reuse_of_memory(world: World) -> None:
     before = torch.accelerator.memory_allocated()
     assert torch.equal(copied_after_free(record=True), torch.arange(100.0))
     assert torch.accelerator.memory_allocated() == before
@@ -147,7 +147,7 @@ def test_pinned_memory(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
-def test_pinning_is_refused_when_told_to(world: World) -> None:
+def test_pinning_is_refused_on_request(world: World) -> None:
     device = torch.stand_in
     held = device.pinned_bytes()
     device.refuse_pinned(after=1)

@@ -74,8 +74,8 @@ def test_memory_of_storages_can_be_swapped(world: World) -> None:
     swap_storages_(storage, other.untyped_storage())
     assert view.tolist() == [12.0, 13.0, 14.0]
     assert other.tolist() == list(range(10))
-    part = torch._C._construct_storage_from_data_pointer(other.data_ptr() + 8, other.device, 12)
-    alias = torch.empty(0, device=DEVICE).set_(part, 0, (3,))
+    storage = torch._C._construct_storage_from_data_pointer(other.data_ptr() + 8, other.device, 12)
+    alias = torch.empty(0, device=DEVICE).set_(storage, 0, (3,))
     alias.mul_(10)
     assert other[:6].tolist() == [0, 1, 20, 30, 40, 5]
     view.set_()
@@ -155,22 +155,22 @@ def test_backward_runs_on_the_devices_thread(world: World) -> None:
 
 @on_ranks(1, stand_in=True)
 def test_values_of_the_host_are_refused_but_for_scalars_and_indices(world: World) -> None:
-    there, here = torch.ones(3, 4, device=DEVICE), torch.ones(3, 4)
+    on_device, on_host = torch.ones(3, 4, device=DEVICE), torch.ones(3, 4)
     for mix in (
-        lambda: there + here,
-        lambda: torch.nn.functional.linear(here, there),
-        lambda: torch.nn.functional.embedding(torch.zeros(2, dtype=torch.int64), there),
-        lambda: torch.cat([there, here]),
+        lambda: on_device + on_host,
+        lambda: torch.nn.functional.linear(on_host, on_device),
+        lambda: torch.nn.functional.embedding(torch.zeros(2, dtype=torch.int64), on_device),
+        lambda: torch.cat([on_device, on_host]),
     ):
         with pytest.raises(RuntimeError, match=r"same device, but found .* stand_in:0 and cpu"):
             mix()
-    assert (there * torch.tensor(2.0)).sum().item() == 24
-    assert there[torch.tensor([0, 2])].shape == (2, 4)
-    assert torch.equal(there.cpu(), here)
+    assert (on_device * torch.tensor(2.0)).sum().item() == 24
+    assert on_device[torch.tensor([0, 2])].shape == (2, 4)
+    assert torch.equal(on_device.cpu(), on_host)
 
 
 @on_ranks(1, stand_in=True)
-def test_a_tensor_that_grows_keeps_its_values(world: World) -> None:
+def test_a_resized_tensor_has_the_same_values(world: World) -> None:
     tensor = torch.arange(4.0, device=DEVICE)[1:]
     tensor.resize_(2000)
     assert tensor[:3].tolist() == [1.0, 2.0, 3.0] and tensor[3:].isnan().all()

@@ -81,13 +81,13 @@ def test_every_collective(world: World, dtype: str) -> None:
 @on_ranks(3, stand_in=True)
 def test_splits_pairs_and_factors(world: World) -> None:
     rank, size, pg = world.rank, world.size, group(world)
-    parts = [
+    chunks = [
         [values(world, 10 * a + b, numel=(a + 2 * b) % 4 * 100_000) for b in range(size)] for a in range(size)
     ]
-    outputs = [torch.empty_like(parts[a][rank], device="stand_in") for a in range(size)]
-    pg.alltoall(outputs, [part.to("stand_in") for part in parts[rank]]).wait()
+    outputs = [torch.empty_like(chunks[a][rank], device="stand_in") for a in range(size)]
+    pg.alltoall(outputs, [chunk.to("stand_in") for chunk in chunks[rank]]).wait()
     for a in range(size):
-        assert torch.equal(outputs[a].cpu(), parts[a][rank])
+        assert torch.equal(outputs[a].cpu(), chunks[a][rank])
     received = torch.empty(NUMEL, device="stand_in")
     pg._start_coalescing()  # a ring: without a group it would be a deadlock
     pg.send([values(world, rank).to("stand_in")], (rank + 1) % size, 0)
@@ -302,7 +302,7 @@ def strict_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def whole_world(world: World) -> list[Any]:
+def default_group(world: World) -> list[Any]:
     """What torch.distributed's own functions do on a world of this backend alone."""
     assert dist.get_backend() == BACKEND
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
@@ -316,14 +316,16 @@ def whole_world(world: World) -> list[Any]:
         work.wait()
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": world.rank})
-    told = [f"from {world.rank}"]
-    dist.broadcast_object_list(told, src=1)
+    messages = [f"from {world.rank}"]
+    dist.broadcast_object_list(messages, src=1)
     dist.barrier()
-    return [tensor.cpu(), pairs[0].cpu(), told[0]] + [each["rank"] for each in objects]
+    return [tensor.cpu(), pairs[0].cpu(), messages[0]] + [each["rank"] for each in objects]
 
 
 def test_a_world_of_it_alone(strict_pool: RankPool) -> None:
-    for rank, (total, received, told, *ranks) in enumerate(strict_pool.run(2, f"{__name__}:whole_world", {})):
+    for rank, (total, received, messages, *ranks) in enumerate(
+        strict_pool.run(2, f"{__name__}:default_group", {})
+    ):
         assert torch.equal(total, torch.ones(4))
         assert torch.equal(received, torch.full((4,), 2.0 - rank))
-        assert (told, ranks) == ("from 1", [0, 1])
+        assert (messages, ranks) == ("from 1", [0, 1])

@@ -78,17 +78,17 @@ def test_with_waits_there_are_values(world: World, schedule: str) -> None:
     free: list[torch.Event | None] = [None, None]
     up.wait_stream(current)
     for index, source in enumerate(sources):
-        place = index % 2
+        slot = index % 2
         with up:
-            if (event := free[place]) is not None:
+            if (event := free[slot]) is not None:
                 up.wait_event(event)
-            ring[place].copy_(source, non_blocking=True)
+            ring[slot].copy_(source, non_blocking=True)
         current.wait_stream(up)
-        ring[place].mul_(2)
+        ring[slot].mul_(2)
         down.wait_stream(current)
         with down:
-            results[index].copy_(ring[place], non_blocking=True)
-            free[place] = down.record_event()
+            results[index].copy_(ring[slot], non_blocking=True)
+            free[slot] = down.record_event()
     down.synchronize()
     for chunk, result in zip(chunks, results, strict=True):
         assert torch.equal(result, chunk * 2)
@@ -129,7 +129,7 @@ def test_a_source_overwritten_too_early_is_seen(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
-def test_work_in_line_keeps_its_values(world: World) -> None:
+def test_queued_work_has_the_values_of_its_time(world: World) -> None:
     """A buffer is read down and written again on one stream: the order is the stream's, without waits."""
     torch.stand_in.set_schedule("lazy")
     first, second = values(world), values(world) + 1

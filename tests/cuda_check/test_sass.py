@@ -73,8 +73,8 @@ def test_nothing_follows_a_trap(dump: str) -> None:
 
 def test_a_call_of_the_64_bit_division_counts_only_in_a_loop(dump: str) -> None:
     (divides,) = sass.functions(dump.format(architecture="sm_90", called="0xe0", width=".128"))
-    (takes_root,) = sass.functions(dump.format(architecture="sm_90", called="0x100", width=".128"))
-    assert (divides.divisions_in_loops, takes_root.divisions_in_loops) == (1, 0)
+    (from_root,) = sass.functions(dump.format(architecture="sm_90", called="0x100", width=".128"))
+    assert (divides.divisions_in_loops, from_root.divisions_in_loops) == (1, 0)
     once = dump.replace("@P2 BRA 0x20", "@P2 BRA 0x40").format(
         architecture="sm_90", called="0xe0", width=".128"
     )
@@ -95,7 +95,7 @@ def test_a_block_behind_the_loop_that_jumps_back_into_it_belongs_to_it(dump: str
     ]
 
 
-def test_kernels_of_several_architectures_are_told_apart(dump: str) -> None:
+def test_kernels_of_several_architectures_are_distinguished(dump: str) -> None:
     both = "".join(dump.format(architecture=name, called="0xe0", width=".128") for name in ("sm_80", "sm_90"))
     assert [(each.name, each.architecture) for each in sass.functions(both)] == [
         ("kernel", "sm_80"),

@@ -56,12 +56,12 @@ def adam(device: torch.device, count: int, generator: torch.Generator) -> list[P
         param = torch.zeros(count, dtype=dtype)
         row = [[1e-3, 0.9, 0.999, 1e-8, 0.1, 2.0, 1.0, 0.0]]
         rest = [torch.tensor([[0, count]]), torch.tensor(row, dtype=torch.float64), torch.tensor(0.5)]
-        here = moved(device, [*state, grad, param, *rest])
-        ops.adam_step_(*here)
+        on_device = moved(device, [*state, grad, param, *rest])
+        ops.adam_step_(*on_device)
         ops.adam_step_(*state, grad, param, *rest)
-        pairs.append(Pair(here[0], state[0], MASTER_TOLERANCE))
-        pairs += [Pair(*each) for each in zip(here[1:3], state[1:], strict=True)]
-        pairs.append(Pair(here[4], here[0].cpu().to(dtype)))
+        pairs.append(Pair(on_device[0], state[0], MASTER_TOLERANCE))
+        pairs += [Pair(*each) for each in zip(on_device[1:3], state[1:], strict=True)]
+        pairs.append(Pair(on_device[4], on_device[0].cpu().to(dtype)))
     return pairs
 
 
@@ -71,10 +71,10 @@ def lion(device: torch.device, count: int, generator: torch.Generator) -> list[P
     grad, param = torch.randn(count, generator=generator).bfloat16(), torch.zeros(count).bfloat16()
     row = torch.tensor([[1e-3, 0.9, 0.99, 0.1, 0.0]], dtype=torch.float64)
     rest = [torch.tensor([[0, count]]), row, torch.tensor(0.5)]
-    here = moved(device, [*state, grad, param, *rest])
-    ops.lion_step_(*here)
+    on_device = moved(device, [*state, grad, param, *rest])
+    ops.lion_step_(*on_device)
     ops.lion_step_(*state, grad, param, *rest)
-    return [Pair(*each) for each in zip([*here[:2], here[3]], [*state, param], strict=True)]
+    return [Pair(*each) for each in zip([*on_device[:2], on_device[3]], [*state, param], strict=True)]
 
 
 def lamb(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
@@ -118,39 +118,41 @@ def flat(device: torch.device, count: int, generator: torch.Generator) -> list[P
     pairs = []
     for dtype in DTYPES:
         buffer = torch.zeros(3 * count + 9, dtype=dtype)
-        here, parts = buffer.to(device, copy=True), moved(device, tensors)
+        on_device, chunks = buffer.to(device, copy=True), moved(device, tensors)
         out, sums = torch.zeros(count, dtype=dtype), torch.zeros(33, dtype=torch.int64)
-        here_out, here_sums = moved(device, [out, sums])
-        for where, pieces, total, squares in (
-            (here, parts, here_out, here_sums),
+        device_out, device_sums = moved(device, [out, sums])
+        for where, inputs, total, squares in (
+            (on_device, chunks, device_out, device_sums),
             (buffer, tensors, out, sums),
         ):
-            ops.pack_(where, pieces, offsets)
-            ops.accumulate_(where, pieces, offsets)
-            ops.unpack_(where, pieces, offsets)
-            ops.sum_shards_(total, pieces, 0.5, True)
+            ops.pack_(where, inputs, offsets)
+            ops.accumulate_(where, inputs, offsets)
+            ops.unpack_(where, inputs, offsets)
+            ops.sum_shards_(total, inputs, 0.5, True)
             ops.squared_norm_(where, squares)
-        values = (ops.squared_norm_value(here_sums), ops.squared_norm_value(sums))
-        pairs += [Pair(*each) for each in ((here, buffer), (here_out, out), (here_sums, sums), values)]
+        values = (ops.squared_norm_value(device_sums), ops.squared_norm_value(sums))
+        pairs += [
+            Pair(*each) for each in ((on_device, buffer), (device_out, out), (device_sums, sums), values)
+        ]
     return pairs
 
 
-def signs(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
-    """The same for signs: packed, read, summed, and summed and packed again."""
-    parts, message = 3, ops.sign_message_bytes(count)
+def onebit(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
+    """The same for 1-bit compression: compressed, decompressed, summed, and summed and compressed again."""
+    chunks, payload_bytes = 3, ops.sign_payload_bytes(count)
     pairs = []
     for dtype in DTYPES:
-        values = torch.randn(parts * count, generator=generator).to(dtype)
-        room = torch.zeros((parts + 1) * message, dtype=torch.uint8)
-        state = [room, torch.zeros(parts * count), torch.zeros(count), values]
-        here = moved(device, state)
-        for bytes_of, errors, error, of in (here, state):
-            messages, reduced = bytes_of[: parts * message], bytes_of[parts * message :]
-            ops.compress_signs_(messages, errors, of, 0.5, parts)
-            ops.expand_signs_(of, messages, 2.0, True, parts)
-            ops.reduce_signs_(reduced, error, messages, 1 / parts)
-            ops.sum_signs_(error, messages, 1 / parts, True)
-        pairs += [Pair(*each) for each in zip(here, state, strict=True)]
+        values = torch.randn(chunks * count, generator=generator).to(dtype)
+        buffer = torch.zeros((chunks + 1) * payload_bytes, dtype=torch.uint8)
+        state = [buffer, torch.zeros(chunks * count), torch.zeros(count), values]
+        on_device = moved(device, state)
+        for bytes_of, errors, error, of in (on_device, state):
+            messages, reduced = bytes_of[: chunks * payload_bytes], bytes_of[chunks * payload_bytes :]
+            ops.compress_1bit_(messages, errors, of, 0.5, chunks)
+            ops.decompress_1bit_(of, messages, 2.0, True, chunks)
+            ops.reduce_1bit_(reduced, error, messages, 1 / chunks)
+            ops.sum_1bit_(error, messages, 1 / chunks, True)
+        pairs += [Pair(*each) for each in zip(on_device, state, strict=True)]
     return pairs
 
 
@@ -160,17 +162,17 @@ def integers(device: torch.device, count: int, generator: torch.Generator) -> li
     for dtype in DTYPES:
         for bits, symmetric in ((4, True), (8, False)):
             form = ops.BlockFormat(bits, symmetric)
-            message = form.message_bytes(count)
+            payload_bytes = form.payload_bytes(count)
             values = torch.randn(4 * count, generator=generator).to(dtype)
-            state = [torch.zeros(6 * message, dtype=torch.uint8), torch.zeros(count), values]
-            here = moved(device, state)
-            for bytes_of, total, of in (here, state):
-                messages, again = bytes_of[: 4 * message], bytes_of[4 * message :]
-                ops.quantise_(messages, of, form, 4, [3, 1, 0, 2])
-                ops.dequantise_(of, messages, form, 4)
-                ops.sum_quantised_(total, messages, form, 0.25, True)
-                ops.requantise_(again, messages, form, form, 0.5, 2)
-            pairs += [Pair(*each) for each in zip(here, state, strict=True)]
+            state = [torch.zeros(6 * payload_bytes, dtype=torch.uint8), torch.zeros(count), values]
+            on_device = moved(device, state)
+            for bytes_of, total, of in (on_device, state):
+                messages, again = bytes_of[: 4 * payload_bytes], bytes_of[4 * payload_bytes :]
+                ops.quantize_(messages, of, form, 4, [3, 1, 0, 2])
+                ops.dequantize_(of, messages, form, 4)
+                ops.sum_quantized_(total, messages, form, 0.25, True)
+                ops.requantize_(again, messages, form, form, 0.5, 2)
+            pairs += [Pair(*each) for each in zip(on_device, state, strict=True)]
     return pairs
 
 
@@ -200,7 +202,7 @@ def attention(device: torch.device, count: int, generator: torch.Generator) -> l
 
 
 FAMILIES = {
-    family.__name__: family for family in (adam, lion, lamb, eight_bit, flat, signs, integers, attention)
+    family.__name__: family for family in (adam, lion, lamb, eight_bit, flat, onebit, integers, attention)
 }
 
 

@@ -29,9 +29,9 @@ MOST_OF_TORCHS_ERROR = 2.0
 
 def moved(case: Case, device: torch.device) -> Case:
     """The case with all tensors on `device`."""
-    given = {field.name: getattr(case, field.name) for field in fields(case)}
+    case_fields = {field.name: getattr(case, field.name) for field in fields(case)}
     return replace(
-        case, **{name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
+        case, **{name: each.to(device) for name, each in case_fields.items() if isinstance(each, Tensor)}
     )
 
 

@@ -15,7 +15,7 @@ from tests.gpu.helpers import assert_near, train
 from tests.zero.models import TIME, WIDTH, TinyModel, language_batch, language_loss
 from tests.zero.training import Plan, adamw, configuration
 
-PLACES: list[tuple[int, dict[str, Any]]] = [
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
     *((stage, {}) for stage in range(4)),
     (3, {"optimizer": "host", "grads": "host", "params": "host"}),
 ]
@@ -36,7 +36,7 @@ def compiled(device: torch.device, **options: Any) -> Callable[[], TinyModel]:
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE))
-@pytest.mark.parametrize(("stage", "offload"), PLACES)
+@pytest.mark.parametrize(("stage", "offload"), SETTINGS)
 def test_compiled_blocks_train_like_plain_ones(
     device: torch.device, stage: int, offload: dict[str, Any], dtype: str
 ) -> None:

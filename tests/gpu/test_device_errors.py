@@ -56,13 +56,13 @@ def test_a_negative_sum_reads_as_nan(device: torch.device) -> None:
     expect_error(device, read, said)
 
 
-@pytest.mark.parametrize(("which", "place", "value"), [("columns", 1, 9), ("row_pointers", 1, 700)])
-def test_a_bad_layout_gives_zeros(device: torch.device, which: str, place: int, value: int) -> None:
+@pytest.mark.parametrize(("which", "position", "value"), [("columns", 1, 9), ("row_pointers", 1, 700)])
+def test_a_bad_layout_returns_zeros(device: torch.device, which: str, position: int, value: int) -> None:
     lists = {
         "row_pointers": torch.tensor([[0, 2, 4]], dtype=torch.int32),
         "columns": torch.tensor([0, 1, 0, 1], dtype=torch.int32),
     }
-    lists[which].view(-1)[place] = value
+    lists[which].view(-1)[position] = value
     inputs = [torch.randn(1, 2, 64, 32).to(device) for _ in range(3)]
     layout = [each.to(device) for each in lists.values()]
 
@@ -74,7 +74,7 @@ def test_a_bad_layout_gives_zeros(device: torch.device, which: str, place: int, 
         "columns": "a block of the layout, above the one",
         "row_pointers": "an offset into the blocks, not below the one",
     }
-    said = f"entry of {which}[{place}]: expected {wanted[which]} before"
+    said = f"entry of {which}[{position}]: expected {wanted[which]} before"
     expect_error(device, attend, f"block_sparse_attention_forward: {said}")
 
 

@@ -34,8 +34,8 @@ TIERS: list[dict[str, Any]] = [
     {"optimizer": "host", "grads": "host", "params": "host"},
     {"optimizer": "nvme", "grads": "host", "params": "nvme"},
     {"optimizer": "host", "params": "host", "ratio": 0.5},
-    {"optimizer": "host", "params": "host", "step": "in_backward"},
-    {"optimizer": "nvme", "grads": "host", "step": "in_backward"},
+    {"optimizer": "host", "params": "host", "update_mode": "in_backward"},
+    {"optimizer": "nvme", "grads": "host", "update_mode": "in_backward"},
 ]
 LEAST_STAGE = {"optimizer": 1, "grads": 2, "params": 3}
 
@@ -56,7 +56,7 @@ def stages_of(tiers: dict[str, Any]) -> int:
 def section(tiers: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The section of the configuration."""
     paths = {"nvme_paths": [str(folder)]} if "nvme" in tiers.values() else {}
-    return {"ring_bytes": 1 << 20, **tiers, **paths}
+    return {"staging_buffer_bytes": 1 << 20, **tiers, **paths}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -125,7 +125,7 @@ def test_narrow_moments_train_alike_in_every_tier(device: torch.device, tmp_path
 def test_delayed_updates_follow_the_cpus(device: torch.device) -> None:
     seed = secrets.randbits(30)
     print(f"seed {seed}")
-    offload = {"optimizer": "host", "grads": "host", "step": "delayed"}
+    offload = {"optimizer": "host", "grads": "host", "update_mode": "delayed"}
     plan = Plan(steps=5)
     found = train(device, 2, plan, seed, offload=offload)
     assert_near(found, train(torch.device("cpu"), 2, plan, seed, offload=offload), TOLERANCE["fp32"])

@@ -20,20 +20,23 @@ KINDS: list[Any] = [normal, sparse, wide(4), wide(60), random_bits]
 @pytest.mark.parametrize("name", sorted(OPS))
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
 @pytest.mark.parametrize("target", FLOAT_DTYPES)
-def test_pieces(
+def test_slices(
     device: torch.device, generator: torch.Generator, name: str, source: torch.dtype, target: torch.dtype
 ) -> None:
     tensors, offsets, size = make_tensors(source, generator)
     flat = random_bits(size, target, generator)
-    here, there = flat.to(device, copy=True), [tensor.to(device, copy=True) for tensor in tensors]
-    OPS[name](here, there, offsets)
+    on_device, on_device_tensors = (
+        flat.to(device, copy=True),
+        [tensor.to(device, copy=True) for tensor in tensors],
+    )
+    OPS[name](on_device, on_device_tensors, offsets)
     OPS[name](flat, tensors, offsets)
-    assert same_values(here.cpu(), flat)
-    for found, wanted in zip(there, tensors, strict=True):
+    assert same_values(on_device.cpu(), flat)
+    for found, wanted in zip(on_device_tensors, tensors, strict=True):
         assert same_values(found.cpu().flatten(), wanted.flatten())
 
 
-def test_a_thousand_pieces_in_one_call(device: torch.device, generator: torch.Generator) -> None:
+def test_a_thousand_slices_in_one_call(device: torch.device, generator: torch.Generator) -> None:
     sizes = torch.randint(0, 700, (1000,), generator=generator).tolist()
     tensors = [torch.randn(size, generator=generator) for size in sizes]
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -67,8 +70,8 @@ def test_squared_norm_is_exact(
 ) -> None:
     values: Tensor = kind(20_011, dtype, generator)
     accumulator = torch.zeros(33, dtype=torch.int64, device=device)
-    for part in values.to(device).split(7_001):
-        ops.squared_norm_(part.contiguous(), accumulator)
+    for chunk in values.to(device).split(7_001):
+        ops.squared_norm_(chunk.contiguous(), accumulator)
     wanted = torch.zeros(33, dtype=torch.int64)
     ops.squared_norm_(values, wanted)
     assert held_sum(accumulator.cpu()) == exact_sum(values)

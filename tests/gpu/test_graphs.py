@@ -68,7 +68,7 @@ def test_a_chain_over_many_units_is_one_graph(device: torch.device, generator: t
     ]
     states = [lion.State(*[on(device, value) for value in start.arguments()]) for start in starts]
     saved = [state.clone() for state in states]
-    accumulator, own = (torch.zeros(33, dtype=torch.int64, device=place) for place in (device, "cpu"))
+    accumulator, own = (torch.zeros(33, dtype=torch.int64, device=device_) for device_ in (device, "cpu"))
     replay = captured(device, lambda: clipped_steps(states, accumulator))
     for state, before in zip(states, saved, strict=True):
         for mine, old in zip(state.arguments(), before.arguments(), strict=True):

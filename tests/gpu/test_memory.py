@@ -42,7 +42,7 @@ def held(device: torch.device) -> int:
 
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda tiers: "+".join(tiers) or "device")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_device_bytes_are_the_ledgers(
+def test_device_bytes_equal_the_breakdown(
     device: torch.device, tmp_path: Path, stage: int, offload: dict[str, Any]
 ) -> None:
     if stage < 3 and "params" in offload:
@@ -51,7 +51,7 @@ def test_device_bytes_are_the_ledgers(
     config = {
         "stage": stage,
         "precision": {"dtype": "bf16"},
-        "offload": {"ring_bytes": 1 << 20, **offload, **paths},
+        "offload": {"staging_buffer_bytes": 1 << 20, **offload, **paths},
     }
     # cuBLAS allocates its workspace at its first product.
     probe = torch.randn(64, WIDTH, device=device, requires_grad=True)
@@ -67,20 +67,20 @@ def test_device_bytes_are_the_ledgers(
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(prepared)
-    ledger = engine.ledger()
+    breakdown = engine.memory_breakdown()
     grown = held(device) - before + ops.host_buffer_bytes() - host_before
     if device.type != "cuda":
         # Host buffers are tensors of the same device there.
         grown = held(device) - before
-    assert abs(grown - sum(ledger.values())) <= TOLERANCE * sum(ledger.values()) + SLACK
+    assert abs(grown - sum(breakdown.values())) <= TOLERANCE * sum(breakdown.values()) + SLACK
     if not offload:
         elements = sum(unit.layout.numel for unit in engine.units)
         planned = model_state_bytes(stage, 1, TrainingState({"bf16": elements}))
-        state = ledger["params"] + ledger["grads"] + ledger["optimizer"]
+        state = breakdown["params"] + breakdown["grads"] + breakdown["optimizer"]
         assert abs(state - planned.total) <= TOLERANCE * planned.total
 
 
-def test_a_second_hundred_steps_take_no_more(device: torch.device) -> None:
+def test_a_second_hundred_steps_use_no_more(device: torch.device) -> None:
     source = model().to(device)
     config = {"stage": 3, "precision": {"dtype": "bf16"}, "offload": {"optimizer": "host", "grads": "host"}}
     prepared, optimizer = zero_ext.prepare(source, adamw(source.parameters()), config)

@@ -21,20 +21,20 @@ def test_one_element_raises_the_flag(
             flag = torch.zeros(1, dtype=torch.int32, device=device)
             ops.flag_non_finite_(values, flag)
             assert flag.tolist() == [0]
-            place = int(torch.randint(0, count, (1,), generator=generator))
-            values[place] = BAD[count % 3]
+            position = int(torch.randint(0, count, (1,), generator=generator))
+            values[position] = BAD[count % 3]
             ops.flag_non_finite_(values, flag)
-            assert flag.tolist() == [1], (count, shift, place)
+            assert flag.tolist() == [1], (count, shift, position)
 
 
 @pytest.mark.parametrize("step", [adam, adam_8bit, lion, lamb])
 def test_a_step_raises_the_flag(device: torch.device, generator: torch.Generator, step: object) -> None:
     segments, scale = torch.tensor([[2, 300], [301, 700]]), torch.tensor(0.5)
-    for place, inside in ((0, False), (2, True), (300, False), (699, True)):
+    for position, inside in ((0, False), (2, True), (300, False), (699, True)):
         for value in (0.5, *BAD):
             buffers = [torch.randn(700, generator=generator).square() for _ in range(4)]
-            buffers[3][place] = value
+            buffers[3][position] = value
             flag = torch.zeros(1, dtype=torch.int32, device=device)
             moved = [on(device, each) for each in (*buffers, segments, scale)]
             step(moved[:4], *moved[4:], flag)  # type: ignore[operator]
-            assert bool(flag) == (inside and value != 0.5), (place, value)
+            assert bool(flag) == (inside and value != 0.5), (position, value)

@@ -61,7 +61,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
         result.finish()
     output = capsys.readouterr().out
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    whole = {table["title"]: table for result in found for table in result["tables"]}
+    tables = {table["title"]: table for result in found for table in result["tables"]}
     for title, count in (
         ("Copy rates", 5),
         ("Adam on 65,536 elements", 8),
@@ -69,20 +69,20 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
         ("Block-sparse attention", 16),
         ("Under a cap", 3),
     ):
-        rows = next(table["rows"] for name, table in whole.items() if name.startswith(title))
+        rows = next(table["rows"] for name, table in tables.items() if name.startswith(title))
         assert len(rows) == count, rows
-    steps = next(table["rows"] for name, table in whole.items() if name.startswith("A step of gpt-toy, "))
+    steps = next(table["rows"] for name, table in tables.items() if name.startswith("A step of gpt-toy, "))
     assert [row[0] for row in steps][:3] == [
         "plain loop, torch fused AdamW",
         "zero_ext 3 in memory",
         "zero_ext 3, optimizer and gradients on the host",
     ]
     assert all(row[-1] == "yes" for row in steps), steps
-    assert any(name.endswith("with its optimizer on NVMe") for name in whole)
+    assert any(name.endswith("with its optimizer on NVMe") for name in tables)
     bars = {bar["name"]: bar["value"] for bar in found[-1]["bars"]}
     assert len(bars) == 2 and all(value >= 1.0 for value in bars.values()), bars
     assert all(not result["failures"] for result in found)
-    for table in whole.values():
+    for table in tables.values():
         assert all(len(row) == len(table["columns"]) for row in table["rows"]), table["title"]
 
 
@@ -119,7 +119,7 @@ def test_the_search_finds_the_deepest(limit: int, start: int) -> None:
     assert deepest(start, lambda depth: depth <= limit)[0] == limit
 
 
-def test_13b_with_bf16_moments_takes_97_gibibytes_of_the_host() -> None:
+def test_13b_with_bf16_moments_uses_97_gibibytes_of_the_host() -> None:
     first = choices(GPT_13B, 32 * GIB, "bf16")[0]
     assert first.offload == {"optimizer": "host"}
     assert abs(first.host / GIB - 96.3) < 1 and 24 < first.device / GIB < 28

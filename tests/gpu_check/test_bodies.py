@@ -25,16 +25,15 @@ from tests.gpu.test_compile import (
 )
 from tests.gpu.test_compression import (
     test_blocks_of_integers,
-    test_signs,
+    test_onebit,
     test_what_is_not_finite_spreads_over_its_block,
 )
 from tests.gpu.test_device_errors import (
-    test_a_bad_layout_gives_zeros,
+    test_a_bad_layout_returns_zeros,
     test_a_captured_step_with_bad_settings_changes_nothing_until_they_are_good,
     test_a_negative_sum_reads_as_nan,
     test_negative_values_of_the_unsigned_code_read_as_nan,
 )
-from tests.gpu.test_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
 from tests.gpu.test_equivalence import (
     deterministic,
@@ -45,11 +44,12 @@ from tests.gpu.test_equivalence import (
     test_tiers_train_bit_for_bit_alike_by_lion,
 )
 from tests.gpu.test_flat import (
-    test_a_thousand_pieces_in_one_call,
-    test_pieces,
+    test_a_thousand_slices_in_one_call,
+    test_slices,
     test_squared_norm_is_exact,
     test_sums_of_shards,
 )
+from tests.gpu.test_gpu_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_graphs import (
     test_a_chain_over_many_units_is_one_graph,
     test_a_factor_that_is_not_finite_skips_the_step,
@@ -58,19 +58,19 @@ from tests.gpu.test_graphs import (
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
 from tests.gpu.test_lamb import test_lamb_is_the_cpus, test_norms_of_long_segments
 from tests.gpu.test_lion import test_is_the_cpus
-from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_take_no_more
-from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_device_bytes
+from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_use_no_more
+from tests.gpu.test_memory import test_device_bytes_equal_the_breakdown as check_device_bytes
 
 __all__ = [
     "deterministic",
-    "test_a_bad_layout_gives_zeros",
+    "test_a_bad_layout_returns_zeros",
     "test_a_captured_step_with_bad_settings_changes_nothing_until_they_are_good",
     "test_a_chain_over_many_units_is_one_graph",
     "test_a_factor_that_is_not_finite_skips_the_step",
     "test_a_graph_sees_new_values",
     "test_a_negative_sum_reads_as_nan",
-    "test_a_second_hundred_steps_take_no_more",
-    "test_a_thousand_pieces_in_one_call",
+    "test_a_second_hundred_steps_use_no_more",
+    "test_a_thousand_slices_in_one_call",
     "test_adam_is_the_cpus",
     "test_blocks_captured_after_prepare",
     "test_blocks_of_integers",
@@ -84,12 +84,12 @@ __all__ = [
     "test_narrow_moments_train_alike_in_every_tier",
     "test_negative_values_of_the_unsigned_code_read_as_nan",
     "test_norms_of_long_segments",
-    "test_pieces",
+    "test_onebit",
     "test_quantized_values_are_the_cpus",
     "test_replays_equal_steps_made_one_by_one",
     "test_results_are_the_same_bits_again",
     "test_rows_that_begin_anywhere",
-    "test_signs",
+    "test_slices",
     "test_squared_norm_is_exact",
     "test_sums_of_shards",
     "test_tensors_of_two_devices_are_refused",

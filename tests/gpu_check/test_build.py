@@ -38,13 +38,13 @@ def test_modules_that_fit_are_used(tmp_path: Path) -> None:
         ({"modules": "of others"}, "modules: built for 'of others'"),
     ],
 )
-def test_others_are_not_and_the_reason_is_told(
+def test_others_are_not_and_the_reason_is_reported(
     tmp_path: Path, changed: dict[str, object], reason: str
 ) -> None:
     assert reason in build.why_not(carried(tmp_path, **changed), NEED)
 
 
-def test_a_missing_file_or_a_broken_record_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_broken_record_is_reported(tmp_path: Path) -> None:
     assert "there is no _C.abi3.so, _C_cuda.abi3.so, modules.json" in build.why_not(tmp_path, NEED)
     carried(tmp_path)
     for text, reason in (("{", "cannot be read"), ("[]", "holds no object")):
@@ -69,7 +69,7 @@ def test_every_source_counts(tmp_path: Path) -> None:
     assert build.digest(build.sources(tmp_path)) != before
 
 
-def test_a_build_is_recorded_kept_and_used_the_next_time(
+def test_a_build_is_recorded_and_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(build.ROOT / "zero_ext" / "ops", tmp_path / "zero_ext" / "ops")

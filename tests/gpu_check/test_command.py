@@ -67,7 +67,7 @@ def test_a_missed_bar_ends_with_1(
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch.object(command, "gpu_steps", return_value=steps(bar(value))) as made,
     ):
-        arguments = ["--output", str(output), "--memory", "64", "--part", "speed"]
+        arguments = ["--output", str(output), "--memory", "64", "--suite", "speed"]
         assert command.main(arguments) == exit_status
     made.assert_called_once_with("speed", 64.0, output)
     data = json.loads((output / "report.json").read_text())

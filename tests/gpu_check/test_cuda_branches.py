@@ -50,7 +50,7 @@ def test_the_hosts_clock_waits_for_the_device(cuda: dict[str, Any]) -> None:
     assert cuda["synchronize"].call_count == 2
 
 
-def test_pinned_memory_is_registered_and_given_back(cuda: dict[str, Any]) -> None:
+def test_pinned_memory_is_registered_and_released(cuda: dict[str, Any]) -> None:
     registered: dict[int, int] = {}
 
     def register(pointer: int, nbytes: int, flags: int) -> int:
@@ -67,7 +67,7 @@ def test_pinned_memory_is_registered_and_given_back(cuda: dict[str, Any]) -> Non
         assert registered == {}
 
 
-def test_copies_both_ways_use_a_stream_of_their_own(cuda: dict[str, Any]) -> None:
+def test_copies_in_both_directions_use_a_stream_of_their_own(cuda: dict[str, Any]) -> None:
     both = BothWays(GPU)
     first, second, third, fourth = (torch.full((8,), number) for number in range(4))
     both.copy((first, second), (third, fourth))

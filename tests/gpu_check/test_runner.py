@@ -16,7 +16,7 @@ from scripts.gpu_check.runner import Runner, last_json, last_line
 from scripts.gpu_check.step import Bar, Outcome, Step
 from scripts.gpu_check.steps import (
     FAMILIES,
-    PARTS,
+    SUITES,
     TESTS,
     chosen,
     gpu_steps,
@@ -46,11 +46,11 @@ def run(
 RESULT = {"bars": [{"name": "rate", "value": 0.9, "bar": 0.95, "unit": "", "most": False}], "line": "slow"}
 
 
-def test_steps_end_in_every_way_and_the_others_go_on(tmp_path: Path) -> None:
-    told = f"import json; print('noise'); print({json.dumps(json.dumps(RESULT))})"
+def test_one_step_may_end_in_any_state_and_the_others_run(tmp_path: Path) -> None:
+    script = f"import json; print('noise'); print({json.dumps(json.dumps(RESULT))})"
     outcomes, lines = run(
         tmp_path,
-        program("good", told),
+        program("good", script),
         program("bad", "import sys; print('{}'); print('words', file=sys.stderr); sys.exit(7)"),
         program("absent", "", missing=lambda: "tool is not installed"),
         program("dependent", "", after=("bad",)),
@@ -90,7 +90,7 @@ def test_steps_run_beside_each_other_and_those_alone_do_not(tmp_path: Path) -> N
     assert outcomes["c"].reason == "['a', 'a.done', 'b', 'b.done']"
 
 
-def test_a_crash_is_told_by_its_signal_and_a_missing_program_by_name(tmp_path: Path) -> None:
+def test_a_crash_is_reported_by_signal_and_a_missing_program_by_name(tmp_path: Path) -> None:
     outcomes, _ = run(
         tmp_path,
         program("trap", "import os; os.abort()"),
@@ -113,13 +113,13 @@ def test_the_outcomes_so_far_are_recorded_after_every_step(tmp_path: Path) -> No
     assert seen == [["one"], ["one", "two"]]
 
 
-def test_long_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+def test_of_long_output_beginning_and_end_are_saved(tmp_path: Path) -> None:
     run(tmp_path, program("loud", "print('first'); print('x' * 2_000_000); print('last')"))
     text = (tmp_path / "loud.log").read_text()
     assert text.startswith("first") and text.endswith("last\n") and len(text) < 300_000
 
 
-def test_a_step_that_does_not_end_is_ended_and_keeps_what_it_told(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_ended_and_its_output_is_saved(tmp_path: Path) -> None:
     code = (
         "import json, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
@@ -141,7 +141,7 @@ def test_a_step_that_does_not_end_is_ended_and_keeps_what_it_told(tmp_path: Path
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_budgeted_steps_are_told_their_time(tmp_path: Path) -> None:
+def test_budgeted_steps_receive_their_time(tmp_path: Path) -> None:
     code = "import sys; print(sys.argv[1:])"
     outcomes, _ = run(tmp_path, program("one", code, budgeted=True, limit=12.4), seconds=8.0)
     assert outcomes["one"].reason in ("['--seconds', '8']", "['--seconds', '7']")
@@ -153,7 +153,7 @@ def test_results_are_the_last_json_object() -> None:
     assert last_line("one\n== 3 passed ==\n\n") == "3 passed"
 
 
-def test_bars_point_both_ways_and_nan_meets_none() -> None:
+def test_bars_point_in_both_directions_and_nan_meets_none() -> None:
     assert Bar("x", 1.0, 1.0).met and not Bar("x", 0.9, 1.0).met
     assert Bar("x", 1.0, 1.02, most=True).met and not Bar("x", 1.1, 1.02, most=True).met
     assert not Bar("x", float("nan"), 1.0).met and not Bar("x", float("nan"), 1.0, most=True).met
@@ -177,7 +177,7 @@ def outcomes_of(status: str, value: float) -> list[Outcome]:
         ("skipped", 1.0, True, 0),
     ],
 )
-def test_the_report_gives_the_verdict(
+def test_the_report_contains_the_verdict(
     tmp_path: Path, status: str, value: float, judged: bool, exit_status: int
 ) -> None:
     outcomes = outcomes_of(status, value)
@@ -195,8 +195,15 @@ def test_the_report_gives_the_verdict(
     assert data["steps"][0]["result"]["bars"][0]["met"] is (value == 1.0)
     text = (output / "report.md").read_text()
     assert text == markdown(outcomes, {"GPU": "none"}, judged)
-    for part in ("## Rates", "| we | 1 |", "As counted.", "a\\|b", "DeepSpeed: not installed", "- GPU: none"):
-        assert part in text
+    for suite in (
+        "## Rates",
+        "| we | 1 |",
+        "As counted.",
+        "a\\|b",
+        "DeepSpeed: not installed",
+        "- GPU: none",
+    ):
+        assert suite in text
     assert ("rehearsal" in text) is not judged
     assert ("adam failed" in text) is (status == "failed")
     words = {"met", "MISSED"} if judged else {"not judged"}
@@ -214,8 +221,8 @@ def test_steps_name_programs_that_exist() -> None:
     assert set(FAMILIES) == set(exercise.FAMILIES)
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(TESTS) == files
-    by_part = [gpu_steps(part)[1:] for part in PARTS]
-    assert [step.name for part in by_part for step in part] == [step.name for step in steps[1:]]
+    by_suite = [gpu_steps(suite)[1:] for suite in SUITES]
+    assert [step.name for suite in by_suite for step in suite] == [step.name for step in steps[1:]]
     assert [step.name for step in chosen(steps, "adam,build")] == ["build", "adam"]
     assert chosen(steps, "") == steps
     with pytest.raises(ValueError, match=r"got nonsense. Use build, "):

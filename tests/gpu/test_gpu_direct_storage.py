@@ -13,7 +13,7 @@ import torch
 from tests.gpu.helpers import assert_same, train
 from tests.zero.training import Plan
 
-ON_NVME = {"params": "nvme", "grads": "nvme", "optimizer": "host", "ring_bytes": 1 << 20}
+ON_NVME = {"params": "nvme", "grads": "nvme", "optimizer": "host", "staging_buffer_bytes": 1 << 20}
 
 
 def test_direct_storage_changes_no_bit(
@@ -26,7 +26,7 @@ def test_direct_storage_changes_no_bit(
     wanted = train(device, 3, Plan(), seed, offload=offload)
     assert not caplog.messages
     with caplog.at_level(logging.INFO, "zero_ext.offload.nvme.gpu_direct_storage"):
-        found = train(device, 3, Plan(), seed, offload=offload, aio={"direct_storage": "auto"})
+        found = train(device, 3, Plan(), seed, offload=offload, aio={"gpu_direct_storage": "auto"})
     assert_same(found, wanted)
     if device.type == "cpu":  # storage reads into the memory itself
         assert not caplog.messages
