@@ -143,7 +143,7 @@ $(DISASSEMBLER): $(DEPENDENCIES)
 cuda-check: $(DISASSEMBLER)
 	$(BIN)/python -m scripts.cuda_check
 
-# GPU_CHECK holds options: make gpu-check GPU_CHECK="--part speed --budget 500"
+# GPU_CHECK holds options: make gpu-check GPU_CHECK="--suite speed --budget 500"
 gpu-check:
 	$(PYTHON) -m scripts.gpu_check $(GPU_CHECK)
 

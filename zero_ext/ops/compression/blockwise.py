@@ -27,8 +27,8 @@ def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
     that element is kept exactly and quantizing again changes nothing. A code stands for the value nearest to
     element / scale, halfway for the one of larger magnitude, among the 256 of a dynamic code: 0, 1, and the
     middles of 2^f equal intervals of the decades (10^-(k+1), 10^-k], k = 0..6. The signed code has f = 6 - k
-    and both signs, the unsigned one f = 7 - k; codes are ranks by value. In the unsigned code a positive value
-    never becomes zero (down to 3e-39 of the scale).
+    and both signs, the unsigned one f = 7 - k; codes are ranks by value. In the unsigned code a positive
+    value never becomes zero (down to 3e-39 of the scale).
 
     A block with a NaN or an infinity gets the scale NaN, and reads back as NaN throughout. One whose largest
     magnitude is below 2^-126 reads back as zeros.
