@@ -13,7 +13,7 @@ from zero_ext.plan.models import model_named
 from zero_ext.plan.nearest_fit import fewest_gpus, why_nothing_fits
 from zero_ext.plan.plan_entry import Batch, PlanEntry, largest_micro_batch
 from zero_ext.plan.planner import Plan, make_plan
-from zero_ext.plan.recommendation import advise
+from zero_ext.plan.recommendation import recommend
 from zero_ext.plan.simulation import MACHINES, Training, simulate
 from zero_ext.plan.simulation.run_memory import memory_needs
 from zero_ext.plan.write_config import config_of
@@ -29,7 +29,7 @@ def planned(
 
 
 def fitting(plan: Plan) -> list[PlanEntry]:
-    return [row for row in plan.rows if row.fits]
+    return [row for row in plan.entries if row.fits]
 
 
 def test_a_trillion_fits_a_dgx2_only_with_nvme() -> None:
@@ -41,7 +41,7 @@ def test_a_trillion_fits_a_dgx2_only_with_nvme() -> None:
 
 def test_a_trillion_fits_512_gpus_without() -> None:
     assert any("nvme" not in row.candidate.options.values() for row in fitting(planned("1t", 512)))
-    assert not any(row.fits for row in planned("1t", 512).rows if row.candidate.stage < 3)
+    assert not any(row.fits for row in planned("1t", 512).entries if row.candidate.stage < 3)
 
 
 def test_13_billion_fit_one_v100_only_with_offload() -> None:
@@ -53,18 +53,18 @@ def test_13_billion_fit_one_v100_only_with_offload() -> None:
 
 def test_100_trillion_fit_many_gpus() -> None:
     plan = planned("100t", 1536, machine="dgx-h200")
-    assert plan.advice is not None
-    assert plan.advice.row.training.params == "nvme"
+    assert plan.recommendation is not None
+    assert plan.recommendation.entry.training.params == "nvme"
 
 
 def test_advice_flips_from_stage_3_to_2_as_the_link_gets_slower() -> None:
     stages = []
     for rate in (200e9, 50e9, 10e9, 2e9, 0.5e9):
         plan = planned("1.5B", 8, 64, link_bandwidth=rate, machine="dgx-a100")
-        assert plan.advice is not None
-        stages.append(plan.advice.row.candidate.stage)
+        assert plan.recommendation is not None
+        stages.append(plan.recommendation.entry.candidate.stage)
         if stages[-1] == 2:
-            assert any("longer on this link" in reason for reason in plan.advice.reasons)
+            assert any("longer on this link" in reason for reason in plan.recommendation.reasons)
     assert stages[0] == 3
     assert stages[-1] == 2
     assert stages == sorted(stages, reverse=True)
@@ -74,20 +74,20 @@ def test_objectives_differ_in_what_they_promise() -> None:
     speed, memory = (
         planned("llama-7b", 8, 64, machine="dgx-a100", objective=name) for name in ("speed", "memory")
     )
-    assert speed.advice is not None
-    assert memory.advice is not None
+    assert speed.recommendation is not None
+    assert memory.recommendation is not None
     fastest = max(row.tokens_per_second for row in fitting(speed))
-    assert speed.advice.row.tokens_per_second >= 0.95 * fastest
-    assert memory.advice.row.tokens_per_second >= 0.5 * fastest
+    assert speed.recommendation.entry.tokens_per_second >= 0.95 * fastest
+    assert memory.recommendation.entry.tokens_per_second >= 0.5 * fastest
     bearable = [row for row in fitting(memory) if row.tokens_per_second >= 0.5 * fastest]
     least = min(row.needs.total("device") for row in bearable)
-    assert memory.advice.row.needs.total("device") == least
-    assert advise([], "speed") is None
+    assert memory.recommendation.entry.needs.total("device") == least
+    assert recommend([], "speed") is None
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     model, machine = model_named("llama-7b"), MACHINES["dgx-a100"]
-    for row in planned("llama-7b", 8, 64, machine="dgx-a100").rows:
+    for row in planned("llama-7b", 8, 64, machine="dgx-a100").entries:
         if row.training.accumulation_steps == 1 or not row.largest_micro_batch:
             continue
         for samples, fits in ((row.largest_micro_batch, True), (row.largest_micro_batch + 1, False)):
@@ -97,9 +97,9 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
 
 
 def test_batches_divide_and_every_entry_sees_the_same_samples() -> None:
-    for row in planned("350M", 4, 48, machine="dgx-a100").rows:
+    for row in planned("350M", 4, 48, machine="dgx-a100").entries:
         assert 4 * row.training.micro_batch * row.training.accumulation_steps == 48
-    assert all(row.training.micro_batch == 3 for row in planned("350M", 4, 48, 3).rows)
+    assert all(row.training.micro_batch == 3 for row in planned("350M", 4, 48, 3).entries)
     for samples, micro in ((7, None), (0, None), (48, 5), (4, 2)):
         with pytest.raises(ValueError, match="--batch is"):
             Batch(samples, micro, 4)
@@ -124,7 +124,7 @@ def test_deep_models_are_continued_as_if_every_layer_had_been_simulated(model: s
 
 def test_bytes_moved_are_those_of_the_state() -> None:
     """Gradients out, parameters in (2 bytes each); on NVMe master weights and moments both ways."""
-    rows = {str(row.candidate): row for row in planned("13b", 16, machine="dgx-a100").rows}
+    rows = {str(row.candidate): row for row in planned("13b", 16, machine="dgx-a100").entries}
     owned = model_named("13b").parameters / 16
     host = rows["stage 2, host"].step
     assert (host.to_host, host.to_device) == pytest.approx((2 * owned, 2 * owned), rel=0.01)
@@ -148,7 +148,7 @@ def test_half_duplex_reads_and_writes_are_counted_separately() -> None:
 
 def test_where_nothing_fits_what_is_missing_is_said_and_what_would_fit() -> None:
     plan = planned("175b", 16, nvme=0)
-    assert plan.advice is None
+    assert plan.recommendation is None
     text = why_nothing_fits(plan)
     assert "GB too few" in text
     gpus = fewest_gpus(plan)
@@ -165,7 +165,7 @@ def test_where_nothing_fits_what_is_missing_is_said_and_what_would_fit() -> None
 @pytest.mark.parametrize("model", ["350M", "13b", "1t"])
 def test_every_row_is_a_configuration_that_says_the_same(model: str) -> None:
     plan = planned(model, 16, 64)
-    for row in plan.rows:
+    for row in plan.entries:
         config = config_of(plan.model, row.training, ("/mnt/a", "/mnt/b"))
         again = ZeroConfig.from_mapping(config.model_dump(mode="json", exclude_unset=True))
         assert again == config
@@ -178,15 +178,15 @@ def test_cluster_options_override_the_machine() -> None:
     plan = planned("13b", 16, gpu_memory=80 * 10**9, host_memory=10**12, nvme=0, gpus_per_host=4)
     assert plan.hosts == 4
     assert plan.hardware.device_bytes == 80 * 10**9
-    assert all(not row.fits for row in plan.rows if "nvme" in row.candidate.options.values())
-    assert plan.rows[5].needs.ranks == 4
+    assert all(not row.fits for row in plan.entries if "nvme" in row.candidate.options.values())
+    assert plan.entries[5].needs.ranks == 4
     with pytest.raises(ValueError, match="machine: 'cray'"):
         planned("13b", 16, machine="cray")
 
 
 def test_total_time_is_steps_times_step_time() -> None:
     plan = replace(planned("1.5B", 8, 64), tokens=10**9)
-    row = plan.rows[0]
+    row = plan.entries[0]
     assert row.samples * row.sequence == 64 * 2048 or row.sequence == 1024
     steps = -(-(10**9) // (64 * row.sequence))
     assert plan.total_seconds(row) == pytest.approx(steps * row.step.seconds)

@@ -39,7 +39,7 @@ def planned(model: str, gpus: int) -> Plan:
 
 
 def state_gigabytes(plan: Plan, stage: int) -> float:
-    row = next(row for row in plan.rows if str(row.candidate) == f"stage {stage}, device")
+    row = next(row for row in plan.entries if str(row.candidate) == f"stage {stage}, device")
     held = row.by_kind("device")
     return sum(held[kind] for kind in ("params", "grads", "optimizer")) / 1e9
 
@@ -74,11 +74,11 @@ def test_traffic_is_that_of_data_parallelism_once_once_and_one_and_a_half_times(
     base, *stages = (sum(collective_elements(stage, 64, 10**9).values()) for stage in range(4))
     assert [stage / base for stage in stages] == [1, 1, 1.5]
     plan = planned("7.5B", 64)
-    sent = {row.candidate.stage: row.step.sent for row in plan.rows if row.candidate.distance == 0}
+    sent = {row.candidate.stage: row.step.sent for row in plan.entries if row.candidate.distance == 0}
     # Padding included: of buckets in stages 0 to 2, of blocks in stage 3. That gathers the ends of the model
     # once for forward and backward.
     factors = [sent[stage] / sent[0] for stage in (1, 2, 3)]
-    (row,) = (row for row in plan.rows if row.candidate.stage == 3 and row.candidate.distance == 0)
+    (row,) = (row for row in plan.entries if row.candidate.stage == 3 and row.candidate.distance == 0)
     once = lengths_gathered_once(plan.model.full_cost, row.training)
     once_share = sum(numel * units for numel, units in once.items()) / plan.model.parameters
     assert 0.01 < once_share < 0.04

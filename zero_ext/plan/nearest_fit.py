@@ -65,7 +65,7 @@ def largest_model(plan: Plan) -> ModelSpec | None:
 
 
 def _fits(plan: Plan, model: ModelSpec, gpus: int) -> bool:
-    base = Training(gpus, moments_dtype=plan.rows[0].training.moments_dtype)
+    base = Training(gpus, moments_dtype=plan.entries[0].training.moments_dtype)
     trainings = (
         replace(base, **candidate.options, activations=activations)
         for candidate, activations in product(CANDIDATES, ACTIVATIONS)

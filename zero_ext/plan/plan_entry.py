@@ -1,4 +1,4 @@
-"""One line of a plan: a placement's bytes, traffic, time, and what does not fit."""
+"""One entry of a plan: a placement's bytes, traffic, time, and what does not fit."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.onebit_traffic import onebit_state_bytes, onebit_step_bytes
 from zero_ext.plan.placement_candidates import CANDIDATES
 from zero_ext.plan.plan_entry import Batch, PlanEntry, make_plan_entry
-from zero_ext.plan.recommendation import Advice, Objective, advise
+from zero_ext.plan.recommendation import Objective, Recommendation, recommend
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import unit_elements
 from zero_ext.plan.simulation.simulated_staging import lengths_gathered_once
@@ -22,8 +22,8 @@ class Plan:
     """What :func:`make_plan` found.
 
     Attributes:
-        rows: every placement, those that do not fit as well.
-        advice: the one to take and why; None if none fits.
+        entries: every placement, those that do not fit as well.
+        recommendation: the one to take and why; None if none fits.
         tokens: that the whole training sees; None if that was not said.
     """
 
@@ -32,8 +32,8 @@ class Plan:
     gpus: int
     batch: Batch
     objective: Objective
-    rows: tuple[PlanEntry, ...]
-    advice: Advice | None
+    entries: tuple[PlanEntry, ...]
+    recommendation: Recommendation | None
     tokens: int | None = None
 
     @property
@@ -89,7 +89,7 @@ class Plan:
     @property
     def nearest(self) -> PlanEntry:
         """The placement that asks least too much."""
-        return min(self.rows, key=lambda row: row.excess)
+        return min(self.entries, key=lambda row: row.excess)
 
 
 def make_plan(
@@ -108,4 +108,4 @@ def make_plan(
     """
     base = Training(gpus, moments_dtype=moments_dtype)
     rows = tuple(make_plan_entry(model, candidate, base, hardware, batch) for candidate in CANDIDATES)
-    return Plan(model, hardware, gpus, batch, objective, rows, advise(rows, objective), tokens)
+    return Plan(model, hardware, gpus, batch, objective, rows, recommend(rows, objective), tokens)

@@ -34,24 +34,24 @@ def plot_plan(plan: Plan, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(13, 0.42 * len(plan.rows) + 1.9), layout="constrained")
+        figure = Figure(figsize=(13, 0.42 * len(plan.entries) + 1.9), layout="constrained")
         panels = figure.subplots(1, len(TIERS), sharey=True)
         for axes, tier in zip(panels, TIERS, strict=True):
             _draw_tier(axes, plan, tier)
-        panels[0].set_yticks(range(len(plan.rows)), [_label(plan, row) for row in plan.rows])
+        panels[0].set_yticks(range(len(plan.entries)), [_label(plan, row) for row in plan.entries])
         panels[0].invert_yaxis()
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.suptitle(
             f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name}\n"
-            f"→ advised; pale: does not fit; bars end at {_MOST_SHOWN:g} times what there is"
+            f"→ recommended; pale: does not fit; bars end at {_MOST_SHOWN:g} times what there is"
         )
         figure.savefig(path, dpi=130)
     return path
 
 
 def _label(plan: Plan, row: PlanEntry) -> str:
-    chosen = plan.advice is not None and plan.advice.row is row
+    chosen = plan.recommendation is not None and plan.recommendation.entry is row
     return f"{'→ ' if chosen else ''}{row.candidate}"
 
 
@@ -64,7 +64,7 @@ def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> None:
         return
     scale, unit = _unit(capacity)
     longest = _MOST_SHOWN * capacity / scale
-    for position, row in enumerate(plan.rows):
+    for position, row in enumerate(plan.entries):
         left, short = 0.0, {shortfall.tier for shortfall in row.shortfalls}
         for kind, nbytes in row.by_kind(tier).items():
             width = min(nbytes / scale, max(longest - left, 0.0))

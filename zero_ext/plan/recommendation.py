@@ -17,14 +17,14 @@ SLOWEST = 2.0  # times the fastest step, that is the most that saving memory may
 
 
 @dataclass(frozen=True)
-class Advice:
+class Recommendation:
     """The placement to take, and the reasons as sentences."""
 
-    row: PlanEntry
+    entry: PlanEntry
     reasons: tuple[str, ...]
 
 
-def advise(rows: Sequence[PlanEntry], objective: Objective) -> Advice | None:
+def recommend(rows: Sequence[PlanEntry], objective: Objective) -> Recommendation | None:
     """The placement of ``rows`` that fits and serves the objective; None if none fits.
 
     ``speed``: the most tokens a second; among those within 5% of it the nearest tiers, then the least GPU
@@ -38,7 +38,7 @@ def advise(rows: Sequence[PlanEntry], objective: Objective) -> Advice | None:
     slack = ALIKE if objective == "speed" else SLOWEST
     near = [row for row in fitting if row.tokens_per_second * slack >= fastest.tokens_per_second]
     best = min(near, key=_by_speed if objective == "speed" else _by_memory)
-    return Advice(best, tuple(_reasons(best, fastest, rows, near, objective)))
+    return Recommendation(best, tuple(_reasons(best, fastest, rows, near, objective)))
 
 
 def _by_speed(row: PlanEntry) -> tuple[int, int, int, int]:
@@ -106,7 +106,7 @@ def _advantage(best: PlanEntry, other: PlanEntry) -> str:
 
 
 def _about_traffic(best: PlanEntry, rows: Sequence[PlanEntry], near: Sequence[PlanEntry]) -> list[str]:
-    """What stage 3 costs against stage 2 on the wire, where both fit in the same tier."""
+    """What stage 3 sends against stage 2, where both fit in the same tier."""
     tiers = best.candidate.options.items() - {("stage", best.candidate.stage)}
     other = next(
         (

@@ -42,9 +42,11 @@ def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
             assert device == 80 * 10**9 + row["lacks"]["device"]
         assert row["step_seconds"] > 0
         assert row["total_seconds"] > row["step_seconds"]
-    config = load_config(found["advice"]["config"])
+    config = load_config(found["recommendation"]["config"])
     row = next(
-        row for row in found["placements"] if found["advice"]["placement"].startswith(f"stage {row['stage']}")
+        row
+        for row in found["placements"]
+        if found["recommendation"]["placement"].startswith(f"stage {row['stage']}")
     )
     assert config.stage == row["stage"]
     assert found["why_nothing_fits"] is None
@@ -68,7 +70,7 @@ def test_what_fits_nowhere_ends_with_the_reason_and_writes_nothing(tmp_path: Pat
     assert "The largest GPT that fits" in text
     assert not path.exists()
     found = run("plan", "175b", "--machine", "dgx2-v100", "--nvme", "0", "--json", status=1)
-    assert json.loads(found[: found.rindex("}") + 1])["advice"] is None
+    assert json.loads(found[: found.rindex("}") + 1])["recommendation"] is None
 
 
 def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:

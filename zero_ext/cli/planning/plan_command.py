@@ -50,7 +50,7 @@ class PlanOptions:
     moments: Annotated[str, typer.Option(help="Of Adam: fp32, bf16 or 8bit.")] = "fp32"
     objective: Annotated[str, typer.Option(help="memory or speed.")] = "speed"
     tokens: Annotated[Text, typer.Option(help="Of the whole training, like 300B: shows its time.")] = None
-    write: Annotated[Path | None, typer.Option(help="JSON file for the advised configuration.")] = None
+    write: Annotated[Path | None, typer.Option(help="JSON file for the recommended configuration.")] = None
     nvme_path: Annotated[
         list[str] | None, typer.Option(help="Folder on NVMe for --write; may be repeated.")
     ] = None
@@ -90,7 +90,7 @@ def plan(options: PlanOptions) -> None:
             from zero_ext.plan.plot import plot_plan
 
             plot_plan(found, options.plot)
-        if found.advice is None:
+        if found.recommendation is None:
             raise ValueError(report.why_nothing_fits(found))
         if options.write is not None:
             report.write_config(found, options.write, tuple(options.nvme_path or ()))
@@ -152,7 +152,7 @@ def _samples(options: PlanOptions) -> int:
 def _rank_placement(options: PlanOptions, found: Plan) -> RankPlacement | None:
     if options.three_d is None:
         return None
-    stage = 1 if found.advice is None else found.advice.row.training.stage
+    stage = 1 if found.recommendation is None else found.recommendation.entry.training.stage
     sizes = lengths_of(options.three_d, options.gpus)
     return best_rank_placement(
         found.model, found.hardware, sizes, found.batch.samples, options.micro_batch or 1, stage

@@ -21,7 +21,7 @@ _DAY, _HOUR = 86400, 3600
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """Bytes of every placement, what it costs, and the advice."""
+    """Bytes of every placement, what it costs, and the recommendation."""
     model, machine = plan.model, plan.hardware
     console.print(
         f"[bold]{escape(model.name)}[/]: {model.parameters:,} parameters ({escape(model.source)}), "
@@ -33,19 +33,19 @@ def print_plan(console: Console, plan: Plan) -> None:
     )
     console.print(_bytes_table(plan))
     console.print(_cost_table(plan))
-    if plan.advice is not None:
-        console.print(f"[green]take {escape(str(plan.advice.row.candidate))}[/]: ", end="")
-        console.print(escape("; ".join(plan.advice.reasons)) + ".", soft_wrap=True)
-        _print_crossing(console, plan, plan.advice.row)
+    if plan.recommendation is not None:
+        console.print(f"[green]take {escape(str(plan.recommendation.entry.candidate))}[/]: ", end="")
+        console.print(escape("; ".join(plan.recommendation.reasons)) + ".", soft_wrap=True)
+        _print_crossing(console, plan, plan.recommendation.entry)
 
 
-def _print_crossing(console: Console, plan: Plan, advised: PlanEntry) -> None:
-    full = plan.crossing(advised, compressed=False)
+def _print_crossing(console: Console, plan: Plan, recommended: PlanEntry) -> None:
+    full = plan.crossing(recommended, compressed=False)
     if not full:
         return
     said = [f"Between hosts a GPU sends {short_bytes(full)} in a step of that"]
-    less = {"all of 'communication' (ZeRO++)": advised} if not advised.allows_one_bit else {}
-    for row in plan.rows:
+    less = {"all of 'communication' (ZeRO++)": recommended} if not recommended.allows_one_bit else {}
+    for row in plan.entries:
         if plan.fits_one_bit(row):
             less[f"1-bit Adam in stage {row.training.stage}, after its warm-up"] = row
     for label, row in less.items():
@@ -65,25 +65,25 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "samples_per_step": plan.batch.samples,
         "sequence": plan.model.shape.sequence,
         "objective": plan.objective,
-        "placements": [_row_as_json(plan, row) for row in plan.rows],
-        "advice": None
-        if plan.advice is None
+        "placements": [_row_as_json(plan, row) for row in plan.entries],
+        "recommendation": None
+        if plan.recommendation is None
         else {
-            "placement": str(plan.advice.row.candidate),
-            "reasons": list(plan.advice.reasons),
-            "config": config_of(plan.model, plan.advice.row.training).model_dump(
+            "placement": str(plan.recommendation.entry.candidate),
+            "reasons": list(plan.recommendation.reasons),
+            "config": config_of(plan.model, plan.recommendation.entry.training).model_dump(
                 mode="json", exclude_unset=True
             ),
         },
-        "why_nothing_fits": None if plan.advice is not None else why_nothing_fits(plan),
+        "why_nothing_fits": None if plan.recommendation is not None else why_nothing_fits(plan),
     }
 
 
 def write_config(plan: Plan, path: Path, nvme_paths: tuple[str, ...]) -> None:
-    """The advised placement as a configuration file. ValueError if nothing fits."""
-    if plan.advice is None:
+    """The recommended placement as a configuration file. ValueError if nothing fits."""
+    if plan.recommendation is None:
         raise ValueError(why_nothing_fits(plan))
-    config = config_of(plan.model, plan.advice.row.training, nvme_paths or (DEFAULT_NVME_PATH,))
+    config = config_of(plan.model, plan.recommendation.entry.training, nvme_paths or (DEFAULT_NVME_PATH,))
     said = config.model_dump(mode="json", exclude_unset=True)
     path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
@@ -117,7 +117,7 @@ def _row_as_json(plan: Plan, row: PlanEntry) -> dict[str, Any]:
 
 
 def _style(plan: Plan, row: PlanEntry) -> str:
-    if plan.advice is not None and row is plan.advice.row:
+    if plan.recommendation is not None and row is plan.recommendation.entry:
         return "bold green"
     return "" if row.fits else "dim"
 
@@ -128,7 +128,7 @@ def _bytes_table(plan: Plan) -> Table:
     table.add_column("where", no_wrap=True)
     for name in (*KINDS, "all", "of"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in plan.rows:
+    for row in plan.entries:
         used = [tier for tier in TIERS if row.needs.total(tier)]
         for tier in used:
             total, capacity = row.needs.total(tier), getattr(plan.hardware, f"{tier}_bytes")
@@ -146,7 +146,7 @@ def _bytes_table(plan: Plan) -> Table:
 
 
 def _next_stage(plan: Plan, row: PlanEntry) -> int | None:
-    behind = plan.rows[plan.rows.index(row) + 1 :]
+    behind = plan.entries[plan.entries.index(row) + 1 :]
     return behind[0].candidate.stage if behind else None
 
 
@@ -156,7 +156,7 @@ def _cost_table(plan: Plan) -> Table:
     table = Table(title="a step of one GPU", title_justify="left")
     for number, name in enumerate([*columns, *([] if plan.tokens is None else ["in all"])]):
         table.add_column(name, no_wrap=number == 0, justify="right" if number > 2 else "left")
-    for row in plan.rows:
+    for row in plan.entries:
         training, step = row.training, row.step
         moved = (step.sent, step.to_device, step.to_host, step.read, step.written)
         total = plan.total_seconds(row)
