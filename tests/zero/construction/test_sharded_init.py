@@ -51,7 +51,7 @@ class Handmade(nn.Module):
         self.counts = nn.Parameter(torch.arange(6), requires_grad=False)
 
 
-def reinitialised() -> nn.Module:
+def reinitialized() -> nn.Module:
     model = TinyModel()
 
     def init(module: nn.Module) -> None:
@@ -76,7 +76,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 7)),
     "convolution": convolution,
     "tied": lambda: TinyModel(tied=True),
-    "reinitialised": reinitialised,
+    "reinitialized": reinitialized,
     "handmade": Handmade,
 }
 FROM_META: dict[str, Callable[[], nn.Module]] = {
@@ -146,7 +146,7 @@ def test_from_the_meta_device(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_parent_initialises_after_its_children(world: World) -> None:
+def test_a_parent_initializes_after_its_children(world: World) -> None:
     with zero_ext.Init(process_group=world.group), torch.device("meta"):
         model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group)
@@ -162,7 +162,7 @@ def test_a_parent_initialises_after_its_children(world: World) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models_initialise_themselves(world: World, name: str) -> None:
+def test_hugging_face_models_initialize_themselves(world: World, name: str) -> None:
     check_same(world, HUGGING_FACE[name], limit=300)
 
 

@@ -15,8 +15,9 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.ops.torch_2_11 import hide_swap
-from tests.zero import test_accelerator, test_memory_breakdown
+from tests.zero import test_accelerator
 from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.step import test_memory_breakdown
 from tests.zero.tiers import test_tiers
 from tests.zero.training import DEFAULT, Plan, adamw, check_equal, configuration
 from zero_ext import ops

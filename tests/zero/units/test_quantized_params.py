@@ -25,7 +25,7 @@ TIERS: tuple[dict[str, Any], ...] = ({}, {"params": "host", "optimizer": "host"}
 
 
 class Meaning:
-    """What a quantiser hangs on its weights."""
+    """What a quantizer hangs on its weights."""
 
     def __init__(self, scale: torch.Tensor, offset: torch.Tensor) -> None:
         self.scale = scale
@@ -34,7 +34,7 @@ class Meaning:
 
 
 class Packed(nn.Parameter):
-    """A class of its own, as quantisers have."""
+    """A class of its own, as quantizers have."""
 
     def __new__(cls, data: torch.Tensor, meaning: Meaning | None = None) -> Packed:
         made: Packed = torch.Tensor._make_subclass(cls, data, False)
@@ -289,7 +289,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World)
     with pytest.raises(ValueError, match=r"'weight' is a Several.*bitsandbytes"):
         zero_ext.prepare(model, adamw([model.bias]), configuration(3), process_group=world.group)
     assert not distance({"bias": model.bias.detach()}, {"bias": model.bias.detach()})
-    # One rank that quantised in other blocks has other scales.
+    # One rank that quantized in other blocks has other scales.
     packed = model_of(world.seed)
     if world.rank == 1:
         packed[0].weight.meaning.scale = torch.ones(1, 1)

@@ -57,9 +57,11 @@ def check_values(owned: Sequence[OwnedParameter]) -> None:
 
 
 def device_of(owned: Sequence[OwnedParameter], wanted: torch.device | str | None = None) -> torch.device:
-    """The device that a model trains on: the one ``wanted``, its parameters', or where none has a value of
-    its own yet (meta, :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for
-    several devices."""
+    """Return the device that a model trains on.
+
+    It is the one ``wanted``, that of its parameters, or if none has a value of its own yet (meta,
+    :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for several devices.
+    """
     if wanted is not None:
         return torch.empty(0, device=wanted).device  # with its index
     found: dict[torch.device, str] = {}
@@ -76,7 +78,7 @@ def device_of(owned: Sequence[OwnedParameter], wanted: torch.device | str | None
 
 
 def accelerator_or_cpu() -> torch.device:
-    """This process's current accelerator device; the CPU where there is none."""
+    """Return this process's current accelerator device, or the CPU without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -192,8 +194,8 @@ def _value_chunks(
 def trim_heap() -> None:
     """Return the free pages of the C library's heap to the system, if it can (glibc).
 
-    After a few large tensors were freed, glibc puts tensors of up to 32 MiB on its heap, which it gives back
-    only from the end: of a model that is built and freed parameter by parameter most would stay.
+    After a few large tensors were freed, glibc puts tensors of up to 32 MiB on its heap, which it returns
+    only from the end. Most of a model that is built and freed parameter by parameter would stay.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):

@@ -1,4 +1,4 @@
-"""Whether experts that are spread over ranks can be prepared, before anything is sharded."""
+"""Checks of experts that are spread over ranks, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def check_experts(
     settings: ZeroConfig,
     groups: RankGroups,
 ) -> None:
-    """Raises ``ValueError``, alike on all ranks, for experts whose ranks are not those of the mesh given, and
-    for what takes it that the ranks have the same parameters."""
+    """Refuse experts whose ranks are not those of the mesh, and features that need equal parameters.
+
+    Raises:
+        ValueError: On all ranks, with the parameter and the reason.
+    """
     experts = [item for item in owned if expert_ranks(item.parameter)]
     if not experts:
         return
@@ -61,5 +64,5 @@ def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> st
     if any(name.rpartition(".")[0] in tiling.splits for name in item.names):
         return "is to be tiled (units.tiles), which experts on several ranks cannot be; name other layers"
     if is_packed(item.parameter):
-        return "is quantised, which experts on several ranks cannot be; quantise other layers"
+        return "is quantized, which experts on several ranks cannot be; quantize other layers"
     return ""

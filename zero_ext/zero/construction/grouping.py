@@ -57,7 +57,7 @@ class UnitPlan:
 
     @property
     def expert(self) -> bool:
-        """Whether it holds experts, which only some of the data-parallel ranks have."""
+        """Whether it has experts, which only some of the data-parallel ranks have."""
         return bool(expert_ranks(self.members[0].parameter))
 
 
@@ -126,8 +126,10 @@ def restrict_to_local_modules(
 
 
 def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
-    """The modules that are gathered as one: named classes and leaf modules, by default stack entries, and
-    tiles, also those inside another block. A leaf module inside a block is gathered with it.
+    """Return the modules that are gathered as one.
+
+    These are named classes and leaf modules, by default stack entries, and tiles, also those inside another
+    block. A leaf module inside a block is gathered with it.
 
     Raises ``ValueError`` if a configured name matches nothing.
     """
@@ -192,8 +194,10 @@ def first_parameters(owned: Sequence[OwnedParameter], units: Iterable[Grouped]) 
 
 
 def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether each unit's gradient ends with its update in backward: nothing has to be known of all of them,
-    and none waits for another micro-batch."""
+    """Return whether each unit's gradient is freed by its update in backward.
+
+    No check needs all gradients then, and none accumulates over micro-batches.
+    """
     return (
         config.offload.update_mode == "in_backward"
         and config.batch.gradient_accumulation_steps == 1
@@ -202,8 +206,10 @@ def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool
 
 
 def updates_on_trial(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether updates run in backward before it is known that gradients are neither clipped nor skipped.
-    ``dtypes`` are those of the parameters."""
+    """Return whether updates in backward run before it is known whether gradients are clipped or skipped.
+
+    ``dtypes`` are those of the parameters.
+    """
     return config.offload.update_mode == "in_backward" and (
         config.gradient_clipping > 0 or torch.float16 in set(dtypes)
     )
@@ -212,8 +218,10 @@ def updates_on_trial(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
 def plan_units(
     model: nn.Module, owned: Iterable[OwnedParameter], config: ZeroConfig, world_size: int
 ) -> list[UnitPlan]:
-    """Groups the parameters into units for the configured stage on ``world_size`` ranks, over some of which
-    experts may be spread."""
+    """Group the parameters into units for the configured stage on ``world_size`` ranks.
+
+    Experts may be spread over some of them.
+    """
     owned = tuple(owned)
     used_up = uses_up_gradients(config, (item.spec.dtype for item in owned))
     blocks = find_blocks(model, config)  # checks the names also where no unit is a block
@@ -239,7 +247,7 @@ def _plan_shared(
     placement: StatePlacement,
     ranks: int,
 ) -> list[UnitPlan]:
-    """The units of parameters that the same number of ``ranks`` share."""
+    """Return the units of parameters that the same number of ``ranks`` share."""
     limit = config.units.bucket_elements
     if not placement.params:
         return list(_buckets("bucket", owned, placement, ranks, limit, False))
@@ -255,8 +263,11 @@ def _plan_shared(
 def split_optimizer(
     plans: Sequence[UnitPlan], config: ZeroConfig, trains: Callable[[UnitPlan], bool]
 ) -> list[UnitPlan]:
-    """The plans with at most ``offload.ratio`` of the trained elements in the optimizer's tier; the other
-    units keep optimizer and gradients on the device. Warns if no unit is small enough to leave it."""
+    """Return the plans with at most ``offload.ratio`` of the trained elements in the optimizer's tier.
+
+    Optimizer state and gradients of the other units stay on the device. Warns if no unit is small enough to
+    be offloaded.
+    """
     ratio = config.offload.ratio
     if ratio >= 1:
         return list(plans)
@@ -283,7 +294,7 @@ def split_optimizer(
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], bool]:
-    """Whether a unit needs master weights: it is trainable, or frozen for now but the optimizer's."""
+    """Return a test of whether a unit needs master weights: trainable, or in the optimizer's groups."""
     groups = optimizer.param_groups if optimizer is not None else []
     stepped = {parameter for group in groups for parameter in group["params"]}
 

@@ -10,13 +10,13 @@ from torch import nn
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """From now on, floating-point tensors among the arguments of ``model`` arrive in ``dtype``."""
-    # A partial function, as a deep copy of the model keeps it and has to be picklable.
+    """Cast floating-point tensors among the arguments of ``model`` to ``dtype`` before each forward."""
+    # A partial function, as a deep copy of the model contains it and has to be picklable.
     model.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
 
 
 def end_casts(model: nn.Module) -> None:
-    """The reverse of :func:`cast_inputs`."""
+    """Undo :func:`cast_inputs`."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, partial) and hook.func is _cast_arguments:
             del model._forward_pre_hooks[key]

@@ -1,4 +1,4 @@
-"""From the meta device to memory: real tensors, initialised as construction would have, or zero for now."""
+"""Replacement of meta tensors by real ones, initialized as in construction, or zero for now."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def materialize(modules: Iterable[nn.Module]) -> None:
-    """Replaces the meta tensors of ``modules``, given in order of construction, and initialises them.
+    """Replace the meta tensors of ``modules``, in order of construction, and initialize them.
 
-    Children come before their parents: a constructor makes its submodules, whose constructors initialise
+    Children come before their parents: a constructor makes its submodules, whose constructors initialize
     them, and calls its own ``reset_parameters`` at its end. Tied parameters stay tied. Raises ``ValueError``
-    for meta tensors that no ``reset_parameters`` of their module initialises.
+    for meta tensors that no ``reset_parameters`` of their module initializes.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     done: dict[nn.Module, bool] = {}
@@ -41,14 +41,14 @@ def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict
         elif fresh:
             raise ValueError(
                 f"{type(module).__name__} was built on the meta device with {fresh} and has no "
-                "reset_parameters to initialise them. Build it inside zero_ext.Init without "
+                "reset_parameters to initialize them. Build it inside zero_ext.Init without "
                 "torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a checkpoint."
             )
     return done[module]
 
 
 def leave_meta(model: nn.Module) -> None:
-    """Gives meta parameters zeros that take no memory, and meta buffers zeros, for values that come later.
+    """Replace meta parameters by zeros without memory, and meta buffers by zeros, to be loaded later.
 
     Buffers outside the state dict stay on the meta device, with a warning: no checkpoint would fill them.
     """

@@ -34,7 +34,7 @@ def plan_staging(
     replicas: int = 1,
     device: torch.device = CPU.device,
 ) -> Staging:
-    """The staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
+    """Return the staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
 
     The ranks that share a unit's state have as many ``replicas``. ``optimizer`` is None for inference;
     ``config.batch`` is resolved.

@@ -23,7 +23,7 @@ _WITH_MEMORY = (torch.Tensor, nn.Parameter, GatheredParameter)
 
 
 class Alias(NamedTuple):
-    """A tensor that a module keeps as an attribute, and the part of a parameter's memory that it is."""
+    """A tensor attribute of a module that is a view of a parameter's memory."""
 
     module: nn.Module
     attribute: str

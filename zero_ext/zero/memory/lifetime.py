@@ -1,4 +1,4 @@
-"""Objects that end before the last reference to them goes, and references that keep nothing alive."""
+"""Objects that are ended while references to them exist, and weak references to methods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refuse_ended(asked: object) -> None:
 
 
 def weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """``method`` without keeping its object alive."""
+    """Return ``method`` as a function that does not keep its object alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:

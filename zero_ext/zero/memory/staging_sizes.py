@@ -25,7 +25,7 @@ from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.memory.pool_replay import UnitUsage, demands_of_a_step
 
-_NEIGHBOURS = 8
+_NEIGHBORS = 8
 _GRAIN = 2 * SLOTS * STORAGE_ALIGNMENT
 MEMORY: tuple[Tier, Tier] = ("device", "host")
 
@@ -78,7 +78,7 @@ class StateStep:
     Attributes:
         fused: one op runs it where state is in memory, else torch's own code does.
         streams: the op also runs it where state is on NVMe.
-        sizes: bytes of an element of master weights, and of each kind of state beside them.
+        sizes: bytes of an element of master weights, and of each other kind of state.
     """
 
     fused: bool
@@ -145,7 +145,7 @@ def staging_of(
 def gradient_spans(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
     """Return for each parameter the first and last one among which its gradient may come in any order.
 
-    These are the parameters of its block, or up to ``_NEIGHBOURS`` consecutive ones outside blocks, as in
+    These are the parameters of its block, or up to ``_NEIGHBORS`` consecutive ones outside blocks, as in
     embeddings or a head. ``blocks`` are the first and last parameter of each one's block, None outside.
     """
     found: list[tuple[int, int]] = []
@@ -155,7 +155,7 @@ def gradient_spans(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, 
             found.append(block)
             run = 0
             continue
-        run = run + 1 if run < _NEIGHBOURS else 1
+        run = run + 1 if run < _NEIGHBORS else 1
         found += [(number, number)]
         found[number - run + 1 :] = [(number - run + 1, number)] * run
     return found
@@ -231,7 +231,7 @@ def _gradient_bytes(unit: UnitUsage, config: ZeroConfig, chunk: int, far: bool) 
     summed = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     width = summed if accumulates else unit.itemsize
     if far and _is_far(placement):
-        # Parts are whole chunks of the state, also of sums that nobody announced.
+        # These are full chunks of the state, also for unannounced accumulation.
         return _two_chunks_bytes(unit, config, max(width, summed)) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(_owned_numel(unit), chunk) * width) if tier == "nvme" else 0

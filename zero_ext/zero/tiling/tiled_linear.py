@@ -99,7 +99,7 @@ class TiledLinear(TiledModule):
             output: torch.Tensor | None = None
             for number, column in enumerate(columns):
                 tile = self.tiles[row * len(columns) + number]
-                # A view for each tile: its gradient is there as soon as the tile is done, so that the tile
+                # A view for each tile: its gradient is complete as soon as the tile is done, so that the tile
                 # can go. That of the input itself comes after the last tile's.
                 value = tile(column.view_as(column))
                 output = value if output is None else output + value

@@ -1,1 +1,1 @@
-"""Units: parameters that are gathered, reduced and released together, and what single parameters carry."""
+"""Units of parameters that share a flat buffer, their master weights, and marks of single parameters."""

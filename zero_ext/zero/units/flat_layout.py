@@ -1,4 +1,4 @@
-"""How parameters lie in a unit's flat buffer and how that buffer is cut into shards. Pure arithmetic."""
+"""Layout of parameters in a unit's flat buffer, and its division into shards. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The part of a parameter inside a range of the flat buffer, in elements."""
+    """The slice of a parameter inside a range of the flat buffer, in elements."""
 
     index: int  # which parameter of the unit
     parameter_start: int  # first element, counted in the parameter's memory order
@@ -42,7 +42,7 @@ class FlatLayout:
     """Offsets of a unit's parameters in a flat buffer of ``numel`` elements, shared by ``world_size`` ranks.
 
     Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of
-    ``world_size * 64`` bytes (more where shards lie in storage), so every shard is equally long and aligned
+    ``world_size * 64`` bytes (more where shards are on NVMe), so every shard is equally long and aligned
     as well.
     """
 
@@ -56,10 +56,10 @@ class FlatLayout:
     def build(
         specs: Sequence[ParameterSpec], world_size: int, shard_alignment: int = ALIGNMENT_BYTES
     ) -> FlatLayout:
-        """Lays out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks.
+        """Lay out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks.
 
-        Shards begin at multiples of ``shard_alignment`` bytes: a shard in storage is read straight into its
-        place, which needs whole blocks there.
+        Shards begin at multiples of ``shard_alignment`` bytes. A shard on NVMe is read directly into the flat
+        buffer, which requires full blocks.
         """
         if world_size < 1:
             raise ValueError(f"world_size: {world_size} given, at least 1 wanted")
@@ -80,17 +80,17 @@ class FlatLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole flat buffer in the compute dtype."""
+        """Bytes of the full flat buffer in the compute dtype."""
         return self.numel * self.dtype.itemsize
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First element of ``rank``'s shard and the one after its last."""
+        """Return the first element of ``rank``'s shard and the one after its last."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: {rank} given, 0 to {self.world_size - 1} wanted")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def overlaps(self, begin: int, end: int) -> list[Overlap]:
-        """The parameters that have elements in ``[begin, end)`` of the flat buffer, in order."""
+        """Return the slices of parameters in ``[begin, end)`` of the flat buffer, in order."""
         found = []
         for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
             first, last = max(begin, offset), min(end, offset + spec.numel)
@@ -107,15 +107,17 @@ class FlatLayout:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The stride with which ``tensor`` is kept in a flat buffer: its own if dense, else contiguous."""
+    """Return the stride that ``tensor`` has in a flat buffer: its own if dense, else contiguous."""
     if tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
 
 
 def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The elements of ``tensor``, of the shape of ``spec``, as they lie in a flat buffer [numel]: a view if
-    the strides are alike, else a copy."""
+    """Return the elements of ``tensor`` [spec.shape] in the memory order of ``spec``, flat [numel].
+
+    It is a view if the strides are equal, else a copy.
+    """
     if tensor.stride() != spec.stride:
         ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)

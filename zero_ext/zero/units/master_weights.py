@@ -16,7 +16,7 @@ from zero_ext.zero.units.flat_layout import Overlap
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
-# Several chunks of the state at once, so that transfers from and to storage are long ones.
+# Several chunks of the state per transfer, so that those from and to NVMe are long ones.
 _CHUNK_ELEMENTS = 4 << 20
 _MIXED = "Its values are now a mixture of before and after; load the last checkpoint before going on."
 _REPEAT = "No step was made. Repeat it, or load the last checkpoint."
@@ -29,10 +29,9 @@ class MasterShard:
     unit computes in fp32 in the same memory, the masters are the parameters themselves and ``output`` is
     None; otherwise ``output`` [owned] is where the parameters, in compute precision, follow them.
 
-    ``step_output`` is where a step leaves the parameters: in ``output``, unless updates run beside forward
-    and backward. The masters never are the parameters then, and :meth:`publish` makes these follow: from the
-    masters, or, where those would have to be read from storage, from host memory [owned] in compute
-    precision.
+    A step writes the parameters to ``step_output``. That is ``output`` unless updates overlap with forward
+    and backward. Then the masters never share memory with the parameters, and :meth:`publish` updates these
+    from the masters, or from host memory [owned] in compute precision if the masters are on NVMe.
     """
 
     def __init__(self, unit: Unit, tiers: TierManager) -> None:

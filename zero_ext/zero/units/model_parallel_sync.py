@@ -1,4 +1,4 @@
-"""What the ranks that hold the parts of one model have to agree on in a step."""
+"""Reductions and aborts over the model-parallel ranks in a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zero_ext.comm import Collectives
 
 
 def sum_over_model(model: Collectives | None, values: torch.Tensor, label: str) -> torch.Tensor:
-    """``values``, whole numbers, summed in place over the ranks of ``model``; returns them."""
+    """Sum ``values``, integers, in place over the ranks of ``model``, and return them."""
     return values if model is None else model.sum_(values, label)
 
 
 def largest_over_model(model: Collectives | None, value: float, label: str) -> float:
-    """The largest ``value`` of the ranks of ``model``, NaN if there is one."""
+    """Return the largest ``value`` of the ranks of ``model``, NaN if there is one."""
     if model is None:
         return value
     table = torch.zeros(model.world_size, dtype=torch.float64, device="cpu")
@@ -26,8 +26,10 @@ def largest_over_model(model: Collectives | None, value: float, label: str) -> f
 
 @contextlib.contextmanager
 def abort_model_parallel_on_error(model: Collectives | None) -> Iterator[None]:
-    """Around a step of this rank's part: an error of its own ends it on the ranks of ``model`` too, which
-    would wait for this one until their time-out. A ``FloatingPointError`` has come to all of them."""
+    """Return a context for a step that aborts the other ranks of ``model`` if this one raises.
+
+    They would wait for it until their timeout. A ``FloatingPointError`` is raised on all of them anyway.
+    """
     try:
         yield
     except FloatingPointError:

@@ -1,7 +1,7 @@
-"""Quantised weights: a parameter of packed bytes, and tensors on it (scales, codes) that say what they mean.
+"""Quantized weights: a parameter of packed bytes, with attached tensors (scales, codes) that decode them.
 
-Such tensors are attributes of the parameter, at any depth, as bitsandbytes' ``weight.quant_state.absmax``.
-They are small, stay whole on every rank, and are state of the model as its buffers are.
+The tensors are attributes of the parameter, at any depth, as bitsandbytes' ``weight.quant_state.absmax``.
+They are small, replicated on every rank, and part of the model's state like buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_FUNCTIONS: Any = nn.Parameter.__torch_function__
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether tensors on ``parameter`` say what its bytes mean, so that it may not be cast."""
+    """Return whether tensors attached to ``parameter`` decode its bytes, so that it must not be cast."""
     return next(_attached(parameter), None) is not None
 
 
@@ -36,18 +36,18 @@ def refuse_packed(parameter: nn.Parameter, name: str) -> None:
 
 
 def packed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors that hang on parameters, by ``<parameter>.<attribute>`` and every name of that."""
+    """Return the live attached tensors by ``<parameter>.<attribute>``, under every name of the parameter."""
     return {name: tensor for name, _, _, tensor in _everywhere(model)}
 
 
 def move_packed(model: nn.Module, device: torch.device) -> None:
-    """Puts them on ``device``."""
+    """Move the attached tensors of all parameters to ``device``."""
     for _, owner, attribute, tensor in list(_everywhere(model)):
         setattr(owner, attribute, tensor.to(device))
 
 
 def packed_shapes(parameter: nn.Parameter) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of the tensors on ``parameter``."""
+    """Return name, shape and dtype of the tensors attached to ``parameter``."""
     return [(path, tuple(tensor.shape), str(tensor.dtype)) for path, _, _, tensor in _attached(parameter)]
 
 

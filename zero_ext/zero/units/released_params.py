@@ -337,7 +337,7 @@ class _Attached(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """A tensor that autograd saved, by where it lies in a parameter's value of that time."""
+    """A tensor that autograd saved, as a view of a parameter's value at that time."""
 
     parameter: nn.Parameter
     view_spec: ViewSpec
@@ -355,7 +355,7 @@ class _Saved(NamedTuple):
 
 
 class _StandIn(NamedTuple):
-    """A tensor in the place of a released one, as it was before the call."""
+    """A tensor that replaces a released one in a call, as it was before the call."""
 
     released: Any
     value: torch.Tensor
@@ -400,7 +400,7 @@ class _Use:
         return value
 
     def _owner(self, tensor: Any) -> nn.Parameter | None:
-        """The parameter in whose fetched value ``tensor`` lies."""
+        """Return the parameter whose fetched value contains ``tensor``."""
         if not isinstance(tensor, torch.Tensor) or is_distributed(tensor) or tensor.layout != torch.strided:
             return None
         return self._parameter_of.get(tensor.untyped_storage()._cdata)

@@ -79,8 +79,8 @@ class Unit(Ending):
             self._placeholders = [
                 elements[index].expand(spec.shape) for index, spec in enumerate(layout.specs)
             ]
-        # Where parameters lie while released, and while gathered, from the beginning of ``flat`` on; those
-        # without elements lie nowhere.
+        # Addresses of released parameters, and offsets in ``flat`` of gathered ones. Parameters without
+        # elements have none.
         self._blank_addresses = [each.data_ptr() for each in self._placeholders]
         self._starts = [
             offset * layout.dtype.itemsize if spec.numel else None
@@ -288,7 +288,7 @@ class Unit(Ending):
         put(self.storage, 0, self._own, "device")
 
     def view_of(self, index: int) -> torch.Tensor:
-        """The gathered full value of parameter ``index``; valid until the unit is released."""
+        """Return the gathered full value of parameter ``index``; valid until the unit is released."""
         self._require(UnitState.GATHERED)
         return self._views[index]
 
@@ -298,7 +298,7 @@ class Unit(Ending):
     # parameter, or a view of it, raises.
 
     def generation(self, index: int) -> int:
-        """A number that changes whenever the value of parameter ``index`` does."""
+        """Return a number that changes whenever the value of parameter ``index`` does."""
         return self._generations[index]
 
     def accept_writes(self) -> None:
@@ -309,8 +309,7 @@ class Unit(Ending):
         self._mark(released)
 
     def forbid_saved(self, indices: Iterable[int]) -> None:
-        """These parameters were updated: autograd raises if it still needs the values that it saved of
-        them."""
+        """Make autograd raise if it still needs the values that it saved of these updated parameters."""
         if not self.written():
             released = self._expected is self._released_generations
             changed = frozenset(indices)
@@ -320,7 +319,7 @@ class Unit(Ending):
             self._mark(released)
 
     def written(self) -> list[int]:
-        """Indices of parameters that were written in place since the engine last looked."""
+        """Return the indices of parameters that were written in place since the last check."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = [parameter._version for parameter in self.parameters]
         if versions == self._expected:
@@ -336,12 +335,12 @@ class Unit(Ending):
         self._released_generations = [version + 1 for version in self._generations]
 
     def _mark(self, released: bool) -> None:
-        """Sets the version counters to what they are in this state."""
+        """Set the version counters of this state."""
         self._expected = self._released_generations if released else self._generations
         torch._C._autograd._unsafe_set_version_counter(self.parameters, tuple(self._expected))
 
     def describe(self) -> str:
-        """Name and parameters, for messages."""
+        """Return name and parameters, for errors."""
         return self._described
 
     def traffic_kind(self, kind: str) -> str:
@@ -387,7 +386,7 @@ class Unit(Ending):
         return None
 
     def _misuse(self) -> RuntimeError | None:
-        """The error for what was done to the parameters behind the engine's back, if anything was."""
+        """Return the error for changes of the parameters that the engine did not make, if any."""
         moved = self._moved()
         if moved is not None:
             return moved
@@ -411,7 +410,7 @@ class Unit(Ending):
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
-    """Makes ``parameter``, the same object, one on a device to which its ``data`` cannot be set."""
+    """Move ``parameter``, the same object, to a device to which its ``data`` cannot be set."""
     # Empty: a view would share its version counter, and gathers would look like writes to the parameter.
     empty = torch.empty(0, dtype=parameter.dtype, device=device)
     moved = torch.Tensor._make_subclass(type(parameter), empty, parameter.requires_grad)
