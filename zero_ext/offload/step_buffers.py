@@ -75,16 +75,16 @@ class StepStaging:
         elements = self._elements(tier, gradient, staged_output, grain)
         early = buffers.gradients.has_halves
         stored: CopyHandle = COMPLETED
-        coming = self._come(tier, gradient, min(elements, gradient.numel))
+        pending = self._first_chunk(tier, gradient, min(elements, gradient.numel))
         for begin in range(0, gradient.numel, elements):
             end = min(begin + elements, gradient.numel)
             following = end, min(end + elements, gradient.numel)
-            chunk, copy = coming
+            chunk, copy = pending
             copy.wait()
             if end < gradient.numel and early:
-                coming = self._bring(gradient, *following, tier)
+                pending = self._start_fetch(gradient, *following, tier)
             elif end == gradient.numel and early and then is not None:
-                self._start(tier, *then, grain)
+                self._prefetch(tier, *then, grain)
             if staged_output is None:
                 near = None if in_place is None else in_place[begin:end]
                 yield StepChunk(begin, end, chunk, near, None, [])
@@ -96,7 +96,7 @@ class StepStaging:
                     stored = staged_output.store(begin + first, staged[first:last], tier)
                 buffers.outputs.lend(stored)
             if end < gradient.numel and not early:
-                coming = self._bring(gradient, *following, tier)
+                pending = self._start_fetch(gradient, *following, tier)
         stored.wait()
 
     def _elements(self, tier: Tier, gradient: ShardStorage, staged: ShardStorage | None, grain: int) -> int:
@@ -108,26 +108,27 @@ class StepStaging:
             elements = min(elements, buffers.outputs.elements(staged.dtype))
         return _cut(elements, gradient.numel, grain)
 
-    def _start(self, tier: Tier, gradient: ShardStorage, output: ShardStorage | None, grain: int) -> None:
+    def _prefetch(self, tier: Tier, gradient: ShardStorage, output: ShardStorage | None, grain: int) -> None:
         """Start to copy the first chunk of the next range."""
         staged = output if output is not None and output.memory(tier) is None else None
         end = self._elements(tier, gradient, staged, grain)
-        self._ahead = gradient, self._bring(gradient, 0, end, tier)
+        self._ahead = gradient, self._start_fetch(gradient, 0, end, tier)
 
-    def _come(self, tier: Tier, gradient: ShardStorage, end: int) -> tuple[torch.Tensor, CopyHandle]:
+    def _first_chunk(self, tier: Tier, gradient: ShardStorage, end: int) -> tuple[torch.Tensor, CopyHandle]:
         """Return the first chunk of a range, which may be in flight already."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is gradient:
             return ahead[1]
         if ahead is not None:
             ahead[1][1].wait_source()  # of a step that broke off
-        return self._bring(gradient, 0, end, tier)
+        return self._start_fetch(gradient, 0, end, tier)
 
-    def reaches(self, shard: ShardStorage | None, tier: Tier) -> bool:
+    def can_access(self, shard: ShardStorage | None, tier: Tier) -> bool:
         """Return whether ops on memory of ``tier`` can use ``shard`` in place: there, in storage, or None."""
         if shard is None or shard.tier == "nvme":
             return True
-        return self._buffers[tier].device.of(shard.tier) == self._buffers[tier].device.of(tier)
+        device = self._buffers[tier].device
+        return device.torch_device(shard.tier) == device.torch_device(tier)
 
     def to_tier(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
         """See :meth:`Device.to_tier`; tensors that are in such memory already are returned as they are."""
@@ -170,7 +171,7 @@ class StepStaging:
         ]
         return StateChunkBuffers(buffers, memory[gradients:outputs].view(torch.float32), memory[outputs:])
 
-    def bring(self, gradient: ShardStorage, begin: int, end: int, tier: Tier) -> torch.Tensor:
+    def fetch_gradient(self, gradient: ShardStorage, begin: int, end: int, tier: Tier) -> torch.Tensor:
         """Elements [begin, end) in memory of ``tier``: in place if they are there, else a copy that is
         valid until the next call. ``begin`` is a multiple of the gradient's grain, and the elements fit into
         the buffer."""
@@ -182,7 +183,7 @@ class StepStaging:
         gradient.fetch(buffer, begin, tier).wait()
         return buffer[: end - begin]
 
-    def _bring(
+    def _start_fetch(
         self, gradient: ShardStorage, begin: int, end: int, tier: Tier
     ) -> tuple[torch.Tensor, CopyHandle]:
         near = gradient.memory(tier)

@@ -14,7 +14,7 @@ from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
 from zero_ext.offload.device.bounce_buffer import BounceBuffer, DeviceTransferPath
 from zero_ext.offload.device.device_memory import CPU, Device
-from zero_ext.offload.device.numa import near
+from zero_ext.offload.device.numa import numa_affinity
 from zero_ext.offload.nvme.gpu_direct_storage import open_gpu_direct_storage
 from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_state_stream import NvmeState, StateStream
@@ -103,7 +103,7 @@ class TierManager:
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
         if policy.any_nvme:
-            with near(device.device):  # its threads
+            with numa_affinity(device.device):  # its threads
                 self._store = open_store(policy.nvme_paths, aio, policy.checksum)
                 self._store.bus = self.bus
             if policy.optimizer == "nvme" and kinds is not None:

@@ -196,7 +196,7 @@ def _backward(
     return (*gradients, like_bias)  # type: ignore[return-value]
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
     ctx.options = inputs[_TENSORS:]
     ctx.mark_non_differentiable(output[1])
@@ -234,5 +234,5 @@ def _refuse_second_derivative(context: Any, *gradients: Tensor | None) -> None:
     )
 
 
-autograd_formula(FORWARD, _gradients, _keep_for_backward)
+autograd_formula(FORWARD, _gradients, _save_for_backward)
 autograd_formula(BACKWARD, _refuse_second_derivative, None)

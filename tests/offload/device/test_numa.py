@@ -46,14 +46,14 @@ def test_threads_of_inside_stay_near(tmp_path: Path, monkeypatch: pytest.MonkeyP
     find = numa.node_cpus
     monkeypatch.setattr(cuda, "pci_address", lambda device: ADDRESS)
     monkeypatch.setattr(numa, "node_cpus", lambda address: find(address, root))
-    with numa.near(torch.device("cuda", 0)):
+    with numa.numa_affinity(torch.device("cuda", 0)):
         assert os.sched_getaffinity(0) == {one}
     assert os.sched_getaffinity(0) == before
     for device in (torch.device("cpu"), torch.device("meta")):
-        with numa.near(device):
+        with numa.numa_affinity(device):
             assert os.sched_getaffinity(0) == before
     root = table(tmp_path, "0", str(max(before) + 1000))  # none that this process may use
-    with numa.near(torch.device("cuda", 0)):
+    with numa.numa_affinity(torch.device("cuda", 0)):
         assert os.sched_getaffinity(0) == before
 
 
@@ -70,6 +70,6 @@ def test_a_kernel_that_refuses_changes_nothing(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    with numa.near(torch.device("cuda", 0)):
+    with numa.numa_affinity(torch.device("cuda", 0)):
         assert os.sched_getaffinity(0) == before
     assert asked == [{min(before)}]

@@ -278,7 +278,7 @@ def test_a_closed_store_is_named(store: NvmeStore) -> None:
 
 AT_EXIT = """
 import sys, torch
-from zero_ext.offload import NvmeStore, nvme_store
+from zero_ext.offload import NvmeStore
 store = NvmeStore([sys.argv[1]], reserve_bytes=1 << 22)
 transfer = store.write(store.allocate(1 << 22), torch.ones(1 << 20))
 raise ValueError("the training failed")

@@ -143,7 +143,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     monkeypatch.setattr(build_cache.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    build_cache._say_private.cache_clear()
+    build_cache._log_private_folder.cache_clear()
     return tmp_path / "tmp" / f"zero_ext-{os.getuid()}"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.offload.device.numa import near
+from zero_ext.offload.device.numa import numa_affinity
 from zero_ext.offload.device.pinned import pinned
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle, SideStream, current
 
@@ -52,7 +52,7 @@ class Device:
             return False
         return bool(getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)())
 
-    def of(self, tier: Tier) -> torch.device:
+    def torch_device(self, tier: Tier) -> torch.device:
         """Whose memory ``tier`` is; of what lies in storage, the memory it goes through."""
         return self.device if tier == "device" else torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Device:
                 return torch.zeros(numel, dtype=dtype, device=self.device)
             memory = ops.host_buffer(numel * dtype.itemsize)
             if self.is_accelerator:
-                with near(self.device):
+                with numa_affinity(self.device):
                     memory = pinned(memory, self.device)
             return memory.view(dtype)
 
@@ -97,7 +97,7 @@ class Device:
     def to_tier(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
         """``small``, contiguous tensors of a few values in host memory, where ops on memory of ``tier`` read
         them. On an accelerator all come by one copy in the current stream, and nobody waits for it."""
-        if self.of(tier).type == "cpu":
+        if self.torch_device(tier).type == "cpu":
             return list(small)
         sizes = [-(-each.nbytes // _WORD) * _WORD for each in small]
         # torch keeps its own pinned memory until the stream has read it.

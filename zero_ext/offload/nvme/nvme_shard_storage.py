@@ -40,7 +40,7 @@ class NvmeShard:
         self._transfers = transfers
         self._transfer_path = transfer_path
 
-    def seen_as(self, dtype: torch.dtype) -> NvmeShard:
+    def with_dtype(self, dtype: torch.dtype) -> NvmeShard:
         """The same extent as elements of another dtype, which must not be wider."""
         return NvmeShard(self._store, self.offset, self.numel, dtype, self._transfers, self._transfer_path)
 

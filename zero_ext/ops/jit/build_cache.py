@@ -116,12 +116,12 @@ def _private_folder(reason: str) -> Path:
             f"{reason}; {again}. Remove the write permission, or set XDG_CACHE_HOME to a folder that only "
             "you can write to."
         )
-    _say_private(reason, folder)
+    _log_private_folder(reason, folder)
     return folder
 
 
 @cache
-def _say_private(reason: str, folder: Path) -> None:
+def _log_private_folder(reason: str, folder: Path) -> None:
     print(f"zero_ext: {reason}. Modules are built in {folder} instead.", file=sys.stderr)
 
 

@@ -61,7 +61,7 @@ class OneBitLamb(OneBitOptimizer):
         for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}: {value} given, a number in [0, 1) wanted")
-        self._keep(
+        self._set_settings(
             coefficients=(min_coeff, max_coeff),
             factors=(factor_min, factor_max),
             coeff_beta=coeff_beta,

@@ -80,7 +80,7 @@ class OneBitLambStepper(OneBitStepper):
         self, index: int, run: HyperparameterRange, direction: torch.Tensor, ratio: float
     ) -> None:
         """The masters of one parameter step by lr x ``ratio`` against ``direction``, which is used up."""
-        self.look(self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio)))
+        self.check_finite(self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio)))
 
     def adapted_ratio(
         self,

@@ -41,7 +41,7 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
             if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
                 raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
         self._policy: dict[str, Any] = {}
-        self._keep(variance_floor=variance_floor, **policy)
+        self._set_settings(variance_floor=variance_floor, **policy)
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "variance_floor": variance_floor}
         for name, value in numbers.items():
             if not (math.isfinite(value) and value >= 0):
@@ -50,7 +50,7 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def _keep(self, **settings: Any) -> None:
+    def _set_settings(self, **settings: Any) -> None:
         """Attributes that copies have as well."""
         vars(self).update(settings)
         self._policy.update(settings)

@@ -128,12 +128,12 @@ class OneBitStepper(AdamStepper):
             for chunk in run.chunks():
                 update = exp_avg[chunk] / denominator(variance[chunk], run.eps)
                 decay_(master[chunk], run)
-                self.look(master[chunk].sub_(update.mul_(run.lr)))
+                self.check_finite(master[chunk].sub_(update.mul_(run.lr)))
 
-    def look(self, values: torch.Tensor) -> None:
+    def check_finite(self, values: torch.Tensor) -> None:
         """Raise the flag of :meth:`watch` if ``values`` [n], which were just written, are not all finite."""
         if self._flag is not None:
-            self._flag.look(values)
+            self._flag.check(values)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""

@@ -76,7 +76,7 @@ class ElementwiseStepper:
         for segment, value in zip(owned.segments, values, strict=True):
             value.grad = None
             if self._flag is not None and segment.name in used:
-                self._flag.look(value)
+                self._flag.check(value)
         if owned.output is not None and owned.output.tier == "nvme":
             # All of it, else the rest of a block would have to be read. Unchanged values are written again.
             self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)

@@ -69,7 +69,7 @@ class ElementwiseStream:
             for chunk in chunks:
                 shard = gradients[chunk.index]
                 near: Tier = "host" if shard.tier == "nvme" else shard.tier
-                brought = self._staging.bring(shard, chunk.begin, chunk.end, near)
+                brought = self._staging.fetch_gradient(shard, chunk.begin, chunk.end, near)
                 if brought.device != staging.gradient.device:
                     self._stream.transfers.record("device", "host", brought.nbytes)
                 gradient = staging.gradient[: chunk.end - chunk.begin].copy_(brought).mul_(scale)
@@ -108,7 +108,7 @@ class ElementwiseStream:
         for segment, value in stepped:
             self._copy_new_state(segment, value, values, begin)
             if self._flag is not None:
-                self._flag.look(value)
+                self._flag.check(value)
         chunk.changed = True
         spans = []
         for segment, value in stepped:

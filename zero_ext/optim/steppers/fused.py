@@ -191,7 +191,7 @@ class AdamStepper(FusedStepper):
                 continue
             in_storage.append(update.index)
             gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
-            if self._staging.reaches(gradient, "host") and self._staging.reaches(output, "host"):
+            if self._staging.can_access(gradient, "host") and self._staging.can_access(output, "host"):
                 stored.append(AdamWork(owned.state, gradient, output, *rows))
             else:
                 self._step_far(owned.state, gradient, output, rows, scale)
@@ -217,14 +217,14 @@ class AdamStepper(FusedStepper):
     ) -> None:
         """Steps a range whose state streams through the host, which does not reach its gradient or its
         parameters: these are copied in chunks."""
-        reached = self._staging.reaches(gradient, "host")
-        near_output = output if self._staging.reaches(output, "host") else None
+        accessible = self._staging.can_access(gradient, "host")
+        near_output = output if self._staging.can_access(output, "host") else None
         # Where the gradient is read by the step itself, values that take no memory stand for it.
-        brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if reached else gradient
+        brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if accessible else gradient
         far_output = None if near_output is output else output
         for chunk in self._staging.chunks("host", brought, far_output, state.stream.chunk_elements):
             span, (bounds, rows) = (chunk.begin, chunk.end), inside(chunk.begin, chunk.end, *settings)
-            source = gradient.subrange(*span) if reached else _in_host(chunk.gradient)
+            source = gradient.subrange(*span) if accessible else _in_host(chunk.gradient)
             target = near_output.subrange(*span) if near_output is not None else None
             if chunk.staged is not None:
                 target = _in_host(chunk.staged)

@@ -173,7 +173,7 @@ class LambStepper(FusedStepper):
             for chunk in chunks:
                 shard = gradients[chunk.index]
                 near: Tier = "host" if shard.tier == "nvme" else shard.tier
-                gradient = self._staging.bring(shard, chunk.begin, chunk.end, near)
+                gradient = self._staging.fetch_gradient(shard, chunk.begin, chunk.end, near)
                 if gradient.device != staging.gradient.device:
                     stream.transfers.record("device", "host", gradient.nbytes)
                     gradient = staging.gradient[: chunk.end - chunk.begin].copy_(gradient)

@@ -22,7 +22,7 @@ class NonFiniteFlag:
             self._flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
         return self._flags[device]
 
-    def look(self, values: torch.Tensor) -> None:
+    def check(self, values: torch.Tensor) -> None:
         """Raise the flag if ``values`` [n] hold NaN or infinity. An accelerator is not waited for."""
         ops.flag_non_finite_(values, self.on(values.device))
 
@@ -41,5 +41,5 @@ class NonFiniteFlag:
 
 
 def flag_on(flag: NonFiniteFlag | None, device: torch.device) -> torch.Tensor | None:
-    """Return what an op takes as its flag on ``device``, None where nobody looks."""
+    """Return what an op takes as its flag on ``device``, None where it is not read."""
     return None if flag is None else flag.on(device)

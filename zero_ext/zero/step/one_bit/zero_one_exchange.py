@@ -50,7 +50,7 @@ class ZeroOneExchange(ReplicatedExchange):
                 for chunk in run.chunks():
                     drift[chunk].add_(momentum[chunk] * run.lr)
                     decay_(master[chunk], run)
-                    self._stepper.look(master[chunk])
+                    self._stepper.check_finite(master[chunk])
             if not exchanges:
                 self._write(number)
         if exchanges:
@@ -71,7 +71,7 @@ class ZeroOneExchange(ReplicatedExchange):
         for run in self._stepper.hyper_ranges(number, used):
             for chunk in run.chunks():
                 update = average[chunk] / denominator(variance[chunk], run.eps)
-                self._stepper.look(master[chunk].sub_(update))
+                self._stepper.check_finite(master[chunk].sub_(update))
                 common[chunk].copy_(average[chunk] / run.rate)
             own_range = slice(run.begin, run.end)
             self._state["momentum"][number][own_range].copy_(common[own_range])
