@@ -257,12 +257,12 @@ class Engine(Ending):
         with contextlib.nullcontext() if reduces else self.no_sync():
             yield
 
-    def gradient_comes(self, parameter: nn.Parameter) -> None:
+    def before_accumulate_grad(self, parameter: nn.Parameter) -> None:
         """See :class:`GradientSink`."""
         self.backward_pass.enter()
         parameter.grad = None
 
-    def gradient_came(self, parameter: nn.Parameter) -> None:
+    def after_accumulate_grad(self, parameter: nn.Parameter) -> None:
         """See :class:`GradientSink`."""
         unit, number = self.index[parameter]
         gradient, parameter.grad = parameter.grad, None
@@ -282,7 +282,7 @@ class Engine(Ending):
             )
         self._collected = True
         self._tied.forget()
-        self.optimizer_step.came(gradients)
+        self.optimizer_step.gradient_arrived(gradients)
         self.reducer.synchronized = False
         self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))

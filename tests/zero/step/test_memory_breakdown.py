@@ -1,4 +1,4 @@
-"""The ledger against the paper's formula, the planner's exact one, and what memory really holds."""
+"""The memory breakdown against the paper's formula, the planner's exact one, and what memory really holds."""
 
 from __future__ import annotations
 
@@ -79,22 +79,22 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
     storages, buffers = live_storages(), ops.host_buffer_bytes()
     model, optimizer = train(world, stage)
     engine = engine_of(model)
-    ledger = engine.memory_breakdown()
-    assert set(ledger) == {*KINDS, "staging"}
+    breakdown = engine.memory_breakdown()
+    assert set(breakdown) == {*KINDS, "staging"}
 
     psi = sum(parameter.numel() for parameter in model.parameters())
     assert 2_000_000 < psi < 2_200_000
     for kind, wanted in paper(stage, psi, world.size).items():
-        assert ledger[kind] == pytest.approx(wanted, rel=0.03), kind
-    assert sum(ledger[kind] for kind in KINDS) == pytest.approx(
+        assert breakdown[kind] == pytest.approx(wanted, rel=0.03), kind
+    assert sum(breakdown[kind] for kind in KINDS) == pytest.approx(
         sum(paper(stage, psi, world.size).values()), rel=0.005
     )
 
     padded = sum(unit.layout.numel for unit in engine.units)
     exact = model_state_bytes(stage, world.size, TrainingState({"bf16": padded}))
-    assert [ledger[kind] for kind in KINDS] == [exact.params, exact.grads, exact.optimizer]
+    assert [breakdown[kind] for kind in KINDS] == [exact.params, exact.grads, exact.optimizer]
 
-    total = sum(ledger.values())
+    total = sum(breakdown.values())
     assert ops.host_buffer_bytes() - buffers == total
     # The storages of released units point at memory of NaN that takes next to nothing.
     storages |= {unit.flat.data_ptr(): 0 for unit in engine.units if unit.state is UnitState.RELEASED}
@@ -102,7 +102,7 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
     assert sum(found.values()) == pytest.approx(total, rel=0.03)
 
     if stage == 3 and world.size > 1:  # what is whole for a moment stays below the model
-        assert 0 < ledger["staging"] < 2 * psi * 2
+        assert 0 < breakdown["staging"] < 2 * psi * 2
     del model, optimizer, engine, found
     gc.collect()
     assert ops.host_buffer_bytes() == buffers
@@ -144,9 +144,9 @@ def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
                     padding = 4096 * len(engine.units) if (kind, tier) == ("optimizer", "nvme") else 0
                     assert 0 <= held[tier][kind] - wanted[kind] <= padding, (kind, tier)
                     assert sum(held[other][kind] for other in held) == held[tier][kind]
-                ledger = engine.memory_breakdown()
-                assert sum(ledger.values()) == ops.host_buffer_bytes() - before
-                assert ledger["params"] == (0 if params == "nvme" else width * psi)
+                breakdown = engine.memory_breakdown()
+                assert sum(breakdown.values()) == ops.host_buffer_bytes() - before
+                assert breakdown["params"] == (0 if params == "nvme" else width * psi)
                 if optimizer == "nvme":
                     assert sum(held["nvme"].values()) <= engine.tiers.store.facts().live_bytes
                 del model, made, engine
@@ -160,25 +160,25 @@ def test_fp32_parameters_are_their_own_masters(world: World) -> None:
         model, _ = zero_ext.prepare(
             model, torch.optim.AdamW(model.parameters()), {"stage": stage}, process_group=world.group
         )
-        ledger, engine = engine_of(model).memory_breakdown(), engine_of(model)
+        breakdown, engine = engine_of(model).memory_breakdown(), engine_of(model)
         share = world.size if stage >= 1 else 1
         padded = sum(unit.layout.numel for unit in engine.units)
-        assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
-        assert ledger["optimizer"] == 8 * padded // share
+        assert breakdown["params"] == 4 * padded // (world.size if stage == 3 else 1)
+        assert breakdown["optimizer"] == 8 * padded // share
 
 
 @on_ranks(2)
 def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
     for stage in range(4):
         model, _ = zero_ext.prepare(nn.Linear(320, 200), None, {"stage": stage}, process_group=world.group)
-        ledger = engine_of(model).memory_breakdown()
-        assert ledger["grads"] == ledger["optimizer"] == 0
+        breakdown = engine_of(model).memory_breakdown()
+        assert breakdown["grads"] == breakdown["optimizer"] == 0
         padded = sum(unit.layout.numel for unit in engine_of(model).units)
-        assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
+        assert breakdown["params"] == 4 * padded // (world.size if stage == 3 else 1)
 
 
 @on_ranks(1, 2)
-def test_state_of_torchs_own_optimizers_counts_where_its_part_lies(world: World) -> None:
+def test_state_of_torchs_own_optimizers_counts_in_its_tier(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model: Any = TwoMillion()
         offload = {"optimizer": "nvme", "ratio": 0.5, "nvme_paths": [folder], "staging_buffer_bytes": 1 << 20}

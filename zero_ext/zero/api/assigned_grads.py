@@ -12,7 +12,7 @@ from zero_ext.zero.engine import Engine
 Result = TypeVar("Result")
 
 
-def take_assigned(
+def adopt_assigned(
     engine: Engine, parameters: Sequence[nn.Parameter], compute: Callable[[], Result]
 ) -> Result:
     """The result of ``compute``, which sets ``parameter.grad`` of some of ``parameters`` rather than have
@@ -21,11 +21,11 @@ def take_assigned(
     units = list(dict.fromkeys(engine.index[parameter][0] for parameter in parameters))
     with engine.backward_pass.by_hand():
         for unit in units:
-            engine.residency.need(unit, holder, engine.residency.backward_order)
+            engine.prefetcher.need(unit, holder, engine.prefetcher.backward_order)
         for parameter in parameters:
             parameter.grad = None
         result = compute()
         for parameter in parameters:
             if parameter.grad is not None:
-                engine.gradient_came(parameter)
+                engine.after_accumulate_grad(parameter)
     return result

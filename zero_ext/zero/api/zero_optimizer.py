@@ -11,7 +11,7 @@ from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise_check import on_other_tensors
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.step.update_schedule import AfterBackward
+from zero_ext.zero.step.update_schedule import UpdatesAfterBackward
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -157,7 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise AssertionError("an optimizer without a stepper")
         return stepper
 
-    def _updates(self) -> AfterBackward:
+    def _updates(self) -> UpdatesAfterBackward:
         updates = self.engine.optimizer_step.updates
         if updates is None:
             raise AssertionError("an optimizer without updates")

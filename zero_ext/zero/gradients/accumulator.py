@@ -123,7 +123,7 @@ class UnitGradients:
         self.finish_reduction()
         self.finish_gather()
         self._prepare_local()
-        came = [gradient for _, gradient in waiting]
+        added = [gradient for _, gradient in waiting]
         while waiting:
             new: dict[int, torch.Tensor] = {}
             more: dict[int, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class UnitGradients:
             self._write(more, adds=True)
             self._filled.update(new)
             waiting = later
-        self._tiers.device.reduction_stream.hold(came)
+        self._tiers.device.reduction_stream.hold(added)
 
     def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
         """Copy gradients of parameters into ``local``, or add them where ``adds``."""
@@ -181,8 +181,8 @@ class UnitGradients:
     @property
     def frozen(self) -> bool:
         """Whether no gradient can arrive: no parameter is trainable, and none has an unreduced gradient."""
-        came = self._filled or self._waiting
-        return not came and not any(parameter.requires_grad for parameter in self.unit.parameters)
+        added = self._filled or self._waiting
+        return not added and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
     @property
     def reducing(self) -> bool:
@@ -398,7 +398,7 @@ class UnitGradients:
         """Return the full reduced gradient [layout.numel] if it is in this rank's device memory."""
         if self.unit.collectives.world_size == 1:
             unallocated = isinstance(self.storage, PooledGradientStorage) and not self.storage.valid
-            far = self._tiers.device.of(self.storage.tier) != self.unit.flat.device
+            far = self._tiers.device.torch_device(self.storage.tier) != self.unit.flat.device
             return None if unallocated or far else self.storage.shard().memory(self.storage.tier)
         return None if self.unit.placement.optimizer else self.local
 

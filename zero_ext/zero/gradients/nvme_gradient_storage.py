@@ -161,8 +161,8 @@ class NvmeGradientStorage:
         # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
         self._extent = tiers.allocate_nvme_shard(numel, widest)
-        self._storage = self._extent.seen_as(dtype)
-        self._sums = self._extent.seen_as(accumulation_dtype)
+        self._storage = self._extent.with_dtype(dtype)
+        self._sums = self._extent.with_dtype(accumulation_dtype)
         self._squares: Squares | None = None  # of the full gradient, None while unknown
         self._reader: ChunkReader | None = None
         self._writer = ChunkWriter(pool)

@@ -1,4 +1,4 @@
-"""Hooks on parameters: their gradients leave ``param.grad`` for the unit's flat gradient as they arrive."""
+"""Hooks on parameters that move each gradient from ``param.grad`` to the unit's flat gradient."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 
 class GradientSink(Protocol):
-    """Who takes the gradients."""
+    """Receives the gradients."""
 
-    def gradient_comes(self, parameter: nn.Parameter) -> None:
-        """Right before autograd accumulates into ``parameter.grad``."""
+    def before_accumulate_grad(self, parameter: nn.Parameter) -> None:
+        """Prepare ``parameter.grad`` before autograd accumulates into it."""
 
-    def gradient_came(self, parameter: nn.Parameter) -> None:
-        """Right after; ``parameter.grad`` is this backward's gradient."""
+    def after_accumulate_grad(self, parameter: nn.Parameter) -> None:
+        """Take this backward's gradient from ``parameter.grad``."""
 
 
 def watch_all(parameters: Iterable[nn.Parameter], sink: GradientSink) -> None:
-    """Registers both hooks, on frozen parameters too, so that unfreezing one later works.
+    """Register both hooks. Frozen parameters get them, too, so that they can be unfrozen later.
 
     The hooks hold ``sink`` and the parameters weakly.
     """
@@ -30,7 +30,7 @@ def watch_all(parameters: Iterable[nn.Parameter], sink: GradientSink) -> None:
 
 
 def unwatch(parameters: Iterable[nn.Parameter]) -> None:
-    """Removes both hooks."""
+    """Remove both hooks."""
     for parameter in parameters:
         with torch._C.DisableTorchFunctionSubclass():
             tables = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
@@ -46,12 +46,12 @@ def _watch(parameter: nn.Parameter, sink: GradientSink) -> None:
     def before(_: torch.Tensor) -> None:
         alive, target = weak_sink(), weak_parameter()
         if alive is not None and target is not None:
-            alive.gradient_comes(target)
+            alive.before_accumulate_grad(target)
 
     def after(target: torch.Tensor) -> None:
         alive = weak_sink()
         if alive is not None:
-            alive.gradient_came(target)  # type: ignore[arg-type]
+            alive.after_accumulate_grad(target)  # type: ignore[arg-type]
 
     trainable = parameter.requires_grad
     if not (parameter.is_floating_point() or parameter.is_complex()):

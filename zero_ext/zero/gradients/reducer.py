@@ -26,7 +26,7 @@ class Listener(Protocol):
     """Is notified of reductions, and of failed steps with every agreement on gradients."""
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """A reduction is finished; of one that is late, so are some others."""
+        """Handle a finished reduction. If its storage is asynchronous, later ones may have finished, too."""
 
     def has_failed_step(self) -> bool:
         """Return whether this rank knows that an earlier step was not made."""

@@ -62,7 +62,9 @@ class ShardedGradient(torch.Tensor):
     _view_spec: ViewSpec
 
     @staticmethod
-    def __new__(cls, source: Source, device: torch.device, view_spec: ViewSpec | None = None) -> ShardedGradient:
+    def __new__(
+        cls, source: Source, device: torch.device, view_spec: ViewSpec | None = None
+    ) -> ShardedGradient:
         own = view_spec or source.view_spec
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, own.shape, own.stride, own.offset, dtype=own.dtype, device=device, requires_grad=False
@@ -294,7 +296,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     for number, formal in enumerate(func._schema.arguments):
         if formal.alias_info is None or not formal.alias_info.is_write:
             continue
-        found += instances_in(args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient)
+        found += instances_in(
+            args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient
+        )
     return found
 
 

@@ -33,7 +33,7 @@ class DeviceErrors:
             )
 
     def claim(self) -> None:
-        """After an update of this engine: what was recorded by now is for the next :meth:`poll`."""
+        """After an update of this engine: assign the recorded error to this engine's next :meth:`poll`."""
         self._claimed = self.poll()
 
     def poll(self) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from zero_ext.config.events import Bus
 from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, publish, settings_of
+from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, publish, settings_of
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
@@ -26,7 +26,7 @@ _UNCHANGED = (
 )
 
 
-class Delayed(AfterBackward):
+class DelayedUpdates(UpdatesAfterBackward):
     """The updates of a step run on a thread of their own until the next step, or until state is read (the
     one-step delayed parameter update of ZeRO-Offload, Ren et al., arXiv 2101.06840).
 
@@ -58,8 +58,8 @@ class Delayed(AfterBackward):
         self._joining: weakref.finalize[Any, Any] | None = None
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`AfterBackward`: takes the copies; the updates start in :meth:`begin_delayed`, or at the
-        latest in :meth:`finish`."""
+        """See :class:`UpdatesAfterBackward`. Copy the gradients. The updates start in :meth:`begin_delayed`,
+        or at the latest in :meth:`finish`."""
         if self._job is not None:
             raise AssertionError("the updates of a step before were not finished")
         updates = self._copy_gradients()
@@ -72,19 +72,19 @@ class Delayed(AfterBackward):
         self.in_progress = True
 
     def begin_delayed(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         if self._job is not None:
             self._job.start()
             # A model that goes takes its storage and memory along, so the thread has to end first.
             self._joining = weakref.finalize(self, self._job.join)
 
     def wait(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         if self._job is not None:
             self._job.result()
 
     def finish(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         job = self._job
         if job is None:
             return
@@ -107,7 +107,7 @@ class Delayed(AfterBackward):
         publish(units)
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`AfterBackward`: the copies of the gradients."""
+        """See :class:`UpdatesAfterBackward`: the copies of the gradients."""
         held: Counter[Tier] = Counter()
         for number, copy in self._copies.items():
             held[self._near(number)] += copy.nbytes

@@ -19,15 +19,15 @@ from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.reducer import Edits
 from zero_ext.zero.step.deferred_device_errors import DeviceErrors
-from zero_ext.zero.step.delayed_update import Delayed
+from zero_ext.zero.step.delayed_update import DelayedUpdates
 from zero_ext.zero.step.finite_checks import FiniteChecks
 from zero_ext.zero.step.launched_steps import DecidedStep, LaunchedSteps
 from zero_ext.zero.step.loss_scaler import LossScaler
 from zero_ext.zero.step.one_bit import OneBitUpdates
 from zero_ext.zero.step.step_errors import StepErrors
 from zero_ext.zero.step.step_verdict import OwnFacts, Verdict, gradient_scale, sum_of_ranks
-from zero_ext.zero.step.update_in_backward import InBackward
-from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, any_stored, settings_of
+from zero_ext.zero.step.update_in_backward import UpdatesInBackward
+from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, any_stored, settings_of
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
@@ -74,7 +74,7 @@ class OptimizerStep:
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
-        self.updates: AfterBackward | None = None
+        self.updates: UpdatesAfterBackward | None = None
         self.groups: Groups = []
         self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
@@ -106,13 +106,13 @@ class OptimizerStep:
         shared = (self.stepper, self._masters, self._gradients, self._collectives)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
-            self.updates = InBackward(*shared, groups, on_trial)
+            self.updates = UpdatesInBackward(*shared, groups, on_trial)
         elif isinstance(self.stepper, OneBitStepper):
             self.updates = OneBitUpdates(self.stepper, *shared[1:], lambda: self.steps - self.skipped_steps)
         elif self._when == "delayed":
-            self.updates = Delayed(*shared, groups, settings, self._tiers)
+            self.updates = DelayedUpdates(*shared, groups, settings, self._tiers)
         else:
-            self.updates = AfterBackward(*shared)
+            self.updates = UpdatesAfterBackward(*shared)
         self.updates.flag = self._flag
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -266,10 +266,10 @@ class OptimizerStep:
         if self.updates is not None:
             self.updates.begin_backward(last, self._unscale())
 
-    def came(self, gradients: UnitGradients) -> None:
-        """A gradient of this unit arrives."""
+    def gradient_arrived(self, gradients: UnitGradients) -> None:
+        """Handle a new gradient of this unit."""
         if self.updates is not None:
-            self.updates.came(gradients)
+            self.updates.gradient_arrived(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
         """A reduction of this unit is finished. A gradient that is not finite makes no update: the step will
@@ -412,7 +412,7 @@ class OptimizerStep:
         if self.updates is not None:
             self.updates.begin_delayed()
 
-    def _guarded(self, action: Callable[[AfterBackward], None]) -> None:
+    def _guarded(self, action: Callable[[UpdatesAfterBackward], None]) -> None:
         if self.updates is None:
             raise AssertionError("a step without an optimizer")
         try:

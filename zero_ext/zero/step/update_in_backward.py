@@ -10,7 +10,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, publish, settings_of
+from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, publish, settings_of
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard, follow_writes
 from zero_ext.zero.units.unit import Unit
@@ -18,7 +18,7 @@ from zero_ext.zero.units.unit import Unit
 _INSTEAD = "set offload.update_mode to 'after_backward'"
 
 
-class InBackward(AfterBackward):
+class UpdatesInBackward(UpdatesAfterBackward):
     """The updates of a step run while its last backward pass goes on.
 
     A unit is updated when its reduction is finished and every trainable parameter of it has brought its
@@ -52,7 +52,7 @@ class InBackward(AfterBackward):
         self._stale: str | None = None  # a parameter that was read after its update
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`AfterBackward`. Raises ``RuntimeError`` if the step of the pass before is still
+        """See :class:`UpdatesAfterBackward`. Raises ``RuntimeError`` if the step of the pass before is still
         due."""
         if self.pending:
             raise RuntimeError(
@@ -68,17 +68,17 @@ class InBackward(AfterBackward):
 
     @property
     def updated(self) -> bool:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         return bool(self._early) and not self._on_trial
 
-    def came(self, gradients: UnitGradients) -> None:
-        """See :class:`AfterBackward`."""
+    def gradient_arrived(self, gradients: UnitGradients) -> None:
+        """See :class:`UpdatesAfterBackward`."""
         self.pending = self.pending or self._last
         if self._last and (self._number_of[gradients] in self._early or gradients.reducing):
             self._refuse_late(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """See :class:`AfterBackward`: updates the unit if its gradients are all there."""
+        """See :class:`UpdatesAfterBackward`: updates the unit if its gradients are all there."""
         number = self._number_of[gradients]
         if number in self._early:
             self._refuse_late(gradients)
@@ -109,14 +109,14 @@ class InBackward(AfterBackward):
         )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
-        """See :class:`AfterBackward`: a value from after the update would go into other gradients."""
+        """See :class:`UpdatesAfterBackward`: a value from after the update would go into other gradients."""
         name = gradients.unit.layout.specs[index].name
         if name in self._early.get(self._number_of[gradients], ()):
             self._stale = self._stale or name
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`AfterBackward`: agrees on what happened in backward, judges updates made on trial,
-        makes those that are left, publishes parameters."""
+        """See :class:`UpdatesAfterBackward`. Agree on the updates in backward, commit or roll back trial
+        updates, make the remaining ones and publish parameters."""
         self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
         self.rolled_back_steps += self.rolled_back
         self.committed_steps += self._on_trial and bool(self._early) and not self.rolled_back
@@ -156,7 +156,7 @@ class InBackward(AfterBackward):
         list(self._stepper.step(self._updates(done), scale, used))
 
     def rollback(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         self.rolled_back = bool(self._early)
         self.rolled_back_steps += self.rolled_back
         try:
@@ -174,8 +174,7 @@ class InBackward(AfterBackward):
             self.flag.lower()
 
     def forget(self) -> str | None:
-        """See :class:`AfterBackward`. Raises ``RuntimeError`` if updates were made that cannot be taken
-        back."""
+        """See :class:`UpdatesAfterBackward`. Raise ``RuntimeError`` if updates cannot be rolled back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
                 "gradients cannot be cleared between backward and optimizer.step(): offload.update_mode is "
@@ -184,7 +183,7 @@ class InBackward(AfterBackward):
         return self.abandon()
 
     def abandon(self) -> str | None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         try:
             if self._early and not self._on_trial:
                 return (
@@ -199,7 +198,7 @@ class InBackward(AfterBackward):
             self.drop()
 
     def drop(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         if self._on_trial:
             for number in self._early:
                 self._stepper.commit(number)

@@ -1,4 +1,4 @@
-"""When and how the owned ranges are updated, and the parameters sent to all ranks."""
+"""Schedules of optimizer updates: when owned ranges are updated and parameters are sent to all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AuxiliaryState(NamedTuple):
             yield layout.specs[overlap.index].name, overlap.parameter_start, values
 
 
-class AfterBackward:
+class UpdatesAfterBackward:
     """All updates of a step run inside ``optimizer.step()``, from the gradients of all units.
 
     The engine calls the methods on every schedule. In this one only :meth:`run` does something.
@@ -95,7 +95,7 @@ class AfterBackward:
 
     @property
     def updated(self) -> bool:
-        """Whether units were updated in backward and cannot be taken back."""
+        """Whether units were updated in backward and cannot be rolled back."""
         return False
 
     @property
@@ -107,11 +107,11 @@ class AfterBackward:
         """A backward pass begins; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
         gradients are multiplied with unless they are clipped. Raises ``RuntimeError`` to refuse the pass."""
 
-    def came(self, gradients: UnitGradients) -> None:
-        """A gradient of this unit arrives."""
+    def gradient_arrived(self, gradients: UnitGradients) -> None:
+        """Handle a new gradient of this unit."""
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """A reduction of this unit is finished."""
+        """Handle a finished reduction of this unit."""
 
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
@@ -155,8 +155,7 @@ class AfterBackward:
         return {}
 
     def rollback(self) -> None:
-        """``optimizer.step()`` is skipped: state and parameters are what they were before backward. A
-        collective."""
+        """Restore state and parameters from before backward, because the step is skipped. A collective."""
 
     def forget(self) -> str | None:
         """The gradients are cleared, as by ``optimizer.zero_grad()``; returns what is damaged by it, if

@@ -19,7 +19,7 @@ from zero_ext.zero.step.one_bit.lamb_exchange import LambExchange
 from zero_ext.zero.step.one_bit.stage0_exchange import GradientExchange, MomentumExchange
 from zero_ext.zero.step.one_bit.stage1_exchange import ShardedExchange
 from zero_ext.zero.step.one_bit.zero_one_exchange import ZeroOneExchange
-from zero_ext.zero.step.update_schedule import AfterBackward, AuxiliaryState
+from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdatesAfterBackward
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
@@ -34,7 +34,7 @@ _REPLICATED: dict[CompressionPhase, type[ExchangeStrategy]] = {
 _SHARDED: dict[CompressionPhase, type[ExchangeStrategy]] = {CompressionPhase.GRADIENT: ShardedExchange}
 
 
-class OneBitUpdates(AfterBackward):
+class OneBitUpdates(UpdatesAfterBackward):
     """Updates of an optimizer that uses 1-bit exchanges in some steps. In those, gradients stay on their rank
     (``needs_local_gradients``), and the exchange is part of the step. The optimizer and ``made``, the number
     of steps made, decide the next exchange. A single rank exchanges nothing, but freezes the variance.
@@ -62,12 +62,12 @@ class OneBitUpdates(AfterBackward):
 
     @property
     def needs_local_gradients(self) -> bool:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         return self._phase.compresses and self._collectives.world_size > 1
 
     @property
     def drifts(self) -> bool:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         return bool(self._one_bit.rates)
 
     @property
@@ -75,7 +75,7 @@ class OneBitUpdates(AfterBackward):
         return self._one_bit.optimizer.phase(self._made() + 1, self._sharded)
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
                 "backward adds to gradients of the last step in full precision, which are averaged over the "
@@ -84,7 +84,7 @@ class OneBitUpdates(AfterBackward):
             )
 
     def not_finite(self) -> list[int]:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         squares = Squares()
         for gradients in self._gradients:
             if gradients.has_local:
@@ -95,7 +95,7 @@ class OneBitUpdates(AfterBackward):
         return self._collectives.sum_(flags, "agreement on finite gradients").nonzero().flatten().tolist()
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         phase = self._phase
         if not phase.compresses:
             super().run(scale, used)
@@ -128,11 +128,11 @@ class OneBitUpdates(AfterBackward):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         return iter(()) if self._strategy is None else self._strategy.auxiliary_state()
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
         before, self._strategy = self._strategy, None
         for strategy in self._strategies.values():
@@ -152,14 +152,14 @@ class OneBitUpdates(AfterBackward):
         return undo
 
     def leaves(self, kind: str) -> bool:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         return kind.startswith(PREFIX) and self._strategy is None
 
     def restore(self) -> None:
-        """See :class:`AfterBackward`."""
+        """See :class:`UpdatesAfterBackward`."""
         if self._strategy is not None:
             self._strategy.restore()
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`AfterBackward`. The auxiliary state of the exchange."""
+        """See :class:`UpdatesAfterBackward`. The auxiliary state of the exchange."""
         return {"device": 0 if self._strategy is None else self._strategy.allocated_bytes()}
