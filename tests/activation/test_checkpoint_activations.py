@@ -1,4 +1,4 @@
-"""``zero_ext.checkpoint_activations``: its arguments, torch.compile, and the package ``zero_ext.checkpoint``."""
+"""``checkpoint_activations``: arguments and compilation. ``zero_ext.checkpoint`` is a plain package."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class ActivationOffloader:
 
     def _thread_queue(self) -> OrderedWeakList[ActivationRecord]:
         """Return the records of this thread."""
-        if not hasattr(self._thread_local, "line"):
+        if not hasattr(self._thread_local, "queue"):
             self._thread_local.queue = OrderedWeakList()
         return self._thread_local.queue
 

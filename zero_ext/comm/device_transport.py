@@ -125,8 +125,8 @@ def make_backend(
     plugin = dist.Backend._plugins[backend.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world_size, timeout)
-    options = torch._C._distributed_c10d._DistributedBackendOptions()
-    options.store, options.timeout, options.group_id = store, timeout, "zero_ext"
-    options.group_rank, options.group_size = rank, world_size
-    options.global_ranks_in_group = list(ranks)
-    return plugin.creator_fn(options, None)
+    backend_options = torch._C._distributed_c10d._DistributedBackendOptions()
+    backend_options.store, backend_options.timeout, backend_options.group_id = store, timeout, "zero_ext"
+    backend_options.group_rank, backend_options.group_size = rank, world_size
+    backend_options.global_ranks_in_group = list(ranks)
+    return plugin.creator_fn(backend_options, None)

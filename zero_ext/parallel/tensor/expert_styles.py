@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from zero_ext.parallel.tensor.tp_styles import (
-    LocalSlice,
+    ToLocalSlice,
     distribute_parameter,
     sum_gradients,
     sum_over_ranks,
@@ -101,7 +101,7 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the distributed parameters that ``module`` itself has by this rank's slices, for a while."""
     own: dict[str, Any] = module._parameters
     distributed = {name: each for name, each in own.items() if is_distributed(each)}
-    slice_of: Callable[[torch.Tensor], torch.Tensor] = LocalSlice.apply
+    slice_of: Callable[[torch.Tensor], torch.Tensor] = ToLocalSlice.apply
     own.update({name: slice_of(parameter) for name, parameter in distributed.items()})
     try:
         yield

@@ -129,7 +129,7 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-class LocalSlice(torch.autograd.Function):
+class ToLocalSlice(torch.autograd.Function):
     """This rank's slice of a parameter. What autograd saves of it is no view of the parameter's memory.
 
     ``to_local`` returns such a view, which must not be written to again, but ZeRO gathers there.
@@ -147,16 +147,16 @@ class LocalSlice(torch.autograd.Function):
 
 def _share_of_outputs(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[..., in] to [..., the outputs of this rank]."""
-    bias = None if module.bias is None else LocalSlice.apply(module.bias)
+    bias = None if module.bias is None else ToLocalSlice.apply(module.bias)
     return _project(module, sum_gradients(hidden, module.weight.device_mesh), bias)
 
 
 def _sum_over_inputs(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[..., the inputs of this rank] to [..., out]."""
     output = sum_over_ranks(_project(module, hidden, None), module.weight.device_mesh)
-    return output if module.bias is None else output + LocalSlice.apply(module.bias)
+    return output if module.bias is None else output + ToLocalSlice.apply(module.bias)
 
 
 def _project(module: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    weight = LocalSlice.apply(module.weight)
+    weight = ToLocalSlice.apply(module.weight)
     return nn.functional.linear(hidden, weight.t() if is_conv1d(module) else weight, bias)

@@ -171,7 +171,7 @@ def _mesh(num_stages: int | None, topology: ProcessTopology | None) -> DeviceMes
             "zero_ext.parallel.pipeline, and parallelize_module of torch or apply_tensor_parallel"
         )
     digits = tuple((_AXES[axis], length) for axis, length in lengths.items() if axis in _AXES)
-    return make_mesh(dict(digits), mapping=rank_mapping.Mapping(("pp", "dp"), digits))
+    return make_mesh(dict(digits), mapping=rank_mapping.RankMapping(("pp", "dp"), digits))
 
 
 __getattr__ = names_of("deepspeed.runtime.pipe.module")
