@@ -9,7 +9,6 @@ import sys
 import tokenize
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.ops.test_opcheck import SAMPLES
@@ -31,78 +30,9 @@ TAKES_A_WHOLE_JSON_SECTION = {
     "zero_ext/optim/schedulers/one_cycle.py: __init__",
 }
 
-# Imports may only point to layers further left; folders of one layer do not import one another.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config",),
-    ("ops",),
-    ("comm",),
-    ("offload",),
-    ("optim", "attention", "activation", "data"),
-    ("zero",),
-    ("checkpoint", "parallel"),
-    ("plan", "monitor"),
-    ("integrations",),
-    ("cli",),
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-
 
 def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the zero_ext modules that a file imports, anywhere in it."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, [base, node.module]))
-            found.update(f"{module}.{alias.name}" for alias in node.names)
-    return {name for name in found if name.split(".")[0] == "zero_ext"}
-
-
-def layer_of(module: str) -> str | None:
-    """Folder or top-level file of a zero_ext module; None for the package itself."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else None
-
-
-def wrong_imports(path: Path) -> list[str]:
-    """Imports of a file of the package that do not point to an earlier layer."""
-    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    if own is None or own == "__init__":
-        return []
-    if own not in LEVEL:
-        return [f"{own} has no place in LAYERS"]
-    wrong = []
-    for module in sorted(imported_modules(path)):
-        other = layer_of(module)
-        if other == own:
-            continue
-        if other not in LEVEL or LEVEL[other] >= LEVEL[own]:
-            wrong.append(f"{path.relative_to(ROOT)} ({own}) imports {module}")
-    return wrong
-
-
-def test_imports_point_one_way() -> None:
-    files = python_files("zero_ext")
-    assert len(files) > 10
-    assert [line for path in files for line in wrong_imports(path)] == []
-
-
-def test_a_reverse_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    file = tmp_path / "zero_ext" / "ops" / "late.py"
-    file.parent.mkdir(parents=True)
-    for line in ("import zero_ext.comm", "from zero_ext import zero", "from ..offload.tier import Tier"):
-        file.write_text(f"def late():\n    {line}\n")
-        assert len(wrong_imports(file)) == 1, line
-    file.write_text("import torch\nfrom zero_ext.config import events\nfrom . import adam\n")
-    assert wrong_imports(file) == []
 
 
 def test_core_includes_no_torch_and_no_python_header() -> None:

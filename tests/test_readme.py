@@ -19,7 +19,7 @@ from torch import nn
 import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.config import AioPolicy
+from zero_ext.config import AioConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "tests.test_readme"
@@ -174,7 +174,7 @@ def test_configuration_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_section_for_nvme_is_one_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(blocks("docs/nvme.md", "json")[0])
     config = zero_ext.load_config(tmp_path / "config.json")
-    assert config.offload.any_nvme and config.aio == AioPolicy()
+    assert config.offload.any_nvme and config.aio == AioConfig()
 
 
 def test_links_lead_somewhere() -> None:

@@ -28,7 +28,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.offload import NvmeStore
 
 STEPS = 8
-OFFLOAD = {"params": "nvme", "grads": "host", "optimizer": "nvme", "ring_bytes": 1 << 20}
+OFFLOAD = {"params": "nvme", "grads": "host", "optimizer": "nvme", "staging_buffer_bytes": 1 << 20}
 PATTERN = torch.arange(8192, dtype=torch.float32)
 
 
@@ -59,31 +59,31 @@ class Job:
         optimizer.zero_grad()
         return loss.item()
 
-    def reference(self, rank: int, tell: IO[str]) -> None:
+    def reference(self, rank: int, notify: IO[str]) -> None:
         """All steps in memory."""
         model, optimizer = self.prepared(0, rank, {})
         losses = [self.step(model, optimizer, number, rank) for number in range(STEPS)]
-        print(json.dumps(losses), file=tell, flush=True)
+        print(json.dumps(losses), file=notify, flush=True)
 
-    def live(self, life: int, rank: int, tell: IO[str], last: bool) -> None:
+    def live(self, life: int, rank: int, notify: IO[str], last: bool) -> None:
         """On from the last checkpoint, one more after the first step, and steps until the end, or a kill."""
         dead = self.runs()
         model, optimizer = self.prepared(life, rank, {**OFFLOAD, "nvme_paths": [str(self.nvme)]})
         if not dist.is_initialized() and (left := dead & self.runs()):
             raise AssertionError(f"not removed by the next run: {left}")
         first = zero_ext.load_checkpoint(self.saves, model).step if self.saves.exists() else 0
-        print(json.dumps(["first", first]), file=tell, flush=True)
+        print(json.dumps(["first", first]), file=notify, flush=True)
         for number in itertools.count(first):
             if number >= STEPS and last:
                 return
             begin = time.perf_counter()
             loss = self.step(model, optimizer, number, rank)
             if number < STEPS:
-                print(json.dumps([number, loss]), file=tell, flush=True)
+                print(json.dumps([number, loss]), file=notify, flush=True)
             if number == first:
                 seconds = time.perf_counter() - begin
                 zero_ext.save_checkpoint(self.saves, model)
-                print(json.dumps(["saved", seconds]), file=tell, flush=True)
+                print(json.dumps(["saved", seconds]), file=notify, flush=True)
 
     def runs(self) -> set[str]:
         """The run directories there are, that of the bystander apart."""
@@ -96,14 +96,14 @@ def bystander(job: Job) -> str:
     return named.read_text() if named.exists() else ""
 
 
-def stand_by(job: Job, tell: IO[str]) -> None:
+def stand_by(job: Job, notify: IO[str]) -> None:
     """Keeps a store on the same path until stdin of the program ends; its bytes must not change."""
     with NvmeStore([job.nvme], reserve_bytes=1 << 20) as store:
         offset = store.allocate(PATTERN.nbytes)
         store.write(offset, PATTERN).wait()
         (directory,) = job.nvme.iterdir()
         (job.folder / "bystander").write_text(directory.name)
-        print("[]", file=tell, flush=True)
+        print("[]", file=notify, flush=True)
         while not (job.folder / "done").exists():
             time.sleep(0.05)
         found = torch.zeros_like(PATTERN)
@@ -122,8 +122,8 @@ def start(work: Callable[[IO[str]], None]) -> tuple[int, IO[str]]:
     code = 1
     try:
         os.close(reading)
-        with os.fdopen(writing, "w") as tell:
-            work(tell)
+        with os.fdopen(writing, "w") as notify:
+            work(notify)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -137,10 +137,10 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def follow(told: IO[str], wanted: list[float], until: str) -> tuple[int, float]:
+def follow(received: IO[str], wanted: list[float], until: str) -> tuple[int, float]:
     """Reads a life's messages up to ``until``; every loss has to be the reference's. First step, seconds."""
     first = -1
-    for line in told:
+    for line in received:
         key, value = json.loads(line)
         if key == "first":
             first = int(value)
@@ -153,10 +153,10 @@ def follow(told: IO[str], wanted: list[float], until: str) -> tuple[int, float]:
 
 def kill_and_go_on(job: Job, life: int, wanted: list[list[float]], draw: random.Random) -> int:
     """One life that ends by SIGKILL of some ranks; the step it began from."""
-    ranks = [start(lambda tell, r=rank: job.live(life, r, tell, False)) for rank in range(job.world_size)]
+    ranks = [start(lambda notify, r=rank: job.live(life, r, notify, False)) for rank in range(job.world_size)]
     firsts = []
-    for (_, told), losses in zip(ranks, wanted, strict=True):
-        first, seconds = follow(told, losses, "saved")
+    for (_, received), losses in zip(ranks, wanted, strict=True):
+        first, seconds = follow(received, losses, "saved")
         firsts.append(first)
     time.sleep(draw.uniform(0, 3 * seconds))
     victims = draw.sample(range(job.world_size), draw.randint(1, job.world_size))
@@ -164,8 +164,8 @@ def kill_and_go_on(job: Job, life: int, wanted: list[list[float]], draw: random.
         os.kill(ranks[rank][0], signal.SIGKILL)
     begin = time.monotonic()
     codes = [exit_code(child) for child, _ in ranks]
-    for rank, (code, (_, told)) in enumerate(zip(codes, ranks, strict=True)):
-        follow(told, wanted[rank], "end")
+    for rank, (code, (_, received)) in enumerate(zip(codes, ranks, strict=True)):
+        follow(received, wanted[rank], "end")
         if code != (-signal.SIGKILL if rank in victims else 1):
             raise AssertionError(f"rank {rank} ended with {code}; killed were {victims}")
     if time.monotonic() - begin > 25:
@@ -180,17 +180,17 @@ def main() -> None:
     folder, world_size, kills, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     draw = random.Random(seed)
     job = Job(folder, world_size, seed)
-    ranks = [start(lambda tell, r=rank: job.reference(r, tell)) for rank in range(world_size)]
-    wanted = [json.loads(told.readline()) for _, told in ranks]
+    ranks = [start(lambda notify, r=rank: job.reference(r, notify)) for rank in range(world_size)]
+    wanted = [json.loads(received.readline()) for _, received in ranks]
     codes = [exit_code(child) for child, _ in ranks]
-    other, ready = start(lambda tell: stand_by(job, tell))
+    other, ready = start(lambda notify: stand_by(job, notify))
     ready.readline()
     begun = [kill_and_go_on(job, life, wanted, draw) for life in range(1, kills + 1)]
     if begun != sorted(set(begun)):
         raise AssertionError(f"lives began from steps {begun}")
-    ranks = [start(lambda tell, r=rank: job.live(kills + 1, r, tell, True)) for rank in range(world_size)]
-    for (_, told), losses in zip(ranks, wanted, strict=True):
-        follow(told, losses, "end")
+    ranks = [start(lambda notify, r=rank: job.live(kills + 1, r, notify, True)) for rank in range(world_size)]
+    for (_, received), losses in zip(ranks, wanted, strict=True):
+        follow(received, losses, "end")
     codes += [exit_code(child) for child, _ in ranks]
     if job.runs():
         raise AssertionError(f"left behind: {job.runs()}")

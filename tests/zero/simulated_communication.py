@@ -78,7 +78,7 @@ def averaged(flats: Sequence[torch.Tensor], setup: CommunicationSetup) -> torch.
         return added(means) * (1 / len(groups))
     if setup.gradients is None:
         return added(flats) * (1 / setup.ranks)
-    parts = []
+    chunks = []
     for own in range(setup.ranks):
         slices = [rounded(flat.chunk(setup.ranks)[own], setup.gradients) for flat in flats]
         if setup.per_node > 1:
@@ -88,8 +88,8 @@ def averaged(flats: Sequence[torch.Tensor], setup: CommunicationSetup) -> torch.
             ]
             if setup.nodes > 1:
                 slices = [rounded(each, setup.gradients) for each in slices]
-        parts.append(added(slices) * (1 / setup.ranks))
-    return torch.cat(parts)
+        chunks.append(added(slices) * (1 / setup.ranks))
+    return torch.cat(chunks)
 
 
 class Simulation:

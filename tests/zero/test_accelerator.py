@@ -31,7 +31,6 @@ from tests.zero.training import (
 from zero_ext import ops
 from zero_ext.plan import model_staging
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 from zero_ext.zero.construction.build_units import device_of
 from zero_ext.zero.construction.grouping import owned_parameters
 
@@ -72,11 +71,11 @@ def train(
     torch.manual_seed(world.seed)
     with tempfile.TemporaryDirectory() as folder:
         paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        offload = {"ring_bytes": 1 << 20, **paths, **offload}
+        offload = {"staging_buffer_bytes": 1 << 20, **paths, **offload}
         config = configuration(stage, plan, offload=offload, units={"bucket_elements": 700}, **more)
 
-        def batch(*place: int) -> torch.Tensor:
-            return language_batch(*place).to(device)
+        def batch(*position: int) -> torch.Tensor:
+            return language_batch(*position).to(device)
 
         run = train_prepared(world, tiny_model(device), language_loss, batch, config, plan, make)
         return run._replace(parameters={name: value.cpu() for name, value in run.parameters.items()})
@@ -118,8 +117,8 @@ def test_updates_in_backward_and_delayed(world: World, step: str) -> None:
     plans = [Plan(dtype="bf16"), Plan(clip=0.1), Plan(micro_batches=2)]
     for number, (offload, plan) in enumerate(itertools.product(choices, plans)):
         if number % 2 == world.seed % 2:
-            reference = train(world, "cpu", 3, plan, {**offload, "step": step})
-            check_equal(on_accelerator(world, number, 3, plan, {**offload, "step": step}), reference)
+            reference = train(world, "cpu", 3, plan, {**offload, "update_mode": step})
+            check_equal(on_accelerator(world, number, 3, plan, {**offload, "update_mode": step}), reference)
 
 
 @on_ranks(1, stand_in=True)
@@ -157,7 +156,7 @@ def test_torchs_own_optimizers(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
-def test_sums_that_are_wider_than_planned_come_in_whole_chunks(world: World) -> None:
+def test_sums_that_are_wider_than_planned_come_in_full_chunks(world: World) -> None:
     plan = PLANS[3]  # bf16 gradients that add up in fp32 under no_sync
     reference = train(world, "cpu", 1, plan, {})
     check_equal(on_accelerator(world, 0, 1, plan, {"optimizer": "nvme"}), reference)
@@ -176,7 +175,7 @@ def test_in_a_stream_of_the_users_own(world: World) -> None:
 @on_ranks(1, stand_in=True)
 def test_delayed_updates_on_the_device_are_in_the_users_stream(world: World) -> None:
     """By ``ratio`` some state stays on the device; its updates come after the gradients' copies there."""
-    offload = {"optimizer": "host", "ratio": 0.5, "step": "delayed"}
+    offload = {"optimizer": "host", "ratio": 0.5, "update_mode": "delayed"}
     reference = train(world, "cpu", 3, Plan(), offload)
     for number in (0, 1):
         with torch.Stream(device="stand_in"):
@@ -223,14 +222,14 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @on_ranks(1, stand_in=True)
-def test_memory_is_what_the_ledger_and_the_plan_say(world: World) -> None:
+def test_memory_matches_the_breakdown_and_the_plan(world: World) -> None:
     accelerator = torch.get_device_module("stand_in")
     for number, offload in enumerate(combinations(3)):
         if number % 3 != world.seed % 3:
             continue
         with tempfile.TemporaryDirectory() as folder:
             paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-            tiers = {**offload, **paths, "ring_bytes": 1 << 20}
+            tiers = {**offload, **paths, "staging_buffer_bytes": 1 << 20}
             config = configuration(3, offload=tiers, batch={"gradient_accumulation_steps": 2})
             before = accelerator.memory_allocated()
             model = tiny_model("stand_in")
@@ -240,7 +239,7 @@ def test_memory_is_what_the_ledger_and_the_plan_say(world: World) -> None:
             prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
             engine = zero_ext.zero.engine_of(prepared)
             for step in range(2):
-                held = ledger_by_tier(engine)
+                held = engine.memory_by_tier()
                 assert held["device"]["staging"] == planned.device
                 assert held["host"]["staging"] == planned.host
                 # The elements behind a unit's placeholders, and the granularity of allocations.
@@ -248,7 +247,7 @@ def test_memory_is_what_the_ledger_and_the_plan_say(world: World) -> None:
                 own = sum(held["device"].values())
                 found = accelerator.memory_allocated() - before
                 assert own <= found <= own + small * 4, (offload, step, own, found, small)
-                ring = engine.tiers.stream.ring_bytes if offload.get("optimizer") == "nvme" else 0
+                ring = engine.tiers.stream.staging_buffer_bytes if offload.get("optimizer") == "nvme" else 0
                 # Where the host looks at the placeholders' elements.
                 looks = accelerator.pinned_bytes() - pinned - (sum(held["host"].values()) - ring)
                 assert 0 <= looks <= 512 * len(engine.units), (offload, looks)

@@ -167,7 +167,7 @@ def test_gradient_penalty_inside_double_backward(world: World) -> None:
             plain.step()
             plain.zero_grad()
         check_parameters(model, twin)
-        assert engine_of(model).residency.live_elements == 0
+        assert engine_of(model).prefetcher.live_elements == 0
 
 
 @on_ranks(2)
@@ -188,7 +188,7 @@ def test_generation_between_steps(world: World, mode: str) -> None:
                 other = torch.cat([other, twin(other)[:, -1:].argmax(-1)], 1)
             assert torch.equal(ids, other)
             # What the next forward needs first is under way, but nothing is there to be computed with.
-            assert all(unit.state is not UnitState.GATHERED for unit in engine_of(wrapped).residency.units)
+            assert all(unit.state is not UnitState.GATHERED for unit in engine_of(wrapped).prefetcher.units)
             wrapped.train()
         language_loss(wrapped, language_batch(world.seed, step, 0, world.rank)).backward()
         optimizer.step()
@@ -251,7 +251,7 @@ def test_an_exception_in_forward_or_backward_leaves_nothing_gathered(world: Worl
                 feature_loss(model, feature_batch(world.seed, 7, 0, world.rank)).backward()
             failing.when = ""
         feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
-        assert engine_of(model).residency.live_elements == 0
+        assert engine_of(model).prefetcher.live_elements == 0
         optimizer.step()
         for rank in range(world.size):
             (feature_loss(twin, feature_batch(world.seed, 0, 0, rank)) / world.size).backward()
@@ -274,7 +274,7 @@ def test_a_released_weight_is_fetched_where_it_is_used_and_is_nan_behind_that(wo
 
 
 @on_ranks(2)
-def test_autograd_grad_gives_this_ranks_own_gradient(world: World) -> None:
+def test_autograd_grad_returns_this_ranks_own_gradient(world: World) -> None:
     """No accumulation takes place, so nothing is reduced; the next step is as if it had never been asked."""
     torch.manual_seed(world.seed)
     model = features_model()
@@ -285,7 +285,7 @@ def test_autograd_grad_gives_this_ranks_own_gradient(world: World) -> None:
     wanted = torch.autograd.grad(feature_loss(twin, batch), list(twin.parameters()))
     for one, two in zip(own, wanted, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
-    assert engine_of(model).residency.live_elements == 0
+    assert engine_of(model).prefetcher.live_elements == 0
     assert all(parameter.grad is None for parameter in model.parameters())
     feature_loss(model, batch).backward()
     optimizer.step()
@@ -296,7 +296,7 @@ def test_autograd_grad_gives_this_ranks_own_gradient(world: World) -> None:
 
 
 @on_ranks(2)
-def test_hooks_of_the_user_see_whole_parameters(world: World) -> None:
+def test_hooks_of_the_user_see_full_parameters(world: World) -> None:
     seen: list[bool] = []
     model = features_model()
     for module in (model[0].up, model[1]):

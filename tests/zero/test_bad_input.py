@@ -29,7 +29,7 @@ from tests.zero.models import (
 from tests.zero.training import adamw, configuration
 from zero_ext import ops
 from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero import engine_of
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 
@@ -118,7 +118,7 @@ def test_configurations_and_worlds_that_do_not_exist() -> None:
     with pytest.raises(ConfigError, match="gradient_clipping"):
         zero_ext.prepare(model, None, {"gradient_clipping": float("nan")})
     with pytest.raises(ValueError, match="stage: 4 given"):
-        Placement.of_stage(4)
+        StatePlacement.of_stage(4)
     for world_size in (0, -1):
         with pytest.raises(ValueError, match=f"world_size: {world_size} given, at least 1 wanted"):
             FlatLayout.build([ParameterSpec("a", (2,), (1,), torch.float32)], world_size)
@@ -210,8 +210,8 @@ def test_other_models_optimizers_and_configurations_are_named_on_all_ranks(
         split = 2 if world.rank == odd else 1
         parameters = [{"params": parameters[:split]}, {"params": parameters[split:]}]
     optimizer = kind(parameters, **settings) if difference != "none" or world.rank != odd else None
-    name, here, there = DIFFERENCES[difference]
-    pattern = f"{name}: expected {here} on all ranks, as on rank 0, got {there} on rank {odd}. Ranks [{odd}]"
+    name, local, there = DIFFERENCES[difference]
+    pattern = f"{name}: expected {local} on all ranks, as on rank 0, got {there} on rank {odd}. Ranks [{odd}]"
     with pytest.raises(RuntimeError, match=f"^rank {world.rank}: {re.escape(pattern)} differ"):
         zero_ext.prepare(model, optimizer, config, process_group=world.group)
     good, _ = prepared(world, nn.Linear(4, 4), 3)
@@ -338,8 +338,8 @@ def test_ranks_that_leave_out_other_blocks_never_get_each_others_weights(
     world: World, one_host: bool
 ) -> None:
     units = {"persistence_threshold": 0, "prefetch_elements": 0}
-    connected = ops.host_exchange_connect if one_host else (lambda handle: False)
-    with mock.patch.object(ops, "host_exchange_connect", connected):
+    connected = ops.cross_process_connect if one_host else (lambda handle: False)
+    with mock.patch.object(ops, "cross_process_connect", connected):
         model, _ = zero_ext.prepare(
             Layers(), None, configuration(3, units=units, timeout_seconds=4.0), process_group=world.group
         )

@@ -56,7 +56,7 @@ def test_twelve_compiled_blocks_are_one_graph(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses[kind].append(loss.item())
-            assert engine_of(model).residency.live_elements == 0
+            assert engine_of(model).prefetcher.live_elements == 0
     assert counters["stats"]["unique_graphs"] == 1, counters
     assert not counters["graph_break"], counters
     for one, two in zip(losses["compiled"], losses["eager"], strict=True):
@@ -119,8 +119,8 @@ def compiled_tiny_model(backend: str, how: str) -> TinyModel:
 def check_compiled(world: World, device: str, plan: Plan) -> None:
     """Compiled blocks train as plain ones do, in every place, in one graph that is made once."""
 
-    def batch(*place: int) -> torch.Tensor:
-        return language_batch(*place).to(device)
+    def batch(*position: int) -> torch.Tensor:
+        return language_batch(*position).to(device)
 
     for number, (stage, offload) in enumerate(placements()):
         runs = []
@@ -131,7 +131,9 @@ def check_compiled(world: World, device: str, plan: Plan) -> None:
             model = compiled_tiny_model(kind, ("in place", "wrapped")[number % 2]).to(device)
             with tempfile.TemporaryDirectory() as folder:
                 paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-                config = configuration(stage, plan, offload={"ring_bytes": 1 << 20, **offload, **paths})
+                config = configuration(
+                    stage, plan, offload={"staging_buffer_bytes": 1 << 20, **offload, **paths}
+                )
                 runs.append(train_prepared(world, model, language_loss, batch, config, plan))
         named = {name.replace("_orig_mod.", ""): value for name, value in runs[1].parameters.items()}
         check_close(runs[1]._replace(parameters=named), runs[0], 1e-2 if plan.dtype == "bf16" else 1e-6)
@@ -167,8 +169,8 @@ def test_parameters_and_gradients_stay_in_place_where_graphs_may_be_captured(wor
         for step in range(3):
             prepared.backward(language_loss(prepared, language_batch(world.seed, step, 0, 0).to(device)))
             engine = engine_of(prepared)
-            homes = [engine.gradients_of(unit).for_optimizer() for unit in engine.units]
-            gradients = [home.memory("device").data_ptr() for home in homes]
+            owners = [engine.gradients_of(unit).for_optimizer() for unit in engine.units]
+            gradients = [owner.memory("device").data_ptr() for owner in owners]
             seen.append(([each.data_ptr() for each in model.parameters()], gradients))
             optimizer.step()
             optimizer.zero_grad()

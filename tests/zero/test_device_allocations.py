@@ -51,7 +51,7 @@ def check_steps(world: World, stage: int, offload: dict[str, Any], plan: Plan) -
     assert wanted >= LAYERS * plan.micro_batches  # the gradients of the weights
     with tempfile.TemporaryDirectory() as folder:
         paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        config = configuration(stage, plan, offload={"ring_bytes": 1 << 20, **paths, **offload})
+        config = configuration(stage, plan, offload={"staging_buffer_bytes": 1 << 20, **paths, **offload})
         model = deep_model()
         model, optimizer = zero_ext.prepare(
             model, adamw(model.parameters()), config, process_group=world.group

@@ -53,7 +53,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, coun
     return losses
 
 
-def born(how: str, config: dict[str, object], world: World) -> nn.Module:
+def presharded(how: str, config: dict[str, object], world: World) -> nn.Module:
     """The same model, made in one of the ways that users have."""
     torch.manual_seed(world.seed)
     if how == "init":
@@ -68,12 +68,12 @@ def born(how: str, config: dict[str, object], world: World) -> nn.Module:
 
 @on_ranks(1, 3, stand_in=True)
 @pytest.mark.parametrize("tiers", TIERS, ids=["device", "optimizer", "host"])
-def test_however_a_model_is_born_it_trains_on_the_device(world: World, tiers: dict[str, str]) -> None:
+def test_however_a_model_is_initialized_it_trains_on_the_device(world: World, tiers: dict[str, str]) -> None:
     config = {"stage": 3, "offload": tiers, "timeout_seconds": 20.0}
     seen = {}
     for how in ("device", "argument", "init", "init_meta"):
-        model = born(how, config, world)
-        kept = dict(model.named_parameters())
+        model = presharded(how, config, world)
+        retained = dict(model.named_parameters())
         model, optimizer = zero_ext.prepare(
             model,
             adamw(model),
@@ -82,7 +82,7 @@ def test_however_a_model_is_born_it_trains_on_the_device(world: World, tiers: di
             device=DEVICE if how == "argument" else None,
         )
         assert engine_of(model).device == torch.device(DEVICE)
-        assert all(parameter is kept[name] for name, parameter in model.named_parameters())
+        assert all(parameter is retained[name] for name, parameter in model.named_parameters())
         assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
         losses = steps(model, optimizer, world)
         state = zero_ext.full_state_dict(model)
@@ -100,15 +100,15 @@ def test_parameters_are_read_and_edited_where_they_are(world: World, stage: int)
     torch.manual_seed(world.seed)
     model = Normalised().to(DEVICE)
     model, optimizer = zero_ext.prepare(model, adamw(model), {"stage": stage}, process_group=world.group)
-    whole = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
+    full_model = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
     with zero_ext.gathered(model):
-        assert torch.equal(model.first.weight.cpu(), whole["first.weight"])
+        assert torch.equal(model.first.weight.cpu(), full_model["first.weight"])
     with zero_ext.gathered(model.first, modifier_rank=1):
         if world.rank == 1:
             with torch.no_grad():
                 model.first.weight.fill_(2.0)
     assert zero_ext.full_state_dict(model)["first.weight"].eq(2.0).all()
-    zero_ext.load_full_state_dict(model, whole)
+    zero_ext.load_full_state_dict(model, full_model)
     model(torch.ones(5, 6, device=DEVICE)).backward()
     gradient = zero_ext.full_gradient(model.first.weight)
     assert gradient is not None and gradient.device == torch.device(DEVICE)
@@ -162,7 +162,7 @@ class Wide(nn.Module):
 
 @on_ranks(1, 2, stand_in=True)
 @pytest.mark.parametrize(("limit", "advice"), [(6, "'offload.optimizer' 'host'"), (1, "No placement fits:")])
-def test_a_model_without_room_is_refused_with_what_would_fit(world: World, limit: int, advice: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limit: int, advice: str) -> None:
     device = torch.stand_in  # type: ignore[attr-defined]
     model = Wide()
     before = model.blocks[0].weight.clone()
@@ -177,8 +177,8 @@ def test_a_model_without_room_is_refused_with_what_would_fit(world: World, limit
         device.set_memory_limit(1 << 40, DEVICE)
     text = str(raised.value)
     optimizer = 12.0 / world.size
-    for part in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "were free", advice):
-        assert part in text, text
+    for section in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "were free", advice):
+        assert section in text, text
     assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
     zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
 
@@ -212,9 +212,9 @@ def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> N
 def test_a_batch_in_host_memory_is_refused_as_torch_refuses_it(world: World) -> None:
     torch.manual_seed(world.seed)
     plain = Normalised().to(DEVICE)
-    here = torch.randn(5, 6)
+    local = torch.randn(5, 6)
     with pytest.raises(RuntimeError) as wanted:
-        plain(here)
+        plain(local)
     assert "cpu" in str(wanted.value) and DEVICE in str(wanted.value)
     for stage, tiers in ((2, {}), (3, {}), (3, TIERS[2])):
         torch.manual_seed(world.seed)
@@ -224,7 +224,7 @@ def test_a_batch_in_host_memory_is_refused_as_torch_refuses_it(world: World) -> 
         first = steps(model, optimizer, world)
         for _ in range(2):
             with pytest.raises(RuntimeError) as raised:
-                model(here)
+                model(local)
             assert str(raised.value) == str(wanted.value)
         # Nothing was changed: training goes on as if nobody had tried.
         torch.manual_seed(world.seed)
@@ -247,10 +247,10 @@ def test_a_model_goes_when_its_device_has_nothing_to_do(world: World, tiers: dic
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     into, source = torch.zeros(1000, device=DEVICE), torch.ones(1000).pin_memory()
     event = device.copy(into, source)._event  # type: ignore[attr-defined]
-    parts = [engine.pool, engine.tiers, *engine.units, *engine.masters, *(unit.home for unit in engine.units)]
-    for part in parts:
-        weakref.finalize(part, lambda: found.append(event.query())).atexit = False
-    del part, parts, engine, device, model, optimizer
+    storages = (unit.storage for unit in engine.units)
+    for each in (engine.pool, engine.tiers, *engine.units, *engine.masters, *storages):
+        weakref.finalize(each, lambda: found.append(event.query())).atexit = False
+    del each, storages, engine, device, model, optimizer
     gc.collect()
     assert found and all(found)
 
@@ -282,7 +282,7 @@ def test_a_step_on_the_device_waits_for_nothing(world: World, kind: str, stage: 
 
 @on_ranks(1, stand_in=True)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_graph_takes_neither_the_step_nor_a_forward_that_needs_python(world: World, stage: int) -> None:
+def test_a_graph_captures_neither_the_step_nor_a_forward_that_needs_python(world: World, stage: int) -> None:
     accelerator = torch.get_device_module("stand_in")
     model = Normalised().to(DEVICE)
     config = {"stage": stage, "offload": {"params": "host"} if stage == 3 else {}}

@@ -94,9 +94,9 @@ REFUSED: dict[str, tuple[Callable[[World], str], type[Exception], str]] = {
 
 def refused(world: World, what: str) -> None:
     """One error on every rank, nothing sharded, and ranks that go on."""
-    place, kind, message = REFUSED[what]
+    position, kind, message = REFUSED[what]
     world.barrier()  # the world's own communicator is there
-    model = TinyModel(tied=True).to(place(world))
+    model = TinyModel(tied=True).to(position(world))
     before = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     try:
         with pytest.raises(kind, match=message):

@@ -30,7 +30,7 @@ from zero_ext.config.events import (
 from zero_ext.zero import engine_of
 
 
-def heard(world: World, stage: int, steps: int = 3, **more: Any) -> tuple[Any, list[list[Event]]]:
+def events_of(world: World, stage: int, steps: int = 3, **more: Any) -> tuple[Any, list[list[Event]]]:
     """The events of each of ``steps`` steps."""
     model = TinyModel()
     model, optimizer = zero_ext.prepare(
@@ -51,7 +51,7 @@ def heard(world: World, stage: int, steps: int = 3, **more: Any) -> tuple[Any, l
 @on_ranks(1, 2, 3)
 def test_the_end_of_each_step(world: World) -> None:
     for stage in range(4):
-        model, events = heard(world, stage, gradient_clipping=1.0)
+        model, events = events_of(world, stage, gradient_clipping=1.0)
         for number, step in enumerate(events):
             (end,) = [event for event in step if isinstance(event, StepEnd)]
             assert step[-1] is end
@@ -64,14 +64,14 @@ def test_the_end_of_each_step(world: World) -> None:
             assert end.grad_norm is not None and end.grad_norm > 0 and end.seconds > 0
             assert len(set(world.everyone(end.grad_norm))) == 1
         assert end.grad_norm == engine_of(model).grad_norm
-        _, quiet = heard(world, stage)
+        _, quiet = events_of(world, stage)
         assert all(step[-1].grad_norm is None for step in quiet)  # nothing asked for the norm
 
 
 @on_ranks(1, 2, 3)
 def test_units_come_and_go(world: World) -> None:
     for stage in range(4):
-        model, events = heard(world, stage)
+        model, events = events_of(world, stage)
         units = {unit.name: unit.layout.numel for unit in engine_of(model).units}
         for number, step in enumerate(events):
             gathers = Counter(event.unit for event in step if isinstance(event, GatherEvent))
@@ -95,9 +95,9 @@ def test_units_come_and_go(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_skipped_step_is_told(world: World) -> None:
+def test_a_skipped_step_is_published(world: World) -> None:
     scale = {"initial_power": 30, "hysteresis": 1}
-    _, events = heard(world, 2, precision={"dtype": "fp16"}, loss_scale=scale)
+    _, events = events_of(world, 2, precision={"dtype": "fp16"}, loss_scale=scale)
     ends = [step[-1] for step in events]
     assert [end.skipped for end in ends] == [True, True, True]
     assert [end.loss_scale for end in ends] == [2.0**29, 2.0**28, 2.0**27]
@@ -113,7 +113,7 @@ def test_phases_and_waits_lie_inside_the_step_and_never_overlap(world: World) ->
             (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_paths": [folder]}),
         ):
             began = time.perf_counter()
-            _, events = heard(world, stage, offload=offload)
+            _, events = events_of(world, stage, offload=offload)
             now = began
             for step in events:
                 phases = [event for event in step if isinstance(event, PhaseEnd)]
@@ -125,31 +125,31 @@ def test_phases_and_waits_lie_inside_the_step_and_never_overlap(world: World) ->
                 for phase in phases:
                     assert now <= phase.began
                     now = phase.began + phase.seconds
-                whole = [(phase.began, phase.began + phase.seconds) for phase in phases]
+                full = [(phase.began, phase.began + phase.seconds) for phase in phases]
                 for begin, end in spans:
-                    assert any(first <= begin and end <= last for first, last in whole)
+                    assert any(first <= begin and end <= last for first, last in full)
                 stored = [event for event in waits if isinstance(event, WaitEnd)]
                 assert bool(stored) == bool(offload) and all(event.what == "storage" for event in stored)
             assert now <= time.perf_counter()
 
 
 @on_ranks(1, 2, 3)
-def test_collectives_tell_what_the_wire_log_counts(world: World) -> None:
+def test_collectives_publish_what_the_traffic_stats_count(world: World) -> None:
     for stage in range(4):
-        model, events = heard(world, stage, gradient_clipping=1.0)
-        wire = engine_of(model).wire
+        model, events = events_of(world, stage, gradient_clipping=1.0)
+        traffic = engine_of(model).traffic
         for step in events[1:]:
-            told = [event for event in step if isinstance(event, CollectiveEnd)]
+            ended = [event for event in step if isinstance(event, CollectiveEnd)]
             elements: Counter[str] = Counter()
             sent: Counter[str] = Counter()
-            for event in told:
+            for event in ended:
                 assert event.ranks == world.size and event.label
                 elements[event.kind] += event.elements
                 sent[event.kind] += event.bytes_sent
             if world.size > 1:
-                assert elements == wire.last_elements and sent == wire.last_bytes_sent
+                assert elements == traffic.last_elements and sent == traffic.last_bytes_sent
             else:
-                assert not told
+                assert not ended
 
 
 @on_ranks(2)
@@ -219,8 +219,8 @@ def test_an_accelerators_times_and_loss_come_later(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_delayed_update_is_waited_for_and_tells_nothing_itself(world: World) -> None:
+def test_a_delayed_update_is_waited_for_and_publishes_nothing_itself(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        offload = {"optimizer": "nvme", "step": "delayed", "nvme_paths": [folder]}
-        _, events = heard(world, 2, steps=4, offload=offload)
+        offload = {"optimizer": "nvme", "update_mode": "delayed", "nvme_paths": [folder]}
+        _, events = events_of(world, 2, steps=4, offload=offload)
         assert all(event.what == "update" for step in events for event in step if isinstance(event, WaitEnd))

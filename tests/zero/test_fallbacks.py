@@ -9,7 +9,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import Plan, check_equal, configuration, train_prepared
-from zero_ext.comm import GroupExchange
+from zero_ext.comm import ProcessGroupTransport
 
 
 @on_ranks(2, 3)
@@ -19,14 +19,13 @@ def test_over_the_process_group_alone(world: World) -> None:
         for plan in (Plan(clip=0.1), Plan(micro_batches=2, dtype="bf16")):
             config = configuration(stage, plan)
             fast = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
-            with mock.patch(
-                "zero_ext.comm.connections.fastest_exchange", lambda group, _: GroupExchange(group)
-            ):
+            fastest = "zero_ext.comm.connections.fastest_host_transport"
+            with mock.patch(fastest, lambda group, _: ProcessGroupTransport(group)):
                 slow = train_prepared(
                     world, copy.deepcopy(model), language_loss, language_batch, config, plan
                 )
             assert slow.engine is not None
-            assert isinstance(slow.engine.collectives._gathers.unordered, GroupExchange)
+            assert isinstance(slow.engine.collectives._gathers.unordered, ProcessGroupTransport)
             check_equal(slow, fast)
 
 

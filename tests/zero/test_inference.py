@@ -88,7 +88,7 @@ def gathers(engine: Engine) -> list[GatherEvent]:
     return events
 
 
-def under_way(engine: Engine) -> list[str]:
+def in_progress(engine: Engine) -> list[str]:
     """Units that are neither released nor gathered; none is gathered between calls."""
     states = {unit.name: unit.state for unit in engine.units if unit.placement.params}
     assert UnitState.GATHERED not in states.values()
@@ -115,7 +115,7 @@ def test_logits_and_generation_are_those_of_the_plain_model(world: World, family
 
 
 @on_ranks(1, 2)
-def test_nothing_is_kept_for_training(world: World) -> None:
+def test_nothing_is_retained_for_training(world: World) -> None:
     everything = {"optimizer": "nvme", "grads": "nvme", "ratio": 0.5}
     for stage, offload in (
         (0, {}),
@@ -130,12 +130,12 @@ def test_nothing_is_kept_for_training(world: World) -> None:
             model, optimizer = zero_ext.prepare(TinyModel(), None, config, process_group=world.group)
             engine = engine_of(model)
             assert optimizer is None and not engine.masters and not engine.reducer.gradients
-            ledger = engine.ledger()
-            whole = sum(unit.layout.nbytes for unit in engine.units)
+            memory = engine.memory_breakdown()
+            full = sum(unit.layout.nbytes for unit in engine.units)
             stored = offload.get("params") == "nvme"
-            params = whole // world.size if stage == 3 else whole
+            params = full // world.size if stage == 3 else full
             in_memory = 0 if stored else params
-            assert (ledger["params"], ledger["grads"], ledger["optimizer"]) == (in_memory, 0, 0)
+            assert (memory["params"], memory["grads"], memory["optimizer"]) == (in_memory, 0, 0)
             assert not any(engine.tiers.staging_bytes().values())
             assert len(list(Path(folder).iterdir())) == int(stored)
             if stored:
@@ -155,7 +155,7 @@ def test_the_next_forward_is_prefetched_by_the_last(world: World, params: str) -
     torch.manual_seed(world.seed)
     plain = TinyModel(layers=4)
     largest = 2048  # padded elements of a block, the most of them on two ranks with NVMe
-    units = {"prefetch_elements": 100, "live_elements": 3 * largest}
+    units = {"prefetch_elements": 100, "max_live_elements": 3 * largest}
     with inference(world, copy.deepcopy(plain), params, units=units) as model:
         engine = engine_of(model)
         events = gathers(engine)
@@ -163,9 +163,9 @@ def test_the_next_forward_is_prefetched_by_the_last(world: World, params: str) -
             ids = language_batch(world.seed, step, 0, world.rank)
             with torch.no_grad():
                 assert torch.equal(model(ids), plain(ids))
-            ahead = under_way(engine)
+            ahead = in_progress(engine)
             assert ahead == [unit.name for unit in engine.units][: 2 if params == "nvme" else 1]
-            assert engine.residency.live_elements <= units["live_elements"]
+            assert engine.prefetcher.live_elements <= units["max_live_elements"]
         number = len(engine.units)
         assert len(events) == 4 * number
         assert [event.prefetched for event in events] == [False] * number + [True] * 3 * number
@@ -176,17 +176,17 @@ def test_the_next_forward_is_prefetched_by_the_last(world: World, params: str) -
 def test_no_look_ahead_beyond_the_limits(world: World) -> None:
     torch.manual_seed(world.seed)
     plain = TinyModel(layers=3, tied=True)  # the embedding is held to the end of the forward
-    for units in ({"prefetch_elements": 0}, {"live_elements": 1}):
+    for units in ({"prefetch_elements": 0}, {"max_live_elements": 1}):
         with inference(world, copy.deepcopy(plain), "nvme", units=units) as model, torch.no_grad():
             for step in range(3):
                 ids = language_batch(world.seed, step, 0, world.rank)
                 with (
                     contextlib.nullcontext()
-                    if step or "live_elements" not in units
-                    else pytest.warns(RuntimeWarning, match="live_elements")
+                    if step or "max_live_elements" not in units
+                    else pytest.warns(RuntimeWarning, match="max_live_elements")
                 ):
                     assert torch.equal(model(ids), plain(ids))
-                assert not under_way(engine_of(model))
+                assert not in_progress(engine_of(model))
             del model
 
 
@@ -195,10 +195,10 @@ def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None
     torch.manual_seed(world.seed)
     plain = llama().eval()
     prompt = torch.randint(VOCABULARY, (1, 3 + 2 * world.rank))
-    together = partial(dist.all_reduce, group=world.group)  # the pool's default group has more ranks
+    combined = partial(dist.all_reduce, group=world.group)  # the pool's default group has more ranks
     for params in ("device", "nvme"):
         with inference(world, copy.deepcopy(plain), params) as model:
-            with mock.patch.object(dist, "all_reduce", together):
+            with mock.patch.object(dist, "all_reduce", combined):
                 for new in (2 + 3 * world.rank, 6 - 3 * world.rank):
                     arguments = {"max_new_tokens": new, "do_sample": False}
                     found = model.generate(prompt, synced_gpus=True, **arguments)
@@ -258,7 +258,7 @@ def test_ranks_run_what_they_like_while_all_is_gathered(world: World) -> None:
 def training(world: World, model: nn.Module, offload: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        config = configuration(3, offload={**offload, **paths, "ring_bytes": 1 << 20})
+        config = configuration(3, offload={**offload, **paths, "staging_buffer_bytes": 1 << 20})
         yield zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
         gc.collect()
 
@@ -347,7 +347,7 @@ def test_a_write_to_what_is_being_fetched_holds(world: World) -> None:
         ids = language_batch(world.seed, 0, 0, world.rank)
         for _ in range(2):
             model(ids)
-        assert under_way(engine_of(model))[0] == "embedding"
+        assert in_progress(engine_of(model))[0] == "embedding"
         for own in (plain, model):
             own.embedding.weight.data = own.embedding.weight.data * 0.5
         assert torch.equal(model(ids), plain(ids))
@@ -372,7 +372,7 @@ def test_a_read_that_failed_is_tried_again(world: World) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("params", TIERS)
-def test_a_model_dropped_with_reads_under_way_is_gone(world: World, params: str) -> None:
+def test_a_model_dropped_with_running_reads_is_gone(world: World, params: str) -> None:
     gc.collect()
     before = ops.host_buffer_bytes()
     with tempfile.TemporaryDirectory() as folder:
@@ -384,7 +384,7 @@ def test_a_model_dropped_with_reads_under_way_is_gone(world: World, params: str)
             with torch.no_grad():
                 for step in range(2):
                     model(language_batch(world.seed, step, 0, world.rank))
-            assert under_way(engine_of(model)) or (world.size == 1 and params == "device")
+            assert in_progress(engine_of(model)) or (world.size == 1 and params == "device")
             del model
             assert ops.host_buffer_bytes() == before
             assert not list(Path(folder).iterdir())

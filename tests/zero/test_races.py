@@ -9,10 +9,10 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.step.delayed_transport import DelayedExchange, delays
+from tests.zero.step.delayed_transport import DelayedTransport, delays
 from tests.zero.test_equivalence import PLANS
 from tests.zero.training import check_equal, configuration, train_prepared
-from zero_ext.comm import GroupExchange, HostExchange
+from zero_ext.comm import CrossProcessTransport, ProcessGroupTransport
 from zero_ext.comm.process_group import make_collectives
 
 
@@ -35,8 +35,8 @@ def test_matrix_under_delays(world: World) -> None:
 def test_the_shim_shows_a_read_before_wait_and_a_write_to_what_is_being_sent(world: World) -> None:
     with delays(world.seed):
         collectives = make_collectives(world.group, 20.0)
-    assert isinstance(collectives._gathers.unordered, DelayedExchange)
-    assert isinstance(collectives._gathers.unordered._inner, GroupExchange | HostExchange)
+    assert isinstance(collectives._gathers.unordered, DelayedTransport)
+    assert isinstance(collectives._gathers.unordered._inner, ProcessGroupTransport | CrossProcessTransport)
     flat = torch.zeros(4)
     pending = collectives.gather(flat, torch.full((2,), 1.0 + world.rank), "gather", "test")
     assert flat.isnan().sum() == 2

@@ -17,7 +17,7 @@ from torch.nn import functional
 import zero_ext
 from tests.accelerator.stand_in import enable
 from zero_ext.comm.process_group import make_collectives
-from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
+from zero_ext.plan import TrainingState, collective_elements, model_state_bytes
 from zero_ext.zero import engine_of
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES
 
@@ -82,7 +82,7 @@ def simulate(stage: int, micro_batches: int, no_sync: bool, device: str = "cpu")
         "batch": {"gradient_accumulation_steps": micro_batches},
     }
     model, optimizer = zero_ext.prepare(
-        model, torch.optim.AdamW(model.parameters()), config, values="empty", device=device
+        model, torch.optim.AdamW(model.parameters()), config, init="skip", device=device
     )
     engine = engine_of(model)
     assert engine.world_size == RANKS
@@ -92,12 +92,13 @@ def simulate(stage: int, micro_batches: int, no_sync: bool, device: str = "cpu")
                 model(torch.zeros(1, 3, dtype=torch.int64, device=device)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    crossing = engine.traffic.last_crossing_bytes
     result = {
-        "ledger": engine.ledger(),
-        "wire": {kind: count for kind, count in engine.wire.last_elements.items() if kind != "scalars"},
+        "memory": engine.memory_breakdown(),
+        "traffic": {kind: count for kind, count in engine.traffic.last_elements.items() if kind != "scalars"},
         "reduction": engine.collectives.reduction,
         "nodes": engine.collectives.nodes.nodes,
-        "crossing": engine.wire.last_crossing_bytes.total() - engine.wire.last_crossing_bytes["scalars"],
+        "crossing": crossing.total() - crossing["scalars"],
         "padded": sum(unit.layout.numel for unit in engine.units),
         "once": [engine.index[each.weight][0].layout.numel for each in (model.embedding, model.head)],
         "units": len(engine.units),
@@ -125,12 +126,12 @@ def test_what_a_device_sends_to_other_nodes_is_no_more_than_a_rings_share() -> N
     """Rings over all ranks send (N - 1) / N of the bytes out of each node, whose ranks share them."""
     for result in simulated("stand_in"):
         assert result["reduction"] == "node_order" and result["nodes"] == RANKS // RANKS_PER_NODE
-        elements = sum(result["wire"].values())
+        elements = sum(result["traffic"].values())
         ring = 2 * elements * (RANKS - 1) / RANKS / RANKS_PER_NODE
         assert 0.95 * ring < result["crossing"] <= 1.05 * ring
 
 
-def test_bytes_and_wire_elements_equal_the_formula() -> None:
+def test_bytes_and_sent_elements_equal_the_formula() -> None:
     results = simulated("cpu")
     psi = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
     for (stage, micro_batches, no_sync), result in zip(SETTINGS, results, strict=True):
@@ -139,13 +140,13 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
         assert psi <= padded <= psi + (result["units"] * RANKS + 40) * ALIGNMENT_BYTES // 2
         state = TrainingState({"bf16": padded}, accumulation_steps=micro_batches)
         exact = model_state_bytes(stage, RANKS, state)
-        ledger = result["ledger"]
-        assert (ledger["params"], ledger["grads"], ledger["optimizer"]) == (
+        held_bytes = result["memory"]
+        assert (held_bytes["params"], held_bytes["grads"], held_bytes["optimizer"]) == (
             exact.params,
             exact.grads,
             exact.optimizer,
         ), stage
-        assert result["wire"] == wire_elements(
+        assert result["traffic"] == collective_elements(
             stage,
             RANKS,
             padded,
@@ -155,7 +156,7 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
         ), stage
     # Stages 2 and 3 against the paper's 2P + 14P/N and 16P/N, with fp32 gradients where micro-batches add up.
     assert (
-        sum(results[3]["ledger"][kind] for kind in ("params", "grads", "optimizer")) * RANKS
+        sum(results[3]["memory"][kind] for kind in ("params", "grads", "optimizer")) * RANKS
         == 16 * (results[3]["padded"])
     )
 
@@ -171,19 +172,19 @@ def exchanged() -> dict[str, list[float]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    whole = make_collectives(None, 10.0)
-    group = whole.among([0, 2, 4, 6])
+    full_model = make_collectives(None, 10.0)
+    group = full_model.among([0, 2, 4, 6])
     mine = group.broadcast_(torch.full((5,), 7.0), 0, "broadcast")
     theirs = group.broadcast_(torch.full((5,), 7.0), 1, "broadcast")
     sent = torch.full((1,), 7.0)
     receives, sends = [sent] + [torch.ones(3)] * 3, [sent] + [torch.ones(2)] * 3
-    group.exchange_messages(receives, sends, "scalars", 1, "exchange").wait()
+    group.exchange_payloads(receives, sends, "scalars", 1, "exchange").wait()
     dist.destroy_process_group()
     return {
         "broadcast here": mine.tolist(),
         "broadcast there": theirs.tolist(),
         "sent": sent.tolist(),
-        "sum": whole.sum_(torch.full((5,), 7.0), "sum").tolist(),
+        "sum": full_model.sum_(torch.full((5,), 7.0), "sum").tolist(),
     }
 
 

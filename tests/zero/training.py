@@ -78,7 +78,7 @@ def units_gathered_once(engine: Engine) -> set[Unit]:
     """What the last step gathered for forward and not again for backward: what forward ended with, and what
     backward never needed."""
     forward, backward = (
-        order._recorded for order in (engine.residency.forward_order, engine.residency.backward_order)
+        order._recorded for order in (engine.prefetcher.forward_order, engine.prefetcher.backward_order)
     )
     stayed = backward[:1] if engine.config.units.prefetch_elements else []
     return {unit for unit in forward if unit in stayed or unit not in backward}
@@ -162,7 +162,7 @@ def _average(
     parameters: Sequence[nn.Parameter],
     loss_of: Loss,
     batch_of: Batch,
-    place: tuple[int, int],
+    position: tuple[int, int],
     plan: Plan,
 ) -> tuple[float, list[torch.Tensor | None]]:
     """This rank's loss of one micro-batch, and the gradients averaged over the ranks' micro-batches."""
@@ -170,7 +170,7 @@ def _average(
     sums: list[torch.Tensor | None] = [None] * len(parameters)
     own = 0.0
     for rank in range(world.size):
-        loss = loss_of(model, batch_of(world.seed, *place, rank))
+        loss = loss_of(model, batch_of(world.seed, *position, rank))
         own = loss.item() if rank == world.rank else own
         (loss * scale).backward()
         for number, parameter in enumerate(parameters):

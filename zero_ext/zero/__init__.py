@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy_imports import lazily
+from zero_ext.config.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from zero_ext.zero.api.engine_lookup import engine_of
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "ZeroModule", "ZeroOptimizer", "engine_of"]
 
 # Lazily, because plans count with this package's formulas, which need no torch.
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "Engine": f"{__name__}.engine",

@@ -67,7 +67,9 @@ class Engine(Ending):
         self.pool, self.gradient_staging, self.tiers = pool, gradient_staging, tiers
         self.names = {item.parameter: item.names for item in owned}
         self._assignments = [
-            (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.named_owners()
+            (item.parameter, name, weakref.ref(owner))
+            for item in owned
+            for name, owner in item.named_owners()
         ]
         self.full_tensors = FullTensorMap(model)
         self.units = tuple(unit for unit, _ in units)

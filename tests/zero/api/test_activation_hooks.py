@@ -15,7 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
 from tests.zero.training import Plan, adamw, configuration, gathered_once, train_prepared
-from zero_ext.config import ActivationPolicy
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.events import ActivationEnd
 from zero_ext.zero import engine_of
 
@@ -44,12 +44,15 @@ def sections(folder: str) -> list[dict[str, Any]]:
         {"tier": "host"},
         nvme,
         {"contiguous_memory_optimization": True, "number_checkpoints": 8},
-        {"keep": ["aten.addmm"], "tier": "host"},
-        {"keep_bytes": 2000},
-        {"mode": "saved_tensors", "tier": "host"},
-        {"mode": "saved_tensors", **nvme},
+        {"save_ops": ["aten.addmm"], "tier": "host"},
+        {"save_budget_bytes": 2000},
+        {"mode": "offload_saved_tensors", "tier": "host"},
+        {"mode": "offload_saved_tensors", **nvme},
     ]
-    return [{**each, **({"smallest_bytes": 0} if ActivationPolicy(**each).moves else {})} for each in made]
+    return [
+        {**each, **({"min_offload_bytes": 0} if ActivationCheckpointingConfig(**each).moves else {})}
+        for each in made
+    ]
 
 
 def trained(world: World, stage: int, plan: Plan, run: bool, section: dict[str, Any], **more: Any) -> Any:
@@ -59,9 +62,9 @@ def trained(world: World, stage: int, plan: Plan, run: bool, section: dict[str, 
     result = train_prepared(world, model, feature_loss, feature_batch, config, plan)
     checkpointing = result.engine.checkpointing
     gc.collect()
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
     if section.get("tier", "device") != "device":
-        assert checkpointing.held_bytes()[section["tier"]] > 0
+        assert checkpointing.allocated_bytes()[section["tier"]] > 0
     return result
 
 
@@ -82,7 +85,12 @@ def test_same_bits_in_every_stage(world: World, dtype: str) -> None:
 @on_ranks(2)
 def test_beside_offloaded_parameters_and_updates_inside_backward(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        offload = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "step": "in_backward"}
+        offload = {
+            "params": "nvme",
+            "optimizer": "nvme",
+            "nvme_paths": [folder],
+            "update_mode": "in_backward",
+        }
         wanted = trained(world, 3, Plan(), False, {}, offload=offload)
         for section in sections(folder)[:3]:
             found = trained(world, 3, Plan(), True, section, offload=offload)
@@ -92,25 +100,25 @@ def test_beside_offloaded_parameters_and_updates_inside_backward(world: World) -
 
 @on_ranks(2)
 def test_units_are_gathered_twice_a_step_and_never_moved(world: World) -> None:
-    for section in ({"tier": "host"}, {"tier": "host", "mode": "saved_tensors"}):
+    for section in ({"tier": "host"}, {"tier": "host", "mode": "offload_saved_tensors"}):
         model = Checkpointed(True)
         model, optimizer = zero_ext.prepare(
             model,
             adamw(model.parameters()),
-            configuration(3, activation_checkpointing={"smallest_bytes": 0, "profile": True, **section}),
+            configuration(3, activation_checkpointing={"min_offload_bytes": 0, "profile": True, **section}),
             process_group=world.group,
         )
-        engine, heard = engine_of(model), []
-        engine._bus.subscribe(heard.append)
+        engine, received = engine_of(model), []
+        engine._bus.subscribe(received.append)
         for step in range(3):
             feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
-            assert engine.residency.live_elements == 0
+            assert engine.prefetcher.live_elements == 0
             optimizer.step()
             optimizer.zero_grad()
         padded = sum(unit.layout.numel for unit in engine.units)
-        assert engine.wire.last_elements["gather"] == 2 * padded - gathered_once(engine)
-        kept = [event for event in heard if isinstance(event, ActivationEnd) and event.what == "keep"]
-        sizes = {event.bytes for event in kept}
+        assert engine.traffic.last_elements["gather"] == 2 * padded - gathered_once(engine)
+        moved = [event for event in received if isinstance(event, ActivationEnd) and event.what == "offload"]
+        sizes = {event.bytes for event in moved}
         shapes = {
             3 * WIDTH,
             3 * (2 * WIDTH + 1),
@@ -121,9 +129,9 @@ def test_units_are_gathered_twice_a_step_and_never_moved(world: World) -> None:
 
 @on_ranks(1)
 def test_inside_forward_only(world: World) -> None:
-    config = configuration(3, activation_checkpointing={"tier": "host", "smallest_bytes": 0})
+    config = configuration(3, activation_checkpointing={"tier": "host", "min_offload_bytes": 0})
     model, _ = zero_ext.prepare(Checkpointed(True), None, config, process_group=world.group)
-    inner = zero_ext.activation.current
+    inner = zero_ext.activation.current_checkpointing
     seen = []
     model.module.blocks[0].register_forward_hook(lambda *_: seen.append(inner()))
     with torch.no_grad():

@@ -101,9 +101,9 @@ def test_units_are_gathered_twice_a_step(world: World) -> None:
         engine = engine_of(model)
         for step in range(3):
             feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
-            assert engine.residency.live_elements == 0
+            assert engine.prefetcher.live_elements == 0
             optimizer.step()
             optimizer.zero_grad()
         padded = sum(unit.layout.numel for unit in engine.units)
         wanted = 2 * padded - gathered_once(engine)
-        assert engine.wire.last_elements["gather"] == wanted, (where, reentrant, early)
+        assert engine.traffic.last_elements["gather"] == wanted, (where, reentrant, early)

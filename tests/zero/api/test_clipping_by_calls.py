@@ -29,7 +29,7 @@ PLACEMENTS = [
     (2, {}),
     (3, {}),
     (2, {"grads": "host", "optimizer": "host"}),
-    (3, {"params": "host", "grads": "host", "optimizer": "host", "step": "delayed"}),
+    (3, {"params": "host", "grads": "host", "optimizer": "host", "update_mode": "delayed"}),
 ]
 
 

@@ -208,7 +208,7 @@ REFUSED_COPIES: dict[str, Callable[[Any], Any]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", list(REFUSED_COPIES))
-def test_copies_that_hold_a_part_raise_and_name_the_call(world: World, what: str) -> None:
+def test_copies_of_shards_raise_and_name_the_call(world: World, what: str) -> None:
     model, _ = prepared(world, Scalars())
     if world.rank == 0 or "on rank 0" not in what:
         with pytest.raises((RuntimeError, ValueError), match=r"full_state_dict|prepare|assign=False"):
@@ -236,18 +236,18 @@ def test_state_dict_has_full_values(world: World, what: str, stage: int) -> None
     torch.manual_seed(world.seed)
     plain = Scalars()
     model, optimizer = prepared(world, copy.deepcopy(plain), stage)
-    kept = STATES[what](model)
+    retained = STATES[what](model)
     wanted = STATES[what](plain)
-    assert list(kept) == list(wanted)
+    assert list(retained) == list(wanted)
     for name, value in wanted.items():
-        assert kept[name].dtype == value.dtype and kept[name].shape == value.shape
-        assert torch.equal(kept[name], value)
+        assert retained[name].dtype == value.dtype and retained[name].shape == value.shape
+        assert torch.equal(retained[name], value)
     feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
     optimizer.step()
     # As in torch, what was not copied follows the model.
     state = zero_ext.full_state_dict(model)
     follows = what in ("of the model", "of the module", "of a child", "with autograd")
-    assert torch.equal(kept["layer.bias"], state["layer.bias"]) == follows
+    assert torch.equal(retained["layer.bias"], state["layer.bias"]) == follows
 
 
 LOADS: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
@@ -298,7 +298,7 @@ def test_loaded_values_that_differ_between_ranks_are_refused_and_change_nothing(
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_was_data_before_keeps_its_values(world: World, stage: int) -> None:
+def test_plain_data_retains_its_values(world: World, stage: int) -> None:
     """Moving averages are swapped in for an evaluation and back like this."""
     torch.manual_seed(world.seed)
     plain = Scalars()
@@ -309,13 +309,13 @@ def test_what_was_data_before_keeps_its_values(world: World, stage: int) -> None
             feature_loss(net, feature_batch(world.seed, step, 0, 0)).backward()
             stepping.step()
             stepping.zero_grad()
-            kept = {name: parameter.data for name, parameter in net.named_parameters()}
+            retained = {name: parameter.data for name, parameter in net.named_parameters()}
             for parameter in net.parameters():
                 parameter.data = parameter.data * 0.5
             with torch.no_grad():
                 net.evaluated = feature_loss(net, feature_batch(world.seed, 9, 0, 0))
             for name, parameter in net.named_parameters():
-                parameter.data = kept[name]
+                parameter.data = retained[name]
         torch.testing.assert_close(model.evaluated, plain.evaluated, rtol=1e-5, atol=1e-6)
     for name, value in zero_ext.full_state_dict(model).items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)

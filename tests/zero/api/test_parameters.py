@@ -165,12 +165,12 @@ def test_persistent_parameters(world: World) -> None:
     units = {"persistence_threshold": 30}
     for dtype in ("fp32", "bf16"):
         plan = Plan(dtype=dtype, clip=0.1)
-        whole = train_prepared(
+        full = train_prepared(
             world, TinyModelOf(world), language_loss, language_batch, configuration(3, plan), plan
         )
         config = configuration(3, plan, units=units)
         check_equal(
-            train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), whole
+            train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), full
         )
 
 
@@ -232,7 +232,7 @@ def routed_plain(world: World, model: nn.Module, plan: Plan) -> Any:
 
 
 @on_ranks(2, 3)
-def test_ranks_take_different_branches_inside_a_leaf_module(world: World) -> None:
+def test_ranks_run_different_branches_inside_a_leaf_module(world: World) -> None:
     """A parameter used by one rank alone gets the average of its gradient and zeros, as DDP computes it."""
     plan = Plan(steps=5)
     for stage, leaf in ((1, None), (2, None), (3, "Routed"), (3, "blocks.1")):
@@ -290,14 +290,14 @@ def test_frozen_parameters(world: World, frozen: str) -> None:
         model = TinyModel()
         if frozen == "lora":
             lora(model)
-        parts = {
+        slices = {
             "embedding": [model.embedding],
             "first": [model.embedding, model.blocks[0]],
             "middle": [model.blocks[1]],
             "last": [model.blocks[2], model.head],
             "norms": [module for module in model.modules() if isinstance(module, nn.LayerNorm)],
         }
-        for module in parts.get(frozen, []):
+        for module in slices.get(frozen, []):
             module.requires_grad_(False)
         check_against_plain(world, model, language_loss, language_batch, stage)
 
@@ -311,11 +311,11 @@ def test_a_frozen_block_is_gathered_twice_a_step_and_never_left_behind(world: Wo
     engine = engine_of(model)
     for step in range(3):
         language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
-        assert engine.residency.live_elements == 0
+        assert engine.prefetcher.live_elements == 0
         optimizer.step()
         optimizer.zero_grad()
     padded = sum(unit.layout.numel for unit in engine.units)
-    assert engine.wire.last_elements["gather"] == 2 * padded - gathered_once(engine)
+    assert engine.traffic.last_elements["gather"] == 2 * padded - gathered_once(engine)
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from tests.zero.training import adamw, configuration, distance, sgd
 from zero_ext import ops
 from zero_ext.checkpoint.save_session import session_of
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 
 STEPS = 2
 CLOSED = "was closed: the model was prepared again"
@@ -97,7 +98,7 @@ def folder_of(world: World) -> Iterator[str]:
 
 @on_ranks(2)
 def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: World) -> None:
-    wanted, whole = reference(world)
+    wanted, full = reference(world)
     kinds = [(0, "device"), (1, "host"), (2, "nvme"), (3, "device"), (3, "host"), (3, "nvme")]
     with folder_of(world) as folder:
         for (stage, tier), (later, below) in itertools.product(kinds, kinds):
@@ -112,7 +113,7 @@ def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: Wo
             assert found == pytest.approx(wanted, rel=1e-5), case
             values = zero_ext.full_state_dict(model)
             assert values.pop("seen") == 2 * STEPS, case
-            assert distance(values, {k: v for k, v in whole.state_dict().items() if k != "seen"}) < 1e-4, case
+            assert distance(values, {k: v for k, v in full.state_dict().items() if k != "seen"}) < 1e-4, case
             assert engine_of(model).steps == STEPS and model.head.weight is model.embedding.weight
             assert torch.equal(model.first.clone(), model.blocks[1].up.weight.detach()[0])
             del engine, optimizer, model
@@ -136,7 +137,7 @@ def test_other_ranks_precisions_and_tiles(world: World) -> None:
         (everyone, {"stage": 2}, everyone, {"stage": 3, "precision": {"dtype": "bf16"}}),
     ]
     if world.size == 4:
-        shards = {"stage": 3, "communication": {"sharding_ranks": 2}}
+        shards = {"stage": 3, "communication": {"shard_group_size": 2}}
         cases += [
             (everyone, shards, everyone, {"stage": 3}),
             (everyone, {"stage": 3}, everyone, shards),
@@ -150,14 +151,14 @@ def test_other_ranks_precisions_and_tiles(world: World) -> None:
                 for parameter in model.parameters():
                     parameter.zero_()  # rank 0's values count
         with torch.no_grad():
-            kept = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
-            kept = world.everyone(kept)[0]
-            dtype = torch.bfloat16 if "precision" in second else next(iter(kept.values())).dtype
+            retained = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
+            retained = world.everyone(retained)[0]
+            dtype = torch.bfloat16 if "precision" in second else next(iter(retained.values())).dtype
             engine, optimizer = zero_ext.prepare(
                 model, adamw(model.parameters()), second, process_group=after
             )
             plain = TinyModel().to(dtype)
-            plain.load_state_dict(kept)
+            plain.load_state_dict(retained)
             assert torch.allclose(engine(ids), plain(ids), rtol=1e-5, atol=1e-6), case
         loss = language_loss(engine, ids)
         engine.backward(loss)
@@ -290,10 +291,10 @@ def moments(world: World, model: Any, optimizer: Any, folder: str) -> dict[str, 
     @contextlib.contextmanager
     def saving() -> Iterator[None]:
         go = threading.Event()
-        handle = zero_ext.save_checkpoint(folder, model, asynchronous=False)
+        handle = zero_ext.save_checkpoint(folder, model, async_save=False)
         handle._finished = go
 
-        session_of(engine_of(model).state).in_flight = handle
+        session_of(checkpoint_sources(engine_of(model)).own).in_flight = handle
         yield
         go.set()
 
@@ -334,10 +335,10 @@ def test_bad_moments_are_refused_on_all_ranks_and_change_nothing(world: World) -
             hook.remove()
             optimizer.zero_grad()
             # One rank alone is at a bad moment.
-            kept = [language_loss(engine, language_batch(world.seed, 0, 0, world.rank))]
-            del kept[world.rank :]
+            retained = [language_loss(engine, language_batch(world.seed, 0, 0, world.rank))]
+            del retained[world.rank :]
             again(r"failed on ranks \[1\]")
-            kept.clear()
+            retained.clear()
             # Gradients that no step has used are dropped, and it is said.
             loss = language_loss(engine, language_batch(world.seed, 0, 0, world.rank))
             loss.backward(retain_graph=True)

@@ -160,14 +160,14 @@ def test_state_dict_round_trip(world: World, name: str) -> None:
                 process_group=world.group,
             )
 
-        whole = fresh()
-        steps(*whole, [0, 1, 2, 3])
+        full = fresh()
+        steps(*full, [0, 1, 2, 3])
         first = fresh()
         steps(*first, [0, 1])
         second = fresh()
         second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
         steps(*second, [2, 3])
-        one, two = zero_ext.full_state_dict(whole[0]), zero_ext.full_state_dict(second[0])
+        one, two = zero_ext.full_state_dict(full[0]), zero_ext.full_state_dict(second[0])
         assert all(torch.equal(one[key], two[key]) for key in one), (name, stage)
 
 
@@ -226,7 +226,7 @@ def test_moments_in_8_bits_train_alike(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_step_takes_a_closure_and_profiles_as_torchs(world: World) -> None:
+def test_step_accepts_a_closure_and_profiles_as_torchs(world: World) -> None:
     model = TinyModel(layers=1)
     model, optimizer = zero_ext.prepare(
         model, adamw(model.parameters()), configuration(3), process_group=world.group

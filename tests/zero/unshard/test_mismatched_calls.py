@@ -21,7 +21,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import Collectives, GroupExchange
+from zero_ext.comm import Collectives, ProcessGroupTransport
 from zero_ext.zero import engine_of
 
 LIMIT_SECONDS = 5.0
@@ -127,7 +127,9 @@ def over_transport(transport: str) -> contextlib.AbstractContextManager[object]:
     """Choose how ranks exchange what ``zero_ext.prepare`` sets up: as on one host, or as between hosts."""
     if transport == "shared memory":
         return contextlib.nullcontext()
-    return mock.patch("zero_ext.comm.connections.fastest_exchange", lambda group, _: GroupExchange(group))
+    return mock.patch(
+        "zero_ext.comm.connections.fastest_host_transport", lambda group, _: ProcessGroupTransport(group)
+    )
 
 
 @on_ranks(2)
@@ -144,7 +146,7 @@ def test_both_ranks_name_both_calls(world: World, stage: int, transport: str) ->
                 trained = Trained(world, stage, world.everyone(folder)[0])
             outcomes = [Outcome(*each) for each in world.everyone(outcome_of(trained, pair[world.rank]))]
             with contextlib.suppress(RuntimeError):
-                trained.collectives.give_up("the test of this pair has ended")
+                trained.collectives.abort("the test of this pair has ended")
         try:
             check(pair, outcomes)
         except AssertionError as error:

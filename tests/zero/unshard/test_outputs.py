@@ -92,7 +92,7 @@ def add_after(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+INPLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mul_": multiply,
     "setitem": zero_first,
     "relu_": torch.relu_,
@@ -110,10 +110,10 @@ def test_containers(world: World, name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", list(IN_PLACE))
+@pytest.mark.parametrize("name", list(INPLACE))
 def test_in_place_operations_on_outputs(world: World, name: str) -> None:
     check_against_plain(
-        world, Stack([Block() for _ in range(3)], IN_PLACE[name]), feature_loss, feature_batch, 3
+        world, Stack([Block() for _ in range(3)], INPLACE[name]), feature_loss, feature_batch, 3
     )
 
 
@@ -147,7 +147,7 @@ def test_keyword_inputs_and_dict_outputs(world: World) -> None:
 
 
 @on_ranks(2)
-def test_an_output_without_reachable_tensors_keeps_its_parameters_until_the_step(world: World) -> None:
+def test_an_output_without_reachable_tensors_retains_its_parameters_until_the_step(world: World) -> None:
     def build() -> nn.Module:
         torch.manual_seed(world.seed)
         return Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
@@ -162,7 +162,7 @@ def test_an_output_without_reachable_tensors_keeps_its_parameters_until_the_step
         loss = feature_loss(model, features)
     loss.backward()
     optimizer.step()
-    assert engine_of(model).residency.live_elements == 0
+    assert engine_of(model).prefetcher.live_elements == 0
     feature_loss(plain, features).backward()
     reference.step()
     state = zero_ext.full_state_dict(model)
@@ -191,22 +191,22 @@ class Auxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.kept: list[torch.Tensor] = []
+        self.retained: list[torch.Tensor] = []
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.kept = []
+        self.retained = []
         for block in self.blocks:
             features = block(features)
-            self.kept.append((block.up.weight.sum() * 0.01) ** 2 + features.mean() ** 2)
+            self.retained.append((block.up.weight.sum() * 0.01) ** 2 + features.mean() ** 2)
         return features
 
 
 def auxiliary_loss(model: nn.Module, features: torch.Tensor) -> torch.Tensor:
     loss = model(features).square().mean()
-    return loss + sum(model.kept)
+    return loss + sum(model.retained)
 
 
 @on_ranks(2)
-def test_auxiliary_losses_kept_on_modules(world: World) -> None:
+def test_auxiliary_losses_stored_on_modules(world: World) -> None:
     for stage in (1, 3):
         check_against_plain(world, Auxiliary(), auxiliary_loss, feature_batch, stage)

@@ -28,7 +28,7 @@ from tests.zero.training import Plan, adamw, check_equal, configuration, train_p
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.units.released_params import ReleasedTensor
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.prefetcher import Prefetcher
 
 
 def largest_pair(model: nn.Module, world: World) -> int:
@@ -49,7 +49,7 @@ class Peak:
     def __init__(self) -> None:
         self.elements = 0
         self.gathers = 0
-        self.together = 0
+        self.combined = 0
 
     def watch(self) -> Any:
         original = Unit.to_gathering
@@ -59,7 +59,7 @@ class Peak:
             self.gathers += 1
             live = [other for other in self.units if other.state.value != "released"]
             self.elements = max(self.elements, sum(other.layout.numel for other in live))
-            self.together = max(self.together, len(live))
+            self.combined = max(self.combined, len(live))
 
         return mock.patch.object(Unit, "to_gathering", to_gathering)
 
@@ -84,7 +84,7 @@ def peak_of(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return peak, [str(item.message) for item in caught if "live_elements" in str(item.message)], losses
+    return peak, [str(item.message) for item in caught if "max_live_elements" in str(item.message)], losses
 
 
 def tiny(world: World) -> TinyModel:
@@ -98,11 +98,11 @@ def test_live_elements_never_exceed_the_cap(world: World) -> None:
     assert not none
     _, sizes = sizes_of(tiny(world), world)
     for cap in (max(sizes), largest_pair(tiny(world), world), sum(sizes) // 2):
-        peak, told, capped = peak_of(world, tiny(world), live_elements=cap)
+        peak, received, capped = peak_of(world, tiny(world), max_live_elements=cap)
         assert peak.elements <= cap < free.elements or cap >= free.elements
-        assert not told
+        assert not received
         assert capped == losses
-    assert free.together > 2
+    assert free.combined > 2
 
 
 @on_ranks(2)
@@ -110,20 +110,20 @@ def test_a_unit_above_the_cap_is_gathered_alone_with_one_warning_naming_it(world
     _, sizes = sizes_of(tiny(world), world)
     block = sorted(sizes)[-1]
     small = [size for size in sizes if size < block]
-    peak, told, losses = peak_of(world, tiny(world), live_elements=block - 1)
+    peak, received, losses = peak_of(world, tiny(world), max_live_elements=block - 1)
     assert peak.elements == block > max(small)
-    assert len(told) == len(set(told)) == sum(size == block for size in sizes)
-    assert all("unit 'blocks." in text and f"= {block - 1}" in text for text in told)
+    assert len(received) == len(set(received)) == sum(size == block for size in sizes)
+    assert all("unit 'blocks." in text and f"= {block - 1}" in text for text in received)
     assert losses == peak_of(world, tiny(world))[2]
 
 
 @on_ranks(2)
 def test_no_look_ahead_when_it_is_off(world: World) -> None:
     peak, _, losses = peak_of(world, tiny(world), prefetch_elements=0)
-    assert peak.together == 1
+    assert peak.combined == 1
     ahead, _, same = peak_of(world, tiny(world))
     # In each of the four steps but the first, which learns, the head stays from forward to backward.
-    assert ahead.together > 1 and ahead.gathers == peak.gathers - 3
+    assert ahead.combined > 1 and ahead.gathers == peak.gathers - 3
     assert losses == same
 
 
@@ -153,7 +153,7 @@ def test_another_order_than_the_recorded_one_is_still_right(world: World) -> Non
             train_prepared(world, Wandering(), feature_loss, batch, configuration(stage), Plan(steps=6))
         )
     check_equal(*runs)
-    assert runs[1].engine is not None and runs[1].engine.residency.live_elements == 0
+    assert runs[1].engine is not None and runs[1].engine.prefetcher.live_elements == 0
 
 
 @on_ranks(2)
@@ -161,22 +161,22 @@ def test_only_what_backward_needs_first_stays_after_a_forward(world: World) -> N
     model, optimizer = zero_ext.prepare(
         (net := TinyModel()), adamw(net.parameters()), configuration(3), process_group=world.group
     )
-    residency: Residency = engine_of(model).residency
+    prefetcher: Prefetcher = engine_of(model).prefetcher
     head = engine_of(model).index[model.head.weight][0].layout.numel
     for step in range(3):
         with torch.no_grad():
             language_loss(model, language_batch(world.seed, step, 1, world.rank))
-        residency.release_idle()
+        prefetcher.release_idle()
         loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
-        assert residency.live_elements == (head if step else 0)
+        assert prefetcher.live_elements == (head if step else 0)
         assert all(isinstance(each, ReleasedTensor) for each in model.parameters())
         loss.backward()
-        assert residency.live_elements == 0
+        assert prefetcher.live_elements == 0
         optimizer.step()
         optimizer.zero_grad()
         with zero_ext.gathered(model.head.weight):
-            assert residency.live_elements == engine_of(model).index[model.head.weight][0].layout.numel
-        assert residency.live_elements == 0
+            assert prefetcher.live_elements == engine_of(model).index[model.head.weight][0].layout.numel
+        assert prefetcher.live_elements == 0
 
 
 class Untied(TinyModel):

@@ -49,7 +49,7 @@ def step_of(world: World, model: Any, optimizer: Any, number: int) -> None:
 def test_training_is_the_same(world: World, dtype: str, accumulation: str) -> None:
     plan = Plan(steps=3, micro_batches=2, accumulation=accumulation, clip=0.1, dtype=dtype)
     runs = []
-    for units in ({}, {"reuse_elements": ALL}, {"reuse_elements": ALL, "live_elements": 3000}):
+    for units in ({}, {"reuse_elements": ALL}, {"reuse_elements": ALL, "max_live_elements": 3000}):
         config = configuration(3, plan, units=units)
         runs.append(train_prepared(world, tiny(world), language_loss, language_batch, config, plan))
     for run in runs[1:]:
@@ -66,15 +66,15 @@ def test_with_all_of_them_a_step_sends_what_stage_2_sends(world: World) -> None:
             step_of(world, model, optimizer, number)
     engine = engine_of(model)
     numel = sum(unit.layout.numel for unit in engine.units)
-    sent = engine.wire.last_elements
+    sent = engine.traffic.last_elements
     assert sent["gather"] == sent["reduce_scatter"] == numel
     replicated, steps = prepared(world, stage=2)
     for number in range(3):
         step_of(world, replicated, steps, number)
-    wire = engine_of(replicated).wire.last_elements
+    traffic = engine_of(replicated).traffic.last_elements
     # Units of stage 2 are larger, and have less padding.
-    assert wire["gather_updated"] == pytest.approx(numel, rel=0.01)
-    assert wire["reduce_scatter"] == pytest.approx(numel, rel=0.01)
+    assert traffic["gather_updated"] == pytest.approx(numel, rel=0.01)
+    assert traffic["reduce_scatter"] == pytest.approx(numel, rel=0.01)
 
 
 @on_ranks(2)
@@ -90,11 +90,11 @@ def test_a_unit_stays_within_the_distance_and_goes_beyond_it(world: World) -> No
         engine = engine_of(model)
         for number in range(3):
             language_loss(model, language_batch(world.seed, number, 0, world.rank))
-            kept = {unit.name for unit in engine.units if unit.is_aside}
-            engine.residency.release_idle()
+            retained = {unit.name for unit in engine.units if unit.is_aside}
+            engine.prefetcher.release_idle()
             step_of(world, model, optimizer, number)
         stayed = {f"blocks.{number}" for number in range(LAYERS - blocks, LAYERS)}
-        assert {name for name in kept if name.startswith("blocks")} == stayed, blocks
+        assert {name for name in retained if name.startswith("blocks")} == stayed, blocks
 
 
 @on_ranks(2)
@@ -103,21 +103,21 @@ def test_the_cap_holds_and_look_ahead_goes_on(world: World) -> None:
     free, _ = prepared(world)
     block = max(unit.layout.numel for unit in engine_of(free).units)
     late: list[str] = []
-    model, optimizer = prepared(world, reuse_elements=ALL, live_elements=4 * block, prefetch_elements=1)
+    model, optimizer = prepared(world, reuse_elements=ALL, max_live_elements=4 * block, prefetch_elements=1)
     engine = engine_of(model)
 
-    def heard(event: Any) -> None:
-        assert engine.residency.live_elements <= 4 * block
+    def received(event: Any) -> None:
+        assert engine.prefetcher.live_elements <= 4 * block
         if type(event).__name__ == "GatherEvent" and not event.prefetched:
             late.append(event.unit)
 
     for number in range(4):
         if number == 3:
-            engine.subscribe(heard)
+            engine.subscribe(received)
         step_of(world, model, optimizer, number)
     assert len(late) <= 1  # what forward begins with
     numel = sum(unit.layout.numel for unit in engine.units)
-    assert engine.wire.last_elements["gather"] <= 2 * numel - 2 * block
+    assert engine.traffic.last_elements["gather"] <= 2 * numel - 2 * block
 
 
 @on_ranks(2)
@@ -125,10 +125,10 @@ def test_without_autograd_token_after_token_finds_them(world: World) -> None:
     model, _ = prepared(world, reuse_elements=ALL)
     engine = engine_of(model)
     for number in range(4):
-        before = engine.wire.elements["gather"]
+        before = engine.traffic.elements["gather"]
         with torch.no_grad():
             model(language_batch(world.seed, number, 0, world.rank)[:, :-1])
-        gathered = engine.wire.elements["gather"] - before
+        gathered = engine.traffic.elements["gather"] - before
         assert gathered == 0 if number else gathered > 0
 
 

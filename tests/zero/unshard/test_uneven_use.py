@@ -51,14 +51,16 @@ class Deep(nn.Module):
 def wanted_by(rank: int, step: int) -> list[bool]:
     """Rank 0 uses everything; others leave parts unused, late in the model at first."""
     generator = torch.Generator().manual_seed(step)
-    kept = torch.rand(8, BLOCKS, generator=generator)[rank] < 0.5
-    kept[BLOCKS - 2] = False
-    return [rank == 0 or bool(each) for each in kept]
+    retained = torch.rand(8, BLOCKS, generator=generator)[rank] < 0.5
+    retained[BLOCKS - 2] = False
+    return [rank == 0 or bool(each) for each in retained]
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("more", [{}, {"offload": {"step": "in_backward"}}], ids=["after", "in_backward"])
+@pytest.mark.parametrize(
+    "more", [{}, {"offload": {"update_mode": "in_backward"}}], ids=["after", "in_backward"]
+)
 def test_missing_gradients_count_as_zero(world: World, checkpointed: bool, more: dict[str, Any]) -> None:
     torch.manual_seed(world.seed)
     model = Deep(checkpointed)

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 
-from zero_ext.activation import Checkpointing
+from zero_ext.activation import ActivationCheckpointing
 from zero_ext.activation.partitioned_activations import check_group
-from zero_ext.activation.transfer_counters import Counters
-from zero_ext.config import ActivationPolicy
-from zero_ext.zero.engine import Engine
+from zero_ext.activation.transfer_counters import TransferCounters
+from zero_ext.comm import Collectives
+from zero_ext.config import ActivationCheckpointingConfig, ZeroConfig
+from zero_ext.offload import TierManager
 from zero_ext.zero.units.rank_groups import RankGroups
+from zero_ext.zero.units.unit import Unit
 
 
-def checkpointing_of(engine: Engine, group: dist.ProcessGroup | None) -> Checkpointing:
-    """Keeps calls as the engine's configuration says, across ``group`` where inputs are partitioned."""
-    settings = engine.config
-    alive = weakref.ref(engine)
-
-    def stays(tensor: torch.Tensor) -> bool:
-        found = alive()
-        storage = tensor.untyped_storage()._cdata
-        return found is not None and storage in found.flat_storages
-
-    return Checkpointing(
+def checkpointing_of(
+    settings: ZeroConfig,
+    units: Iterable[Unit],
+    collectives: Collectives,
+    tiers: TierManager,
+    data_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
+) -> ActivationCheckpointing:
+    """Keeps calls as ``settings`` say, across ``group`` where inputs are partitioned. ``data_group`` has the
+    data-parallel ranks."""
+    # Storage objects of gathered parameters stay the same for life while memory comes and goes.
+    storages = frozenset(unit.flat.untyped_storage()._cdata for unit in units)
+    return ActivationCheckpointing(
         settings.activation_checkpointing,
         group,
-        data_parallel_group=engine.group,
+        data_parallel_group=data_group,
         aio=settings.aio,
-        stays=stays,
-        counters=Counters(engine.collectives.bus, engine.wire, engine.tiers.transfers),
+        stays=lambda tensor: tensor.untyped_storage()._cdata in storages,
+        counters=TransferCounters(collectives.bus, collectives.traffic, tiers.transfers),
         timeout_seconds=settings.timeout_seconds,
     )
 
 
 def activation_group_of(
-    policy: ActivationPolicy, group: dist.ProcessGroup | None, groups: RankGroups
+    policy: ActivationCheckpointingConfig, group: dist.ProcessGroup | None, groups: RankGroups
 ) -> dist.ProcessGroup | None:
     """The ranks to partition activations over: the ``group`` given, else those with other parts of the same
     tensors. ``ValueError`` for a group that nothing is partitioned over, or whose ranks see other samples."""

@@ -10,15 +10,15 @@ from torch import nn
 
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, detach_engine
 from zero_ext.zero.api.misuse_guards import unguard
-from zero_ext.zero.construction.grouping import Owned
+from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.construction.input_cast import end_casts
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gradients.parameter_hooks import unwatch
 from zero_ext.zero.memory.lifetime import end
-from zero_ext.zero.tiling.tile_consensus import end_agreement
-from zero_ext.zero.units.collective_errors import together
-from zero_ext.zero.units.expert_params import expert_ranks
-from zero_ext.zero.units.presharded import BornShard, set_born
+from zero_ext.zero.tiling.tile_consensus import remove_tile_consensus
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
+from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.presharded import PreshardedParameter, set_presharded
 from zero_ext.zero.units.released_params import plain_class, restore_class
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import in_backward
@@ -28,7 +28,7 @@ OBSTACLES: list[Callable[[Engine], str]] = []
 """Say why an engine cannot be closed now, or nothing, on behalf of packages that this one does not know."""
 
 
-def engines_before(model: nn.Module, owned: Iterable[Owned]) -> list[Engine]:
+def engines_before(model: nn.Module, owned: Iterable[OwnedParameter]) -> list[Engine]:
     """The engines that have shards of ``model``.
 
     Raises:
@@ -63,7 +63,7 @@ def close(engines: Sequence[Engine], model: nn.Module) -> None:
     """
     for engine in engines:
         check = partial(_refuse_in_use, engine)
-        together(engine.collectives, check, "preparing a model again", "Nothing was changed.")
+        raise_on_all_ranks(engine.collectives, check, "preparing a model again", "Nothing was changed.")
     for engine in engines:
         engine.finish_updates()
     for engine in engines:
@@ -99,7 +99,7 @@ def _use_of(engine: Engine) -> str:
             if in_backward()
             else "a backward pass raised an error; call optimizer.zero_grad() first"
         )
-    if engine.residency.borrowers:
+    if engine.prefetcher.borrowers:
         return "parameters are in use inside 'with zero_ext.gathered(...)'; leave the block first"
     if engine.hooks.gathers_saved_tensors:
         return "'with zero_ext.double_backward(model)' is open; leave the block first"
@@ -119,7 +119,7 @@ def _close(engine: Engine, model: nn.Module) -> None:
         "model, engine and optimizer that the last prepare or initialize returned."
     )
     engine.clear_gradients()
-    engine.residency.forget_values()
+    engine.prefetcher.forget_values()
     engine.tiers.device.synchronize()
     roots = (model, engine.model)
     for subscriber in engine.subscribers:
@@ -129,7 +129,7 @@ def _close(engine: Engine, model: nn.Module) -> None:
         uninstall(root)
         end_casts(root)
         unguard(root, engine.index)
-        end_agreement(root)
+        remove_tile_consensus(root)
     unwatch(engine.index)
     for unit in engine.units:
         _hand_over(engine, unit)
@@ -142,7 +142,7 @@ def _hand_over(engine: Engine, unit: Unit) -> None:
         restore_class(parameter)
         if unit.placement.params:
             ranks = engine.collectives.holders(bool(expert_ranks(parameter))).ranks
-            place = (unit.home, unit.collectives, start, ranks, engine.device)
-            set_born(parameter, BornShard(spec, unit.layout, *place))
+            init_args = (unit.storage, unit.collectives, start, ranks, engine.device)
+            set_presharded(parameter, PreshardedParameter(spec, unit.layout, *init_args))
         else:
             parameter.__class__ = plain_class(parameter)

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from zero_ext.config.schema.config_errors import show
+from zero_ext.zero.api.engine_state import EngineState
+from zero_ext.zero.api.model_parallel_state import ModelParallelState
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.memory.lifetime import refuse_ended
 from zero_ext.zero.units.released_params import set_access
 
 MODULE_ATTRIBUTE = "_zero_ext_engine"
+SOURCES_ATTRIBUTE = "_zero_ext_checkpoint_sources"
 PARAMETER_ATTRIBUTE = "_zero_ext_engine_ref"
 
 
-def attach_engine(model: nn.Module, engine: Engine) -> None:
-    """Makes ``engine`` belong to ``model``, and findable from its parameters."""
+class CheckpointSources(NamedTuple):
+    """What checkpoints of a prepared model are made from."""
+
+    full: EngineState | ModelParallelState
+    trained: EngineState | ModelParallelState  # without the parameters that nothing trains
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied model is an ordinary module without an engine."""
+
+    @property
+    def own(self) -> EngineState:
+        """The state of this rank's engine, which is a part of the model's under model parallelism."""
+        return self.full.own if isinstance(self.full, ModelParallelState) else self.full
+
+
+def attach_engine(model: nn.Module, engine: Engine, sources: CheckpointSources) -> None:
+    """Make ``engine`` belong to ``model``, and findable from its parameters."""
     object.__setattr__(model, MODULE_ATTRIBUTE, engine)
+    object.__setattr__(model, SOURCES_ATTRIBUTE, sources)
     for parameter in engine.index:
         setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
         set_access(parameter, engine.access)
@@ -26,8 +46,15 @@ def attach_engine(model: nn.Module, engine: Engine) -> None:
 def detach_engine(engine: Engine) -> None:
     """The reverse of :func:`attach_engine`, for an engine that is about to end."""
     vars(engine.model).pop(MODULE_ATTRIBUTE)
+    vars(engine.model).pop(SOURCES_ATTRIBUTE)
     for parameter in engine.index:
         vars(parameter).pop(PARAMETER_ATTRIBUTE)
+
+
+def checkpoint_sources(engine: Engine) -> CheckpointSources:
+    """What checkpoints of the model of ``engine`` are made from."""
+    sources: CheckpointSources = vars(engine.model)[SOURCES_ATTRIBUTE]
+    return sources
 
 
 def engine_of(model: nn.Module) -> Engine:

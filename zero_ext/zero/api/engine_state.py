@@ -92,7 +92,7 @@ class EngineState:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
                 dtype = str(spec.dtype).removeprefix("torch.")
                 name, *aliases = self._engine.full_tensors.names(self._engine.names[parameter])
-                tile_slice = self._engine.full_tensors.place(spec.name)
+                tile_slice = self._engine.full_tensors.tile_slice(spec.name)
                 source = spec if tile_slice is None else tile_slice
                 shape, stride = source.shape, source.stride
                 if is_split(parameter):
@@ -139,7 +139,7 @@ class EngineState:
 
     def _of_full_tensors(self, state_slice: StateSlice) -> Iterator[StateSlice]:
         """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
-        tile_slice = self._engine.full_tensors.place(state_slice.name)
+        tile_slice = self._engine.full_tensors.tile_slice(state_slice.name)
         if tile_slice is None:
             yield state_slice
             return

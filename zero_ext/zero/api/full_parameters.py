@@ -159,7 +159,7 @@ def full_state_dict(
                 if parameter not in chosen:
                     continue
                 tile_slice, value = (
-                    engine.full_tensors.place(engine.names[parameter][0]),
+                    engine.full_tensors.tile_slice(engine.names[parameter][0]),
                     unit.view_of(number).detach(),
                 )
                 if tile_slice is None or is_split(parameter):

@@ -8,36 +8,36 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.offload import Values, copy_of, count, part_of, replace
+from zero_ext.offload import Values, copy_of, count, replace, subrange_of
 from zero_ext.zero.api.engine_lookup import engine_of_parameter
 from zero_ext.zero.api.full_parameters import fill_unit, refuse_different_values
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.units.collective_errors import together
-from zero_ext.zero.units.dtensor_local import local_value, whole_of
-from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
+from zero_ext.zero.units.dtensor_local import full_tensor_of, local_value
 from zero_ext.zero.units.flat_layout import in_memory_order
+from zero_ext.zero.units.parameter_marks import expert_ranks
 
 MASTER = "master"
 
 
-class OwnedPart(NamedTuple):
+class OwnedSlice(NamedTuple):
     """Elements of a parameter that this rank owns: ``start`` counts in memory order."""
 
     start: int
     values: Values
 
 
-def owned_parts(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedPart]:
+def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice]:
     """What this rank owns of a parameter's master weights (``kind`` "master") or optimizer state ("exp_avg",
     ...), where it lies; replicated state is owned by all. ``ValueError`` for a parameter of no prepared
     model."""
     engine = engine_of_parameter(parameter)
     engine.finish_updates()
     engine.follow_writes()
-    return list(_owned_parts(engine, parameter, kind))
+    return list(_owned_slices(engine, parameter, kind))
 
 
-def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:
+def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:
     """A parameter's master weights or optimizer state of ``kind``, whole, in float32 on the CPU, on every
     rank; a collective. None where no rank has such state: frozen parameters, and state before the first step
     of optimizers that make it then."""
@@ -51,23 +51,25 @@ def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | N
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def read() -> None:
-        for start, values in owned_parts(parameter, kind):
+        for start, values in owned_slices(parameter, kind):
             found.fill_(1)
             low, high = max(start, first - offset), min(start + count(values), last - offset)
             if low < high:
-                flat[low:high] = copy_of(part_of(values, low - start, high - start)).to("cpu", torch.float32)
+                flat[low:high] = copy_of(subrange_of(values, low - start, high - start)).to(
+                    "cpu", torch.float32
+                )
 
     engine.finish_updates()
     if any(master.state.tier == "nvme" for master in engine.masters):
         everyone = engine.collectives.holders(bool(expert_ranks(parameter)))
-        together(everyone, read, f"reading {kind} of '{spec.name}'")
+        raise_on_all_ranks(everyone, read, f"reading {kind} of '{spec.name}'")
     else:
         read()
     unit.collectives.sum_(found, f"whether '{spec.name}' has state {kind}")
     if not found.item():
         return None
     unit.collectives.sum_(flat, f"{kind} of '{spec.name}'")
-    return whole_of(parameter, flat.as_strided(spec.shape, spec.stride))
+    return full_tensor_of(parameter, flat.as_strided(spec.shape, spec.stride))
 
 
 def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -91,17 +93,17 @@ def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> No
     unit, number = engine.index[parameter]
     _check_shape(engine, parameter, value)
     flat = in_memory_order(local_value(parameter, value.detach()), unit.layout.specs[number])
-    parts = owned_parts(parameter, kind)
-    known = torch.full((1,), float(len(parts)), dtype=torch.float32, device="cpu")
+    slices = owned_slices(parameter, kind)
+    known = torch.full((1,), float(len(slices)), dtype=torch.float32, device="cpu")
     engine.collectives.sum_(known, "whether there is state to replace")
     if not known.item():
         raise ValueError(f"'{unit.layout.specs[number].name}' has no optimizer state {kind!r} yet")
 
     def write() -> None:
-        for start, values in parts:
+        for start, values in slices:
             replace(values, flat[start : start + count(values)].float())
 
-    together(engine.collectives, write, f"replacing {kind} of '{unit.layout.specs[number].name}'")
+    raise_on_all_ranks(engine.collectives, write, f"replacing {kind} of '{unit.layout.specs[number].name}'")
 
 
 def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -113,7 +115,7 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     engine = engine_of_parameter(parameter)
     engine.optimizer_step.refuse_pending("replacing a gradient")
     _check_shape(engine, parameter, value)
-    engine.settle_gradients()
+    engine.synchronize_gradients()
     unit, number = engine.index[parameter]
     spec = unit.layout.specs[number]
     gradients = engine.gradients_of(unit) if unit in {master.unit for master in engine.masters} else None
@@ -122,7 +124,7 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     engine.views.replace(gradients, number, value)
 
 
-def _owned_parts(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterator[OwnedPart]:
+def _owned_slices(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterator[OwnedSlice]:
     unit, number = engine.index[parameter]
     name = unit.layout.specs[number].name
     stepper = engine.optimizer_step.stepper
@@ -132,11 +134,11 @@ def _owned_parts(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterator
         if kind == MASTER:
             for overlap in master.overlaps:
                 if overlap.index == number:
-                    yield OwnedPart(overlap.parameter_start, master.part(overlap))
+                    yield OwnedSlice(overlap.parameter_start, master.values_of(overlap))
         elif stepper is not None:
             for found, segment, values in stepper.values(position):
                 if found == kind and segment.name == name and count(values):
-                    yield OwnedPart(segment.start, values)
+                    yield OwnedSlice(segment.start, values)
 
 
 def _check_shape(engine: Engine, parameter: nn.Parameter, value: torch.Tensor) -> None:

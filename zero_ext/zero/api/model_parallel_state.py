@@ -12,10 +12,10 @@ import torch.distributed as dist
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.zero.api.engine_state import EngineState, ParameterInfo, ShardPiece
+from zero_ext.zero.api.engine_state import EngineState, ParameterInfo, StateSlice
 
 
-class PartsState:
+class ModelParallelState:
     """Implements the checkpoint's ``StateSource`` for all ranks of ``group``, each with its part, ``own``, of
     one model.
 
@@ -28,11 +28,11 @@ class PartsState:
         self,
         own: EngineState,
         group: dist.ProcessGroup,
-        whole_names: Mapping[str, str],
+        full_names: Mapping[str, str],
         elsewhere: Collection[str],
     ) -> None:
-        self._own = own
-        self._whole_names, self._elsewhere = dict(whole_names), frozenset(elsewhere)
+        self.own = own
+        self._full_names, self._elsewhere = dict(full_names), frozenset(elsewhere)
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._everyone: Collectives | None = None
@@ -51,19 +51,19 @@ class PartsState:
 
     def meet(self) -> None:
         """Takes in what all ranks have. Raises ``RuntimeError`` where parts do not make one model."""
-        own = self._own
-        table = {self._whole(name): entry for name, entry in own.parameter_table().items()}
+        own = self.own
+        table = {self._full_name(name): entry for name, entry in own.parameter_table().items()}
         buffers = {name: (list(each.shape), str(each.dtype)) for name, each in own.buffers().items()}
-        told = {"table": table, "scalars": self._renamed(own.scalar_state()), "buffers": buffers}
-        parts = [json.loads(text) for text in self._exchanged(json.dumps(told).encode())]
+        message = {"table": table, "scalars": self._renamed(own.scalar_state()), "buffers": buffers}
+        states = [json.loads(text) for text in self._exchanged(json.dumps(message).encode())]
         self._table, self._scalars = {}, {}
-        for part in parts:
-            for name, entry in part["table"].items():
+        for stage_state in states:
+            for name, entry in stage_state["table"].items():
                 self._add(name, ParameterInfo(*map(_hashable, entry)))
-            self._scalars = _united(self._scalars, part["scalars"])
+            self._scalars = _united(self._scalars, stage_state["scalars"])
         self._buffers = {}
-        for rank, part in enumerate(parts):
-            for name, (shape, dtype) in part["buffers"].items():
+        for rank, stage_state in enumerate(states):
+            for name, (shape, dtype) in stage_state["buffers"].items():
                 if name not in self._buffers:
                     self._buffers[name] = self._buffer_from(rank, name, shape, dtype)
 
@@ -79,7 +79,7 @@ class PartsState:
 
     def _buffer_from(self, rank: int, name: str, shape: list[int], dtype: str) -> torch.Tensor:
         """The live buffer if this rank has it, else a copy of that of ``rank``."""
-        live = self._own.buffers().get(name)
+        live = self.own.buffers().get(name)
         value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
         if live is not None:
             value.copy_(live)
@@ -101,43 +101,42 @@ class PartsState:
 
     # -- names --------------------------------------------------------------------------------------------
 
-    def _whole(self, name: str) -> str:
-        return self._whole_names.get(name, name)
+    def _full_name(self, name: str) -> str:
+        return self._full_names.get(name, name)
 
     def _renamed(self, value: Any) -> Any:
         """JSON-like ``value`` with the whole model's names for this part's, among keys and in lists."""
         if isinstance(value, Mapping):
-            return {self._whole(name): self._renamed(item) for name, item in value.items()}
+            return {self._full_name(name): self._renamed(item) for name, item in value.items()}
         if isinstance(value, list):
             return [self._renamed(item) for item in value]
-        return self._whole(value) if isinstance(value, str) else value
+        return self._full_name(value) if isinstance(value, str) else value
 
-    def _own_part(self, value: Any) -> Any:
-        """Takes back :meth:`_renamed` of all parts' ``value``, without what only others have."""
-        here = {self._whole(name): name for name in self._own.parameter_table()}
+    def _own_subset(self, value: Any) -> Any:
+        """Undo :meth:`_renamed` of the full model's ``value``, without what only other ranks have."""
+        own_names = {self._full_name(name): name for name in self.own.parameter_table()}
+        elsewhere = self._table.keys() - own_names.keys()
 
-        def part(item: Any) -> Any:
+        def subset(item: Any) -> Any:
             if isinstance(item, Mapping):
-                return {here.get(k, k): part(v) for k, v in item.items() if k in here or k not in self._table}
+                return {own_names.get(key, key): subset(v) for key, v in item.items() if key not in elsewhere}
             if isinstance(item, list):
-                return [
-                    part(v) for v in item if not (isinstance(v, str) and v in self._table and v not in here)
-                ]
-            return here.get(item, item) if isinstance(item, str) else item
+                return [subset(v) for v in item if not (isinstance(v, str) and v in elsewhere)]
+            return own_names.get(item, item) if isinstance(item, str) else item
 
-        return part(value)
+        return subset(value)
 
     # -- the source ---------------------------------------------------------------------------------------
 
     @property
     def config(self) -> ZeroConfig:
         """See :class:`EngineState`."""
-        return self._own.config
+        return self.own.config
 
     @property
     def trains(self) -> bool:
         """See :class:`EngineState`."""
-        return self._own.trains
+        return self.own.trains
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
         """Every parameter of the model by its first name."""
@@ -147,16 +146,16 @@ class PartsState:
         """The persistent buffers of all parts: live ones here, copies of the others."""
         return self._buffers
 
-    def save_pieces(self) -> Iterator[ShardPiece]:
+    def save_slices(self) -> Iterator[StateSlice]:
         """See :class:`EngineState`; each parameter in one of the parts that have it."""
-        for piece in self._own.save_pieces():
-            if piece.name not in self._elsewhere:
-                yield piece._replace(name=self._whole(piece.name))
+        for state_slice in self.own.save_slices():
+            if state_slice.name not in self._elsewhere:
+                yield state_slice._replace(name=self._full_name(state_slice.name))
 
-    def load_pieces(self) -> Iterator[ShardPiece]:
+    def load_slices(self) -> Iterator[StateSlice]:
         """See :class:`EngineState`."""
-        for piece in self._own.load_pieces():
-            yield piece._replace(name=self._whole(piece.name))
+        for state_slice in self.own.load_slices():
+            yield state_slice._replace(name=self._full_name(state_slice.name))
 
     def scalar_state(self) -> dict[str, Any]:
         """See :class:`EngineState`: of all parts."""
@@ -164,24 +163,24 @@ class PartsState:
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """See :class:`EngineState`."""
-        self._own.load_scalar_state(self._own_part(state))
+        self.own.load_scalar_state(self._own_subset(state))
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """See :class:`EngineState`."""
-        here = {self._whole(name): name for name in self._own.parameter_table()}
-        self._own.prepare_load({here[name]: each for name, each in kinds.items() if name in here})
+        own_names = {self._full_name(name): name for name in self.own.parameter_table()}
+        self.own.prepare_load({own_names[name]: each for name, each in kinds.items() if name in own_names})
 
     def leaves(self, kind: str) -> bool:
         """See :class:`EngineState`."""
-        return self._own.leaves(kind)
+        return self.own.leaves(kind)
 
     def abandon_load(self) -> None:
         """See :class:`EngineState`."""
-        self._own.abandon_load()
+        self.own.abandon_load()
 
     def finish_load(self) -> None:
         """See :class:`EngineState`."""
-        self._own.finish_load()
+        self.own.finish_load()
 
 
 def _hashable(value: Any) -> Any:

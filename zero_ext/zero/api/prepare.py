@@ -16,46 +16,47 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.config.state_placement import Placement
-from zero_ext.offload import Device, Tiers
+from zero_ext.config.state_placement import StatePlacement
+from zero_ext.offload import Device, TierManager
 from zero_ext.optim.elementwise_check import (
     check_elementwise,
     check_step_time,
-    exchanges_signs,
     fusible,
+    is_one_bit,
     was_stepped,
 )
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
 from zero_ext.zero.api.close_engine import close, engines_before
-from zero_ext.zero.api.engine_lookup import attach_engine
+from zero_ext.zero.api.engine_lookup import CheckpointSources, attach_engine
+from zero_ext.zero.api.engine_state import EngineState, TrainedState
 from zero_ext.zero.api.misuse_guards import guard_module
-from zero_ext.zero.api.model_parallel_state import PartsState
+from zero_ext.zero.api.model_parallel_state import ModelParallelState
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
-from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, as_given
+from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer
 from zero_ext.zero.construction.build_units import (
-    broadcast_buffers,
     build_unit,
     check_values,
     device_of,
-    in_birth_order,
     reserve_storage,
+    with_init_strides,
 )
 from zero_ext.zero.construction.expert_checks import check_experts
 from zero_ext.zero.construction.grouping import (
     DTYPES,
-    Owned,
+    OwnedParameter,
+    mark_counted,
     owned_parameters,
+    restrict_to_local_modules,
     trained_by,
     updates_on_trial,
 )
-from zero_ext.zero.construction.input_cast import cast_inputs, cast_running_statistics
-from zero_ext.zero.construction.local_module_names import without_names_elsewhere
+from zero_ext.zero.construction.input_cast import cast_inputs
 from zero_ext.zero.construction.materialize import leave_meta
 from zero_ext.zero.construction.model_checks import check_embeddings, check_modules
-from zero_ext.zero.construction.module_buffers import move_buffers
-from zero_ext.zero.construction.oom_report import Forecast
+from zero_ext.zero.construction.module_buffers import broadcast_buffers, cast_running_statistics, move_buffers
+from zero_ext.zero.construction.oom_report import MemoryEstimate
 from zero_ext.zero.construction.parameter_aliases import find_aliases, renew
 from zero_ext.zero.construction.rank_consistency import check_agreement
 from zero_ext.zero.engine import Engine
@@ -63,12 +64,10 @@ from zero_ext.zero.gradients.parameter_hooks import watch_all
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import PoolPlan
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.dtensor_local import is_distributed, problem_of
-from zero_ext.zero.units.expert_params import expert_ranks
-from zero_ext.zero.units.model_parallel_sync import counted_once
+from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
 from zero_ext.zero.units.rank_groups import RankGroups, rank_groups
-from zero_ext.zero.units.shared_params import tie_of
 from zero_ext.zero.unshard.hook_installation import install, watch_reads
 
 _UNPREPARED = "The weights are as they were. Mend it and prepare the model again."
@@ -82,7 +81,7 @@ def prepare(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     wrap: bool = True,
     elementwise: bool = False,
-    values: Literal["keep", "empty"] = "keep",
+    init: Literal["broadcast", "skip"] = "broadcast",
     device: torch.device | str | None = None,
     activation_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, Any]:
@@ -109,8 +108,8 @@ def prepare(
             overflow are those of the parts along "pp" and "tp", and of all experts, together.
         wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
-        values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
-            on the meta device.
+        init: "broadcast" copies rank 0's initial values to all ranks. "skip" skips them: parameters are zero
+            until a checkpoint is loaded, and may be on the meta device.
         device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
             Init), the accelerator if there is one. Parameters move there a unit at a time.
         activation_group: ranks that hold identical activations (tensor parallelism), for
@@ -126,28 +125,28 @@ def prepare(
             between forward and backward, inside ``gathered`` or during a save in the background (raised on
             all of them).
     """
-    model, optimizer = unwrapped(model), as_given(optimizer)
+    model, optimizer = unwrapped(model), original_optimizer(optimizer)
     settings = _settings(config, optimizer)
     check_modules(model)
     groups = rank_groups(process_group)
     activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
-    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
+    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
-    place = Device(device_of(owned, device))
-    collectives = _join(groups, settings, place)
-    collectives.shard_among(settings.communication.sharding_ranks)
+    train_device = Device(device_of(owned, device))
+    collectives = _join(groups, settings, train_device)
+    collectives.shard_among(settings.communication.shard_group_size)
     settings = _resolved(settings, collectives)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
     _check_parameters(model, owned, optimizer, groups, collectives.world_size)
-    own_settings = without_names_elsewhere(model, settings, collectives.model)
+    own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
-    in_parts = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
-    check_one_bit_optimizer(optimizer, settings, in_parts)
-    if values == "keep":
+    is_partial = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
+    check_one_bit_optimizer(optimizer, settings, is_partial)
+    if init == "broadcast":
         check_values(owned)
     check_agreement(owned, settings, collectives, optimizer)
     if collectives.model is not None:
@@ -157,31 +156,39 @@ def prepare(
     close(before, model)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)
-    if values == "empty":
+    if init == "skip":
         leave_meta(model)
-    if any(item.parameter.device != place.device for item in owned):
-        move_buffers(model, place.device)
-    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
-    owned = counted_once(owned, collectives.model, groups.tensor_rank)
-    forecast = Forecast(model, optimizer, owned, settings, collectives, place.device)
-    with forecast.watching():
-        engine = _shard(model, owned, optimizer, forecast, place, values)
-        engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
+    if any(item.parameter.device != train_device.device for item in owned):
+        move_buffers(model, train_device.device)
+    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
+    owned = mark_counted(owned, collectives.model, groups.tensor_rank)
+    estimate = MemoryEstimate(model, optimizer, owned, settings, collectives, train_device.device)
+    with estimate.watching():
+        engine = _shard(model, owned, optimizer, estimate, train_device, init, groups, activation_group)
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
-    if in_parts and groups.whole is not None:
-        _join_parts(engine, owned, groups.whole)
-    renew(aliases, engine)
-    engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
+    renew(aliases, engine.index)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
 
 
-def _join_parts(engine: Engine, owned: Sequence[Owned], whole: dist.ProcessGroup) -> None:
-    """Checkpoints are of all parts of the model, which the ranks of ``whole`` have."""
+def _checkpoint_sources(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    owned: Sequence[OwnedParameter],
+    groups: RankGroups,
+    data_group: dist.ProcessGroup | None,
+) -> CheckpointSources:
+    """Checkpoints hold the whole model, of which this engine may have a part."""
+    full = EngineState(engine, data_group, optimizer)
+    trained = TrainedState(engine, data_group, optimizer)
+    everyone = groups.mesh
+    is_partial = engine.collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
+    if everyone is None or not is_partial:
+        return CheckpointSources(full, trained)
     names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
     elsewhere = [item.spec.name for item in owned if not item.counted]
-    for state in (engine.state, engine.trained_state):
-        state.parts = PartsState(state, whole, names, elsewhere)
+    states = [ModelParallelState(state, everyone, names, elsewhere) for state in (full, trained)]
+    return CheckpointSources(*states)
 
 
 def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
@@ -210,23 +217,29 @@ def _resolved(settings: ZeroConfig, collectives: Collectives) -> ZeroConfig:
 
 def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:
     """Gathered units swap memory: what PyTorch lacks for that is compiled before anything changes."""
-    placement = Placement.of_stage(settings.stage).on_tiers(settings.offload).over(collectives.world_size)
+    placement = (
+        StatePlacement.of_stage(settings.stage).on_tiers(settings.offload).on_ranks(collectives.world_size)
+    )
     if placement.params and not ops.torch_swaps_storages():
-        together(collectives, ops.load_storage_swap, "compiling zero_ext._C_storage", "Nothing was changed.")
+        raise_on_all_ranks(
+            collectives, ops.load_storage_swap, "compiling zero_ext._C_storage", "Nothing was changed."
+        )
 
 
 def _shard(
     model: nn.Module,
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     optimizer: torch.optim.Optimizer | None,
-    forecast: Forecast,
+    estimate: MemoryEstimate,
     device: Device,
-    values: Literal["keep", "empty"],
+    init: Literal["broadcast", "skip"],
+    groups: RankGroups,
+    activation_group: dist.ProcessGroup | None,
 ) -> Engine:
     """Turns the parameters ``owned`` into units, and the model into one that an engine moves."""
-    plans, settings, collectives = forecast.plans, forecast.config, forecast.collectives
-    tiers = _make_tiers(forecast, optimizer, device)
-    pool = BufferPool(forecast.staging.pool, tiers.device)
+    plans, settings, collectives = estimate.plans, estimate.config, estimate.collectives
+    tiers = _make_tiers(estimate, optimizer, device)
+    pool = BufferPool(estimate.staging.pool, tiers.device)
     built = [
         build_unit(
             plan,
@@ -234,27 +247,31 @@ def _shard(
             pool,
             tiers,
             settings.communication,
-            values == "keep",
-            forecast.trains(plan),
+            init == "broadcast",
+            estimate.trains(plan),
         )
         for plan in plans
     ]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
-    landings = BufferPool(PoolPlan(forecast.staging.landings, {}), device, "host")
-    engine = Engine(model, owned, built, settings, collectives, pool, landings, tiers)
-    homes = {
-        parameter: (unit, plan.home)
+    gradient_staging = BufferPool(PoolPlan(estimate.staging.gradient_staging, {}), device, "host")
+    data_group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
+    units = [unit for unit, _ in built]
+    checkpointing = checkpointing_of(settings, units, collectives, tiers, data_group, activation_group)
+    engine = Engine(model, owned, built, settings, collectives, pool, gradient_staging, tiers, checkpointing)
+    blocks = {
+        parameter: (unit, plan.module)
         for (unit, _), plan in zip(built, plans, strict=True)
         for parameter in unit.parameters
-        if unit.placement.params and plan.home is not None
+        if unit.placement.params and plan.module is not None
     }
-    install(model, engine.hooks, homes)
-    guard_module(model, homes)
+    install(model, engine.hooks, blocks)
+    guard_module(model, blocks)
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
-    attach_engine(model, engine)
+    sources = _checkpoint_sources(engine, optimizer, owned, groups, data_group)
+    attach_engine(model, engine, sources)
     return engine
 
 
@@ -267,12 +284,10 @@ def _settings(
 
 def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
     watch_all(engine.index, engine)
-    if engine.config.offload.step == "in_backward":
+    if engine.config.offload.update_mode == "in_backward":
         trained = {parameter for master in engine.masters for parameter in master.unit.parameters}
         watch_reads(engine.model, trained, engine.parameter_read)
     prepared = ZeroOptimizer(engine, optimizer, elementwise)
-    engine.state.optimizer_class = type(optimizer).__qualname__
-    engine.trained_state.optimizer_class = engine.state.optimizer_class
     # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return prepared
@@ -280,7 +295,7 @@ def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elemen
 
 def _check_parameters(
     model: nn.Module,
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     optimizer: torch.optim.Optimizer | None,
     groups: RankGroups,
     world_size: int,
@@ -312,23 +327,25 @@ def _check_parameters(
             )
 
 
-def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, device: Device) -> Tiers:
+def _make_tiers(
+    estimate: MemoryEstimate, optimizer: torch.optim.Optimizer | None, device: Device
+) -> TierManager:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
-    settings, plans, collectives = forecast.config, forecast.plans, forecast.collectives
+    settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
     on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
-    def make() -> Tiers:
-        staging = forecast.staging
-        tiers = Tiers(
+    def make() -> TierManager:
+        staging = estimate.staging
+        tiers = TierManager(
             settings.offload,
             settings.aio,
-            staging.rooms,
-            forecast.kinds,
+            staging.step_buffers,
+            estimate.kinds,
             on_trial,
             device,
-            staging.transit,
+            staging.bounce_buffer,
             collectives.bus,
-            exchanges_signs(optimizer),
+            is_one_bit(optimizer),
         )
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, trained_by(optimizer), sums)
@@ -336,7 +353,7 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
 
     if not settings.offload.any_nvme:
         return make()
-    return together(collectives, make, "setting up storage on NVMe", _UNPREPARED)
+    return raise_on_all_ranks(collectives, make, "setting up storage on NVMe", _UNPREPARED)
 
 
 def _check_optimizer(
@@ -364,7 +381,7 @@ def _check_optimizer(
             "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
             "training with zero_ext.load_checkpoint"
         )
-    check_step_time(optimizer, settings.offload.step)
+    check_step_time(optimizer, settings.offload.update_mode)
     if groups.tensor is not None and isinstance(optimizer, Lamb):
         raise ValueError(
             "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "

@@ -83,7 +83,8 @@ class ZeroModule(nn.Module):
 
     def finish_update(self) -> None:
         """Makes the parameters follow a delayed update now rather than in the next step, as before an
-        evaluation of the newest parameters; a collective. Nothing to do unless ``offload.step`` is "delayed".
+        evaluation of the newest parameters; a collective. Nothing to do unless ``offload.update_mode`` is
+        "delayed".
         """
         engine_of(self).finish_updates()
 
@@ -95,10 +96,10 @@ class ZeroModule(nn.Module):
             super().zero_grad(set_to_none=False)
 
     def full_state_dict(
-        self, *, rank0_only: bool = False, wanted: Callable[[str], bool] | None = None
+        self, *, rank0_only: bool = False, key_filter: Callable[[str], bool] | None = None
     ) -> dict[str, torch.Tensor]:
         """See :func:`zero_ext.full_state_dict`."""
-        return full_state_dict(self, rank0_only=rank0_only, wanted=wanted)
+        return full_state_dict(self, rank0_only=rank0_only, key_filter=key_filter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own ``state_dict``. Values of sharded parameters are fetched when used, on all

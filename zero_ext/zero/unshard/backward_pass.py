@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.call_stack import Call
-from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.call_stack import BlockCall
+from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
 
 
@@ -30,14 +30,14 @@ class BackwardPass:
 
     def __init__(
         self,
-        residency: Residency,
+        prefetcher: Prefetcher,
         clock: StepClock,
         on_passed: Callable[[Unit], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._clock = clock
         self._began: Beginning | None = None
         self._on_begin = on_begin
@@ -45,9 +45,9 @@ class BackwardPass:
         self._on_abandon = on_abandon
         self._on_passed = on_passed
         # Of each unit the calls whose backward is to come; one that never comes goes with its graph.
-        self._expected: dict[Unit, weakref.WeakSet[Call]] = {}
-        self._holding: set[Call] = set()
-        self._awaited: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._expected: dict[Unit, weakref.WeakSet[BlockCall]] = {}
+        self._holding: set[BlockCall] = set()
+        self._awaited: weakref.WeakSet[BlockCall] = weakref.WeakSet()
         self.running = False
 
     def enter(self) -> None:
@@ -75,33 +75,33 @@ class BackwardPass:
         self._began = self._clock.begin()
         self._on_begin()
         self.running = True
-        self._residency.begin_backward()
+        self._prefetcher.begin_backward()
 
     @property
     def awaited(self) -> bool:
         """Whether there are outputs of a forward that no backward has run through yet."""
         return bool(self._awaited)
 
-    def expect(self, call: Call) -> None:
+    def expect(self, call: BlockCall) -> None:
         """Notes that a forward has ended ``call``, which a backward may run through."""
         self._awaited.add(call)
         for unit in call.touched:
             self._expected.setdefault(unit, weakref.WeakSet()).add(call)
 
-    def hold(self, call: Call) -> None:
-        """Notes that ``call`` holds units until :meth:`let_go` or the end."""
+    def hold(self, call: BlockCall) -> None:
+        """Notes that ``call`` holds units until :meth:`release` or the end."""
         self._awaited.discard(call)
         if call not in self._holding:
             call.awaited = call.inputs
             self._holding.add(call)
 
-    def let_go(self, call: Call) -> None:
+    def release(self, call: BlockCall) -> None:
         """Every input of ``call`` has its gradient: its units are not needed any more."""
         self._holding.discard(call)
         for unit in call.touched:
-            self._residency.let_go(unit, call)
+            self._prefetcher.release(unit, call)
             expected = self._expected.get(unit)
-            if call.takes_leaves or expected is None or not (call.repeats or call in expected):
+            if call.has_leaf_inputs or expected is None or not (call.repeats or call in expected):
                 continue
             expected.discard(call)
             if not expected and not unit.holders:
@@ -111,7 +111,7 @@ class BackwardPass:
         """Closes the pass: releases every unit, then finishes the gradients."""
         self.running = False
         self._holding.clear()
-        self._residency.end_backward()
+        self._prefetcher.end_backward()
         self._on_end()
         self._clock.end("backward", self._began)
 
@@ -120,5 +120,5 @@ class BackwardPass:
         if self.running:
             self.running = False
             self._holding.clear()
-            self._residency.release_all()
+            self._prefetcher.release_all()
             self._on_abandon()

@@ -7,25 +7,25 @@ from torch import nn
 from zero_ext.zero.units.unit import Unit
 
 
-class Call:
+class BlockCall:
     """One call of a block: a holder of units, in forward and again in its backward.
 
     ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those whose gradient has not arrived
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
-    that backward runs a call of the forward again; ``takes_leaves`` that the gradient of an input may
+    that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
     Of the units that it ``touched``, backward needs those that it ``rereads``.
     """
 
-    def __init__(self, home: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
-        self.home = home
+    def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
+        self.block = block
         self.name = name
         self.repeats = repeats
         self.alone = alone
         self.touched: list[Unit] = []
         self.rereads: list[Unit] = []
         self.inputs = 0
-        self.takes_leaves = False
+        self.has_leaf_inputs = False
         self.awaited = 0
 
     @property
@@ -45,30 +45,30 @@ class CallStack:
     """The calls that are running now, innermost last."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[BlockCall] = []
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def push(self, call: Call) -> None:
+    def push(self, call: BlockCall) -> None:
         """Enters ``call``."""
         self._calls.append(call)
 
-    def pop(self, home: nn.Module) -> Call:
-        """Leaves the innermost call of ``home``, and with it calls inside that an exception has ended."""
+    def pop(self, block: nn.Module) -> BlockCall:
+        """Leaves the innermost call of ``block``, and with it calls inside that an exception has ended."""
         while self._calls:
             call = self._calls.pop()
-            if call.home is home:
+            if call.block is block:
                 return call
-        raise AssertionError(f"{type(home).__name__} left a call that it never entered")
+        raise AssertionError(f"{type(block).__name__} left a call that it never entered")
 
-    def runs_alone(self, home: nn.Module) -> bool:
-        """Whether the innermost call is one of ``home`` by itself."""
-        return bool(self._calls) and self._calls[-1].alone and self._calls[-1].home is home
+    def runs_alone(self, block: nn.Module) -> bool:
+        """Whether the innermost call is one of ``block`` by itself."""
+        return bool(self._calls) and self._calls[-1].alone and self._calls[-1].block is block
 
-    def holder_for(self, home: nn.Module | None) -> Call:
-        """The call that shall hold a unit of ``home``: the running call of ``home``, else the innermost."""
+    def holder_for(self, block: nn.Module | None) -> BlockCall:
+        """The call that shall hold a unit of ``block``: the running call of ``block``, else the innermost."""
         for call in reversed(self._calls):
-            if call.home is home:
+            if call.block is block:
                 return call
         return self._calls[-1]

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.activation import Checkpointing
+from zero_ext.activation import ActivationCheckpointing
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.plain_torch import in_transform, without_modes
 from zero_ext.zero.units.unit import Unit, UnitState
 from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
 from zero_ext.zero.unshard.block_outputs import opaque_in, shares_memory, tensors_in, with_own_memory
-from zero_ext.zero.unshard.call_stack import Call, CallStack
+from zero_ext.zero.unshard.call_stack import BlockCall, CallStack
 from zero_ext.zero.unshard.on_demand import transform_refusal
-from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
 
 _USES = "_zero_ext_uses"
@@ -28,63 +28,69 @@ _USES = "_zero_ext_uses"
 class ForwardHooks(Ending):
     """Hooks on the modules that own or contain sharded parameters.
 
-    A module that runs as a block (a home of units, or the root) opens a :class:`Call`. Owner hooks and reads
-    of ``module.weight`` touch units for the running call. Leaving the block lets go of them; hooks on the
-    block's outputs take them again in backward, hooks on its inputs let go when their gradients are there.
+    A module that runs as a block (it owns units, or is the root) opens a ``BlockCall``. Owner hooks and
+    reads of ``module.weight`` gather units for the running call. Leaving the block releases them. Hooks on
+    the block's outputs gather them again in backward, and hooks on its inputs release them when the inputs'
+    gradients are computed.
     """
 
     def __init__(
-        self, residency: Residency, backward: BackwardPass, check: Callable[[], None], clock: StepClock
+        self,
+        prefetcher: Prefetcher,
+        backward: BackwardPass,
+        check: Callable[[], None],
+        clock: StepClock,
+        checkpointing: ActivationCheckpointing,
     ) -> None:
         self.calls = CallStack()
         self._clock = clock
         self._began: Beginning | None = None
-        self.checkpointing = Checkpointing()  # what checkpointed calls do inside a forward
+        self._checkpointing = checkpointing
         self._inside = ExitStack()
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._backward = backward
         self._check = check
-        self._forward_order = residency.forward_order
-        self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in residency.units)
+        self._forward_order = prefetcher.forward_order
+        self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in prefetcher.units)
 
-    def touch(self, unit: Unit, home: nn.Module | None, again: bool = True) -> None:
+    def touch(self, unit: Unit, block: nn.Module | None, again: bool = True) -> None:
         """Gather ``unit`` for the running call, and ``again`` for its backward, unless that reads no
         weights."""
-        call = self.calls.holder_for(home)
+        call = self.calls.holder_for(block)
         if call in unit.holders and (unit in call.rereads or not again):
             return
         if in_transform():
             if unit.state is not UnitState.GATHERED:
                 raise RuntimeError(transform_refusal(unit.layout.specs[0].name))
-            self._residency.retain_present(unit)  # no hook will gather it for backward
+            self._prefetcher.retain_present(unit)  # no hook will gather it for backward
             return
         call.touch(unit, again)
         with without_modes():
-            self._residency.need(unit, call, self._order())
+            self._prefetcher.need(unit, call, self._order())
 
-    def enter(self, home: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
-        """Begin a call of ``home``: of a block, or, ``alone``, of a module that no block runs around."""
-        call = Call(home, name, in_backward(), alone)
+    def enter(self, block: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
+        """Begin a call of ``block``: of a block, or, ``alone``, of a module that no block runs around."""
+        call = BlockCall(block, name, in_backward(), alone)
         outermost = not self.calls and not in_backward()
         self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
             self._began = self._clock.begin()
             self._backward.abandon()
             self._check()
-            self._inside.enter_context(self.checkpointing)
-            self._forward_order = self._residency.order_of_forward()
+            self._inside.enter_context(self._checkpointing)
+            self._forward_order = self._prefetcher.order_of_forward()
             self._forward_order.begin(repeats=not torch.is_grad_enabled())
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
-    def leave(self, home: nn.Module, outputs: Any) -> Any:
-        """End a call of ``home``, also when it raised; return what it shall return.
+    def leave(self, block: nn.Module, outputs: Any) -> Any:
+        """End a call of ``block``, also when it raised; return what it shall return.
 
         Outputs that share memory with parameters get memory of their own, as that memory is released here.
         """
-        call = self.calls.pop(home)
-        forward_only = (isinstance(home, Tile) or call.looks_up) and not call.inputs
+        call = self.calls.pop(block)
+        forward_only = (isinstance(block, Tile) or call.looks_up) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
             if (call.touched or not self.calls) and not in_transform():
@@ -102,30 +108,30 @@ class ForwardHooks(Ending):
                 # The gradients of this call are yet to come: hooks of its inputs, or the end, let go.
                 self._backward.hold(call)
             else:
-                self._let_go(call)
+                self._release_call(call)
 
-    def _let_go(self, call: Call) -> None:
+    def _release_call(self, call: BlockCall) -> None:
         for unit in call.touched:
             # Updates may run in backward, and values of before them must not stay.
-            self._residency.let_go(unit, call, None if in_backward() else self._forward_order)
+            self._prefetcher.release(unit, call, None if in_backward() else self._forward_order)
         if not (self.calls or in_backward()):
             self._inside.close()
-            self._residency.end_pass(self._forward_order)
+            self._prefetcher.end_pass(self._forward_order)
             began, self._began = self._began, None
             self._clock.end("forward", began, torch.is_grad_enabled())
 
     def _order(self) -> Any:
-        return self._residency.backward_order if in_backward() else self._forward_order
+        return self._prefetcher.backward_order if in_backward() else self._forward_order
 
-    def _watch_inputs(self, call: Call, inputs: object) -> None:
+    def _watch_inputs(self, call: BlockCall, inputs: object) -> None:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
         call.inputs = len(watched)
-        call.takes_leaves = any(tensor.grad_fn is None for tensor in watched.values())
+        call.has_leaf_inputs = any(tensor.grad_fn is None for tensor in watched.values())
 
         def arrived(_: torch.Tensor) -> None:
             call.awaited -= 1
             if call.awaited == 0:
-                self._backward.let_go(call)
+                self._backward.release(call)
 
         for tensor in watched.values():
             uses = _uses_of(tensor)
@@ -134,11 +140,11 @@ class ForwardHooks(Ending):
             else:
                 uses.append(arrived)
 
-    def _watch_outputs(self, call: Call, tensors: list[torch.Tensor], outputs: object) -> None:
+    def _watch_outputs(self, call: BlockCall, tensors: list[torch.Tensor], outputs: object) -> None:
         if not tensors and call.rereads and not self.gathers_saved_tensors:
             hidden = next(opaque_in(outputs), None)
             if hidden is not None:
-                self._residency.retain(
+                self._prefetcher.retain(
                     call.rereads,
                     f"block '{call.name}' returned {type(hidden).__name__}, in which no tensor can be found, "
                     "so its backward cannot be foreseen",
@@ -150,10 +156,10 @@ class ForwardHooks(Ending):
                 arrived(gradient)
             self._backward.enter()
             if torch.is_grad_enabled() and not self.gathers_saved_tensors:
-                self._residency.retain(call.rereads, "backward with create_graph=True")
+                self._prefetcher.retain(call.rereads, "backward with create_graph=True")
             self._backward.hold(call)
             for unit in call.rereads:
-                self._residency.need(unit, call, self._residency.backward_order)
+                self._prefetcher.need(unit, call, self._prefetcher.backward_order)
 
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -51,9 +51,9 @@ def install(
     """
     weak = weakref.ref(hooks)
     weak_units = {
-        id(parameter): (weakref.ref(unit), weakref.ref(home)) for parameter, (unit, home) in units.items()
+        id(parameter): (weakref.ref(unit), weakref.ref(block)) for parameter, (unit, block) in units.items()
     }
-    homes = {home for _, home in units.values()} | {model}
+    blocks = {block for _, block in units.values()} | {model}
     inside_compiled = _modules_inside_compiled(model)
 
     # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
@@ -74,7 +74,7 @@ def install(
         if own:
             module._parameters = GatheringParameters(module._parameters, touch)
             _install_owner_hooks(module, called, weak, _uses_of(own, units), not looks_up(module))
-        if module in homes or (own and isinstance(module, Tile)):
+        if module in blocks or (own and isinstance(module, Tile)):
             everything = [parameter for parameter in module.parameters() if parameter in units]
             _install_block_hooks(module, called, weak, touch, everything if _is_compiled(module) else [])
 
@@ -84,7 +84,7 @@ class _UnitUse(NamedTuple):
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
     unit: weakref.ref[Unit]
-    home: weakref.ref[nn.Module]
+    block: weakref.ref[nn.Module]
 
 
 def _uses_of(
@@ -94,8 +94,8 @@ def _uses_of(
     for name, parameter in own.items():
         found.setdefault(units[parameter], []).append((name, parameter))
     return tuple(
-        _UnitUse(tuple(parameters), weakref.ref(unit), weakref.ref(home))
-        for (unit, home), parameters in found.items()
+        _UnitUse(tuple(parameters), weakref.ref(unit), weakref.ref(block))
+        for (unit, block), parameters in found.items()
     )
 
 
@@ -133,12 +133,12 @@ def _install_owner_hooks(
                 alive.enter(owner, name, (args, kwargs), alone=True)
         own = owner._parameters
         foreseen: set[str] = set()
-        for parameters, unit, home in uses:
+        for parameters, unit, block in uses:
             # torch.func.functional_call puts other tensors in the place of parameters.
             present = [key for key, parameter in parameters if dict.get(own, key) is parameter]
             needed = unit()
             if present and needed is not None:
-                alive.touch(needed, home(), again)
+                alive.touch(needed, block(), again)
                 foreseen.update(present)
         if isinstance(own, GatheringParameters):
             own.foreseen = foreseen
@@ -193,30 +193,30 @@ def _install_block_hooks(
     name: str,
     weak: weakref.ref[ForwardHooks],
     touch: Callable[[nn.Parameter], None],
-    whole: list[nn.Parameter],
+    read_at_entry: list[nn.Parameter],
 ) -> None:
-    weak_home = weakref.ref(module)
+    weak_block = weakref.ref(module)
 
-    def engine_part(home: nn.Module) -> ForwardHooks | None:
+    def own_hooks(block: nn.Module) -> ForwardHooks | None:
         # A deep copy of the model carries these hooks along; they are not for it.
-        return weak() if weak_home() is home else None
+        return weak() if weak_block() is block else None
 
     @torch._dynamo.disable
-    def before(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        alive = engine_part(home)
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = own_hooks(block)
         if alive is not None:
             with without_modes():
-                alive.enter(home, name, (args, kwargs))
-            for parameter in whole:
+                alive.enter(block, name, (args, kwargs))
+            for parameter in read_at_entry:
                 touch(parameter)
 
     @torch._dynamo.disable
-    def after(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        alive = engine_part(home)
+    def after(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        alive = own_hooks(block)
         if alive is None:
             return None
         with without_modes():
-            return alive.leave(home, outputs)
+            return alive.leave(block, outputs)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)

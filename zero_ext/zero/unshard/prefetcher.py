@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from zero_ext.config import UnitPolicy
+from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.memory.pool_replay import is_reused
 from zero_ext.zero.units.unit import Unit, UnitState
@@ -15,32 +15,32 @@ from zero_ext.zero.unshard.gather_order import GatherOrder
 _RETAINED = object()  # holds units whose values a second backward pass will need
 
 
-class Residency:
+class Prefetcher:
     """Gathers and releases the sharded units of one model.
 
     As ``policy`` says. The next unit is always gathered ahead, further ones as long as all that is ahead
     stays within ``prefetch_elements``; 0 gathers nothing ahead. Units gathered ahead of need, or kept for
-    their next use, never push the live parameters over ``live_elements``; a unit above it is gathered alone,
-    with one warning naming it. Between two passes of an order that repeats, what the next one needs first
-    stays under way; parameters may be changed only after :meth:`forget_values`. What was written in place to
-    gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are released.
+    their next use, never push the live parameters over ``max_live_elements``; a unit above it is gathered
+    alone, with one warning naming it. Between two passes of an order that repeats, what the next one needs
+    first stays under way; parameters may be changed only after :meth:`forget_values`. What was written in
+    place to gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are released.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        policy: UnitPolicy,
+        policy: UnitConfig,
         bus: Bus,
         commit: Callable[[Unit, list[int]], None],
     ) -> None:
         self.units = tuple(unit for unit in units if unit.placement.params)
         self.backward_order = GatherOrder()
         self.forward_order = GatherOrder(then=self.backward_order)
-        self._live_limit = policy.live_elements
+        self._live_limit = policy.max_live_elements
         self._fits = sum(unit.layout.numel for unit in self.units) <= self._live_limit  # all of them at once
         self._prefetch_limit = policy.prefetch_elements
         self._reuse_limit = policy.reuse_elements
-        self._kept: set[Unit] = set()  # for their next use, farther than one looks ahead
+        self._retained: set[Unit] = set()  # for their next use, farther than one looks ahead
         self._bus = bus
         self._commit = commit
         self._warned: set[str] = set()
@@ -75,7 +75,7 @@ class Residency:
         unit.holders.add(holder)
         self._prefetch(order)
 
-    def let_go(self, unit: Unit, holder: object, order: GatherOrder | None = None) -> None:
+    def release(self, unit: Unit, holder: object, order: GatherOrder | None = None) -> None:
         """Ends ``holder``'s need; the unit is released when nobody holds it, unless ``order``, or backward
         after it, expects it next or within the limit of reuse."""
         unit.holders.discard(holder)
@@ -112,7 +112,7 @@ class Residency:
         """Release what :meth:`retain` keeps."""
         for unit in self.units:
             if _RETAINED in unit.holders:
-                self.let_go(unit, _RETAINED)
+                self.release(unit, _RETAINED)
 
     def release_all(self) -> None:
         """Releases every unit that is not retained, also those gathered ahead and never used."""
@@ -133,7 +133,7 @@ class Residency:
         self.release_retained()
         self.release_idle()
         for unit in self.units:
-            unit.exchange.forget()
+            unit.param_gather.invalidate()
 
     def expects_gathers(self) -> bool:
         """Whether the backward pass under way will begin to gather units, as far as its order is known."""
@@ -161,15 +161,15 @@ class Residency:
 
     def _stays(self, unit: Unit, order: GatherOrder) -> bool:
         if self._is_first(unit, order):
-            return self._has_room(0)
+            return self._fits_in(0)
         expected = order.upcoming(beyond=True) if self._reuse_limit else ()
         if not self._is_reused(unit, expected):
             return False
         # What is gathered ahead has its room first.
         following = next((each for each in expected if each.state is UnitState.RELEASED), None)
-        if self._has_room(0 if following is None else following.layout.numel):
-            self._kept.add(unit)
-        return unit in self._kept
+        if self._fits_in(0 if following is None else following.layout.numel):
+            self._retained.add(unit)
+        return unit in self._retained
 
     def _is_reused(self, unit: Unit, expected: Sequence[Unit]) -> bool:
         return is_reused(unit, ((other, other.layout.numel) for other in expected), self._reuse_limit)
@@ -178,12 +178,12 @@ class Residency:
         expected = order.upcoming(beyond=True)
         wanted = set(self._window(expected))
         for unit in self.units:
-            kept = unit in self._kept and self._is_reused(unit, expected)
-            if not unit.holders and not kept and unit not in wanted:
+            retained = unit in self._retained and self._is_reused(unit, expected)
+            if not unit.holders and not retained and unit not in wanted:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
-        self._kept.discard(unit)
+        self._retained.discard(unit)
         if unit.state is UnitState.GATHERED:
             self._release(unit)
         elif unit.state is not UnitState.RELEASED:
@@ -192,9 +192,9 @@ class Residency:
     def _gather(self, unit: Unit, exact: bool) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
-            self._make_room(unit)
+            self._free_space(unit)
         again = unit.is_aside
-        self._kept.discard(unit)
+        self._retained.discard(unit)
         unit.ensure_gathered(exact)
         if self._bus and not again:
             seconds = time.perf_counter() - began
@@ -210,36 +210,36 @@ class Residency:
         if self._bus:
             self._bus.publish(ReleaseEvent(unit.name, unit.layout.numel))
 
-    def _has_room(self, numel: int) -> bool:
+    def _fits_in(self, numel: int) -> bool:
         """Whether ``numel`` more elements may be live."""
         return self._fits or self.live_elements + numel <= self._live_limit
 
-    def _make_room(self, unit: Unit) -> None:
+    def _free_space(self, unit: Unit) -> None:
         for other in self.units:
-            if self._has_room(unit.layout.numel):
+            if self._fits_in(unit.layout.numel):
                 return
             if other is not unit and not other.holders:
                 self._evict(other)
-        if not self._has_room(unit.layout.numel) and unit.name not in self._warned:
+        if not self._fits_in(unit.layout.numel) and unit.name not in self._warned:
             self._warned.add(unit.name)
             warnings.warn(
                 f"{unit.describe()} has {unit.layout.numel} elements and {self.live_elements} others are in "
-                f"use: more than 'units.live_elements' = {self._live_limit}. It is gathered all the same, "
-                "without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'.",
+                f"use: more than 'units.max_live_elements' = {self._live_limit}. It is gathered all the "
+                "same, without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _prefetch(self, order: GatherOrder) -> None:
-        for place, unit in enumerate(self._window(order.upcoming())):
+        for position, unit in enumerate(self._window(order.upcoming())):
             if unit.state is UnitState.RELEASED:
-                if not self._has_room(unit.layout.numel):
+                if not self._fits_in(unit.layout.numel):
                     return
                 unit.to_fetching()
-                if unit.home.tier != "nvme":
+                if unit.storage.tier != "nvme":
                     unit.to_gathering()
-            elif unit.state is UnitState.FETCHING and place == 0 and unit.arrives_in_steps:
-                # Decided by place alone: exchanges must start in one order on all ranks.
+            elif unit.state is UnitState.FETCHING and position == 0 and unit.needs_early_gather:
+                # Decided by position alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()
 
     def _is_first(self, unit: Unit, order: GatherOrder) -> bool:
@@ -257,11 +257,11 @@ class Residency:
             return
         gathered = UnitState.GATHERED
         for unit in expected:
-            if unit.state is gathered or unit in seen or unit in self._kept:
+            if unit.state is gathered or unit in seen or unit in self._retained:
                 continue
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.
-            if ahead > limit and len(seen) >= (2 if unit.home.tier == "nvme" else 1):
+            if ahead > limit and len(seen) >= (2 if unit.storage.tier == "nvme" else 1):
                 return
             seen.add(unit)
             yield unit

@@ -83,8 +83,8 @@ def load(
     """Loads ``root/tag``, by default the one that ``latest`` names; its path, client state and counters. A
     collective.
 
-    (None, {}, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
-    or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
+    (None, {}, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing,
+    damaged or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
     :func:`save`.
     """
     root = _of_rank_0(model, root.absolute())
