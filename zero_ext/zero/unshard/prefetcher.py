@@ -23,7 +23,8 @@ class Prefetcher:
     their next use, never push the live parameters over ``max_live_elements``; a unit above it is gathered
     alone, with one warning naming it. Between two passes of an order that repeats, what the next one needs
     first stays under way; parameters may be changed only after :meth:`forget_values`. What was written in
-    place to gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are released.
+    place to gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are
+    released.
     """
 
     def __init__(
