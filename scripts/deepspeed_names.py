@@ -123,7 +123,7 @@ def read_deepspeed(folder: Path) -> dict[str, Any]:
     """Every module of DeepSpeed by its name, as the file lists it."""
     modules: dict[str, Module] = {}
     for path in sorted(folder.rglob("*.py")):
-        names = (ROOT, *path.relative_to(folder).with_suffix("").names)
+        names = (ROOT, *path.relative_to(folder).with_suffix("").parts)
         names = names[:-1] if names[-1] == "__init__" else names
         if all(name.isidentifier() for name in names):
             name = ".".join(names)

@@ -44,7 +44,7 @@ def files(root: Path = ROOT) -> list[Path]:
 
 def module_of(file: Path, root: Path = ROOT) -> str:
     """The dotted name of a file's module."""
-    names = file.relative_to(root).with_suffix("").names
+    names = file.relative_to(root).with_suffix("").parts
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
@@ -58,7 +58,7 @@ def package_of(module: str) -> str | None:
 
 def imported_names(file: Path, root: Path = ROOT) -> set[str]:
     """Absolute names that a file imports from the package, anywhere in it, also for type checkers alone."""
-    package = file.relative_to(root).with_suffix("").names[:-1]
+    package = file.relative_to(root).with_suffix("").parts[:-1]
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -167,8 +167,8 @@ def test_one_pass_equals_the_separate_ops(generator: torch.Generator) -> None:
 
 def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.Generator) -> None:
     count = 100_003
-    bounds = [(0, 70_000), (70_010, count)]
-    start = random_state(generator, count, bounds, ROWS[:2], torch.bfloat16, torch.float16)
+    segments = [(0, 70_000), (70_010, count)]
+    start = random_state(generator, count, segments, ROWS[:2], torch.bfloat16, torch.float16)
     results = []
     threads = torch.get_num_threads()
     for name in available_isas():
@@ -184,7 +184,7 @@ def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.G
     for begin in range(0, count, 77 * BLOCK):
         end = min(begin + 77 * BLOCK, count)
         bounds = [
-            (min(max(a - begin, 0), end - begin), min(max(b - begin, 0), end - begin)) for a, b in bounds
+            (min(max(a - begin, 0), end - begin), min(max(b - begin, 0), end - begin)) for a, b in segments
         ]
         elements, blocks = slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
         cut = {"segments": torch.tensor(bounds), "hyper": chunked.hyper, "grad_scale": chunked.grad_scale}
