@@ -153,7 +153,7 @@ def test_gpus_come_with_capability_and_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cufile_is_found_where_wheels_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_environment, "_cufile_places", lambda: [tmp_path / "a", tmp_path / "b"])
+    monkeypatch.setattr(cuda_environment, "_cufile_paths", lambda: [tmp_path / "a", tmp_path / "b"])
     monkeypatch.setattr(cuda_environment, "_NVIDIA_FS", tmp_path)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     assert facts()["CUDA"]["GPUDirect Storage"] == "no: libcufile.so.0 was not found"

@@ -22,7 +22,7 @@ JOB = FioJob(Path("/data/a:b"), "io_uring", 1 << 20, 32, 1, 1 << 30, writing=Tru
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_every_byte_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
-    monkeypatch.setattr("zero_ext.cli.nvme.nvme_run._SMALLEST_PART", 1 << 16)
+    monkeypatch.setattr("zero_ext.cli.nvme.nvme_run._MIN_BUFFER_BYTES", 1 << 16)
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     numbers = torch.Generator().manual_seed(seed)
