@@ -58,8 +58,8 @@ def test_the_edit_on_the_page_halves_the_first_weight() -> None:
     (block,) = (block for block in blocks("plain_loop.md") if "modifier_rank" in block)
     exec(block, names)
     first = build_model()[0].weight
-    assert torch.equal(zero_ext.full_state_dict(model)["0.weight"], names["whole"]["0.weight"] / 2)
-    assert torch.equal(names["whole"]["0.weight"], first)
+    assert torch.equal(zero_ext.full_state_dict(model)["0.weight"], names["full"]["0.weight"] / 2)
+    assert torch.equal(names["full"]["0.weight"], first)
     assert names["largest"] == max(parameter.abs().max().item() for parameter in build_model().parameters())
 
 

@@ -141,7 +141,7 @@ def _mark_adapters(model: nn.Module) -> None:
 
 def _as_pipeline(model: nn.Module) -> PipelineModule | None:
     """``model``, if it is a pipeline: where there is one, its module, which takes a second, is imported."""
-    pipelines = sys.modules.get(f"{__package__}.pipe.module")
+    pipelines = sys.modules.get(f"{__package__}.pipe.pipeline_module")
     return model if pipelines is not None and isinstance(model, pipelines.PipelineModule) else None
 
 
