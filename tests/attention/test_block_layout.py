@@ -46,7 +46,7 @@ def test_one_mask_for_all_heads_and_devices() -> None:
         (torch.ones(2, 2, 2, 2, dtype=torch.bool), 16, {}, "wanted torch.bool of"),
         (torch.ones(0, 2, dtype=torch.bool), 16, {}, "none of them 0"),
         (torch.ones(2, 2, dtype=torch.bool), 48, {}, "block is 48, wanted one of 16, 32, 64, 128"),
-        (torch.ones(2, 2, dtype=torch.bool), 16, {"query_length": 33}, "takes 3 blocks of 16"),
+        (torch.ones(2, 2, dtype=torch.bool), 16, {"query_length": 33}, "needs 3 blocks of 16"),
         (torch.ones(2, 2, dtype=torch.bool), 16, {"key_length": 16}, "key_length is 16"),
     ],
 )

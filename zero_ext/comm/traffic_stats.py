@@ -15,7 +15,7 @@ class TrafficStats:
     handed to the transport, with the scales and padding of codes. ``crossing_bytes[kind]`` are the bytes of
     it that go to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
-    suffix ``_persistent`` for units below the persistence threshold, ``activations`` (kept inputs in
+    suffix ``_persistent`` for units below the persistence threshold, ``activations`` (stored inputs in
     backward), ``sequence`` (sequence shards for heads, around attention),
     and ``scalars`` (norms, flags, comparisons).
     """

@@ -239,7 +239,7 @@ def test_models_that_cannot_be_split(world: World) -> None:
     class Renamed(BertForMaskedLM):
         """Its loss does not shift labels, which its name no longer says."""
 
-    with pytest.raises(ValueError, match="the loss of Renamed is not told by its name"):
+    with pytest.raises(ValueError, match="the loss of Renamed does not follow from its name"):
         apply_pipeline_parallel(Renamed(encoder("bert", 2)), mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):
@@ -258,7 +258,7 @@ def test_models_whose_stages_would_compute_something_else(world: World) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY}
     scaled = AutoConfig.for_model("granite", **sizes, embedding_multiplier=2.0)
-    with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its parts"):
+    with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its layers"):
         apply_pipeline_parallel(AutoModelForCausalLM.from_config(scaled), mesh)
     judged = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification has no head for words"):
@@ -266,7 +266,7 @@ def test_models_whose_stages_would_compute_something_else(world: World) -> None:
     model = llama(world.seed)
     with pytest.raises(ValueError, match="'token_type_ids' are embedded"):
         apply_pipeline_parallel(model, mesh, inputs=("input_ids", "token_type_ids"))
-    with pytest.raises(ValueError, match="'cp' 2, and the model's own loss knows no parts"):
+    with pytest.raises(ValueError, match="'cp' 2, and the model's own loss needs full sequences"):
         apply_pipeline_parallel(model, make_mesh(cp=2, device_type="cpu"))
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits, whose loss needs the routers"):

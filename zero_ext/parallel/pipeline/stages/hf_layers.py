@@ -136,7 +136,7 @@ def check_passage(model: Any, body: Any) -> None:
         found = body(inputs_embeds=hidden_states.clone(), use_cache=False).last_hidden_state
     if not torch.equal(found, hidden_states):
         raise ValueError(
-            f"{type(model).__name__} changes hidden states outside of its parts, as by a factor on "
+            f"{type(model).__name__} changes hidden states outside of its layers, as by a factor on "
             "embeddings, and would in every stage; give its layers to PipelineModule as a list"
         )
 
