@@ -133,7 +133,7 @@ def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
     """The test above would notice."""
     messages = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
     stand_in_pool.close()  # the streams of these ranks have failed
-    # A rank that does not name the difference reports that another rank has given up.
+    # A rank that does not name the difference reports that another rank has aborted.
     assert any("different" in each for each in messages), messages
 
 

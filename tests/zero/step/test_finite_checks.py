@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     @property
     def rolls_back(self) -> bool:
-        return self.offload.get("step") != "in_backward" or bool(self.clip)
+        return self.offload.get("update_mode") != "in_backward" or bool(self.clip)
 
 
 HOST = {"optimizer": "host"}

@@ -161,7 +161,7 @@ def test_all_norms_are_summed_up_at_once_and_state_is_read_twice(world: World) -
 def test_other_times_are_refused_by_name(world: World, when: str) -> None:
     model = TinyModel(layers=1)
     before = copy.deepcopy(model.state_dict())
-    offload = {"step": when, "optimizer": "host"}
+    offload = {"update_mode": when, "optimizer": "host"}
     with pytest.raises(
         ValueError, match=f"offload.update_mode '{when}' is not possible with Lamb: its trust"
     ):

@@ -19,12 +19,12 @@ class ReductionSchedule:
     ``due[n]`` reductions, and no more. A reduction that is early waits. One that is late begins with what has
     arrived, and what comes later is reduced after the next agreement on gradients.
 
-    The positions are learned in a pass whose order of reductions is final. There they begin when they
-    are ready, and before each gather the ranks that are behind catch up with the one that has begun most,
-    which they agree on. The same happens where a pass has more gathers than those before. ``ahead`` is how
-    many reductions a rank may begin meanwhile: it must not wait on the host for one that others have not begun, as
-    they wait for the agreement. After the last gather that was learned there is no such limit, if none is
-    expected any more.
+    The positions are learned in a pass whose order of reductions is final. There they begin when they are
+    ready, and before each gather the ranks that are behind catch up with the one that has begun most,
+    which they agree on. The same happens where a pass has more gathers than those before. ``ahead`` is
+    how many reductions a rank may begin meanwhile: it must not wait on the host for one that others have
+    not begun, as they wait for the agreement. After the last gather that was learned there is no such
+    limit, if none is expected any more.
     """
 
     def __init__(self, collectives: Collectives, ahead: int = sys.maxsize) -> None:
