@@ -31,9 +31,9 @@ class ZeroStrategy(DDPStrategy):
     """ZeRO under Lightning's Trainer: ``Trainer(strategy=ZeroStrategy(stage=3), devices=8)``.
 
     The LightningModule keeps its class and is sharded in place before training or evaluation begins; what
-    ``configure_model`` builds is born sharded. Processes, devices and samplers are those of Lightning's
-    ``DDPStrategy``. A checkpoint is a folder, written by all ranks and read at any number of them, without
-    pickle.
+    ``configure_model`` builds is initialized sharded. Processes, devices and samplers are those of
+    Lightning's ``DDPStrategy``. A checkpoint is a folder, written by all ranks and read at any number of
+    them, without pickle.
 
     Args:
         stage: ZeRO stage; default the configuration's, else 3.
@@ -106,7 +106,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: modules are born sharded."""
+        """Around ``configure_model``: modules are initialized sharded."""
         with Init(self.config):
             yield
 

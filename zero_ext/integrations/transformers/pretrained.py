@@ -44,9 +44,9 @@ def from_pretrained(
     process_group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> Any:
-    """The model in ``folder``, its parameters born as shards; a collective of all ranks.
+    """The model in ``folder``, with parameters initialized as shards; a collective of all ranks.
 
-    Each rank reads the bytes of its own shards, a piece at a time, into the tier that ``zero_config`` names,
+    Each rank reads the bytes of its own shards, in chunks, into the tier that ``zero_config`` names,
     so no rank holds the model, whatever its size. It goes to ``ZeroTrainer`` or ``zero_ext.prepare`` with the
     same configuration. Parameters that the files lack (a new head) are initialised as the model's class does,
     each whole, and named in a warning. ``resize_token_embeddings`` works on it as on any model. Stages below
@@ -216,7 +216,7 @@ def _finish(model: Any, missing: list[str]) -> None:
 
 
 class _ResizeShards:
-    """``resize_token_embeddings`` of a model whose parameters are born shards: whole while they change."""
+    """``resize_token_embeddings`` of a model initialized as shards, which gathers what it changes."""
 
     def __init__(self, model: nn.Module, config: ZeroConfig, process_group: dist.ProcessGroup | None) -> None:
         self._model = weakref.ref(model)

@@ -26,7 +26,7 @@ class Fragment:
     numel: int
 
 
-def joined_layout(
+def stage1_and_2_layout(
     flat: int, shapes: Shapes, gaps: Sequence[int], sizes: Sequence[int]
 ) -> dict[str, list[Fragment]]:
     """Fragments at stages 1 and 2: ``gaps`` are the elements left free after each parameter, ``sizes`` the
@@ -63,7 +63,7 @@ def joined_layout(
     return found
 
 
-def parted_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, list[Fragment]]:
+def stage3_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, list[Fragment]]:
     """Fragments at stage 3, of sub-group ``flat``. ValueError if the sizes do not add up."""
     ranks = len(sizes)
     needed = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
@@ -76,12 +76,12 @@ def parted_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, 
     found: dict[str, list[Fragment]] = {}
     begin = 0
     for name, shape in shapes.items():
-        found[name] = parted(math.prod(shape), ranks, flat, begin)
+        found[name] = even_fragments(math.prod(shape), ranks, flat, begin)
         begin += -(-math.prod(shape) // ranks)
     return found
 
 
-def parted(numel: int, ranks: int, flat: int = 0, begin: int = 0) -> list[Fragment]:
+def even_fragments(numel: int, ranks: int, flat: int = 0, begin: int = 0) -> list[Fragment]:
     """``numel`` elements in equal parts, each at ``begin`` of its rank's flat partition; padding left out."""
     size = -(-numel // ranks)
     return [

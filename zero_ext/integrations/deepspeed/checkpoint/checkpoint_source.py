@@ -21,9 +21,9 @@ from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import (
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import CheckpointFiles
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_layout import (
     Fragment,
-    joined_layout,
-    parted,
-    parted_layout,
+    even_fragments,
+    stage1_and_2_layout,
+    stage3_layout,
 )
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import read_pickled
 from zero_ext.integrations.deepspeed.checkpoint.checkpoint_rank import RankState, read_rank
@@ -210,11 +210,11 @@ def _trained(
         of_ranks = [size[flat] for size in sizes]
         try:
             if first.file.zero_stage == 3:
-                fragments = parted_layout(flat, shapes, of_ranks)
+                fragments = stage3_layout(flat, shapes, of_ranks)
             else:
                 paddings = first.file.param_alignment_paddings
                 gaps = [0] * len(shapes) if paddings is None else paddings[flat]
-                fragments = joined_layout(flat, shapes, gaps, of_ranks)
+                fragments = stage1_and_2_layout(flat, shapes, gaps, of_ranks)
         except ValueError as error:
             raise damaged(path, "param_shapes", f"does not fit the files beside it: {error}") from None
         for name, of_name in fragments.items():
@@ -263,6 +263,9 @@ def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[s
         shapes = {name: tuple(stored_tensor(table, name, path).shape) for name in rest}
     found = {}
     for name, shape in shapes.items():
-        dtype, fragments = stored_tensor(table, name, path).dtype, parted(math.prod(shape), len(files.model))
+        dtype, fragments = (
+            stored_tensor(table, name, path).dtype,
+            even_fragments(math.prod(shape), len(files.model)),
+        )
         found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
     return found

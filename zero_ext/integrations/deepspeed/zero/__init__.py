@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models born sharded, parameters made whole, tiles, memory estimates."""
+"""``deepspeed.zero``: sharded initialization, gathered parameters, tiles, memory estimates."""
 
 from zero_ext.integrations.deepspeed.param_attributes import ZeroParamStatus, ZeroParamType
 from zero_ext.integrations.deepspeed.unsupported import names_of

@@ -17,7 +17,7 @@ from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.param_attributes import mark
 from zero_ext.zero.construction.sharded_init import Init as NativeInit
 
-# What says where parameters are born; everything else counts from initialize on.
+# What says where parameters are initialized; everything else counts from initialize on.
 _KEYS = ("stage", "offload_param")
 _WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "tensor_overrides", "zero_quantized_weights")
 _MISSING = {
@@ -30,10 +30,10 @@ _MISSING = {
 
 
 class Init:
-    """``with deepspeed.zero.Init(config_dict_or_path=json): model = Model()`` builds ``Model`` born sharded.
+    """Shard parameters while a model is built: ``with deepspeed.zero.Init(config_dict_or_path=json): ...``.
 
     See :class:`zero_ext.Init`. Values "auto" in the JSON do not matter here. ``dtype`` is the default dtype
-    inside the block; without it parameters are born in the dtype that they are built in and become the
+    inside the block; without it parameters are initialized in the dtype that they are built in and become the
     JSON's in ``initialize``. ``module`` is a built model whose parameters
     are sharded now. ``remote_device`` "cpu" is ``offload_param.device``. Like DeepSpeed's it starts
     torch.distributed, also for one process.
