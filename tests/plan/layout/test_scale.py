@@ -34,7 +34,7 @@ def test_a_rank_of_1024_holds_and_does_what_was_planned(
         )
         assert rank["held"] == pytest.approx(rank["planned"], rel=0.001), stage
         assert rank["forwards"] == rank["backwards"] == micro_batches
-        assert rank["under_way"] == layout.training_of(stage).in_flight
+        assert rank["in_flight"] == layout.training_of(stage).in_flight
         assert rank["turns"] == micro_batches + pp - 1
         kind = next(kind for kind in stages_of(model, pp, tp) if stage in kind.numbers)
         padded = padded_elements(kind.cost, layout.training)
