@@ -28,7 +28,7 @@ from zero_ext.ops.compression.sign_compression import (
     sum_1bit_,
 )
 from zero_ext.ops.cpu_dispatch import get_isa, set_isa
-from zero_ext.ops.cross_process_transport import (
+from zero_ext.ops.cross_process import (
     cross_process_abort,
     cross_process_close,
     cross_process_connect,
