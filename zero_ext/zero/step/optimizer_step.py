@@ -18,14 +18,19 @@ from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.reducer import Edits
-from zero_ext.zero.step.deferred_device_errors import DeviceErrors
 from zero_ext.zero.step.delayed_update import DelayedUpdates
 from zero_ext.zero.step.finite_checks import FiniteChecks
-from zero_ext.zero.step.launched_steps import DecidedStep, LaunchedSteps
 from zero_ext.zero.step.loss_scaler import LossScaler
 from zero_ext.zero.step.one_bit import OneBitUpdates
-from zero_ext.zero.step.step_errors import StepErrors
-from zero_ext.zero.step.step_verdict import OwnFacts, Verdict, gradient_scale, sum_of_ranks
+from zero_ext.zero.step.step_errors import DeviceErrors, StepErrors
+from zero_ext.zero.step.step_verdict import (
+    DecidedStep,
+    LaunchedSteps,
+    OwnFacts,
+    Verdict,
+    gradient_scale,
+    sum_of_ranks,
+)
 from zero_ext.zero.step.update_in_backward import UpdatesInBackward
 from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, any_stored, settings_of
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
@@ -92,9 +97,8 @@ class OptimizerStep:
         names: Iterable[str],
         make: Callable[[list[OwnedRange], Groups, Total], Stepper],
     ) -> None:
-        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's with the
-        settings ``names``, and ``make`` is given those that the stepper is to read, and how it learns what
-        all ranks have."""
+        """Create the stepper with ``make`` and its update schedule. ``groups`` are the user's live param
+        groups with the settings ``names``."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         ranges = [master.owned_range(group_of) for master in self._masters]
         self.groups = groups
@@ -272,8 +276,7 @@ class OptimizerStep:
             self.updates.gradient_arrived(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """A reduction of this unit is finished. A gradient that is not finite makes no update: the step will
-        refuse it."""
+        """Handle a finished reduction of this unit. Only finite gradients start an update."""
         if self.updates is not None and self._look_at(gradients):
             self.updates.reduced(gradients)
 
@@ -336,11 +339,8 @@ class OptimizerStep:
             raise RuntimeError(f"this model is not usable since an earlier step failed: {self.damage}")
 
     def run(self, edits: Edits) -> bool:
-        """The step on settled gradients, which ``edits`` changed in place; False if fp16 gradients overflowed
-        and it was skipped. A collective.
-
-        Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
-        """
+        """Step with synchronized gradients, which ``edits`` changed in place; a collective. Return False
+        if fp16 gradients overflowed. Raise ``RuntimeError`` if no rank has a gradient since the last step."""
         used = self._used()
         if self._known_to_all:
             self.judge()
@@ -391,10 +391,7 @@ class OptimizerStep:
         overflow = findings.overflow or (self.needs_local_gradients and self._refuse_local_overflow())
         if findings.overflow:
             self._guarded(lambda updates: updates.rollback())
-        norm = (
-            None if findings.norm is None else torch.tensor(findings.norm, dtype=torch.float64, device="cpu")
-        )
-        scale = gradient_scale(self._unscale(), norm, self._clipping)
+        scale = gradient_scale(self._unscale(), findings.norm_tensor(), self._clipping)
         self.finish()
         if self.scales_loss:
             self.scaler.update(overflow, self._name_overflow)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from zero_ext.zero.units.model_parallel_sync import sum_over_model
 FACTS = 8  # int64 values of a step's sum before the limbs of its norm
 WEIGHTS = 5  # the place among them of the flag of weights that are not finite
 DEVICE_ERROR = 7  # of the flag of an error that a kernel recorded
+_STEPS_AHEAD = 16  # that the host may be before a device, before it waits for a verdict
 
 
 class OwnFacts(NamedTuple):
@@ -166,3 +168,72 @@ def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | None, clipping: f
     if norm is not None and clipping:
         scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
     return scale
+
+
+class DecidedStep(NamedTuple):
+    """A step that is decided by ``verdict``, with what it takes to undo and to explain it."""
+
+    number: int  # from 1
+    verdict: Verdict
+    squares: OwnSquares | None
+    edited: str
+    scalars: dict[str, Any]  # the stepper's before it
+
+    def non_finite(self) -> set[tuple[int, int]] | None:
+        """Unit and number of the parameters whose gradients were not finite on this rank, if it was noted."""
+        if self.squares is None or self.squares.non_finite is None:
+            return None
+        counts = self.squares.non_finite.tolist()
+        return {key for key, count in zip(self.squares.keys, counts, strict=True) if count}
+
+
+class LaunchedSteps:
+    """The steps whose verdicts the host has not seen. Once one is bad, it and all that follow change nothing,
+    until :meth:`pop_bad`.
+
+    Verdicts are the same on all ranks, but come to them at different times: the ranks agree on whether any
+    has seen a bad one (see :class:`~zero_ext.zero.gradients.reducer.Listener`) before they raise it together.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[DecidedStep] = deque()
+        self._bad: DecidedStep | None = None
+        self._halted: torch.Tensor | None = None  # 0, or NaN since a bad verdict; on the device
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def add(self, step: DecidedStep, scale: torch.Tensor) -> torch.Tensor:
+        """Take a step about to be launched; return its ``scale`` (0-d float32), NaN after a bad verdict."""
+        self._steps.append(step)
+        none = scale * 0
+        self._halted = none if self._halted is None else self._halted + none
+        return scale + self._halted
+
+    @property
+    def seen_bad(self) -> bool:
+        """Whether the host has seen a bad verdict."""
+        return self._bad is not None
+
+    def look(self, wait: bool) -> DecidedStep | None:
+        """Look at the verdicts that have arrived, or ``wait`` for all; return the step whose bad verdict is
+        seen by this for the first time."""
+        while self._steps and (wait or len(self._steps) > _STEPS_AHEAD or self._steps[0].verdict.arrived):
+            step = self._steps.popleft()
+            findings = step.verdict.read()
+            if findings.refused or findings.overflow:
+                self._steps.clear()
+                self._bad = step
+                return step
+        return None
+
+    def pop_bad(self) -> DecidedStep | None:
+        """Return the step whose bad verdict was seen, if there is one. Those launched from now on count."""
+        bad = self._bad
+        self.clear()
+        return bad
+
+    def clear(self) -> None:
+        """Forget all steps: the state was replaced."""
+        self._steps.clear()
+        self._bad = self._halted = None
