@@ -64,7 +64,7 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
         table.rows.append(
             [
                 f"{result['shape']} stage {result['stage']}",
-                *(f"{result['ledger'][kind] / 1e6:,.2f}" for kind in STATE_KINDS),
+                *(f"{result['breakdown'][kind] / 1e6:,.2f}" for kind in STATE_KINDS),
                 f"{state / 1e6:,.2f}",
                 f"{sum(result['formula'].values()) / 1e6:,.2f}",
                 f"{result['excess']:+.4%}",

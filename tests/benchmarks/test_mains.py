@@ -122,7 +122,7 @@ def test_aio(
         return found
 
     monkeypatch.setattr(aio, "measure_engines", movers)
-    monkeypatch.setattr(aio, "measure_homes", storages)
+    monkeypatch.setattr(aio, "measure_storages", storages)
     data, ended = concluded(aio.main, 0.001, 1, tmp_path)
     assert data["not_measured"] == ["DeepSpeed's aio handle: not here"]
     engines = [row for row in data["results"] if row["name"].startswith("fio")]

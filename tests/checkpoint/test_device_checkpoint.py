@@ -102,7 +102,7 @@ def load_and_save(
     world: World, source: str, directory: str, background: bool, **setting: Any
 ) -> dict[str, torch.Tensor]:
     """Saves again what was loaded; the state after it, whole."""
-    with mock.patch.object(device_staging, "PIECE_BYTES", CHUNK_BYTES):
+    with mock.patch.object(device_staging, "STAGING_BYTES", CHUNK_BYTES):
         training = Training(world, **setting)
         training.step()  # its own state, which must go
         zero_ext.load_checkpoint(source, training.model)

@@ -294,9 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", nargs="?", const="*", required=True, metavar="PATTERN")
     parser.add_argument("--all", action="store_true", help="check excluded classes, too")
-    parser.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="check every N-th case, from the I-th"
-    )
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="check every N-th case, from the I-th")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -129,7 +129,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("place", ["optimizer", "model", "last model"])
+@pytest.mark.parametrize("location", ["optimizer", "model", "last model"])
 def test_nothing_pickled_runs(tmp_path: Path, stage: int, location: str) -> None:
     mark = tmp_path / "ran"
     bombs = {
