@@ -22,7 +22,7 @@ from tests.multi.rank import World
 from zero_ext.config import AioConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE = "tests.test_readme"
+MODULE = "tests.test_readme"
 RANKS = 4  # all of the pool: what the pages show uses the default group
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
 
@@ -59,8 +59,8 @@ def batches(world: World) -> list[dict[str, torch.Tensor]]:
 
 def added_lines(diff: str) -> str:
     """The text after the change."""
-    kept = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
-    return "\n".join(kept) + "\n"
+    remaining = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
+    return "\n".join(remaining) + "\n"
 
 
 def first_page(world: World, folder: str) -> None:
@@ -109,8 +109,8 @@ def for_deepspeed_users(world: World, folder: str) -> None:
     loaded: list[Any] = []
     named = {
         "path": open_values,
-        "load_deepspeed_config": lambda *args, **given: loaded.append(
-            zero_ext.config.deepspeed.load_deepspeed_config(*args, **given)
+        "load_deepspeed_config": lambda *args, **settings: loaded.append(
+            zero_ext.config.deepspeed.load_deepspeed_config(*args, **settings)
         ),
     }
     run_block(world, auto, "docs/deepspeed.md", named)
@@ -162,7 +162,7 @@ def restored(world: World, page: str, folder: str) -> None:
 def test_the_code_runs(rank_pool: RankPool, tmp_path: Path, page: str) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
-    rank_pool.run(RANKS, f"{HERE}:restored", {"page": page, "folder": str(tmp_path)})
+    rank_pool.run(RANKS, f"{MODULE}:restored", {"page": page, "folder": str(tmp_path)})
 
 
 def test_configuration_examples(monkeypatch: pytest.MonkeyPatch) -> None:

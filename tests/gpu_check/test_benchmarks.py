@@ -90,7 +90,7 @@ def test_storage_too_slow_for_a_step_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step, "written_per_second", lambda folder: 1e6)
     result = Result()
     steps = step.Steps(XL, CPU, 8, result)
-    step.measure_nvme_part(steps, Clock(CPU), Budget(60.0))
+    step.measure_nvme(steps, Clock(CPU), Budget(60.0))
     assert len(result.left_out) == 1 and "it needs 16.1 GB" in result.left_out[0]
     assert not result.tables and not result.failures
 

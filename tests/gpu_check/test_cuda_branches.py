@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.copies import BothWays, pinned
+from benchmarks.gpu.copies import Bidirectional, pinned
 from benchmarks.gpu.trial import cap_memory, peak_bytes
 from tests.gpu.helpers import captured
 
@@ -68,7 +68,7 @@ def test_pinned_memory_is_registered_and_released(cuda: dict[str, Any]) -> None:
 
 
 def test_copies_in_both_directions_use_a_stream_of_their_own(cuda: dict[str, Any]) -> None:
-    both = BothWays(GPU)
+    both = Bidirectional(GPU)
     first, second, third, fourth = (torch.full((8,), number) for number in range(4))
     both.copy((first, second), (third, fourth))
     assert int(first[0]) == 1 and int(third[0]) == 3

@@ -140,8 +140,8 @@ def test_bytes_and_sent_elements_equal_the_formula() -> None:
         assert psi <= padded <= psi + (result["units"] * RANKS + 40) * ALIGNMENT_BYTES // 2
         state = TrainingState({"bf16": padded}, accumulation_steps=micro_batches)
         exact = model_state_bytes(stage, RANKS, state)
-        held_bytes = result["memory"]
-        assert (held_bytes["params"], held_bytes["grads"], held_bytes["optimizer"]) == (
+        allocated_bytes = result["memory"]
+        assert (allocated_bytes["params"], allocated_bytes["grads"], allocated_bytes["optimizer"]) == (
             exact.params,
             exact.grads,
             exact.optimizer,

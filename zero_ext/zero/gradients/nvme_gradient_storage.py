@@ -51,7 +51,7 @@ def acquire_chunk(pool: BufferPool, storage: NvmeShard, first: int, count: int) 
     return ShardChunk(first, buffer, buffer.view(storage.dtype)[:count])
 
 
-class ChunkReader:
+class GradientChunkReader:
     """Iterates once over the chunks of ``storage`` that cover [begin, end), the last one first.
 
     Reads start in the constructor and stay ahead. The consumer releases the buffer of each chunk.
@@ -164,7 +164,7 @@ class NvmeGradientStorage:
         self._storage = self._extent.with_dtype(dtype)
         self._sums = self._extent.with_dtype(accumulation_dtype)
         self._squares: Squares | None = None  # of the full gradient, None while unknown
-        self._reader: ChunkReader | None = None
+        self._reader: GradientChunkReader | None = None
         self._writer = ChunkWriter(pool)
 
     @property
@@ -179,7 +179,7 @@ class NvmeGradientStorage:
         self.wait_transfers()
         with self._noting_failure():
             if self.valid:
-                self._reader = ChunkReader(self._storage, 0, self._storage.numel, self._pool)
+                self._reader = GradientChunkReader(self._storage, 0, self._storage.numel, self._pool)
         return None
 
     def complete_reduction(self) -> None:
@@ -248,7 +248,7 @@ class NvmeGradientStorage:
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """See :class:`GradientStorage`. Raise ``RuntimeError`` if a read fails."""
         self._finish()
-        with contextlib.closing(ChunkReader(self._storage, begin, end, self._pool)) as reader:
+        with contextlib.closing(GradientChunkReader(self._storage, begin, end, self._pool)) as reader:
             for chunk in reader:
                 try:
                     yield _inside(chunk, begin, end)
@@ -260,7 +260,7 @@ class NvmeGradientStorage:
         self._squares = None
         with self._noting_failure():
             self._finish()
-            with contextlib.closing(ChunkReader(self._storage, begin, end, self._pool)) as reader:
+            with contextlib.closing(GradientChunkReader(self._storage, begin, end, self._pool)) as reader:
                 for chunk in reader:
                     change(_inside(chunk, begin, end))
                     self._writer.start(self._storage, chunk)

@@ -17,7 +17,7 @@ from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.pending_factors import PendingFactors
 from zero_ext.zero.gradients.reducer import GradientReducer
-from zero_ext.zero.gradients.sharded_gradient import ShardedGradient, Source
+from zero_ext.zero.gradients.sharded_gradient import ShardedGradient, GradientSource
 from zero_ext.zero.units.collective_errors import refuse_different
 from zero_ext.zero.units.dtensor_local import (
     full_tensor_of,
@@ -315,7 +315,7 @@ class GradientViews:
         key = (position, number, next(self._lives))
         stride = parameter.stride() if is_distributed(parameter) else spec.stride
         view_spec = ViewSpec(parameter.dtype, tuple(parameter.shape), stride, 0)
-        source = Source(weakref.proxy(self), key, spec.name, view_spec)
+        source = GradientSource(weakref.proxy(self), key, spec.name, view_spec)
         made = self._placeholders[parameter] = _Shown(ShardedGradient(source, parameter.device), 0)
         return made
 

@@ -41,7 +41,7 @@ class GradientAccess(Protocol):
         """Makes ``value``, alike on all ranks, one parameter's gradient. A collective."""
 
 
-class Source(NamedTuple):
+class GradientSource(NamedTuple):
     """One parameter's gradient: how it is reached, the parameter's full name, and its layout as a whole."""
 
     access: GradientAccess
@@ -58,12 +58,12 @@ class ShardedGradient(torch.Tensor):
     changes, which must be the same on all ranks. All ranks make the same calls in the same order.
     """
 
-    _source: Source
+    _source: GradientSource
     _view_spec: ViewSpec
 
     @staticmethod
     def __new__(
-        cls, source: Source, device: torch.device, view_spec: ViewSpec | None = None
+        cls, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None
     ) -> ShardedGradient:
         own = view_spec or source.view_spec
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
@@ -72,7 +72,7 @@ class ShardedGradient(torch.Tensor):
         made._source, made._view_spec = source, own
         return made
 
-    def __init__(self, source: Source, device: torch.device, view_spec: ViewSpec | None = None) -> None:
+    def __init__(self, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
