@@ -25,7 +25,7 @@ from benchmarks.peers.storage_engines import Mover
 from tests.benchmarks.conftest import Concluded
 from zero_ext.cli.nvme.nvme_run import Cost
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.tune import Launch, Outcome, search
+from zero_ext.plan.tune import Launch, TrialOutcome, search
 
 
 def test_adam(concluded: Concluded) -> None:
@@ -190,9 +190,9 @@ def test_tune(repeated: bool, status: int, concluded: Concluded, monkeypatch: py
     """Where rates in the search are others than before it, the search is misled."""
     searching: list[bool] = []
 
-    def run_trial(launch: Launch, config: ZeroConfig) -> Outcome:
+    def run_trial(launch: Launch, config: ZeroConfig) -> TrialOutcome:
         micro = config.batch.micro_batch_size or 1
-        return Outcome("measured", float(1 / micro if searching and not repeated else micro))
+        return TrialOutcome("measured", float(1 / micro if searching and not repeated else micro))
 
     def misled(*arguments: Any) -> Any:
         searching.append(True)
