@@ -72,7 +72,7 @@ def test_a_budget_is_the_bytes_that_are_saved(results: int) -> None:
 
 @pytest.mark.parametrize("name", ["aten.nothing", "mm", "aten", "no.such.op", "aten.mm.nothing"])
 def test_names_that_torch_does_not_know(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"keep has '{name}', which torch does not know"):
+    with pytest.raises(ValueError, match=rf"save_ops has '{name}', which torch does not know"):
         ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=(name,)))
 
 
@@ -85,7 +85,7 @@ def test_names_that_torch_does_not_know(name: str) -> None:
     ],
 )
 def test_collectives_are_refused(name: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"keep has '{name}.*', which {why}: backward has to run it"):
+    with pytest.raises(ValueError, match=rf"save_ops has '{name}.*', which {why}: backward has to run it"):
         ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=("aten.mm", name)))
 
 
