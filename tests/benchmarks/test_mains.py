@@ -49,7 +49,7 @@ def test_lamb(concluded: Concluded) -> None:
 def test_compression(concluded: Concluded) -> None:
     data, status = concluded(compression.main, 0.01, 2, 2)
     rows = data["results"]
-    assert {row["name"].split("_")[0] for row in rows} >= {"compress", "quantise", "requantise"}
+    assert {row["name"].split("_")[0] for row in rows} >= {"compress", "quantize", "requantize"}
     assert all(len(row["seconds"]) == len(row["copy_seconds"]) == 2 for row in rows)
     assert status == int(any(row["met"] is False for row in rows))
 
