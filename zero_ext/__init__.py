@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config
-from zero_ext.config.lazy_imports import lazily
+from zero_ext.config.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
@@ -68,7 +68,7 @@ _PACKAGES = (
     "zero",
 )
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "Init": "zero_ext.zero.construction.sharded_init",
