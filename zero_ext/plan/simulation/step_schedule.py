@@ -13,6 +13,7 @@ from zero_ext.plan.simulation.simulated_staging import numbers_gathered_once
 from zero_ext.plan.simulation.task_timeline import Timeline
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
+from zero_ext.zero.memory.lookahead import look_ahead
 
 
 class StepSchedule:
@@ -108,15 +109,17 @@ class StepSchedule:
 
     def _look_ahead(self, order: Sequence[int], position: int, before: Sequence[int]) -> None:
         """What the need of the unit at ``position`` starts, once that is present."""
-        if not (self.placement.params and self.training.prefetch_elements):
+        if not self.placement.params:
             return
         after = [*before, self._gathered[order[position]]]
-        stored, ahead = self.placement.params_tier == "nvme", 0
-        least = 2 if stored else 1
-        for count, number in enumerate(order[position + 1 :]):
-            ahead += self.units[number].parameters
-            if count >= least and ahead > self.training.prefetch_elements:
-                return
+        stored = self.placement.params_tier == "nvme"
+        ahead = look_ahead(
+            order[position + 1 :],
+            lambda number: self.units[number].parameters,
+            lambda _: stored,
+            self.training.prefetch_elements,
+        )
+        for count, number in enumerate(ahead):
             if number not in self._gathered:
                 self._fetch(number, after)
                 if not stored or count == 0:

@@ -17,7 +17,7 @@ from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.pending_factors import PendingFactors
 from zero_ext.zero.gradients.reducer import GradientReducer
-from zero_ext.zero.gradients.sharded_gradient import ShardedGradient, GradientSource
+from zero_ext.zero.gradients.sharded_gradient import GradientSource, ShardedGradient
 from zero_ext.zero.units.collective_errors import refuse_different
 from zero_ext.zero.units.dtensor_local import (
     full_tensor_of,

@@ -21,6 +21,7 @@ from zero_ext.config.overlap_limits import (
 from zero_ext.config.quantization_blocks import payload_bytes
 from zero_ext.config.sections.communication import CODE_BITS, CodeDtype
 from zero_ext.config.state_placement import StatePlacement
+from zero_ext.zero.memory.lookahead import is_reused, look_ahead
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
 
 # Chunks of gradients on NVMe in memory at a time: read ahead for running reductions, written behind for those
@@ -103,24 +104,19 @@ def demands_of_a_step(units: Sequence[UnitUsage], config: ZeroConfig, used_up: b
     return replay.demands()
 
 
-def is_reused(unit: object, expected: Iterable[tuple[object, int]], most: int) -> bool:
-    """Whether ``unit`` is needed again before more than ``most`` elements are used, of the ``expected`` units
-    with so many elements each."""
-    used = 0
-    for other, numel in expected if most else ():
-        if other is unit:
-            return True
-        used += numel
-        if used > most:
-            break
-    return False
-
-
 def gathered_once(units: Sequence[UnitUsage], config: ZeroConfig) -> list[UnitUsage]:
     """Return the sharded units that a step gathers for forward alone, as backward reuses or needs none."""
     replay = _Replay(units, config, used_up=False)
     replay.forward(repeats=False)
     return [unit for unit in units if unit.placement.params and not (unit.rereads and replay.needs(unit))]
+
+
+def _numel(unit: UnitUsage) -> int:
+    return unit.numel
+
+
+def _is_stored(unit: UnitUsage) -> bool:
+    return unit.placement.params_tier == "nvme"
 
 
 class _Replay:
@@ -231,16 +227,8 @@ class _Replay:
 
     def _window(self, upcoming: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
         """Yield the units expected next that should be gathered already."""
-        ahead, seen = 0, set[UnitUsage]()
-        for unit in upcoming if self._prefetch else ():
-            if unit in self._in_use or unit in seen or unit in self._reused:
-                continue
-            ahead += unit.numel
-            least = 2 if unit.placement.params_tier == "nvme" else 1
-            if len(seen) >= least and ahead > self._prefetch:
-                return
-            seen.add(unit)
-            yield unit
+        ahead = (unit for unit in upcoming if unit not in self._in_use and unit not in self._reused)
+        return look_ahead(ahead, _numel, _is_stored, self._prefetch)
 
     def _leave(self, upcoming: Sequence[UnitUsage], until: int | None = None) -> None:
         """Release the units of modules before the parameter ``until``, or of all, unless needed next."""
@@ -250,7 +238,7 @@ class _Replay:
             self._in_use.discard(unit)
             if next(self._window(upcoming), None) is unit:
                 stays = self._live() <= self._live_limit
-            elif stays := is_reused(unit, ((other, other.numel) for other in upcoming), self._reuse_limit):
+            elif stays := is_reused(unit, upcoming, _numel, self._reuse_limit):
                 following = next((other for other in upcoming if other not in self._gathered), None)
                 needed = 0 if following is None else following.numel
                 stays = self._live() + needed <= self._live_limit

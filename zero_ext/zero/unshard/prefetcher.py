@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
-from zero_ext.zero.memory.pool_replay import is_reused
+from zero_ext.zero.memory.lookahead import is_reused, look_ahead
 from zero_ext.zero.units.unit import Unit, UnitState
 from zero_ext.zero.unshard.gather_order import GatherOrder
 
@@ -173,7 +173,7 @@ class Prefetcher:
         return unit in self._retained
 
     def _is_reused(self, unit: Unit, expected: Sequence[Unit]) -> bool:
-        return is_reused(unit, ((other, other.layout.numel) for other in expected), self._reuse_limit)
+        return is_reused(unit, expected, _numel, self._reuse_limit)
 
     def _release_unexpected(self, order: GatherOrder) -> None:
         expected = order.upcoming(beyond=True)
@@ -251,18 +251,16 @@ class Prefetcher:
         return False
 
     def _window(self, expected: Sequence[Unit]) -> Iterator[Unit]:
-        """The units that should be under way: those ``expected`` next and not there, as far as one looks
-        ahead."""
-        ahead, seen, limit = 0, set[Unit](), self._prefetch_limit
-        if not limit:
-            return
-        gathered = UnitState.GATHERED
-        for unit in expected:
-            if unit.state is gathered or unit in seen or unit in self._retained:
-                continue
-            ahead += unit.layout.numel
-            # A shard in storage takes two stages, read and exchange, so two units are always under way.
-            if ahead > limit and len(seen) >= (2 if unit.storage.tier == "nvme" else 1):
-                return
-            seen.add(unit)
-            yield unit
+        """The units that should be under way: those ``expected`` next and not gathered."""
+        ahead = (
+            unit for unit in expected if unit.state is not UnitState.GATHERED and unit not in self._retained
+        )
+        return look_ahead(ahead, _numel, _is_stored, self._prefetch_limit)
+
+
+def _numel(unit: Unit) -> int:
+    return unit.layout.numel
+
+
+def _is_stored(unit: Unit) -> bool:
+    return unit.storage.tier == "nvme"
