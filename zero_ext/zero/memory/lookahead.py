@@ -1,4 +1,4 @@
-"""When units are gathered ahead and reused: rules for the engine, for memory plans and for simulated steps."""
+"""When units are gathered ahead and reused: rules for the engine, memory plans and simulated steps."""
 
 from __future__ import annotations
 
