@@ -72,7 +72,9 @@ class ShardedGradient(torch.Tensor):
         made._source, made._view_spec = source, own
         return made
 
-    def __init__(self, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None) -> None:
+    def __init__(
+        self, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None
+    ) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
