@@ -75,8 +75,8 @@ def test_bytes_sent_are_the_elements_of_the_other_ranks(world: World) -> None:
 @on_ranks(2)
 def test_persistent_parameters_are_counted_separately(world: World) -> None:
     engine = third_step(world, 3, 1, False, units={"persistence_threshold": 100})
-    persistent = sum(unit.layout.numel for unit in engine.units if unit.persistent)
-    sharded = sum(unit.layout.numel for unit in engine.units if not unit.persistent)
+    persistent = sum(unit.layout.numel for unit in engine.units if unit.spec.persistent)
+    sharded = sum(unit.layout.numel for unit in engine.units if not unit.spec.persistent)
     elements = engine.collectives.traffic.last_elements
     assert persistent and sharded
     assert elements["gather"] == 2 * sharded - gathered_once(engine)

@@ -14,13 +14,8 @@ from zero_ext.comm.process_group import single_rank
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.plan.state_memory import check_count
 from zero_ext.zero.construction.build_units import device_of
-from zero_ext.zero.construction.grouping import (
-    owned_parameters,
-    plan_units,
-    split_optimizer,
-    trained_by,
-)
-from zero_ext.zero.construction.model_staging import plan_staging
+from zero_ext.zero.construction.grouping import owned_parameters, plan_units
+from zero_ext.zero.construction.oom_report import plan_staging
 from zero_ext.zero.memory.staging_sizes import Staging
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
 
@@ -45,7 +40,5 @@ def model_staging(
         apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), single_rank())
     owned = owned_parameters(model, settings.precision.dtype)
     ranks = settings.communication.shard_group_size or world_size
-    plans = plan_units(model, owned, settings, ranks)
-    plans = split_optimizer(plans, settings, trained_by(optimizer))
-    device = device_of(owned)
-    return plan_staging(model, optimizer, plans, owned, settings, world_size // ranks, device)
+    plans = plan_units(model, owned, optimizer, settings, ranks, world_size // ranks)
+    return plan_staging(plans, optimizer, settings, device_of(owned))

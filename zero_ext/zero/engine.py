@@ -16,7 +16,7 @@ from zero_ext.comm import Collectives, TrafficStats
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.offload import TierManager
-from zero_ext.zero.construction.grouping import OwnedParameter, first_parameters, uses_up_gradients
+from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
@@ -85,7 +85,6 @@ class Engine(Ending):
             for master in self.masters
         }
         trained = list(self._gradients.values())
-        starts = first_parameters(owned, [each.unit for each in trained])
         uncounted = {item.parameter for item in owned if not item.counted}
         self.norms = GradientNorms(trained, collectives, tiers.device, uncounted)
         self._tied = TiedGradients(trained, collectives.model)
@@ -94,7 +93,7 @@ class Engine(Ending):
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
         self.reducer = GradientReducer(
-            trained, starts, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
+            trained, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
         )
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))

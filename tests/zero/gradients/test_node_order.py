@@ -14,7 +14,8 @@ from tests.multi.rank import World
 from zero_ext.config import ZeroConfig
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero import engine_of
-from zero_ext.zero.memory.pool_replay import UnitUsage, demands_of_a_step
+from zero_ext.zero.memory.pool_replay import demands_of_a_step
+from zero_ext.zero.memory.unit_spec import UnitSpec
 
 SHAPES = ((33, 7), (5,), (64, 3))
 
@@ -120,7 +121,7 @@ def test_what_crosses_is_less_than_a_rings_share(world: World) -> None:
 def test_the_memory_of_a_reduction_is_planned(reduction: str, purposes: dict[str, int]) -> None:
     """Of a unit of 8 shards in 16 bits, in bytes per element of a shard."""
     shard = 1 << 20
-    unit = UnitUsage("unit", 8 * shard, 2, 8, StatePlacement.of_stage(3), (0, 0), 0, (0, 0))
+    unit = UnitSpec("unit", 8 * shard, 2, 8, StatePlacement.of_stage(3), (0, 0), 0, (0, 0))
     demands = demands_of_a_step([unit], ZeroConfig(stage=3, precision={"reduction": reduction}))
     found = {each.key[1]: each.nbytes for each in demands if each.key[1] in ("received", "sent")}
     assert found == {purpose: shard * times for purpose, times in purposes.items()}

@@ -11,7 +11,6 @@ from zero_ext.config import ZeroConfig
 from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
 from zero_ext.plan.state_memory import check_count
 from zero_ext.zero.construction.grouping import owned_parameters, plan_units
-from zero_ext.zero.unshard.hook_installation import looks_up
 
 
 def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: int) -> ModelCost:
@@ -27,10 +26,9 @@ def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: 
         module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     units = []
-    for plan in plan_units(model, owned, settings, world_size):
+    for plan in plan_units(model, owned, None, settings, world_size):
         parameters: Sequence[torch.Tensor] = [item.parameter for item in plan.members]
         computed = sum(p.numel() for p in parameters if p.dim() >= 2 and p not in looked_up)
         numel = sum(parameter.numel() for parameter in parameters)
-        rows_only = all(looks_up(owner) for item in plan.members for owner in item.owners)
-        units.append(UnitCost(plan.name, numel, 2.0 * computed, looked_up=rows_only))
+        units.append(UnitCost(plan.spec.name, numel, 2.0 * computed, looked_up=not plan.spec.rereads))
     return ModelCost(type(model).__name__, tuple(units), sequence)

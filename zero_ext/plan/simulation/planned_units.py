@@ -11,8 +11,8 @@ from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, fla
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
-from zero_ext.zero.memory.pool_replay import UnitUsage
 from zero_ext.zero.memory.staging_sizes import bucket_groups, gradient_spans
+from zero_ext.zero.memory.unit_spec import UnitSpec
 
 ParameterSpan = tuple[int, int]
 
@@ -60,7 +60,7 @@ def padded_elements(model: ModelCost, training: Training) -> int:
 
 def planned_units(
     groups: Sequence[TensorGroup], placement: StatePlacement, training: Training
-) -> Iterator[UnitUsage]:
+) -> Iterator[UnitSpec]:
     """The units of ``groups``, as staging is planned for them."""
     parameters = _parameters(groups, training.stage == 3)
     spans = gradient_spans([parameter.block for parameter in parameters])
@@ -77,7 +77,7 @@ def planned_units(
         own = [spans[number] for number in unit]
         grads_start = max(last for _, last in own)
         first = parameters[unit[0]]
-        yield UnitUsage(
+        yield UnitSpec(
             str(name),
             numel,
             PARAMETER_BYTES,

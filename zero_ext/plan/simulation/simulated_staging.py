@@ -12,8 +12,9 @@ from zero_ext.config import ZeroConfig
 from zero_ext.plan.simulation.planned_units import planned_units
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
-from zero_ext.zero.memory.pool_replay import UnitUsage, gathered_once
+from zero_ext.zero.memory.pool_replay import gathered_once
 from zero_ext.zero.memory.staging_sizes import StateStep, staging_of
+from zero_ext.zero.memory.unit_spec import UnitSpec
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
 _UNITS_AT_ONCE = 8
@@ -75,7 +76,7 @@ def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> froz
         return frozenset()
     last = len(units) - 1
     staged = [
-        UnitUsage(
+        UnitSpec(
             str(number),
             unit.parameters,
             PARAMETER_BYTES,

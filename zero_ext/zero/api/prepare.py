@@ -49,7 +49,6 @@ from zero_ext.zero.construction.grouping import (
     mark_counted,
     owned_parameters,
     restrict_to_local_modules,
-    trained_by,
     updates_on_trial,
 )
 from zero_ext.zero.construction.input_cast import cast_inputs
@@ -241,15 +240,7 @@ def _shard(
     tiers = _make_tiers(estimate, optimizer, device)
     pool = BufferPool(estimate.staging.pool, tiers.device)
     built = [
-        build_unit(
-            plan,
-            collectives,
-            pool,
-            tiers,
-            settings.communication,
-            init == "broadcast",
-            estimate.trains(plan),
-        )
+        build_unit(plan, collectives, pool, tiers, settings.communication, init == "broadcast")
         for plan in plans
     ]
     if settings.precision.dtype != "keep":
@@ -332,7 +323,7 @@ def _make_tiers(
 ) -> TierManager:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
     settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
-    on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
+    on_trial = updates_on_trial(settings, (plan.layout.dtype for plan in plans))
 
     def make() -> TierManager:
         staging = estimate.staging
@@ -347,8 +338,7 @@ def _make_tiers(
             collectives.bus,
             is_one_bit(optimizer),
         )
-        sums = DTYPES[settings.precision.grad_accum_dtype]
-        reserve_storage(plans, tiers, trained_by(optimizer), sums)
+        reserve_storage(plans, tiers, DTYPES[settings.precision.grad_accum_dtype])
         return tiers
 
     if not settings.offload.any_nvme:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +11,12 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import CommunicationConfig
-from zero_ext.offload import STORAGE_ALIGNMENT, TierManager
+from zero_ext.offload import TierManager
 from zero_ext.zero.construction.grouping import OwnedParameter, UnitPlan
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.collective_errors import DeferredError
 from zero_ext.zero.units.dtensor_local import local_tensor
-from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
+from zero_ext.zero.units.flat_layout import in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.presharded import INIT_CHUNK_BYTES, REBUILD, clear_presharded, presharded_of
 from zero_ext.zero.units.unit import Unit
@@ -85,28 +85,15 @@ def accelerator_or_cpu() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def layout_of(plan: UnitPlan) -> FlatLayout:
-    """Return the flat layout of the unit of ``plan``."""
-    stored = plan.placement.params and plan.placement.params_tier == "nvme"
-    alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
-    return FlatLayout.build([item.spec for item in plan.members], plan.ranks, alignment)
-
-
-def reserve_storage(
-    plans: Sequence[UnitPlan],
-    tiers: TierManager,
-    trains: Callable[[UnitPlan], bool],
-    sums: torch.dtype,
-) -> None:
+def reserve_storage(plans: Sequence[UnitPlan], tiers: TierManager, sums: torch.dtype) -> None:
     """Reserve the NVMe space of all units, before anything changes. Gradients may add up in ``sums``."""
     total = 0
     for plan in plans:
-        layout, placement = layout_of(plan), plan.placement
+        layout, placement = plan.layout, plan.spec.placement
         if placement.params:
             total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
-        if trains(plan) and layout.dtype.is_floating_point:
-            owned = layout.shard_numel if placement.optimizer else layout.numel
-            total += tiers.stored_state_bytes(placement.optimizer_tier, owned)
+        if plan.spec.trained:
+            total += tiers.stored_state_bytes(placement.optimizer_tier, plan.spec.owned_numel)
             widest = max(layout.dtype, sums, key=lambda each: each.itemsize)
             if placement.grads:
                 total += tiers.stored_bytes(placement.grads_tier, layout.shard_numel, widest)
@@ -120,29 +107,18 @@ def build_unit(
     tiers: TierManager,
     communication: CommunicationConfig,
     load_values: bool,
-    trains: bool,
 ) -> tuple[Unit, MasterShard | None]:
     """Make one unit from the parameters' present values, which are freed, and its master weights.
 
     The values count that rank 0 has, of an expert those of the first rank that has it. ``load_values`` False
-    leaves everything zero (a checkpoint follows); ``trains`` False makes no master weights. Raises
-    ``RuntimeError`` on all ranks if storage fails on any.
+    leaves everything zero (a checkpoint follows). Raises ``RuntimeError`` on all ranks if storage fails on
+    any.
     """
     members = plan.members
     holders = collectives.holders(plan.expert)
-    layout = layout_of(plan)
-    unit = Unit(
-        plan.name,
-        [item.parameter for item in members],
-        layout,
-        plan.placement,
-        holders.shards,
-        pool,
-        tiers,
-        communication,
-        plan.persistent,
-    )
-    master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
+    parameters = [item.parameter for item in members]
+    unit = Unit(plan.spec, plan.layout, parameters, holders.shards, pool, tiers, communication)
+    master = MasterShard(unit, tiers) if plan.spec.trained else None
     with torch.no_grad():
         if load_values:
             _fill(unit, master, members, holders)
@@ -150,7 +126,7 @@ def build_unit(
             unit.publish_views()
         for item in members:
             clear_presharded(item.parameter)
-    if plan.placement.params:
+    if plan.spec.placement.params:
         unit.to_released()
     trim_heap()
     return unit, master

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,13 +14,16 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.state_placement import StatePlacement, largest_within_ratio
-from zero_ext.zero.memory.staging_sizes import bucket_groups
+from zero_ext.offload import STORAGE_ALIGNMENT
+from zero_ext.zero.memory.staging_sizes import bucket_groups, gradient_spans
+from zero_ext.zero.memory.unit_spec import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
-from zero_ext.zero.units.flat_layout import ParameterSpec, memory_order
+from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
 from zero_ext.zero.units.model_parallel_sync import sum_over_model
 from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
 from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.unshard.hook_installation import looks_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -39,6 +42,11 @@ class OwnedParameter:
     spec: ParameterSpec
     counted: bool = True
 
+    @property
+    def tiled(self) -> bool:
+        """Whether it belongs to tiles only."""
+        return all(isinstance(owner, Tile) for owner in self.owners)
+
     def named_owners(self) -> Iterator[tuple[str, nn.Module]]:
         """Return every full name with its owner."""
         return zip(self.names, self.owners, strict=True)
@@ -46,14 +54,12 @@ class OwnedParameter:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Parameters of a future unit, the number of ``ranks`` that share it, and the module that needs it."""
+    """A future unit: its description, layout, parameters, and the module that needs it."""
 
-    name: str
+    spec: UnitSpec
+    layout: FlatLayout
     members: tuple[OwnedParameter, ...]
     module: nn.Module | None  # None: replicated parameters, which are always in memory
-    placement: StatePlacement
-    ranks: int
-    persistent: bool
 
     @property
     def expert(self) -> bool:
@@ -164,35 +170,6 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     return blocks
 
 
-class Grouped(Protocol):
-    """A unit: parameters, and whether they stay gathered although others are sharded."""
-
-    parameters: tuple[nn.Parameter, ...]
-    placement: StatePlacement
-    persistent: bool
-
-
-def first_parameters(owned: Sequence[OwnedParameter], units: Iterable[Grouped]) -> list[int]:
-    """Return for each of ``units`` the index of its first parameter in the order of registration.
-
-    It is -1 for sharded units outside blocks: those that stay gathered, the model's own, and those of several
-    modules.
-    """
-    index_of = {item.parameter: index for index, item in enumerate(owned)}
-    outside = {
-        item.parameter
-        for item in owned
-        if ("." not in item.names[0] or len(item.owners) > 1)
-        and not all(isinstance(owner, Tile) for owner in item.owners)
-    }
-    return [
-        -1
-        if unit.persistent or (unit.placement.params and outside.issuperset(unit.parameters))
-        else min(index_of[parameter] for parameter in unit.parameters)
-        for unit in units
-    ]
-
-
 def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
     """Return whether each unit's gradient is freed by its update in backward.
 
@@ -216,68 +193,50 @@ def updates_on_trial(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
 
 
 def plan_units(
-    model: nn.Module, owned: Iterable[OwnedParameter], config: ZeroConfig, world_size: int
+    model: nn.Module,
+    owned: Sequence[OwnedParameter],
+    optimizer: torch.optim.Optimizer | None,
+    config: ZeroConfig,
+    world_size: int,
+    replicas: int = 1,
 ) -> list[UnitPlan]:
     """Group the parameters into units for the configured stage on ``world_size`` ranks.
 
-    Experts may be spread over some of them.
+    At most ``offload.ratio`` of the trained elements are in the optimizer's tier. Optimizer state and
+    gradients of the other units stay on the device. Warns if no unit is small enough to be offloaded.
+
+    Args:
+        owned: All parameters of ``model`` in the order of registration. Experts may be on some ranks only.
+        optimizer: The optimizer that trains them, None for inference.
+        replicas: Groups of ``world_size`` ranks that each have all shards.
     """
-    owned = tuple(owned)
     used_up = uses_up_gradients(config, (item.spec.dtype for item in owned))
-    blocks = find_blocks(model, config)  # checks the names also where no unit is a block
     by_spread: dict[int, list[OwnedParameter]] = {0: []}
     for item in owned:
         by_spread.setdefault(len(expert_ranks(item.parameter)), []).append(item)
+    planner = _UnitPlanner(model, owned, optimizer, config, replicas)
     plans: list[UnitPlan] = []
     for spread, shared in by_spread.items():
         ranks = world_size // spread if spread else world_size
         placement = StatePlacement.of_stage(config.stage).on_tiers(config.offload).on_ranks(ranks)
         if used_up:
             placement = placement.consuming_gradients(ranks)
-        found = _plan_shared(model, shared, config, blocks, placement, ranks)
-        plans += [replace(plan, name=f"experts of {plan.name}") if spread else plan for plan in found]
-    return plans
+        plans += planner.plans(shared, placement, ranks)
+    return _split_optimizer(plans, config.offload.ratio, used_up)
 
 
-def _plan_shared(
-    model: nn.Module,
-    owned: Sequence[OwnedParameter],
-    config: ZeroConfig,
-    blocks: dict[str, nn.Module],
-    placement: StatePlacement,
-    ranks: int,
-) -> list[UnitPlan]:
-    """Return the units of parameters that the same number of ``ranks`` share."""
-    limit = config.units.bucket_elements
-    if not placement.params:
-        return list(_buckets("bucket", owned, placement, ranks, limit, False))
-    small: list[OwnedParameter] = []
-    large: list[OwnedParameter] = []
-    for item in owned:
-        (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
-    plans = list(_blocks(model, large, blocks, placement, ranks))
-    plans += _buckets("persistent", small, placement.persistent(), ranks, limit, True)
-    return plans
-
-
-def split_optimizer(
-    plans: Sequence[UnitPlan], config: ZeroConfig, trains: Callable[[UnitPlan], bool]
-) -> list[UnitPlan]:
-    """Return the plans with at most ``offload.ratio`` of the trained elements in the optimizer's tier.
-
-    Optimizer state and gradients of the other units stay on the device. Warns if no unit is small enough to
-    be offloaded.
-    """
-    ratio = config.offload.ratio
+def _split_optimizer(plans: list[UnitPlan], ratio: float, used_up: bool) -> list[UnitPlan]:
+    """Return the plans with at most ``ratio`` of the trained elements in the optimizer's tier."""
     if ratio >= 1:
-        return list(plans)
-    used_up = uses_up_gradients(config, (item.spec.dtype for plan in plans for item in plan.members))
+        return plans
 
-    def near(plan: UnitPlan) -> StatePlacement:
-        placement = plan.placement.optimizer_on_device().on_ranks(plan.ranks)
-        return placement.consuming_gradients(plan.ranks) if used_up else placement
+    def on_device(plan: UnitPlan) -> UnitPlan:
+        ranks = plan.spec.world_size
+        placement = plan.spec.placement.optimizer_on_device().on_ranks(ranks)
+        placement = placement.consuming_gradients(ranks) if used_up else placement
+        return replace(plan, spec=replace(plan.spec, placement=placement))
 
-    trained = [number for number, plan in enumerate(plans) if trains(plan)]
+    trained = [number for number, plan in enumerate(plans) if plan.spec.trained]
     sizes = [sum(item.spec.numel for item in plans[number].members) for number in trained]
     moved = largest_within_ratio(sizes, ratio)
     if trained and not moved:
@@ -288,21 +247,7 @@ def split_optimizer(
             stacklevel=2,
         )
     stay = {number for index, number in enumerate(trained) if index not in moved}
-    return [
-        replace(plan, placement=near(plan)) if number in stay else plan for number, plan in enumerate(plans)
-    ]
-
-
-def trained_by(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], bool]:
-    """Return a test of whether a unit needs master weights: trainable, or in the optimizer's groups."""
-    groups = optimizer.param_groups if optimizer is not None else []
-    stepped = {parameter for group in groups for parameter in group["params"]}
-
-    def trains(plan: UnitPlan) -> bool:
-        parameters = [item.parameter for item in plan.members]
-        return optimizer is not None and (parameters[0].requires_grad or not stepped.isdisjoint(parameters))
-
-    return trains
+    return [on_device(plan) if number in stay else plan for number, plan in enumerate(plans)]
 
 
 class _Kind(NamedTuple):
@@ -324,49 +269,145 @@ def _kind(item: OwnedParameter) -> _Kind:
     return _Kind(item.spec.dtype, item.parameter.requires_grad, found.name if found is not None else "")
 
 
-def _buckets(
-    label: str,
-    owned: Iterable[OwnedParameter],
-    placement: StatePlacement,
-    ranks: int,
-    limit: int,
-    persistent: bool,
-) -> Iterator[UnitPlan]:
-    by_kind: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
-    for item in owned:
-        by_kind[_kind(item)].append(item)
-    number = 0
-    for items in by_kind.values():
-        for group in bucket_groups([item.spec.numel for item in items], limit):
-            members = tuple(items[index] for index in group)
-            yield UnitPlan(f"{label}.{number}", members, None, placement, ranks, persistent)
-            number += 1
+class _UnitPlanner:
+    """Plans the units of a model, with the parameters at which a step begins and ends to use each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owned: Sequence[OwnedParameter],
+        optimizer: torch.optim.Optimizer | None,
+        config: ZeroConfig,
+        replicas: int,
+    ) -> None:
+        self._model, self._config, self._replicas = model, config, replicas
+        self._blocks = find_blocks(model, config)  # checks the names also where no unit is a block
+        self._optimizer = optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._stepped = {parameter for group in groups for parameter in group["params"]}
+        self._numbers: dict[nn.Module, list[int]] = defaultdict(list)  # of the parameters of a module itself
+        for number, item in enumerate(owned):
+            for owner in item.owners:
+                self._numbers[owner].append(number)
+        blocks = [block for block in self._blocks.values() if any(True for _ in block.parameters())]
+        block_of = {inner: self._span(block) for block in reversed(blocks) for inner in block.modules()}
+        self._number = {item.parameter: number for number, item in enumerate(owned)}
+        self._grad_spans = gradient_spans(
+            [_block_span(number, item, block_of) for number, item in enumerate(owned)]
+        )
+        self._outside = {
+            item.parameter
+            for item in owned
+            if ("." not in item.names[0] or len(item.owners) > 1) and not item.tiled
+        }
+
+    def plans(
+        self, owned: Sequence[OwnedParameter], placement: StatePlacement, ranks: int
+    ) -> Iterator[UnitPlan]:
+        """Yield the units of parameters that the same number of ``ranks`` share."""
+        if not placement.params:
+            yield from self._buckets("bucket", owned, placement, ranks)
+            return
+        threshold = self._config.units.persistence_threshold
+        large = [item for item in owned if item.spec.numel >= threshold]
+        small = [item for item in owned if item.spec.numel < threshold]
+        yield from self._block_units(large, placement, ranks)
+        yield from self._buckets("persistent", small, placement.persistent(), ranks, persistent=True)
+
+    def _buckets(
+        self,
+        label: str,
+        owned: Iterable[OwnedParameter],
+        placement: StatePlacement,
+        ranks: int,
+        persistent: bool = False,
+    ) -> Iterator[UnitPlan]:
+        by_kind: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
+        for item in owned:
+            by_kind[_kind(item)].append(item)
+        limit, number = self._config.units.bucket_elements, 0
+        for items in by_kind.values():
+            for group in bucket_groups([item.spec.numel for item in items], limit):
+                members = [items[index] for index in group]
+                yield self._plan(f"{label}.{number}", members, None, placement, ranks, persistent)
+                number += 1
+
+    def _block_units(
+        self, owned: Iterable[OwnedParameter], placement: StatePlacement, ranks: int
+    ) -> Iterator[UnitPlan]:
+        # Tiles are the last of the blocks, and so their own block where another one contains them.
+        block_of = {inner: (name, block) for name, block in self._blocks.items() for inner in block.modules()}
+        groups: dict[tuple[str, _Kind], tuple[nn.Module, list[OwnedParameter]]] = {}
+        for item in owned:
+            candidates = {block_of.get(owner) for owner in (item.owners[:1] if item.tiled else item.owners)}
+            only = candidates.pop() if len(candidates) == 1 else None
+            if only is not None:
+                name, module = only
+            elif len(item.owners) == 1:
+                name, module = item.names[0].rpartition(".")[0], item.owners[0]
+            else:
+                name, module = "", self._model
+            groups.setdefault((name, _kind(item)), (module, []))[1].append(item)
+        for (name, kind), (module, members) in groups.items():
+            label = name or type(self._model).__name__
+            others = [key for key in groups if key[0] == name]
+            if len(others) > 1:
+                label += f" ({kind})"
+            yield self._plan(label, members, module, placement, ranks)
+
+    def _plan(
+        self,
+        name: str,
+        members: Sequence[OwnedParameter],
+        module: nn.Module | None,
+        placement: StatePlacement,
+        ranks: int,
+        persistent: bool = False,
+    ) -> UnitPlan:
+        parameters = [item.parameter for item in members]
+        numbers = [self._number[parameter] for parameter in parameters]
+        spans = [self._grad_spans[number] for number in numbers]
+        stored = placement.params and placement.params_tier == "nvme"
+        alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
+        layout = FlatLayout.build([item.spec for item in members], ranks, alignment)
+        itemsize, is_float = layout.dtype.itemsize, layout.dtype.is_floating_point
+        grads_start = max(last for _, last in spans)
+        outside = placement.params and self._outside.issuperset(parameters)
+        spec = UnitSpec(
+            f"experts of {name}" if expert_ranks(parameters[0]) else name,
+            layout.numel,
+            itemsize,
+            ranks,
+            placement,
+            gathered=self._span(module) if module is not None else (min(spans)[0], grads_start),
+            grads_start=grads_start,
+            grads_end=min(spans) if is_float and self._trains(parameters) else None,
+            replicas=self._replicas,
+            is_float=is_float,
+            rereads=not all(looks_up(owner) for item in members for owner in item.owners),
+            shared_bytes=sum(item.spec.numel for item in members if len(item.owners) > 1) * itemsize,
+            largest_bytes=max(item.spec.numel for item in members) * itemsize,
+            persistent=persistent,
+            first_parameter=-1 if persistent or outside else min(numbers),
+        )
+        return UnitPlan(spec, layout, tuple(members), module)
+
+    def _trains(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether a unit needs master weights: trainable, or in the optimizer's groups."""
+        if self._optimizer is None:
+            return False
+        return parameters[0].requires_grad or not self._stepped.isdisjoint(parameters)
+
+    def _span(self, module: nn.Module) -> tuple[int, int]:
+        """Return first and last parameter of a module."""
+        numbers = [number for inner in module.modules() for number in self._numbers.get(inner, ())]
+        return min(numbers), max(numbers)
 
 
-def _blocks(
-    model: nn.Module,
-    owned: Iterable[OwnedParameter],
-    blocks: dict[str, nn.Module],
-    placement: StatePlacement,
-    ranks: int,
-) -> Iterator[UnitPlan]:
-    # Tiles are the last of the blocks, and so their own block where another one contains them.
-    block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
-    groups: dict[tuple[str, _Kind], tuple[nn.Module, list[OwnedParameter]]] = {}
-    for item in owned:
-        tiled = all(isinstance(owner, Tile) for owner in item.owners)
-        candidates = {block_of.get(owner) for owner in (item.owners[:1] if tiled else item.owners)}
-        only = candidates.pop() if len(candidates) == 1 else None
-        if only is not None:
-            name, module = only
-        elif len(item.owners) == 1:
-            name, module = item.names[0].rpartition(".")[0], item.owners[0]
-        else:
-            name, module = "", model
-        groups.setdefault((name, _kind(item)), (module, []))[1].append(item)
-    for (name, kind), (module, members) in groups.items():
-        label = name or type(model).__name__
-        others = [key for key in groups if key[0] == name]
-        if len(others) > 1:
-            label += f" ({kind})"
-        yield UnitPlan(label, tuple(members), module, placement, ranks, False)
+def _block_span(
+    number: int, item: OwnedParameter, block_of: Mapping[nn.Module, tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Return first and last parameter of the item's block. Tiles come one after another."""
+    if item.tiled:
+        return number, number
+    return block_of.get(item.owners[0]) if len(item.owners) == 1 else None

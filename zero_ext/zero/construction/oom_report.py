@@ -18,18 +18,15 @@ from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.elementwise_check import fusible, is_one_bit
-from zero_ext.zero.construction.build_units import layout_of
+from zero_ext.optim.elementwise_check import fusible, is_one_bit, streamable
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,
     UnitPlan,
     plan_units,
-    split_optimizer,
-    trained_by,
     uses_up_gradients,
 )
-from zero_ext.zero.construction.model_staging import plan_staging
+from zero_ext.zero.memory.staging_sizes import Staging, StateStep, staging_of
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.presharded import presharded_of
 
@@ -46,7 +43,6 @@ class MemoryEstimate:
 
     Attributes:
         plans: The planned units.
-        trains: Whether a unit needs master weights.
         kinds: Optimizer state besides master weights; None without an optimizer.
         staging: Staging memory of a step.
     """
@@ -64,7 +60,6 @@ class MemoryEstimate:
         self.config = config
         self.collectives = collectives
         self.device = device
-        self.trains = trained_by(optimizer)
         self._fused = optimizer is not None and fusible(optimizer)
         self._separates_masters = is_one_bit(optimizer)
         self.kinds: Mapping[str, StateField] | None = None
@@ -72,15 +67,13 @@ class MemoryEstimate:
             self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
         world_size = collectives.shards.world_size
         replicas = collectives.world_size // world_size
-        plans = plan_units(model, owned, config, world_size)
-        self.plans = split_optimizer(plans, config, self.trains)
-        self.staging = plan_staging(model, optimizer, self.plans, owned, config, replicas, device)
+        self.plans = plan_units(model, owned, optimizer, config, world_size, replicas)
+        self.staging = plan_staging(self.plans, optimizer, config, device)
 
     def bytes_by_tier(self) -> TierBytes:
         """Return bytes by tier and kind, as ``Engine.memory_by_tier`` reports them after a step."""
         held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
-        dtypes = (item.spec.dtype for plan in self.plans for item in plan.members)
-        used_up = uses_up_gradients(self.config, dtypes)
+        used_up = uses_up_gradients(self.config, (plan.layout.dtype for plan in self.plans))
         for plan in self.plans:
             self._add(held, plan, used_up)
         held["device"]["staging"] += self.staging.device
@@ -101,7 +94,7 @@ class MemoryEstimate:
         )
 
     def _add(self, held: Mapping[Tier, Counter[str]], plan: UnitPlan, used_up: bool) -> None:
-        layout, placement = layout_of(plan), plan.placement
+        layout, placement = plan.layout, plan.spec.placement
         dtype, holders = layout.dtype, self.collectives.holders(plan.expert).shards
 
         def tier_and_numel(sharded: bool, tier: Tier) -> tuple[Tier, int]:
@@ -116,7 +109,7 @@ class MemoryEstimate:
                 holders.nodes.nodes,
                 dtype.is_floating_point,
             )
-        if self.kinds is None or not self.trains(plan) or not dtype.is_floating_point:
+        if self.kinds is None or not plan.spec.trained:
             return
         grads_tier, numel = tier_and_numel(placement.grads, placement.grads_tier)
         accumulates = self.config.batch.gradient_accumulation_steps > 1
@@ -219,6 +212,30 @@ class MemoryEstimate:
         )
         ordinary = (each for each in members if each.device == self.device and presharded_of(each) is None)
         return shard_bytes + sum(each.untyped_storage().nbytes() for each in ordinary)
+
+
+def plan_staging(
+    plans: Sequence[UnitPlan],
+    optimizer: torch.optim.Optimizer | None,
+    config: ZeroConfig,
+    device: torch.device,
+) -> Staging:
+    """Return the staging memory of one rank for a step of ``optimizer``, which is None for inference.
+
+    The batch of ``config`` is resolved.
+    """
+    step = None
+    if optimizer is not None:
+        kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
+        sizes = (torch.float32.itemsize, *(field.dtype.itemsize for field in kinds.values()))
+        step = StateStep(fusible(optimizer), streamable(optimizer), sizes)
+    return staging_of(
+        [plan.spec for plan in plans],
+        config,
+        step,
+        used_up=uses_up_gradients(config, (plan.layout.dtype for plan in plans)),
+        accelerated=device.type != "cpu",
+    )
 
 
 def _free_bytes_on(device: torch.device) -> int:

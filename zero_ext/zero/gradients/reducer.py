@@ -46,19 +46,18 @@ class GradientReducer:
     """Starts the reduction of each unit when it and all units before it in the order are complete.
 
     The order must be the same on every rank although gradients may arrive in different ones (unused
-    parameters, other branches). At first it is the reverse of the registration of the units' first parameters
-    (``starts``); after the first step, rank 0's order of arrival. In host memory units of no block (-1 in
-    ``starts``) stay last. Ranks may use them at different places of their forward, and a rank that waits for
-    one of them keeps the others from gathers that they need before they have its gradients. Gradients that
-    come after their unit's reduction stay local until the next backward pass or :meth:`synchronize`. A unit
-    that backward has passed is not waited for: the other ranks may have its gradients, wait for this rank,
-    and come to none of the gathers that it needs to go on.
+    parameters, other branches). At first it is the reverse of the registration of the units' first
+    parameters. After the first step it is rank 0's order of arrival. In host memory units of no block stay
+    last. Ranks may use them at different places of their forward, and a rank that waits for one of them keeps
+    the others from gathers that they need before they have its gradients. Gradients that come after their
+    unit's reduction stay local until the next backward pass or :meth:`synchronize`. A unit that backward has
+    passed is not waited for: the other ranks may have its gradients, wait for this rank, and come to none of
+    the gathers that it needs to go on.
     """
 
     def __init__(
         self,
         gradients: Sequence[UnitGradients],
-        starts: Sequence[int],
         collectives: Collectives,
         stream: SideStream,
         bus: Bus,
@@ -71,7 +70,8 @@ class GradientReducer:
         self._collectives = collectives
         collectives.continue_in_stream(stream.entered)
         self._bus = bus
-        self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
+        starts = [each.unit.spec.first_parameter for each in self.gradients]
+        self._order = sorted(range(len(starts)), key=starts.__getitem__, reverse=True)
         # On a device the schedule sees to it that nobody waits for them.
         self._outside = {
             index for index, start in enumerate(starts) if start < 0 and not collectives.in_one_order

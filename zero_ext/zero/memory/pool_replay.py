@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, GRADIENT_CHUNK_ELEMENTS
@@ -18,11 +17,9 @@ from zero_ext.config.overlap_limits import (
     SHARD_TRANSFERS_IN_FLIGHT,
     WRITES_BEHIND,
 )
-from zero_ext.config.quantization_blocks import payload_bytes
-from zero_ext.config.sections.communication import CODE_BITS, CodeDtype
-from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.lookahead import is_reused, look_ahead
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
+from zero_ext.zero.memory.unit_spec import UnitSpec
 
 # Chunks of gradients on NVMe in memory at a time: read ahead for running reductions, written behind for those
 # that have ended, one that is read, and one that it is added to.
@@ -31,56 +28,7 @@ _REDUCING: tuple[Purpose, ...] = ("received", "sent")
 _ANY_CHUNKS: Key = ("", "chunks")
 
 
-@dataclass(frozen=True, eq=False)
-class UnitUsage:
-    """Sizes of a unit and when a step uses it. Parameters are numbered in the order of registration.
-
-    Attributes:
-        name: Name of the unit.
-        numel: Elements, padding included.
-        itemsize: Bytes of an element.
-        world_size: Ranks, and so shards.
-        placement: Which of its state is sharded, and the tiers.
-        gathered: First and last parameter of the module that needs the unit, which is gathered meanwhile.
-        grads_start: Parameter from which on its gradients are computed in backward.
-        grads_end: First and last parameter at which its last gradient may be computed; None without any.
-        replicas: Groups of ranks that each have all shards.
-        is_float: Only such units are gathered in quantized form.
-        rereads: Whether backward gathers it again.
-        shared_bytes: Bytes of parameters that several modules share.
-        largest_bytes: Bytes of its largest parameter.
-    """
-
-    name: str
-    numel: int
-    itemsize: int
-    world_size: int
-    placement: StatePlacement
-    gathered: tuple[int, int]
-    grads_start: int
-    grads_end: tuple[int, int] | None
-    replicas: int = 1
-    is_float: bool = True
-    rereads: bool = True
-    shared_bytes: int = 0
-    largest_bytes: int = 0
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
-        return self.numel // self.world_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full flat buffer."""
-        return self.numel * self.itemsize
-
-    def payload_bytes(self, codes: CodeDtype) -> int:
-        """Return the bytes of all shards quantized to ``codes``."""
-        return self.world_size * payload_bytes(self.shard_numel, CODE_BITS[codes])
-
-
-def demands_of_a_step(units: Sequence[UnitUsage], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
+def demands_of_a_step(units: Sequence[UnitSpec], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
     """Return the demands of one forward and backward pass on the pool.
 
     ``used_up``: each unit's gradient ends with its update in backward.
@@ -104,23 +52,23 @@ def demands_of_a_step(units: Sequence[UnitUsage], config: ZeroConfig, used_up: b
     return replay.demands()
 
 
-def gathered_once(units: Sequence[UnitUsage], config: ZeroConfig) -> list[UnitUsage]:
+def gathered_once(units: Sequence[UnitSpec], config: ZeroConfig) -> list[UnitSpec]:
     """Return the sharded units that a step gathers for forward alone, as backward reuses or needs none."""
     replay = _Replay(units, config, used_up=False)
     replay.forward(repeats=False)
     return [unit for unit in units if unit.placement.params and not (unit.rereads and replay.needs(unit))]
 
 
-def _numel(unit: UnitUsage) -> int:
+def _numel(unit: UnitSpec) -> int:
     return unit.numel
 
 
-def _is_stored(unit: UnitUsage) -> bool:
+def _is_stored(unit: UnitSpec) -> bool:
     return unit.placement.params_tier == "nvme"
 
 
 class _Replay:
-    def __init__(self, units: Sequence[UnitUsage], config: ZeroConfig, used_up: bool) -> None:
+    def __init__(self, units: Sequence[UnitSpec], config: ZeroConfig, used_up: bool) -> None:
         self._units = units
         self._sharded = [unit for unit in units if unit.placement.params]
         self._prefetch = config.units.prefetch_elements
@@ -133,11 +81,11 @@ class _Replay:
         self._sent_bytes = BYTES_OF_DTYPE[sent] if sent is not None else None
         self._communication = config.communication
         self._reduction = config.precision.reduction
-        self._gathered: list[UnitUsage] = []  # or being gathered
-        self._in_use: set[UnitUsage] = set()
-        self._reused: set[UnitUsage] = set()  # from forward to backward, in addition to the prefetch window
-        self._flying: deque[UnitUsage] = deque()
-        self._moving: deque[UnitUsage] = deque()
+        self._gathered: list[UnitSpec] = []  # or being gathered
+        self._in_use: set[UnitSpec] = set()
+        self._reused: set[UnitSpec] = set()  # from forward to backward, in addition to the prefetch window
+        self._flying: deque[UnitSpec] = deque()
+        self._moving: deque[UnitSpec] = deque()
         self._now = 0
         self._open: dict[Key, int] = {}
         self._nbytes: dict[Key, int] = {}
@@ -150,7 +98,7 @@ class _Replay:
             for key, when in self._when.items()
         ]
 
-    def needs(self, unit: UnitUsage) -> bool:
+    def needs(self, unit: UnitSpec) -> bool:
         """Return whether ``unit`` is neither gathered nor being gathered."""
         return unit not in self._gathered
 
@@ -167,7 +115,7 @@ class _Replay:
         wanted = {*self._window(self._backward_order()), *(() if repeats else self._reused)}
         self._release([unit for unit in self._gathered if unit not in wanted])
 
-    def _backward_order(self) -> list[UnitUsage]:
+    def _backward_order(self) -> list[UnitSpec]:
         rereads = [unit for unit in self._sharded if unit.rereads]
         return sorted(rereads, key=lambda unit: (-unit.gathered[1], unit.gathered[0]))
 
@@ -203,7 +151,7 @@ class _Replay:
             self._end_transfer()
         self._close(_ANY_CHUNKS)
 
-    def _need(self, unit: UnitUsage, upcoming: Sequence[UnitUsage]) -> None:
+    def _need(self, unit: UnitSpec, upcoming: Sequence[UnitSpec]) -> None:
         self._in_use.add(unit)
         self._reused.discard(unit)
         if unit in self._gathered:
@@ -225,12 +173,12 @@ class _Replay:
                     return
                 self._gather(later)
 
-    def _window(self, upcoming: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
+    def _window(self, upcoming: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
         """Yield the units expected next that should be gathered already."""
         ahead = (unit for unit in upcoming if unit not in self._in_use and unit not in self._reused)
         return look_ahead(ahead, _numel, _is_stored, self._prefetch)
 
-    def _leave(self, upcoming: Sequence[UnitUsage], until: int | None = None) -> None:
+    def _leave(self, upcoming: Sequence[UnitSpec], until: int | None = None) -> None:
         """Release the units of modules before the parameter ``until``, or of all, unless needed next."""
         in_use = [unit for unit in self._gathered if unit in self._in_use]
         ended = [unit for unit in in_use if until is None or unit.gathered[1] < until]
@@ -247,14 +195,14 @@ class _Replay:
             if not stays:
                 self._release([unit])
 
-    def _gather(self, unit: UnitUsage) -> None:
+    def _gather(self, unit: UnitSpec) -> None:
         self._gathered.append(unit)
         self._acquire(unit, "parameters", unit.nbytes)
         codes = self._communication.quantized_weights
         if codes is not None and unit.is_float and unit.world_size > 1:
             self._acquire(unit, "payload", unit.payload_bytes(codes))
 
-    def _release(self, units: Iterable[UnitUsage]) -> None:
+    def _release(self, units: Iterable[UnitSpec]) -> None:
         for unit in units:
             self._gathered.remove(unit)
             self._in_use.discard(unit)
@@ -265,7 +213,7 @@ class _Replay:
     def _live(self) -> int:
         return sum(unit.numel for unit in self._gathered)
 
-    def _reduce(self, unit: UnitUsage) -> None:
+    def _reduce(self, unit: UnitSpec) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self._finish_oldest()
         self._flying.append(unit)
@@ -273,7 +221,7 @@ class _Replay:
         if unit.world_size == 1:
             self._finish_oldest()
 
-    def _acquire_scratch(self, unit: UnitUsage) -> None:
+    def _acquire_scratch(self, unit: UnitSpec) -> None:
         """Acquire what a reduction needs, unless the unit has it already."""
         placement = unit.placement
         if self._accumulates and placement.grads and placement.grads_tier == "nvme":
@@ -321,10 +269,10 @@ class _Replay:
         self._free(unit, "staging")
         self._free(unit, "gradient")
 
-    def _acquire(self, unit: UnitUsage, purpose: Purpose, nbytes: int) -> None:
+    def _acquire(self, unit: UnitSpec, purpose: Purpose, nbytes: int) -> None:
         self._open_up((unit.name, purpose), nbytes)
 
-    def _free(self, unit: UnitUsage, purpose: Purpose) -> None:
+    def _free(self, unit: UnitSpec, purpose: Purpose) -> None:
         self._close((unit.name, purpose))
 
     def _open_up(self, key: Key, nbytes: int) -> None:

@@ -23,7 +23,8 @@ from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_
 from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
-from zero_ext.zero.memory.pool_replay import UnitUsage, demands_of_a_step
+from zero_ext.zero.memory.pool_replay import demands_of_a_step
+from zero_ext.zero.memory.unit_spec import UnitSpec
 
 _NEIGHBORS = 8
 _GRAIN = 2 * SLOTS * STORAGE_ALIGNMENT
@@ -87,7 +88,7 @@ class StateStep:
 
 
 def staging_of(
-    units: Sequence[UnitUsage],
+    units: Sequence[UnitSpec],
     config: ZeroConfig,
     step: StateStep | None,
     *,
@@ -118,9 +119,9 @@ def staging_of(
         return Staging(
             pool, demands, {"device": StagingSizes(), "host": StagingSizes()}, 0, bounce_buffer=bounce
         )
-    trained = [unit for unit in units if unit.grads_end is not None]
+    trained = [unit for unit in units if unit.trained]
 
-    def one_pass(unit: UnitUsage) -> bool:
+    def one_pass(unit: UnitSpec) -> bool:
         return step.streams or (step.fused and unit.placement.optimizer_tier != "nvme")
 
     state = sum(step.sizes)
@@ -177,7 +178,7 @@ def bucket_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _autograd_bytes(trained: Sequence[UnitUsage]) -> int:
+def _autograd_bytes(trained: Sequence[UnitSpec]) -> int:
     # Of those that may be complete at the same parameter, a block's own unit has what forward uses first.
     when = {id(unit): unit.grads_end or (0, 0) for unit in trained}
     backward = sorted(trained, key=lambda unit: (when[id(unit)][0], -when[id(unit)][1]))[::-1]
@@ -186,17 +187,13 @@ def _autograd_bytes(trained: Sequence[UnitUsage]) -> int:
     )
 
 
-def _owned_numel(unit: UnitUsage) -> int:
-    return unit.shard_numel if unit.placement.optimizer else unit.numel
-
-
-def _chunk_bytes(unit: UnitUsage, config: ZeroConfig, itemsize: int) -> int:
+def _chunk_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int) -> int:
     return extent_bytes(
-        min(_owned_numel(unit), staging_chunk_elements(config.offload.staging_buffer_bytes)) * itemsize
+        min(unit.owned_numel, staging_chunk_elements(config.offload.staging_buffer_bytes)) * itemsize
     )
 
 
-def _gradient_staging_bytes(trained: Sequence[UnitUsage], config: ZeroConfig) -> int:
+def _gradient_staging_bytes(trained: Sequence[UnitSpec], config: ZeroConfig) -> int:
     if config.batch.gradient_accumulation_steps == 1:
         return 0
     sums = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
@@ -208,7 +205,7 @@ def _gradient_staging_bytes(trained: Sequence[UnitUsage], config: ZeroConfig) ->
     return (SHARD_TRANSFERS_IN_FLIGHT + 1) * extent_bytes(max(shards, default=0))
 
 
-def _bounce_bytes(units: Sequence[UnitUsage], config: ZeroConfig) -> int:
+def _bounce_bytes(units: Sequence[UnitSpec], config: ZeroConfig) -> int:
     widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
@@ -220,7 +217,7 @@ def _bounce_bytes(units: Sequence[UnitUsage], config: ZeroConfig) -> int:
     return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.staging_buffer_bytes // _GRAIN * _GRAIN)
 
 
-def _gradient_bytes(unit: UnitUsage, config: ZeroConfig, chunk: int, far: bool) -> int:
+def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -> int:
     """Bytes; ``chunk`` elements are what torch's own code reads of a gradient on NVMe, and ``far`` says that
     the fused step there does not reach the device. Delayed updates work on copies."""
     if config.offload.update_mode == "delayed":
@@ -234,7 +231,7 @@ def _gradient_bytes(unit: UnitUsage, config: ZeroConfig, chunk: int, far: bool) 
         # These are full chunks of the state, also for unannounced accumulation.
         return _two_chunks_bytes(unit, config, max(width, summed)) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
-        return extent_bytes(min(_owned_numel(unit), chunk) * width) if tier == "nvme" else 0
+        return extent_bytes(min(unit.owned_numel, chunk) * width) if tier == "nvme" else 0
     return 0 if tier == placement.optimizer_tier else _chunk_bytes(unit, config, width)
 
 
@@ -247,13 +244,13 @@ def _is_far(placement: StatePlacement) -> bool:
     return placement.optimizer_tier == "nvme" and "device" in tiers
 
 
-def _two_chunks_bytes(unit: UnitUsage, config: ZeroConfig, itemsize: int) -> int:
+def _two_chunks_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int) -> int:
     return 2 * extent_bytes(
-        min(_owned_numel(unit), staging_chunk_elements(config.offload.staging_buffer_bytes) // 2) * itemsize
+        min(unit.owned_numel, staging_chunk_elements(config.offload.staging_buffer_bytes) // 2) * itemsize
     )
 
 
-def _output_bytes(unit: UnitUsage, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
+def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
     tier = placement.params_tier if placement.params else "device"
     delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
@@ -264,10 +261,10 @@ def _output_bytes(unit: UnitUsage, config: ZeroConfig, fused: bool, accelerated:
     return _chunk_bytes(unit, config, unit.itemsize)
 
 
-def _elementwise_bytes(unit: UnitUsage, chunk: int, state: int, config: ZeroConfig) -> int:
+def _elementwise_bytes(unit: UnitSpec, chunk: int, state: int, config: ZeroConfig) -> int:
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
     placement = unit.placement
     if placement.optimizer_tier != "nvme":
-        return _owned_numel(unit) * 4
+        return unit.owned_numel * 4
     stored = placement.params and placement.params_tier == "nvme" and config.offload.update_mode != "delayed"
     return chunk_buffer_bytes(chunk, state, unit.itemsize if stored else 0)

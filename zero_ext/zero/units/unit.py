@@ -11,10 +11,10 @@ from torch import nn
 
 from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config.sections.communication import CommunicationConfig
-from zero_ext.config.state_placement import StatePlacement
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.memory.pool import BufferPool, attach, detach
+from zero_ext.zero.memory.unit_spec import UnitSpec
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor, point_at, set_data
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.param_gather import ParameterGather
@@ -42,24 +42,20 @@ class Unit(Ending):
 
     def __init__(
         self,
-        name: str,
-        parameters: Sequence[nn.Parameter],
+        spec: UnitSpec,
         layout: FlatLayout,
-        placement: StatePlacement,
+        parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         pool: BufferPool,
         tiers: TierManager,
         communication: CommunicationConfig,
-        persistent: bool = False,
     ) -> None:
-        self.name = name
-        self.persistent = persistent
+        self.spec, self.name, self.placement = spec, spec.name, spec.placement
         self.parameters = tuple(parameters)
         self.layout = layout
         names = [spec.name for spec in layout.specs]
         listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-        self._described = f"unit '{name}' ({len(names)} parameters: {listed})"
-        self.placement = placement
+        self._described = f"unit '{spec.name}' ({len(names)} parameters: {listed})"
         self.collectives = collectives
         self.holders: set[object] = set()
         self._pool = pool
@@ -67,8 +63,8 @@ class Unit(Ending):
         self._copy: CopyHandle = COMPLETED
         self._pending: PendingCollective | None = None
         self.exact = True  # whether the gathered values are the shards themselves, not quantized ones
-        communication = communication if placement.params else CommunicationConfig()
-        self.param_gather = ParameterGather(name, layout, collectives, pool, tiers, communication)
+        communication = communication if spec.placement.params else CommunicationConfig()
+        self.param_gather = ParameterGather(spec.name, layout, collectives, pool, tiers, communication)
         with torch.inference_mode(False), torch.no_grad():
             self._make_buffers(tiers)
             self._views = [
@@ -345,7 +341,7 @@ class Unit(Ending):
 
     def traffic_kind(self, kind: str) -> str:
         """Return the name under which the traffic of a collective of this unit is counted."""
-        return f"{kind}_persistent" if self.persistent else kind
+        return f"{kind}_persistent" if self.spec.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
         released = tensors is self._placeholders
