@@ -112,7 +112,7 @@ def test_refuses_what_it_cannot_step() -> None:
 
 def segments() -> tuple[Segment, ...]:
     """Parameter a in [0, 10), a gap, and b in [16, 29), of another group."""
-    return Segment("a", 0, 0, 0, 10), Segment("b", 1, 0, 16, 13)
+    return Segment("a", 0, 0, 10, 0), Segment("b", 0, 16, 13, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -207,7 +207,7 @@ def test_bytes_between_tiers(world: World) -> None:
             wanted[tier["grads"], near] += stored if tier["grads"] == "nvme" else shard
             # Of a unit that is stepped away from its state only the parameters themselves return.
             apart = tier["optimizer"] == "nvme" and tier["params"] == "device"
-            own = 2 * sum(overlap.numel for overlap in master.overlaps)
+            own = 2 * sum(segment.numel for segment in master.owned.values())
             wanted[near, tier["params"]] += own if apart else shard
             if tier["optimizer"] == "nvme":
                 wanted["nvme", "host"] += state

@@ -376,7 +376,7 @@ class Engine(Ending):
         self.prefetcher.forget_values()
         failures = DeferredError()
         for master in self.masters:
-            failures.attempt(master.write_output)
+            failures.attempt(master.write_params)
         failures.raise_deferred(self.collectives, "rounding master weights into parameters")
         for unit in self.units:
             pending = unit.start_publishing()

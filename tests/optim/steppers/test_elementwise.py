@@ -15,7 +15,7 @@ ONE = torch.ones(())
 
 def ranges(master: torch.Tensor, output: torch.Tensor | None = None) -> list[OwnedRange]:
     """One range: a in [0, 5), nothing of b, c in [8, 12) of group 1."""
-    segments = (Segment("a", 0, 0, 0, 5), Segment("b", 0, 0, 0, 0), Segment("c", 1, 2, 8, 4))
+    segments = (Segment("a", 0, 0, 5, 0), Segment("b", 0, 0, 0, 0), Segment("c", 2, 8, 4, 1))
     return [memory_range(master, output, segments)]
 
 
@@ -100,7 +100,7 @@ def test_selection() -> None:
     from zero_ext.optim.steppers.fused import AdamStepper
 
     one = nn.Parameter(torch.ones(1))
-    segment = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 0, 4),))]
+    segment = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 4, 0),))]
     assert isinstance(
         make_stepper(optim.AdamW([one]), segment, torch.float32, False, device_tiers(), alone), AdamStepper
     )

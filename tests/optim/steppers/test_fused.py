@@ -18,7 +18,7 @@ ONE = torch.ones(())
 
 def two_parameters(generator: torch.Generator) -> tuple[torch.Tensor, tuple[Segment, ...]]:
     """A range [32] with parameter a in [0, 10), a gap, and b in [16, 29)."""
-    return torch.randn(32, generator=generator), (Segment("a", 0, 0, 0, 10), Segment("b", 1, 0, 16, 13))
+    return torch.randn(32, generator=generator), (Segment("a", 0, 0, 10, 0), Segment("b", 0, 16, 13, 1))
 
 
 def groups() -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from zero_ext.optim import OwnedRange, Segment, Update, make_stepper
 from zero_ext.optim.steppers.fused import AdamStepper
 
 COUNT = 1500
-SEGMENTS = (Segment("a", 0, 0, 0, 700), Segment("b", 0, 0, 720, COUNT - 720))
+SEGMENTS = (Segment("a", 0, 0, 700, 0), Segment("b", 0, 720, COUNT - 720, 0))
 ONE = torch.ones(())
 
 

@@ -121,7 +121,7 @@ def test_edits_of_one_rank_reach_all(world: World) -> None:
             changed = 0
             for master, old in zip(engine.masters, masters, strict=True):
                 now = master.state.read("master", 0, master.state.numel)
-                assert torch.equal(now.bfloat16(), master.output.read(0, now.numel()))
+                assert torch.equal(now.bfloat16(), master.params.read(0, now.numel()))
                 changed += int((now != old).sum())
             assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
             train(world, model, optimizer)  # and it still trains

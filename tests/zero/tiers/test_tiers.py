@@ -133,7 +133,7 @@ def test_bytes_of_a_step(world: World) -> None:
     assert run.engine is not None
     elements = sum(unit.layout.shard_numel for unit in run.engine.units)
     touched = [
-        round_up(12 * unit.layout.shard_numel, 4096) if master.overlaps else 0
+        round_up(12 * unit.layout.shard_numel, 4096) if master.owned else 0
         for unit, master in zip(run.engine.units, run.engine.masters, strict=True)
     ]
     written = [

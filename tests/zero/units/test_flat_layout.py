@@ -58,22 +58,22 @@ def test_every_element_has_exactly_one_position(
 
 
 @given(SHAPES, DTYPES, WORLDS, st.data())
-def test_overlaps_of_any_range_locate_each_element(
+def test_segments_of_any_range_locate_each_element(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, data: st.DataObject
 ) -> None:
     layout = layout_of(shapes, dtype, world_size)
     cuts = sorted(data.draw(st.lists(st.integers(0, layout.numel), max_size=5)))
-    seen: dict[tuple[int, int], int] = {}
+    seen: dict[tuple[str, int], int] = {}
     for begin, end in itertools.pairwise([0, *cuts, layout.numel]):
-        for overlap in layout.overlaps(begin, end):
-            assert overlap.numel > 0 and overlap.range_start + overlap.numel <= end - begin
-            for step in range(overlap.numel):
-                element = (overlap.index, overlap.parameter_start + step)
+        for segment in layout.segments(begin, end):
+            assert segment.numel > 0 and segment.end <= end - begin
+            for step in range(segment.numel):
+                element = (segment.name, segment.start + step)
                 assert element not in seen
-                seen[element] = begin + overlap.range_start + step
+                seen[element] = begin + segment.begin + step
     wanted = {
-        (index, element): offset + element
-        for index, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True))
+        (spec.name, element): offset + element
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         for element in range(spec.numel)
     }
     assert seen == wanted

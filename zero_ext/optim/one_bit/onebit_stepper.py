@@ -75,11 +75,10 @@ class OneBitStepper(AdamStepper):
             rate = self.rates.get(segment.name, 0.0)
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], rate)
             hyper = tuple(float(number) for number in numbers)
-            end = segment.begin + segment.numel
             if found and found[-1].end == segment.begin and found[-1][2:] == hyper:
-                found[-1] = found[-1]._replace(end=end)
+                found[-1] = found[-1]._replace(end=segment.end)
             else:
-                found.append(HyperparameterRange(segment.begin, end, *hyper))
+                found.append(HyperparameterRange(segment.begin, segment.end, *hyper))
         return found
 
     def count(self, used: frozenset[str]) -> None:

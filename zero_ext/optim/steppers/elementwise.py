@@ -40,10 +40,7 @@ class ElementwiseStepper:
         self._ranges = tuple(ranges)
         self._staging = staging
         self._tensors = [
-            [
-                owned.state.read(MASTER, segment.begin, segment.begin + segment.numel)
-                for segment in owned.segments
-            ]
+            [owned.state.read(MASTER, segment.begin, segment.end) for segment in owned.segments]
             for owned in ranges
         ]
         self._snapshots: dict[int, list[dict[str, Any] | None]] = {}  # by range, of each of its segments
@@ -71,7 +68,7 @@ class ElementwiseStepper:
         self._inner.param_groups = self._groups_over(index)
         for segment, value in zip(owned.segments, values, strict=True):
             if segment.name in used:
-                value.grad = scaled[segment.begin : segment.begin + segment.numel]
+                value.grad = scaled[segment.begin : segment.end]
         self._inner.step()
         for segment, value in zip(owned.segments, values, strict=True):
             value.grad = None

@@ -90,7 +90,7 @@ class ElementwiseStream:
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
         stepped: list[tuple[Segment, torch.Tensor]] = []
         for segment in owned.segments:
-            first, last = max(segment.begin, begin), min(segment.begin + segment.numel, end)
+            first, last = max(segment.begin, begin), min(segment.end, end)
             # A rank without elements of a parameter steps an empty one, to have its scalars.
             empty = segment.numel == 0 and begin == 0
             if segment.name not in used or (first >= last and not empty):
@@ -169,8 +169,7 @@ class ElementwiseStream:
         for segment in owned.segments:
             if self._made[segment.name]:
                 for kind in sorted(self._kinds[segment.group]):
-                    end = segment.begin + segment.numel
-                    yield kind, segment, owned.state.view(kind, segment.begin, end)
+                    yield kind, segment, owned.state.view(kind, segment.begin, segment.end)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the same form as :class:`ElementwiseStepper`'s."""
@@ -207,7 +206,7 @@ def _stored(owned: OwnedRange) -> NvmeState:
 
 def _fill(state: NvmeState, kind: str, segment: Segment, value: float) -> None:
     for begin, end in state.spans():
-        first, last = max(segment.begin, begin), min(segment.begin + segment.numel, end)
+        first, last = max(segment.begin, begin), min(segment.end, end)
         if first < last:
             with state.edit(kind, first, last) as values:
                 values.fill_(value)

@@ -94,7 +94,7 @@ class FusedStepper(ABC):
             if segment.name not in used or not segment.numel:
                 continue
             row = self._hyper_parameters(segment)
-            begin, end = segment.begin, segment.begin + segment.numel
+            begin, end = segment.begin, segment.end
             if rows and rows[-1] == row and bounds[-1][1] == begin:
                 bounds[-1] = (bounds[-1][0], end)
             else:

@@ -133,7 +133,7 @@ class LambStepper(FusedStepper):
         bounds, entries = [], []
         for segment in owned.segments:
             if segment.name in numbers and segment.numel:
-                bounds.append((segment.begin, segment.begin + segment.numel))
+                bounds.append((segment.begin, segment.end))
                 entries.append(_NormEntry(numbers[segment.name], self._hyper_parameters(segment)))
         return bounds, entries
 

@@ -75,7 +75,7 @@ class FloatMoments:
         owned = self._ranges[index]
         for kind in self.KINDS:
             for segment in owned.segments:
-                yield kind, segment, owned.state.view(kind, segment.begin, segment.begin + segment.numel)
+                yield kind, segment, owned.state.view(kind, segment.begin, segment.end)
 
 
 class LionMoments(FloatMoments):
@@ -135,7 +135,7 @@ class EightBitMoments:
         for kind, signed in zip(MOMENTS, _SIGNED, strict=True):
             blocks = DequantizedState(owned.state, kind, signed)
             for segment in owned.segments:
-                yield kind, segment, blocks.view(segment.begin, segment.begin + segment.numel)
+                yield kind, segment, blocks.view(segment.begin, segment.end)
 
 
 def _add_state(ranges: Sequence[OwnedRange], fields: Mapping[str, StateField]) -> None:

@@ -15,23 +15,28 @@ from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's elements inside a rank's owned range of a unit; possibly none of them."""
+    """One parameter's elements inside a range of a unit's flat buffer; possibly none of them."""
 
     name: str  # the parameter's full name
-    group: int  # index of its param group
     start: int  # first element, counted in the parameter's memory order
-    begin: int  # first element within the owned range
+    begin: int  # the same element, counted from the start of the range
     numel: int
+    group: int = -1  # index of its param group, -1 outside an optimizer
+
+    @property
+    def end(self) -> int:
+        """The element after the last one, counted from the start of the range."""
+        return self.begin + self.numel
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OwnedRange:
     """What a rank's optimizer owns of a unit: state [n] that begins as fp32 master weights, the parameters
-    [n] that follow them or None where they are the masters, segments."""
+    [n] that a step writes or None where it writes none, and the segments that it steps."""
 
     state: OptimizerStateStorage
     output: ShardStorage | None
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -157,22 +157,16 @@ class EngineState:
             rank, sharded = unit.collectives.rank, unit.placement.params
             begin, end = unit.layout.shard_range(rank) if sharded else (0, unit.layout.numel)
             storage = unit.storage if unit.placement.params else engine.tiers.wrap_memory(unit.flat)
-            for overlap in unit.layout.overlaps(begin, end):
-                name = unit.layout.specs[overlap.index].name
-                run = storage.view(overlap.range_start, overlap.range_start + overlap.numel)
-                yield (
-                    StateSlice("master", name, overlap.parameter_start, run),
-                    unit,
-                    begin + overlap.range_start,
-                )
+            for segment in unit.layout.segments(begin, end):
+                values = storage.view(segment.begin, segment.end)
+                state_slice = StateSlice("master", segment.name, segment.start, values)
+                yield state_slice, unit, begin + segment.begin
         stepper = engine.optimizer_step.stepper
         for number, master in enumerate(engine.masters):
-            specs = master.unit.layout.specs
-            for overlap in master.overlaps:
-                state_slice = StateSlice(
-                    "master", specs[overlap.index].name, overlap.parameter_start, master.values_of(overlap)
-                )
-                yield state_slice, master.unit, master.begin + overlap.range_start
+            for segment in master.owned.values():
+                values = master.values_of(segment)
+                state_slice = StateSlice("master", segment.name, segment.start, values)
+                yield state_slice, master.unit, master.begin + segment.begin
             if stepper is not None:
                 for kind, segment, values in stepper.values(number):
                     yield (

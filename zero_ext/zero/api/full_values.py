@@ -132,9 +132,8 @@ def _owned_slices(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterato
         if master.unit is not unit:
             continue
         if kind == MASTER:
-            for overlap in master.overlaps:
-                if overlap.index == number:
-                    yield OwnedSlice(overlap.parameter_start, master.values_of(overlap))
+            if name in master.owned:
+                yield OwnedSlice(master.owned[name].start, master.values_of(master.owned[name]))
         elif stepper is not None:
             for found, segment, values in stepper.values(position):
                 if found == kind and segment.name == name and count(values):

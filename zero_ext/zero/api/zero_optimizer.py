@@ -170,9 +170,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for kind, segment, values in self._stepper().values(number):
                 shards[f"{kind}/{segment.name}/{segment.start}"] = values
         for master in self.engine.masters:
-            for overlap in master.overlaps:
-                name = master.unit.layout.specs[overlap.index].name
-                shards[f"master/{name}/{overlap.parameter_start}"] = master.values_of(overlap)
+            for segment in master.owned.values():
+                shards[f"master/{segment.name}/{segment.start}"] = master.values_of(segment)
         for auxiliary in self._updates().auxiliary_state():
             for name, start, values in auxiliary.by_parameter(
                 self.engine.masters[auxiliary.number].unit.layout

@@ -122,7 +122,7 @@ class MemoryEstimate:
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
-            numel = sum(overlap.numel for overlap in layout.overlaps(begin, end))
+            numel = sum(segment.numel for segment in layout.segments(begin, end))
         held[tier]["optimizer"] += sum(
             field.entries(numel) * field.dtype.itemsize for field in self.kinds.values()
         )

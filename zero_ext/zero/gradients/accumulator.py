@@ -361,12 +361,9 @@ class UnitGradients:
 
     def _own_ranges(self, index: int) -> list[tuple[int, int]]:
         """Return the ranges of one parameter in this rank's shard. Over all ranks they cover it once."""
-        begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
-        return [
-            (overlap.range_start, overlap.range_start + overlap.numel)
-            for overlap in self.unit.layout.overlaps(begin, end)
-            if overlap.index == index
-        ]
+        layout = self.unit.layout
+        segments = layout.segments(*layout.shard_range(self.unit.collectives.rank))
+        return [(each.begin, each.end) for each in segments if each.name == layout.specs[index].name]
 
     def add_squared_norm(self, squares: Squares, index: int | None = None) -> None:
         """Add the squares of this rank's elements of all parameters or of one."""

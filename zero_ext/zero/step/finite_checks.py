@@ -224,15 +224,14 @@ def _local_is_finite(gradients: UnitGradients, number: int) -> bool:
 
 def _weights_are_finite(master: MasterShard, number: int) -> bool:
     """Whether this rank's master weights of a parameter are finite, in compute precision too."""
-    dtype = master.unit.layout.dtype
-    for overlap in master.overlaps:
-        if overlap.index != number:
-            continue
-        end = overlap.range_start + overlap.numel
-        for begin in range(overlap.range_start, end, _CHUNK_ELEMENTS):
-            values = master.state.read(MASTER, begin, min(begin + _CHUNK_ELEMENTS, end))
-            if not torch.isfinite(values.to(dtype)).all():
-                return False
+    layout = master.unit.layout
+    segment = master.owned.get(layout.specs[number].name)
+    if segment is None:
+        return True
+    for begin in range(segment.begin, segment.end, _CHUNK_ELEMENTS):
+        values = master.state.read(MASTER, begin, min(begin + _CHUNK_ELEMENTS, segment.end))
+        if not torch.isfinite(values.to(layout.dtype)).all():
+            return False
     return True
 
 

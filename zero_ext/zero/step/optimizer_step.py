@@ -95,16 +95,17 @@ class OptimizerStep:
         self,
         groups: Groups,
         names: Iterable[str],
-        make: Callable[[list[OwnedRange], Groups, Total], Stepper],
+        make: Callable[[Sequence[OwnedRange], Groups, Total], Stepper],
     ) -> None:
         """Create the stepper with ``make`` and its update schedule. ``groups`` are the user's live param
         groups with the settings ``names``."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-        ranges = [master.owned_range(group_of) for master in self._masters]
+        for master in self._masters:
+            master.set_groups(group_of)
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
-        self.stepper = make(ranges, settings, self._total)
+        self.stepper = make(self._masters, settings, self._total)
         if self._flag is not None:
             self.stepper.watch(self._flag)
         shared = (self.stepper, self._masters, self._gradients, self._collectives)

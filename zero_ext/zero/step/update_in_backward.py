@@ -169,7 +169,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
     def _undo(self) -> None:
         for number in self._early:
             self._stepper.rollback(number)
-            self._masters[number].write_output()
+            self._masters[number].write_params()
         if self.flag is not None:
             self.flag.lower()
 

@@ -45,9 +45,8 @@ class AuxiliaryState(NamedTuple):
 
     def by_parameter(self, layout: FlatLayout) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yield each parameter's name, its first element in memory order, and its values."""
-        for overlap in layout.overlaps(self.begin, self.begin + self.values.numel()):
-            values = self.values[overlap.range_start : overlap.range_start + overlap.numel]
-            yield layout.specs[overlap.index].name, overlap.parameter_start, values
+        for segment in layout.segments(self.begin, self.begin + self.values.numel()):
+            yield segment.name, segment.start, self.values[segment.begin : segment.end]
 
 
 class UpdatesAfterBackward:

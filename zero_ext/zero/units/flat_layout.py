@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, flat_offsets
+from zero_ext.optim import Segment
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,6 @@ class ParameterSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The slice of a parameter inside a range of the flat buffer, in elements."""
-
-    index: int  # which parameter of the unit
-    parameter_start: int  # first element, counted in the parameter's memory order
-    range_start: int  # the same element, counted from the start of the range
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -89,13 +80,13 @@ class FlatLayout:
             raise ValueError(f"rank: {rank} given, 0 to {self.world_size - 1} wanted")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def overlaps(self, begin: int, end: int) -> list[Overlap]:
-        """Return the slices of parameters in ``[begin, end)`` of the flat buffer, in order."""
+    def segments(self, begin: int, end: int) -> list[Segment]:
+        """Return the segments of parameters in ``[begin, end)`` of the flat buffer, in order."""
         found = []
-        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
             first, last = max(begin, offset), min(end, offset + spec.numel)
             if first < last:
-                found.append(Overlap(index, first - offset, first - begin, last - first))
+                found.append(Segment(spec.name, first - offset, first - begin, last - first))
         return found
 
     @functools.cached_property

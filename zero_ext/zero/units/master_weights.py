@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,7 +13,6 @@ from zero_ext.config import Tier
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.flat_layout import Overlap
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
@@ -22,16 +22,19 @@ _MIXED = "Its values are now a mixture of before and after; load the last checkp
 _REPEAT = "No step was made. Repeat it, or load the last checkpoint."
 
 
-class MasterShard:
+class MasterShard(OwnedRange):
     """The optimizer's view of a unit: of its shard, or of all of it where the optimizer is replicated.
 
     ``state`` [owned] holds the fp32 master weights and, once an optimizer added them, its moments. If the
-    unit computes in fp32 in the same memory, the masters are the parameters themselves and ``output`` is
-    None; otherwise ``output`` [owned] is where the parameters, in compute precision, follow them.
+    unit computes in fp32 in the same memory, the masters are the parameters themselves and ``params`` is
+    None; otherwise ``params`` [owned] is where the parameters, in compute precision, follow them.
 
-    A step writes the parameters to ``step_output``. That is ``output`` unless updates overlap with forward
-    and backward. Then the masters never share memory with the parameters, and :meth:`publish` updates these
-    from the masters, or from host memory [owned] in compute precision if the masters are on NVMe.
+    A step writes the parameters to ``output``. That is ``params`` unless updates overlap with forward and
+    backward. Then the masters never share memory with the parameters, and :meth:`publish` updates these from
+    the masters, or from host memory [owned] in compute precision if the masters are on NVMe.
+
+    ``owned`` has the segments of all parameters of which it has elements, by name. ``segments`` are those of
+    the parameters in the optimizer's groups.
     """
 
     def __init__(self, unit: Unit, tiers: TierManager) -> None:
@@ -44,92 +47,81 @@ class MasterShard:
         shares = layout.dtype == torch.float32 and not tiers.separate_masters
         shared = live.memory(placement.optimizer_tier) if shares else None
         self.separate = shared is None
-        self.state = tiers.allocate_optimizer_state(placement.optimizer_tier, self.end - self.begin, shared)
-        self.output: ShardStorage | None = live if self.separate else None
-        self.step_output = self.output
+        state = tiers.allocate_optimizer_state(placement.optimizer_tier, self.end - self.begin, shared)
+        self.params = output = live if self.separate else None
         if tiers.delays_updates:
-            stored = self.state.tier == "nvme"
-            self.step_output = tiers.allocate_shard("host", live.numel, live.dtype) if stored else None
+            stored = state.tier == "nvme"
+            output = tiers.allocate_shard("host", live.numel, live.dtype) if stored else None
+        super().__init__(state, output)
         self._staging = tiers.staging
-        self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
-        self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
+        self.owned = {segment.name: segment for segment in layout.segments(self.begin, self.end)}
 
-    def owned_range(self, group_of: Mapping[nn.Parameter, int]) -> OwnedRange:
-        """Return what an optimizer steps of the parameters in ``group_of``, which maps them to groups."""
-        segments = []
-        for number, parameter in enumerate(self.unit.parameters):
-            if parameter not in group_of:
-                continue
-            owned = self._overlap_of.get(number, Overlap(number, 0, 0, 0))
-            name, group = self.unit.layout.specs[number].name, group_of[parameter]
-            segments.append(Segment(name, group, owned.parameter_start, owned.range_start, owned.numel))
-        return OwnedRange(self.state, self.step_output, tuple(segments))
+    def set_groups(self, group_of: Mapping[nn.Parameter, int]) -> None:
+        """Set ``segments`` to those of the parameters in ``group_of``, which maps them to param groups."""
+        specs = zip(self.unit.layout.specs, self.unit.parameters, strict=True)
+        stepped = {spec.name: group_of[parameter] for spec, parameter in specs if parameter in group_of}
+        self.segments = tuple(
+            dataclasses.replace(self.owned.get(name, Segment(name, 0, 0, 0)), group=group)
+            for name, group in stepped.items()
+        )
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
         """Copy elements of parameter ``index``, in memory order from ``start`` on, without rounding.
 
         Elements that this rank does not own are ignored.
         """
-        overlap = self._overlap_of.get(index)
-        if overlap is None or not self.separate:
+        segment = self.owned.get(self.unit.layout.specs[index].name)
+        if segment is None or not self.separate:
             return
-        first = max(start, overlap.parameter_start)
-        last = min(start + values.numel(), overlap.parameter_start + overlap.numel)
+        first, last = max(start, segment.start), min(start + values.numel(), segment.start + segment.numel)
         if first < last:
-            target = subrange_of(
-                self.values_of(overlap), first - overlap.parameter_start, last - overlap.parameter_start
-            )
+            target = subrange_of(self.values_of(segment), first - segment.start, last - segment.start)
             replace(target, values[first - start : last - start].float())
 
-    def follow_output(self) -> None:
+    def follow_params(self) -> None:
         """Copy edited parameter values into the master weights; unedited ones keep their precision."""
-        if self.output is None:
+        if self.params is None:
             return
         for begin, end in self.state.spans():
             with self.state.edit(MASTER, begin, end) as values:
-                live = self.output.read(begin, end).to(values.device)
+                live = self.params.read(begin, end).to(values.device)
                 edited = values.to(live.dtype) != live
                 values[edited] = live[edited].float()
 
-    def write_output(self) -> None:
+    def write_params(self) -> None:
         """Round the master weights into the parameters' storage."""
-        if self.output is None:
+        if self.params is None:
             return
         tier: Tier = "device" if self.state.tier == "device" else "host"
-        if self.state.tier != "nvme" and self.output.tier == "nvme" and self._staging.holds_outputs(tier):
-            self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.output, self.state.tier)
+        if self.state.tier != "nvme" and self.params.tier == "nvme" and self._staging.holds_outputs(tier):
+            self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.params, self.state.tier)
             return
         for begin in range(0, self.state.numel, _CHUNK_ELEMENTS):
             end = min(begin + _CHUNK_ELEMENTS, self.state.numel)
-            put(self.output, begin, self.state.read(MASTER, begin, end), self.state.tier)
+            put(self.params, begin, self.state.read(MASTER, begin, end), self.state.tier)
 
     def publish(self, used: frozenset[str]) -> None:
         """Update the parameters named in ``used`` after a step that did not write them itself."""
-        if self.output is None:
+        if self.params is None:
             raise AssertionError("parameters that are their own masters follow every step")
-        if self.step_output is None:
-            self.write_output()
+        if self.output is None:
+            self.write_params()
             return
-        specs = self.unit.layout.specs
-        stepped = [
-            (overlap.range_start, overlap.range_start + overlap.numel)
-            for overlap in self.overlaps
-            if specs[overlap.index].name in used
-        ]
-        if stepped and len(stepped) == len(self.overlaps):
-            stepped = [(0, self.output.numel)]
+        stepped = [(segment.begin, segment.end) for segment in self.owned.values() if segment.name in used]
+        if stepped and len(stepped) == len(self.owned):
+            stepped = [(0, self.params.numel)]
         for begin, end in stepped:
-            put(self.output, begin, self.step_output.read(begin, end), "host")
+            put(self.params, begin, self.output.read(begin, end), "host")
 
     def ahead_bytes(self) -> int:
         """Return the bytes of host memory of parameters that are ahead of those in use."""
-        if self.step_output is None or self.step_output is self.output:
+        if self.output is None or self.output is self.params:
             return 0
-        return self.step_output.numel * self.step_output.dtype.itemsize
+        return self.output.numel * self.output.dtype.itemsize
 
-    def values_of(self, overlap: Overlap) -> Values:
+    def values_of(self, segment: Segment) -> Values:
         """Return the master weights of one parameter's owned elements, where they are stored."""
-        return self.state.view(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
+        return self.state.view(MASTER, segment.begin, segment.end)
 
     def allocated_bytes(self) -> int:
         """Return the bytes of master weights and moments in their tier, without shared fp32 parameters."""
@@ -150,7 +142,7 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
     def store() -> None:
         unit.store_shard()
         for master in own:
-            master.follow_output()
+            master.follow_params()
 
     if "nvme" in (unit.storage.tier, *(master.state.tier for master in own)):
         everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
@@ -169,7 +161,7 @@ def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | Non
 
     def follow() -> None:
         for master in written:
-            master.follow_output()
+            master.follow_params()
 
     if collectives is not None and any(master.state.tier == "nvme" for master in written):
         raise_on_all_ranks(collectives, follow, "taking over parameters that were written to", _REPEAT)

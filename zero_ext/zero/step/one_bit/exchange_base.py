@@ -63,7 +63,7 @@ class ExchangeStrategy(ABC):
     def restore(self) -> None:
         """Update the parameters after the auxiliary state was loaded."""
         for master in self._context.masters:
-            master.write_output()
+            master.write_params()
 
     @classmethod
     def names(cls, collectives: Collectives) -> dict[str, str]:

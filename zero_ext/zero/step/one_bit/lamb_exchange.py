@@ -83,4 +83,4 @@ class LambExchange(ReplicatedExchange):
             directions = self._lamb.direction(number, run)
             ratio = self._lamb.adapted_ratio(number, name, run, fresh[extent], directions)
             self._lamb.descend_along(number, run, directions[0], ratio)
-        self._context.masters[number].write_output()
+        self._context.masters[number].write_params()

@@ -123,7 +123,7 @@ class OneBitUpdates(UpdatesAfterBackward):
                 momentum = self._one_bit.state(number, "exp_avg")
                 self._one_bit.average(momentum, gradient.read(0, gradient.numel), scale, runs)
                 self._one_bit.descend(number, runs)
-                self._masters[number].write_output()
+                self._masters[number].write_params()
 
     # -- checkpoints --------------------------------------------------------------------------------------
 

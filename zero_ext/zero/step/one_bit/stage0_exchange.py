@@ -61,7 +61,7 @@ class ReplicatedExchange(ExchangeStrategy):
     def _descend(self, number: int, used: frozenset[str]) -> None:
         master = self._context.masters[number]
         self._stepper.descend(number, self._stepper.hyper_ranges(number, used))
-        master.write_output()
+        master.write_params()
 
 
 class MomentumExchange(ReplicatedExchange):

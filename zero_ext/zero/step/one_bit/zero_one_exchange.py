@@ -76,7 +76,7 @@ class ZeroOneExchange(ReplicatedExchange):
             own_range = slice(run.begin, run.end)
             self._state["momentum"][number][own_range].copy_(common[own_range])
         self._state["drift"][number].zero_()
-        self._context.masters[number].write_output()
+        self._context.masters[number].write_params()
 
     def restore(self) -> None:
         """See :class:`ExchangeStrategy`."""
