@@ -25,13 +25,13 @@ JOBS ?= $(shell nproc)
 # Ranks wait for each other much of the time, so one worker more than cores; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 7 ? jobs + 1 : 8)))
 
-CORE_SOURCES := $(wildcard csrc/core/*.cpp csrc/core/*/*.cpp)
-OP_SOURCES := $(wildcard csrc/ops/*.cpp)
-TEST_SOURCES := $(wildcard csrc/tests/*.cpp)
-HEADERS := $(wildcard csrc/*/*.h csrc/*/*/*.h)
-STORAGE_SOURCES := $(wildcard csrc/storage/*.cpp)
-CUDA_FILES := $(wildcard csrc/cuda/*.cpp csrc/cuda/*/*.cu csrc/cuda/*/*.cuh)
-CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(STORAGE_SOURCES) $(TEST_SOURCES) $(HEADERS) $(CUDA_FILES)
+CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
+OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)
+TEST_SOURCES := $(shell find csrc/tests -name "*.cpp" | sort)
+HEADERS := $(shell find csrc -name "*.h" | sort)
+SWAP_STORAGE_SOURCES := $(wildcard csrc/swap_storage/*.cpp)
+CUDA_FILES := $(shell find csrc/cuda -name "*.cpp" -o -name "*.cu" -o -name "*.cuh" | sort)
+CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(SWAP_STORAGE_SOURCES) $(TEST_SOURCES) $(HEADERS) $(CUDA_FILES)
 
 SYSTEM := $(VENV)/.stamp-system
 DEPENDENCIES := $(VENV)/.stamp-dependencies

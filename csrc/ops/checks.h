@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/numeric_types.h"
+#include "../core/base/numeric_types.h"
 #include "torch_stable.h"
 
 namespace zero_ext::ops {

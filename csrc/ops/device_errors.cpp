@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device_error_arguments.h"
+#include "device_error_arg_checks.h"
 
 namespace zero_ext::ops {
 namespace {

@@ -1,5 +1,5 @@
 // zero_ext::isa_level and set_isa_level: which instruction set the kernels use.
-#include "../core/isa.h"
+#include "../core/simd/isa.h"
 
 #include "checks.h"
 

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "../core/isa.h"
-#include "../core/numeric_types.h"
+#include "../core/base/numeric_types.h"
+#include "../core/simd/isa.h"
 
 namespace zero_ext::core::testing {
 

@@ -52,7 +52,7 @@ def refuse_trap(kernel: Kernel, code: Code) -> None:
     if code.traps:
         raise RuntimeError(
             f"{kernel.file}: {kernel.architecture} {kernel.name}: expected no BPT.TRAP, got one. Record the "
-            "error (csrc/cuda/machine/fault.h) and make what follows harmless."
+            "error (csrc/cuda/common/error_recording.h) and make what follows harmless."
         )
 
 

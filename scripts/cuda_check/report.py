@@ -21,7 +21,7 @@ What nvcc's assembler and the machine code say of every kernel of module `_C_cud
 kernels with a 64-bit division in a loop.
 
 Stack is bytes per thread, shared memory bytes per block, without what attention is given at its launch
-(`csrc/cuda/attention/attention_shape.h`: at most 99 KiB). The other columns are of {described}:
+(`csrc/cuda/attention/attention_tiling.h`: at most 99 KiB). The other columns are of {described}:
 
 - *occupancy*: the share of a processor's warps that run at once, from registers, static shared memory and the
   block's threads. Attention's shared memory lowers its occupancy further.

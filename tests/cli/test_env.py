@@ -103,7 +103,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A torch that says it has CUDA 13.0, a fake nvcc for it, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu"])
+    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat_buffer.cu"])
     fake_toolkit.install(tmp_path / "toolkit", monkeypatch)
     return tmp_path
 

@@ -56,7 +56,7 @@ def test_every_source_counts(tmp_path: Path) -> None:
     names = {path.relative_to(build.ROOT).as_posix() for path in build.sources(build.ROOT)}
     assert {
         "csrc/cuda/optimizers/adam.cu",
-        "csrc/core/adam.h",
+        "csrc/core/optimizers/adam.h",
         "setup.py",
         "zero_ext/ops/jit/toolchain.py",
     } <= names

@@ -15,7 +15,7 @@ from zero_ext.ops.jit import jit_build, nvcc, toolchain
 from zero_ext.ops.jit.build_cache import cached_modules
 
 HOPPER = {(9, 0)}
-SOURCES = ["csrc/cuda/flat/flat.cu", "csrc/cuda/module.cpp"]
+SOURCES = ["csrc/cuda/flat/flat_buffer.cu", "csrc/cuda/cuda_module.cpp"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The fake toolkit's note of compilations; two sources, so that a build takes half a second."""
     monkeypatch.setattr(
-        toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu", "csrc/cuda/module.cpp"]
+        toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat_buffer.cu", "csrc/cuda/cuda_module.cpp"]
     )
     return fake_toolkit.install(tmp_path / "toolkit", monkeypatch)
 
@@ -57,12 +57,12 @@ def test_ranks_that_start_simultaneously_build_once_and_load_it(
     assert name == "zero_ext._C_cuda" and path.is_relative_to(cache)
     assert path.parent.name == "sm_90"
     compiled, linked = calls.read_text().splitlines()
-    assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in compiled and "flat.cu" in compiled
+    assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in compiled and "flat_buffer.cu" in compiled
     assert "-DUSE_CUDA=1" in compiled and "--fmad=false" in compiled
     assert (
         "--cudart=none" in linked and linked.count("/lib/libcudart.so.13 ") == 1 and "-ltorch_cuda" in linked
     )
-    assert "-c csrc/cuda/module.cpp" in (path.parent / "build.log").read_text()
+    assert "-c csrc/cuda/cuda_module.cpp" in (path.parent / "build.log").read_text()
 
 
 def test_a_killed_builder_blocks_nobody(
@@ -82,7 +82,7 @@ def test_who_waits_for_a_build_that_fails_fails_with_it(
     calls: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_NVCC_WAITS", "1")
-    monkeypatch.setenv("FAKE_NVCC_FAILS", "flat.cu(7): error: no such kernel")
+    monkeypatch.setenv("FAKE_NVCC_FAILS", "flat_buffer.cu(7): error: no such kernel")
     first = start_build(tmp_path)
     first.wait_for(calls)
     started = time.monotonic()
@@ -129,7 +129,7 @@ def _copy(path: Path) -> Path:
 def test_a_new_module_that_does_not_load_either_is_an_error(
     calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu"])
+    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat_buffer.cu"])
     with pytest.raises(RuntimeError, match=r"_C_cuda\.abi3\.so, just built, does not load: .*PyInit__C_cuda"):
         jit_build.build_kernels(HOPPER)
     assert len(calls.read_text().splitlines()) == 4

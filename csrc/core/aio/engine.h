@@ -12,10 +12,10 @@
 #include <string_view>
 #include <vector>
 
-#include "block_queue.h"
-#include "fault.h"
+#include "fault_injection.h"
 #include "file.h"
-#include "ticket.h"
+#include "queues/io_queue.h"
+#include "transfer_handle.h"
 
 namespace zero_ext::core {
 

@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "descriptor.h"
+#include "unique_fd.h"
 
 namespace zero_ext::core {
 

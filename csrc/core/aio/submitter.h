@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "block_queue.h"
-#include "fault.h"
+#include "fault_injection.h"
 #include "io_thread.h"
+#include "queues/io_queue.h"
 #include "transfer.h"
 
 namespace zero_ext::core {

@@ -12,7 +12,7 @@
 
 #include "file.h"
 #include "io_direction.h"
-#include "ticket.h"
+#include "transfer_handle.h"
 
 namespace zero_ext::core {
 

@@ -7,9 +7,9 @@
 #include <new>
 #include <vector>
 
-#include "../isa.h"
+#include "../simd/isa.h"
 #include "attention_kernels.h"
-#include "tile.h"
+#include "tile_sizes.h"
 
 namespace zero_ext::core {
 namespace {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "problem.h"
+#include "attention_args.h"
 
 namespace zero_ext::core {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "problem.h"
+#include "attention_args.h"
 
 namespace zero_ext::core {
 

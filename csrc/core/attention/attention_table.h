@@ -1,4 +1,4 @@
-// Builds one instruction set's table of attention kernels. See ../step_kernel.h on inclusion.
+// Builds one instruction set's table of attention kernels. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include "attention_kernels.h"

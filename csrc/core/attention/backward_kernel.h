@@ -1,4 +1,4 @@
-// Backward of block-sparse attention. See ../step_kernel.h on inclusion.
+// Backward of block-sparse attention. See optimizer_kernel.h on inclusion.
 //
 // Tiles of scores and of their gradients lie transposed, keys by queries, as in the forward. Sums
 // over queries (keys' and values' gradients) run over lanes of a tile and then over tiles in
@@ -14,8 +14,8 @@
 
 #include "attention_kernels.h"
 #include "forward_kernel.h"
-#include "product.h"
-#include "scores.h"
+#include "micro_gemm.h"
+#include "score_tile.h"
 
 namespace zero_ext::core {
 namespace {

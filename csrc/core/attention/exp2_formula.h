@@ -1,7 +1,7 @@
 // Two to the power of a fraction.
 #pragma once
 
-#include "../portability.h"
+#include "../base/host_device.h"
 
 namespace zero_ext::core {
 

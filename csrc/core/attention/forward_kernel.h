@@ -1,4 +1,4 @@
-// Forward of block-sparse attention for one row tile. See ../step_kernel.h on inclusion.
+// Forward of block-sparse attention for one row tile. See optimizer_kernel.h on inclusion.
 //
 // Scores are computed transposed, keys by queries, so that the softmax of a query runs down one
 // lane: its maximum, sum and rescaling are vertical. The output of a tile is collected transposed
@@ -10,9 +10,9 @@
 #include <limits>
 
 #include "attention_kernels.h"
-#include "pack.h"
-#include "product.h"
-#include "scores.h"
+#include "micro_gemm.h"
+#include "pack_rows.h"
+#include "score_tile.h"
 
 namespace zero_ext::core {
 namespace {

@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "../portability.h"
+#include "../base/host_device.h"
 #include "philox.h"
 
 namespace zero_ext::core {

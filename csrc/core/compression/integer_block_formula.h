@@ -25,9 +25,9 @@
 #include <cstdint>
 #include <limits>
 
-#include "../numeric_types.h"
-#include "../portability.h"
-#include "../vector_scalar.h"
+#include "../base/host_device.h"
+#include "../base/numeric_types.h"
+#include "../simd/vector_scalar.h"
 
 namespace zero_ext::core {
 

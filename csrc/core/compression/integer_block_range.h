@@ -1,4 +1,4 @@
-// The extremes of blocks' elements, which give their scales. See step_kernel.h on inclusion.
+// The extremes of blocks' elements, which give their scales. See optimizer_kernel.h on inclusion.
 //
 // A range is of one block, per lane: read() gives a vector of `lanes` elements, include() takes
 // some of them. Its extremes are integers in the order of the values, of which infinities and NaNs
@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "../numeric_types.h"
+#include "../base/numeric_types.h"
 #include "integer_block_formula.h"
 
 namespace zero_ext::core {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../kernels.h"
+#include "../simd/kernels.h"
 
 namespace zero_ext::core {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <span>
 
-#include "../numeric_types.h"
-#include "message.h"
+#include "../base/numeric_types.h"
+#include "payload_layout.h"
 
 namespace zero_ext::core {
 

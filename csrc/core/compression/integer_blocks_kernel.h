@@ -1,16 +1,16 @@
-// Messages of blocks of integers. See step_kernel.h on inclusion.
+// Messages of blocks of integers. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <span>
 
-#include "../streamed_stores.h"
-#include "../vector_scalar.h"
+#include "../simd/non_temporal_stores.h"
+#include "../simd/vector_scalar.h"
+#include "integer_block_codec.h"
 #include "integer_block_formula.h"
-#include "integer_block_kernel.h"
 #include "integer_block_range.h"
-#include "message.h"
+#include "payload_layout.h"
 
 namespace zero_ext::core {
 namespace {

@@ -18,7 +18,7 @@
 
 #include <cstdint>
 
-#include "../portability.h"
+#include "../base/host_device.h"
 
 namespace zero_ext::core {
 

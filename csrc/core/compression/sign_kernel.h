@@ -1,13 +1,13 @@
-// Blocks of values to signs and back. See step_kernel.h on inclusion.
+// Blocks of values to signs and back. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <span>
 
-#include "../streamed_stores.h"
-#include "../vector_scalar.h"
-#include "message.h"
+#include "../simd/non_temporal_stores.h"
+#include "../simd/vector_scalar.h"
+#include "payload_layout.h"
 #include "sign_formula.h"
 
 namespace zero_ext::core {

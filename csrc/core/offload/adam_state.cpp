@@ -1,6 +1,6 @@
 #include "adam_state.h"
 
-#include "../blockwise/blockwise.h"
+#include "../compression/blockwise.h"
 
 namespace zero_ext::core {
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../blockwise/adam_8bit.h"
-#include "../flat.h"
-#include "extents.h"
+#include "../flat/flat_buffer.h"
+#include "../optimizers/adam_8bit.h"
+#include "extent_checks.h"
 #include "round_up.h"
 
 namespace zero_ext::core {

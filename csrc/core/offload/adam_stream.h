@@ -7,11 +7,11 @@
 #include <optional>
 #include <span>
 
-#include "../adam.h"
+#include "../optimizers/adam.h"
 #include "adam_state.h"
+#include "adaptive_threading.h"
 #include "chunk_layout.h"
 #include "chunk_pipeline.h"
-#include "thread_use.h"
 
 namespace zero_ext::core {
 

@@ -9,7 +9,7 @@
 #include <optional>
 #include <span>
 
-#include "../host_memory.h"
+#include "../base/host_memory.h"
 
 namespace zero_ext::core {
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <span>
 
-#include "../aio/ticket.h"
+#include "../aio/transfer_handle.h"
 
 namespace zero_ext::core {
 

@@ -3,7 +3,7 @@
 #include <array>
 #include <mutex>
 
-#include "../crc32c.h"
+#include "../base/crc32c.h"
 
 namespace zero_ext::core {
 namespace {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../host_memory.h"
+#include "../base/host_memory.h"
 
 namespace zero_ext::core {
 namespace {

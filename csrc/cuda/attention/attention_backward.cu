@@ -1,9 +1,9 @@
 // zero_ext::block_sparse_attention_backward on CUDA devices.
 #include <tuple>
 
-#include "attention_column_gradient_kernel.h"
+#include "attention_dkdv_kernel.h"
+#include "attention_dq_kernel.h"
 #include "attention_launch.cuh"
-#include "attention_row_gradient_kernel.h"
 
 namespace zero_ext::cuda {
 namespace {

@@ -12,8 +12,8 @@
 
 #include "attention_output.h"
 #include "attention_scores.h"
-#include "attention_shape.h"
-#include "attention_stream.h"
+#include "attention_tiling.h"
+#include "tile_loader.h"
 
 namespace zero_ext::cuda {
 

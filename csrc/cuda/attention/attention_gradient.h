@@ -10,12 +10,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../machine/grid_place.h"
-#include "../machine/warp_tile.h"
+#include "../common/nested_grid.h"
+#include "../common/warp_tile.h"
 #include "attention_output.h"
 #include "attention_scores.h"
-#include "attention_shape.h"
-#include "attention_stream.h"
+#include "attention_tiling.h"
+#include "tile_loader.h"
 
 namespace zero_ext::cuda {
 

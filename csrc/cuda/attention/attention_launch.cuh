@@ -7,15 +7,15 @@
 #include <optional>
 #include <type_traits>
 
-#include "../../ops/attention_arguments.h"
-#include "../machine/block_launch.cuh"
-#include "../machine/device_errors.cuh"
-#include "../machine/dispatch.h"
-#include "../machine/launch.cuh"
+#include "../../ops/attention/attention_arg_checks.h"
+#include "../common/device_errors.cuh"
+#include "../common/dispatch.h"
+#include "../common/launch.cuh"
+#include "../common/thread_block_launch.cuh"
 #include "attention_layout.h"
 #include "attention_output.h"
 #include "attention_scores.h"
-#include "attention_shape.h"
+#include "attention_tiling.h"
 
 namespace zero_ext::cuda {
 

@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
-#include "../machine/device_math.h"
-#include "../machine/fault.h"
-#include "../machine/grid_place.h"
-#include "../machine/registers.h"
-#include "../machine/warp.h"
+#include "../common/device_math.h"
+#include "../common/error_recording.h"
+#include "../common/nested_grid.h"
+#include "../common/warp_registers.h"
+#include "../common/warp_shuffle.h"
 
 namespace zero_ext::cuda {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/numeric_types.h"
-#include "attention_product.h"
+#include "../../core/base/numeric_types.h"
+#include "warp_mma.h"
 
 namespace zero_ext::cuda {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <limits>
 
-#include "attention_arguments.h"
 #include "attention_dropout.h"
-#include "attention_product.h"
+#include "attention_params.h"
+#include "warp_mma.h"
 
 namespace zero_ext::cuda {
 

@@ -1,9 +1,9 @@
 // zero_ext::quantize_blockwise and dequantize_blockwise on CUDA devices.
 #include <tuple>
 
-#include "../../ops/blockwise_arguments.h"
-#include "../machine/device_errors.cuh"
-#include "../machine/launch.cuh"
+#include "../../ops/compression/blockwise_arg_checks.h"
+#include "../common/device_errors.cuh"
+#include "../common/launch.cuh"
 #include "blockwise_kernel.h"
 
 namespace zero_ext::cuda {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "../machine/fault.h"
-#include "block_codec.h"
+#include "../common/error_recording.h"
+#include "warp_block_codec.h"
 
 namespace zero_ext::cuda {
 

@@ -3,10 +3,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../ops/integer_block_arguments.h"
-#include "../machine/dispatch.h"
-#include "../machine/launch.cuh"
-#include "integer_block_kernel.h"
+#include "../../ops/compression/integer_block_arg_checks.h"
+#include "../common/dispatch.h"
+#include "../common/launch.cuh"
+#include "integer_blocks_kernel.h"
 
 namespace zero_ext::cuda {
 namespace {

@@ -1,4 +1,4 @@
-// Compression to signs, and back: see ../core/compression/sign_formula.h for the arithmetic.
+// Compression to signs, and back: see ../../core/compression/sign_formula.h for the arithmetic.
 //
 // A warp takes tiles of kSignTile elements, whose bits are a word of each lane: elements move in
 // accesses of 16 bytes, and so do the words of four messages, or of four tiles of one. Lanes then
@@ -14,9 +14,9 @@
 #include <cstdint>
 
 #include "../../core/compression/sign_formula.h"
-#include "../../core/vector_scalar.h"
-#include "../machine/grid_place.h"
-#include "sign_messages.h"
+#include "../../core/simd/vector_scalar.h"
+#include "../common/nested_grid.h"
+#include "sign_payload.h"
 
 namespace zero_ext::cuda {
 

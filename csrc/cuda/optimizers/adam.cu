@@ -1,10 +1,10 @@
 // zero_ext::adam_step_ on CUDA devices.
 #include <optional>
 
-#include "../../core/adam_factors_formula.h"
-#include "../../core/adam_formula.h"
-#include "../../ops/adam_buffers.h"
-#include "step.cuh"
+#include "../../core/optimizers/adam_formula.h"
+#include "../../core/optimizers/coefficients/adam_coefficients_math.h"
+#include "../../ops/optimizers/adam_buffers.h"
+#include "optimizer_launch.cuh"
 
 namespace zero_ext::cuda {
 namespace {

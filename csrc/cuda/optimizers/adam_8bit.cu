@@ -1,10 +1,10 @@
 // zero_ext::adam_step_8bit_ on CUDA devices.
 #include <optional>
 
-#include "../../core/adam_factors_formula.h"
-#include "../../ops/adam_8bit_buffers.h"
+#include "../../core/optimizers/coefficients/adam_coefficients_math.h"
+#include "../../ops/optimizers/adam_8bit_buffers.h"
 #include "adam_8bit_kernel.h"
-#include "step.cuh"
+#include "optimizer_launch.cuh"
 
 namespace zero_ext::cuda {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "../../core/adam_formula.h"
-#include "../../core/blockwise/adam_8bit.h"
-#include "../compression/block_codec.h"
-#include "step_kernel.h"
+#include "../../core/optimizers/adam_8bit.h"
+#include "../../core/optimizers/adam_formula.h"
+#include "../compression/warp_block_codec.h"
+#include "optimizer_kernel.h"
 
 namespace zero_ext::cuda {
 

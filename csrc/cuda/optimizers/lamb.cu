@@ -1,9 +1,9 @@
 // zero_ext::lamb_norms_ and lamb_step_ on CUDA devices.
 #include <optional>
 
-#include "../../ops/lamb_buffers.h"
+#include "../../ops/optimizers/lamb_buffers.h"
 #include "lamb_kernel.h"
-#include "step.cuh"
+#include "optimizer_launch.cuh"
 
 namespace zero_ext::cuda {
 namespace {

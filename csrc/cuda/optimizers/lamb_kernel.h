@@ -1,14 +1,14 @@
-// What LAMB has besides the step (see step_kernel.h): before it, the exact norms of the weights and
+// What LAMB has besides the step (see optimizer_kernel.h): before it, the exact norms of the weights and
 // updates of each segment, see squared_norm_kernel.h.
 #pragma once
 
 #include <cstdint>
 
-#include "../../core/lamb.h"
-#include "../../core/lamb_factors_formula.h"
-#include "../../core/lamb_formula.h"
-#include "../flat/squared_norm_kernel.h"
-#include "step_kernel.h"
+#include "../../core/optimizers/coefficients/lamb_coefficients_math.h"
+#include "../../core/optimizers/lamb.h"
+#include "../../core/optimizers/lamb_formula.h"
+#include "../norm/squared_norm_kernel.h"
+#include "optimizer_kernel.h"
 
 namespace zero_ext::cuda {
 

@@ -1,10 +1,10 @@
 // zero_ext::lion_step_ on CUDA devices.
 #include <optional>
 
-#include "../../core/lion_factors_formula.h"
-#include "../../core/lion_formula.h"
-#include "../../ops/lion_buffers.h"
-#include "step.cuh"
+#include "../../core/optimizers/coefficients/lion_coefficients_math.h"
+#include "../../core/optimizers/lion_formula.h"
+#include "../../ops/optimizers/lion_buffers.h"
+#include "optimizer_launch.cuh"
 
 namespace zero_ext::cuda {
 namespace {

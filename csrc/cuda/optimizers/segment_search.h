@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "../../core/portability.h"
-#include "../../core/step_segment.h"
-#include "../machine/fault.h"
+#include "../../core/base/host_device.h"
+#include "../../core/optimizers/optimizer_segment.h"
+#include "../common/error_recording.h"
 
 namespace zero_ext::cuda {
 

@@ -5,9 +5,9 @@
 #include <array>
 #include <vector>
 
-#include "../../../csrc/core/adam_factors_formula.h"
-#include "../../../csrc/core/lamb_factors_formula.h"
-#include "../../../csrc/core/lion_factors_formula.h"
+#include "../../../csrc/core/optimizers/coefficients/adam_coefficients_math.h"
+#include "../../../csrc/core/optimizers/coefficients/lamb_coefficients_math.h"
+#include "../../../csrc/core/optimizers/coefficients/lion_coefficients_math.h"
 #include "../../../csrc/cuda/optimizers/segment_search.h"
 #include "allocator.h"
 #include "fallback.h"

@@ -36,7 +36,7 @@ def test_processes_that_start_simultaneously_build_once(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the module's entry point: the same steps as the whole extension in half a second.
-    monkeypatch.setattr(toolchain, "sources", lambda root: ["csrc/ops/module.cpp"])
+    monkeypatch.setattr(toolchain, "sources", lambda root: ["csrc/ops/cpu_module.cpp"])
     builders = [Builder(tmp_path, jit_build.build_ops) for _ in range(3)]
     ends = [builder.end() for builder in builders]
     assert [status for status, _ in ends] == [0, 0, 0], ends
@@ -110,7 +110,7 @@ def test_a_failed_build_shows_the_compiler_and_leaves_its_log(
     assert f"whole log: {folder / 'build.log'}" in str(caught.value)
     assert "one.cpp:1" in str(caught.value) and "one.cpp:1" in log and " -O3 " in log
     # Mended, it is built: what failed once is not remembered.
-    (sources / "csrc" / "ops" / "one.cpp").write_text((ROOT / "csrc" / "ops" / "module.cpp").read_text())
+    (sources / "csrc" / "ops" / "one.cpp").write_text((ROOT / "csrc" / "ops" / "cpu_module.cpp").read_text())
     module = jit_build.cached_ops()
     assert module.folder != folder
     jit_build.obtain(module, lambda: jit_build.host_recipe(sources))

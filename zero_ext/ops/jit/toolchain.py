@@ -35,7 +35,7 @@ COMPILE_FLAGS: tuple[str, ...] = (
 
 # Module ``_C_storage``, which uses more of torch than its stable ABI: built for the torch it runs in.
 STORAGE_DEFINES: tuple[tuple[str, str], ...] = (("Py_LIMITED_API", PYTHON_LIMITED_API),)
-STORAGE_SOURCES: tuple[str, ...] = ("csrc/storage/module.cpp",)
+STORAGE_SOURCES: tuple[str, ...] = ("csrc/swap_storage/swap_storage.cpp",)
 
 # Module ``_C_cuda``. Contraction and rounding as above, so that float32 results are the CPU's bit for bit.
 CUDA_DEFINES: tuple[tuple[str, str], ...] = (*DEFINES, ("USE_CUDA", "1"))
@@ -104,20 +104,20 @@ NVCC_FLAGS: tuple[str, ...] = (*NVCC_COMPILE_FLAGS, *architecture_flags(WHEEL_AR
 
 # Checks of arguments that the ops of both modules make.
 CUDA_SHARED_SOURCES: tuple[str, ...] = (
-    "csrc/ops/adam_8bit_buffers.cpp",
-    "csrc/ops/adam_buffers.cpp",
-    "csrc/ops/attention_arguments.cpp",
-    "csrc/ops/blockwise_arguments.cpp",
+    "csrc/ops/attention/attention_arg_checks.cpp",
     "csrc/ops/checks.cpp",
-    "csrc/ops/flat_arguments.cpp",
-    "csrc/ops/integer_block_arguments.cpp",
-    "csrc/ops/lamb_buffers.cpp",
-    "csrc/ops/lion_buffers.cpp",
-    "csrc/ops/message_arguments.cpp",
-    "csrc/ops/non_finite_arguments.cpp",
-    "csrc/ops/norm_arguments.cpp",
-    "csrc/ops/sign_arguments.cpp",
-    "csrc/ops/step_tensors.cpp",
+    "csrc/ops/compression/blockwise_arg_checks.cpp",
+    "csrc/ops/compression/integer_block_arg_checks.cpp",
+    "csrc/ops/compression/payload_arg_checks.cpp",
+    "csrc/ops/compression/sign_arg_checks.cpp",
+    "csrc/ops/flat/flat_buffer_arg_checks.cpp",
+    "csrc/ops/norm/non_finite_arg_checks.cpp",
+    "csrc/ops/norm/norm_arg_checks.cpp",
+    "csrc/ops/optimizers/adam_8bit_buffers.cpp",
+    "csrc/ops/optimizers/adam_buffers.cpp",
+    "csrc/ops/optimizers/lamb_buffers.cpp",
+    "csrc/ops/optimizers/lion_buffers.cpp",
+    "csrc/ops/optimizers/optimizer_tensor_checks.cpp",
 )
 
 

@@ -1,0 +1,39 @@
+#include "fault_injection.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace zero_ext::core {
+
+void FaultPlan::add(const FaultRule& rule) {
+  if (rule.after < 0 || rule.times < 1 || rule.result < -4095) {
+    throw std::runtime_error("fault rule has after " + std::to_string(rule.after) + ", times " +
+                             std::to_string(rule.times) + ", result " +
+                             std::to_string(rule.result) +
+                             "; after >= 0, times >= 1 and result >= -4095 wanted");
+  }
+  const std::lock_guard lock(mutex_);
+  rules_.push_back(rule);
+  armed_.store(true, std::memory_order_release);
+}
+
+std::int64_t FaultPlan::apply(IoDirection direction, std::int64_t result) {
+  if (!armed_.load(std::memory_order_acquire)) return result;
+  const std::lock_guard lock(mutex_);
+  std::int64_t taken_for = result;
+  for (FaultRule& rule : rules_) {
+    if (rule.direction != direction) continue;
+    if (rule.after > 0) {
+      --rule.after;
+      continue;
+    }
+    --rule.times;
+    taken_for = rule.result < 0 ? rule.result : std::min(taken_for, rule.result);
+  }
+  std::erase_if(rules_, [](const FaultRule& rule) { return rule.times == 0; });
+  armed_.store(!rules_.empty(), std::memory_order_release);
+  return taken_for;
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,42 @@
+// A kernel counter that one thread waits for and others ring.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <stdexcept>
+#include <system_error>
+
+#include "../unique_fd.h"
+
+namespace zero_ext::core {
+
+class EventCounter {
+ public:
+  EventCounter() : descriptor_(::eventfd(0, EFD_CLOEXEC)) {
+    if (!descriptor_.valid()) {
+      throw std::runtime_error("eventfd: " + std::generic_category().message(errno));
+    }
+  }
+
+  int descriptor() const { return descriptor_.get(); }
+
+  void ring() const {
+    const std::uint64_t one = 1;
+    while (::write(descriptor_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+    }
+  }
+
+  // Returns at once if it was rung since the last time.
+  void wait() const {
+    std::uint64_t rung = 0;
+    while (::read(descriptor_.get(), &rung, sizeof rung) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  Descriptor descriptor_;
+};
+
+}  // namespace zero_ext::core

@@ -1,0 +1,64 @@
+// What a backend is: a queue of blocks with the kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../io_direction.h"
+
+namespace zero_ext::core {
+
+struct BlockRequest {
+  std::uint32_t slot = 0;  // comes back with the completion
+  int descriptor = -1;
+  IoDirection direction = IoDirection::kRead;
+  std::int64_t offset = 0;
+  std::span<std::byte> memory;
+};
+
+struct BlockCompletion {
+  std::uint32_t slot = 0;
+  std::int64_t result = 0;  // bytes, or -errno
+  std::string reason = {};  // of a failure that has no errno
+};
+
+// Moves a block, or a part of it, before it returns; called by many threads at once.
+using BlockMover = std::function<BlockCompletion(const BlockRequest&)>;
+
+// Used by one thread, but for wake(). Throws std::runtime_error when the queue itself breaks.
+class BlockQueue {
+ public:
+  explicit BlockQueue(std::size_t room) : room_(room) {}
+  BlockQueue(const BlockQueue&) = delete;
+  BlockQueue& operator=(const BlockQueue&) = delete;
+  virtual ~BlockQueue() = default;
+
+  // Most requests it holds at once, those in flight among them.
+  std::size_t room() const { return room_; }
+
+  // Takes all of them; with those that have not been reaped they are no more than there is room
+  // for.
+  virtual void submit(std::span<const BlockRequest> requests) = 0;
+
+  // Appends what has ended; waits until there is something, or wake() was called since the last
+  // time.
+  virtual void reap(std::vector<BlockCompletion>& into) = 0;
+
+  virtual void wake() = 0;
+
+ private:
+  const std::size_t room_;
+};
+
+// Each throws with the reason where its kind is not to be had.
+std::unique_ptr<BlockQueue> make_io_uring_queue(int depth);
+std::unique_ptr<BlockQueue> make_libaio_queue(int depth);
+std::unique_ptr<BlockQueue> make_thread_queue(int depth);  // pread and pwrite
+std::unique_ptr<BlockQueue> make_thread_queue(int depth, BlockMover mover);
+
+}  // namespace zero_ext::core

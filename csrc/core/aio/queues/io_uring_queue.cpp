@@ -1,0 +1,255 @@
+// io_uring by raw system calls: one build serves every kernel, and needs no library of the
+// system's. Described in io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "io_queue.h"
+
+#if __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#endif
+
+// Defined by the headers of Linux 5.6, whose io_uring is the oldest with plain reads and writes.
+#ifdef IORING_FEAT_RW_CUR_POS
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <thread>
+
+#include "../unique_fd.h"
+#include "eventfd.h"
+
+namespace zero_ext::core {
+namespace {
+
+// The same on every architecture; headers of an old C library may lack the names.
+constexpr long kSetupCall = 425;
+constexpr long kEnterCall = 426;
+constexpr long kRegisterCall = 427;
+
+constexpr std::uint64_t kWakeMark = ~std::uint64_t{0};
+
+// The kernel is short of memory for requests: what takes longer than this is no passing state.
+constexpr int kMostRefusals = 1000;
+
+std::string setup_refusal(int reason) {
+  const std::string text = std::generic_category().message(reason);
+  if (reason == ENOSYS) return "this kernel has no io_uring: " + text;
+  if (reason == ENOMEM) {
+    return "no memory for its rings, which older kernels charge to RLIMIT_MEMLOCK (ulimit -l): " +
+           text;
+  }
+  if (reason != EPERM && reason != EACCES) return "io_uring_setup: " + text;
+  std::string setting;
+  std::ifstream("/proc/sys/kernel/io_uring_disabled") >> setting;
+  if (setting.empty() || setting == "0") return "forbidden, probably by a seccomp filter: " + text;
+  return "forbidden by sysctl kernel.io_uring_disabled = " + setting + ": " + text;
+}
+
+// Shared memory of a ring.
+class Mapping {
+ public:
+  Mapping(int descriptor, std::size_t bytes, std::int64_t what)
+      : bytes_(bytes),
+        base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor,
+                     what)) {
+    if (base_ == MAP_FAILED) {
+      throw std::runtime_error("mapping a ring: " + std::generic_category().message(errno));
+    }
+  }
+  ~Mapping() { ::munmap(base_, bytes_); }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  template <class T>
+  T* at(std::size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(base_) + offset);
+  }
+
+ private:
+  std::size_t bytes_;
+  void* base_;
+};
+
+// A counter that the kernel reads or writes too.
+std::atomic_ref<std::uint32_t> counter(std::uint32_t* where) {
+  return std::atomic_ref<std::uint32_t>(*where);
+}
+
+class Ring {
+ public:
+  explicit Ring(int depth) {
+    const auto made = static_cast<int>(::syscall(kSetupCall, depth, &parameters_));
+    if (made < 0) throw std::runtime_error(setup_refusal(errno));
+    descriptor_ = Descriptor(made);
+  }
+  int descriptor() const { return descriptor_.get(); }
+  const io_uring_params& parameters() const { return parameters_; }
+
+  // Both rings lie in one mapping, and reads and writes are among the operations.
+  void check_age() const {
+    constexpr std::uint32_t kOperations = IORING_OP_WRITE + 1;
+    alignas(io_uring_probe)
+        std::array<std::byte, sizeof(io_uring_probe) + kOperations * sizeof(io_uring_probe_op)>
+            space{};
+    const auto& probe = *reinterpret_cast<const io_uring_probe*>(space.data());
+    const bool probed = ::syscall(kRegisterCall, descriptor_.get(), IORING_REGISTER_PROBE,
+                                  space.data(), kOperations) == 0;
+    if (!probed || (parameters_.features & IORING_FEAT_SINGLE_MMAP) == 0 ||
+        (probe.ops[IORING_OP_READ].flags & IO_URING_OP_SUPPORTED) == 0 ||
+        (probe.ops[IORING_OP_WRITE].flags & IO_URING_OP_SUPPORTED) == 0) {
+      throw std::runtime_error("its io_uring is too old; Linux 5.6 or later wanted");
+    }
+  }
+
+ private:
+  io_uring_params parameters_{};
+  Descriptor descriptor_;
+};
+
+class IoUringQueue final : public BlockQueue {
+ public:
+  // One entry more than blocks: the wait for wake().
+  explicit IoUringQueue(int depth)
+      : BlockQueue(static_cast<std::size_t>(depth)),
+        ring_(depth + 1),
+        rings_(ring_.descriptor(), rings_bytes(ring_.parameters()), IORING_OFF_SQ_RING),
+        entries_(ring_.descriptor(), ring_.parameters().sq_entries * sizeof(io_uring_sqe),
+                 IORING_OFF_SQES) {
+    ring_.check_age();
+    const auto& places = ring_.parameters();
+    submission_tail_ = rings_.at<std::uint32_t>(places.sq_off.tail);
+    submission_mask_ = *rings_.at<std::uint32_t>(places.sq_off.ring_mask);
+    completion_head_ = rings_.at<std::uint32_t>(places.cq_off.head);
+    completion_tail_ = rings_.at<std::uint32_t>(places.cq_off.tail);
+    completion_mask_ = *rings_.at<std::uint32_t>(places.cq_off.ring_mask);
+    completions_ = rings_.at<io_uring_cqe>(places.cq_off.cqes);
+    auto* const order = rings_.at<std::uint32_t>(places.sq_off.array);
+    for (std::uint32_t i = 0; i < places.sq_entries; ++i) order[i] = i;
+  }
+
+  void submit(std::span<const BlockRequest> requests) override {
+    for (const BlockRequest& request : requests) {
+      io_uring_sqe entry{};
+      entry.opcode = request.direction == IoDirection::kRead ? IORING_OP_READ : IORING_OP_WRITE;
+      entry.fd = request.descriptor;
+      entry.off = static_cast<std::uint64_t>(request.offset);
+      entry.addr = reinterpret_cast<std::uint64_t>(request.memory.data());
+      entry.len = static_cast<std::uint32_t>(request.memory.size());
+      entry.user_data = request.slot;
+      add(entry);
+    }
+  }
+
+  void reap(std::vector<BlockCompletion>& into) override {
+    if (!watching_) watch();
+    bool ended = collect(into);
+    while (unsent_ > 0 || !ended) {
+      enter(!ended);
+      ended |= collect(into);
+    }
+  }
+
+  void wake() override { bell_.ring(); }
+
+ private:
+  static std::size_t rings_bytes(const io_uring_params& places) {
+    return std::max(places.sq_off.array + places.sq_entries * sizeof(std::uint32_t),
+                    places.cq_off.cqes + places.cq_entries * sizeof(io_uring_cqe));
+  }
+
+  void add(const io_uring_sqe& entry) {
+    const std::uint32_t tail = *submission_tail_;
+    entries_.at<io_uring_sqe>(0)[tail & submission_mask_] = entry;
+    counter(submission_tail_).store(tail + 1, std::memory_order_release);
+    ++unsent_;
+  }
+
+  // One poll of the bell in the ring: a wait for completions then ends with wake() too.
+  void watch() {
+    io_uring_sqe entry{};
+    entry.opcode = IORING_OP_POLL_ADD;
+    entry.fd = bell_.descriptor();
+    entry.poll_events = POLLIN;
+    entry.user_data = kWakeMark;
+    add(entry);
+    watching_ = true;
+  }
+
+  // Gives the kernel what was added, and waits for a completion if asked to.
+  void enter(bool wait) {
+    const auto sent = ::syscall(kEnterCall, ring_.descriptor(), unsent_, wait ? 1 : 0,
+                                IORING_ENTER_GETEVENTS, nullptr, 0);
+    if (sent >= 0) {
+      unsent_ -= static_cast<std::uint32_t>(sent);
+      refusals_ = 0;
+      return;
+    }
+    if (errno == EINTR) return;
+    if ((errno != EAGAIN && errno != EBUSY) || ++refusals_ > kMostRefusals) {
+      throw std::runtime_error("io_uring_enter: " + std::generic_category().message(errno));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  // Whether anything had ended.
+  bool collect(std::vector<BlockCompletion>& into) {
+    const std::uint32_t tail = counter(completion_tail_).load(std::memory_order_acquire);
+    std::uint32_t head = *completion_head_;
+    const bool any = head != tail;
+    for (; head != tail; ++head) {
+      const io_uring_cqe& entry = completions_[head & completion_mask_];
+      if (entry.user_data == kWakeMark) {
+        bell_.wait();
+        watching_ = false;
+      } else {
+        into.push_back({static_cast<std::uint32_t>(entry.user_data), entry.res});
+      }
+    }
+    counter(completion_head_).store(head, std::memory_order_release);
+    return any;
+  }
+
+  const EventCounter bell_;
+  const Ring ring_;
+  const Mapping rings_;
+  const Mapping entries_;
+  std::uint32_t* submission_tail_;
+  std::uint32_t submission_mask_;
+  std::uint32_t* completion_head_;
+  std::uint32_t* completion_tail_;
+  std::uint32_t completion_mask_;
+  io_uring_cqe* completions_;
+  std::uint32_t unsent_ = 0;
+  int refusals_ = 0;
+  bool watching_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockQueue> make_io_uring_queue(int depth) {
+  return std::make_unique<IoUringQueue>(depth);
+}
+
+}  // namespace zero_ext::core
+
+#else
+
+namespace zero_ext::core {
+
+std::unique_ptr<BlockQueue> make_io_uring_queue(int /*depth*/) {
+  throw std::runtime_error("this build was made without the kernel headers of Linux 5.6 or later");
+}
+
+}  // namespace zero_ext::core
+
+#endif

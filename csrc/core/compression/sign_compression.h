@@ -1,0 +1,32 @@
+// Compression to signs and back; see sign_formula.h for the message and the arithmetic.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "../base/numeric_types.h"
+#include "payload_layout.h"
+
+namespace zero_ext::core {
+
+// Every function takes `count` elements from the start of a block on: pointers to values, errors,
+// words and scales are those of the first of them, but for `messages`, which are whole and of which
+// the blocks from `first_block` on are read.
+
+// Compresses values * factor + error; the error becomes what that left behind.
+void compress_signs(const void* values, NumericType type, float factor, std::int64_t count,
+                    float* error, MessageTarget message);
+
+// out = factor * what the message stands for [+ out].
+void expand_signs(MessageSource message, std::int64_t count, float factor, bool accumulate,
+                  void* out, NumericType type);
+
+// out = factor * sum of what the messages stand for, in their order [+ out].
+void sum_signs(std::span<const MessageSource> messages, std::int64_t first_block,
+               std::int64_t count, float factor, bool accumulate, float* out);
+
+// Compresses factor * that sum + error; the error becomes what that left behind.
+void reduce_signs(std::span<const MessageSource> messages, std::int64_t first_block,
+                  std::int64_t count, float factor, float* error, MessageTarget message);
+
+}  // namespace zero_ext::core

@@ -1,0 +1,17 @@
+#include "squared_norm.h"
+
+#include <cstddef>
+
+#include "../simd/fp_mode_guard.h"
+#include "../simd/kernels.h"
+
+namespace zero_ext::core {
+
+void add_squares(const void* values, NumericType type, std::int64_t begin, std::int64_t end,
+                 Superaccumulator& total) {
+  [[maybe_unused]] const ExactArithmetic exact;
+  const auto* bytes = static_cast<const std::byte*>(values) + begin * element_size(type);
+  active_kernels().squared_norm[static_cast<int>(type)](bytes, end - begin, total);
+}
+
+}  // namespace zero_ext::core

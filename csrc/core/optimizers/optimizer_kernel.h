@@ -1,0 +1,124 @@
+// An optimizer's step over one range, templated over rule, vector and element types.
+//
+// Kernel headers are included once per instruction set, inside that target's region; the unnamed
+// namespace keeps each target's instantiations apart at link time.
+//
+// A rule has the number of its moments, `kMoments`, its `Factors`, and update<V>(values, gradient,
+// factors), which turns the master weights and moments of one vector into the new ones.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../base/numeric_types.h"
+#include "../norm/non_finite.h"
+#include "../simd/non_temporal_stores.h"
+
+namespace zero_ext::core {
+namespace {
+
+struct NoParam {};
+
+template <class V, class Rule, class Moment, class Grad, class Param>
+struct StepLoop {
+  static constexpr bool has_param = !std::is_same_v<Param, NoParam>;
+  static constexpr int kMoments = Rule::kMoments;
+  using Factors = typename Rule::Factors;
+
+  struct Pointers {
+    float* master;
+    Moment* moments[kMoments];
+    const Grad* grad;
+    Param* param;
+    std::int32_t* non_finite;  // raised if a new master weight or moment is not finite; may be null
+  };
+
+  // `fault` becomes NaN in lanes that get a value which is not finite, and stays zero in the
+  // others: zero times such a value is NaN, and zero times any other is zero. The loop waits for
+  // memory, so these two operations for each value cost no time.
+  template <bool Streamed>
+  static inline __attribute__((always_inline)) void vector(const Pointers& at, std::int64_t i,
+                                                           const Factors& factors,
+                                                           typename V::Float& fault) {
+    typename V::Float values[1 + kMoments];
+    values[0] = V::load(at.master + i);
+    for (int m = 0; m < kMoments; ++m) values[1 + m] = V::load(at.moments[m] + i);
+    Rule::template update<V>(values, V::load(at.grad + i), factors);
+    for (int m = 0; m <= kMoments; ++m) fault = V::add(fault, V::mul(values[m], V::set(0.0F)));
+    V::store(at.master + i, values[0]);
+    for (int m = 0; m < kMoments; ++m) V::store(at.moments[m] + i, values[1 + m]);
+    if constexpr (has_param) store_or_stream<V, Streamed>(at.param + i, values[0]);
+  }
+
+  // Fewer elements than a vector has go through one on the stack: the same rounding everywhere.
+  static void partial(const Pointers& at, std::int64_t begin, std::int64_t end,
+                      const Factors& factors, typename V::Float& fault) {
+    float master[V::width] = {};
+    Moment moments[kMoments][V::width] = {};
+    Grad grad[V::width] = {};
+    Param param[V::width] = {};
+    Pointers own{master, {}, grad, param, nullptr};
+    for (int m = 0; m < kMoments; ++m) own.moments[m] = moments[m];
+    const std::int64_t count = end - begin;
+    for (std::int64_t i = 0; i < count; ++i) {
+      master[i] = at.master[begin + i];
+      for (int m = 0; m < kMoments; ++m) moments[m][i] = at.moments[m][begin + i];
+      grad[i] = at.grad[begin + i];
+    }
+    // Lanes behind the last element hold anything: without eps, zeros make NaN there.
+    typename V::Float unused = V::set(0.0F);
+    float faults[V::width] = {};
+    vector<false>(own, 0, factors, unused);
+    for (std::int64_t i = 0; i < count; ++i) {
+      faults[i] = master[i] * 0.0F;
+      for (int m = 0; m < kMoments; ++m) faults[i] += to_float(moments[m][i]) * 0.0F;
+      at.master[begin + i] = master[i];
+      for (int m = 0; m < kMoments; ++m) at.moments[m][begin + i] = moments[m][i];
+      if constexpr (has_param) at.param[begin + i] = param[i];
+    }
+    fault = V::add(fault, V::load(faults));
+  }
+
+  static void report(const Pointers& at, typename V::Float fault) {
+    float lanes[V::width];
+    V::store(lanes, fault);
+    bool finite = true;
+    for (const float lane : lanes) finite = finite && lane == 0.0F;
+    if (!finite && at.non_finite != nullptr) raise_flag(at.non_finite);
+  }
+
+  // For ranges that stay in the caches.
+  static void range(const Pointers& at, const Factors& factors, std::int64_t begin,
+                    std::int64_t end) {
+    const Factors local = factors;
+    typename V::Float fault = V::set(0.0F);
+    std::int64_t i = begin;
+    for (; i + V::width <= end; i += V::width) vector<false>(at, i, local, fault);
+    if (i < end) partial(at, i, end, local, fault);
+    report(at, fault);
+  }
+
+  static void run(const Pointers& at, const Factors& factors, std::int64_t begin,
+                  std::int64_t end) {
+    const Factors local = factors;
+    std::int64_t i = begin;
+    if constexpr (has_param) {
+      if (end - begin >= kStreamedElements) {
+        typename V::Float fault = V::set(0.0F);
+        constexpr std::uintptr_t bytes = V::width * sizeof(Param);
+        const auto past = reinterpret_cast<std::uintptr_t>(at.param + begin) % bytes;
+        if (past != 0) {
+          i += static_cast<std::int64_t>((bytes - past) / sizeof(Param));
+          partial(at, begin, i, local, fault);
+        }
+        for (; i + V::width <= end; i += V::width) vector<true>(at, i, local, fault);
+        V::fence();
+        report(at, fault);
+      }
+    }
+    range(at, local, i, end);
+  }
+};
+
+}  // namespace
+}  // namespace zero_ext::core

@@ -1,0 +1,74 @@
+#include <fcntl.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+
+#include "storage_backend.h"
+
+namespace zero_ext::core {
+namespace {
+
+class FileBacking final : public Backing {
+ public:
+  explicit FileBacking(const std::string& path)
+      : file_(File::open(path, File::Mode::kCreate, true)), process_(::getpid()) {}
+
+  ~FileBacking() override {
+    if (::getpid() == process_) ::unlink(file_->path().c_str());
+  }
+  FileBacking(const FileBacking&) = delete;
+  FileBacking& operator=(const FileBacking&) = delete;
+
+  const std::shared_ptr<File>& file() const override { return file_; }
+  std::int64_t base() const override { return 0; }
+
+  void resize(std::int64_t from, std::int64_t to) override {
+    const int descriptor = file_->descriptor(false);
+    if (to > from) {
+      const int reason = allocate(descriptor, from, to - from);
+      if (reason == 0) return;
+      // File systems that cannot reserve get their space from the zeros that are written next.
+      if (reason != EOPNOTSUPP && reason != ENOSYS) {
+        static_cast<void>(::ftruncate(descriptor, from));
+        throw std::runtime_error(failure_text(to - from, reason));
+      }
+    }
+    if (::ftruncate(descriptor, to) != 0) {
+      throw std::runtime_error(failure_text(to - from, errno));
+    }
+  }
+
+ private:
+  static int allocate(int descriptor, std::int64_t offset, std::int64_t bytes) {
+    while (::fallocate(descriptor, 0, offset, bytes) != 0) {
+      if (errno != EINTR) return errno;
+    }
+    return 0;
+  }
+
+  std::string failure_text(std::int64_t bytes, int reason) const {
+    struct statvfs system{};
+    std::string free = "an unknown number of";
+    if (::fstatvfs(file_->descriptor(false), &system) == 0) {
+      free = std::to_string(static_cast<std::uint64_t>(system.f_bavail) * system.f_frsize);
+    }
+    return "store: reserving " + std::to_string(bytes) + " bytes in '" + file_->path() +
+           "': " + std::generic_category().message(reason) + " (errno " + std::to_string(reason) +
+           "); " + free +
+           " bytes are free there: free some, give a path with more, or offload less";
+  }
+
+  std::shared_ptr<File> file_;
+  pid_t process_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backing> make_file_backing(const std::string& path) {
+  return std::make_unique<FileBacking>(path);
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,42 @@
+// One ticket for a transfer that is spread over several devices.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../aio/transfer_handle.h"
+
+namespace zero_ext::core {
+
+// Complete when all parts are. Failed if any is, with the first part's reason.
+class StripedTicket final : public Ticket {
+ public:
+  // `check` runs once, on the first thread that waits, after all parts have succeeded; what it
+  // throws is the outcome. `owner` keeps the memory that it looks at.
+  StripedTicket(std::function<void()> check, std::shared_ptr<void> owner);
+
+  // Before the ticket is handed out.
+  void add(std::shared_ptr<Ticket> part) { parts_.push_back(std::move(part)); }
+
+  // Waits for all parts, failed or not; the first failure.
+  std::exception_ptr wait_for_parts() const;
+
+  bool done() const override;
+  void wait() override;
+
+ private:
+  std::exception_ptr check_outcome() const;
+
+  std::vector<std::shared_ptr<Ticket>> parts_;
+  std::function<void()> check_;
+  std::shared_ptr<void> owner_;
+  std::mutex mutex_;
+  bool waited_ = false;
+  std::exception_ptr outcome_;
+};
+
+}  // namespace zero_ext::core

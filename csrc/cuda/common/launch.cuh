@@ -1,0 +1,136 @@
+// Runs a kernel object over a grid of one dimension, on the current stream of the current device.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "../../ops/checks.h"
+#include "launch_error.h"
+#include "warp_shuffle.h"
+
+namespace zero_ext::cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kMostDevices = 64;  // whose occupancies are kept
+inline constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
+// Shared memory that every GPU gives a block without being asked.
+inline constexpr std::size_t kSharedBytes = 48 << 10;
+// With a least number of blocks given, the compiler does not spill registers to fit in more.
+inline constexpr int kLeastBlocksOfProcessor = 2;
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+    run_kernel(const __grid_constant__ Kernel kernel) {
+  kernel(std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, std::int64_t{gridDim.x} * blockDim.x);
+}
+
+inline GpuFacts gpu_facts() {
+  GpuFacts gpu{};
+  cudaGetDevice(&gpu.device);
+  cudaDeviceGetAttribute(&gpu.major, cudaDevAttrComputeCapabilityMajor, gpu.device);
+  cudaDeviceGetAttribute(&gpu.minor, cudaDevAttrComputeCapabilityMinor, gpu.device);
+  cudaDeviceGetAttribute(&gpu.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlock, gpu.device);
+  cudaDeviceGetAttribute(&gpu.registers, cudaDevAttrMaxRegistersPerBlock, gpu.device);
+  return gpu;
+}
+
+inline std::optional<LaunchFault> fault_of(cudaError_t status) {
+  switch (status) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+      return LaunchFault::no_code;
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorInsufficientDriver:
+      return LaunchFault::old_driver;
+    case cudaErrorLaunchOutOfResources:
+      return LaunchFault::resources;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline void check(const char* op, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  const std::optional<LaunchFault> fault = fault_of(status);
+  STD_TORCH_CHECK(false, op, ": ", fault ? explain(*fault, gpu_facts()) : "CUDA error", " (",
+                  cudaGetErrorString(status), ")");
+}
+
+// Where and how wide launches of one op are.
+struct Launcher {
+  const char* op;
+  std::int64_t processors;
+  cudaStream_t stream;
+
+  int device = 0;
+
+  explicit Launcher(const char* name) : op(name) {
+    int count = 0;
+    check(op, cudaGetDevice(&device));
+    check(op, cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    void* current = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, op,
+                    ": torch has no current stream of device ", device);
+    processors = count;
+    stream = static_cast<cudaStream_t>(current);
+  }
+
+  // As many blocks of kThreads as run at once, or fewer if fewer are wanted: grids stride.
+  template <auto kFunction>
+  unsigned blocks(std::int64_t wanted) const {
+    return static_cast<unsigned>(std::min(wanted, processors * resident_blocks<kFunction>()));
+  }
+
+ private:
+  // Of a processor. All devices of a process that the module has code for are asked once each.
+  template <auto kFunction>
+  std::int64_t resident_blocks() const {
+    static std::array<std::atomic<int>, kMostDevices> known{};
+    const bool is_kept = device < kMostDevices;
+    int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+    if (count == 0) {
+      check(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kFunction, kThreads, 0));
+      if (is_kept) known[device].store(count, std::memory_order_relaxed);
+    }
+    return count;
+  }
+};
+
+// `work` is the number of threads that find something to do; with none nothing is launched.
+template <class Kernel>
+void launch(const char* op, const Kernel& kernel, std::int64_t work) {
+  if (work == 0) return;
+  const Launcher launcher(op);
+  const unsigned blocks = launcher.blocks<run_kernel<Kernel>>((work + kThreads - 1) / kThreads);
+  run_kernel<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
+  check(op, cudaGetLastError());
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+    run_warps(const __grid_constant__ Kernel kernel) {
+  kernel(std::int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / kWarpLanes,
+         std::int64_t{gridDim.x} * kWarpsOfBlock);
+}
+
+// As launch, for a kernel that whole warps run; `work` is the number of warps that find something.
+template <class Kernel>
+void launch_warps(const char* op, const Kernel& kernel, std::int64_t work) {
+  if (work == 0) return;
+  const Launcher launcher(op);
+  const unsigned blocks =
+      launcher.blocks<run_warps<Kernel>>((work + kWarpsOfBlock - 1) / kWarpsOfBlock);
+  run_warps<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
+  check(op, cudaGetLastError());
+}
+
+}  // namespace zero_ext::cuda

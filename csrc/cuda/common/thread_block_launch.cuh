@@ -1,0 +1,37 @@
+// Launches of kernels that whole blocks of threads run: called with the machine, see
+// device_thread_block.cuh, they say how many blocks, threads and bytes of shared memory they take.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "device_thread_block.cuh"
+#include "launch.cuh"
+
+namespace zero_ext::cuda {
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocksOfProcessor)
+    run_blocks(const __grid_constant__ Kernel kernel) {
+  static_assert(Kernel::kSharedBytes <= kSharedBytes);
+  if constexpr (Kernel::kSharedBytes > 0) {
+    __shared__ __align__(16) std::byte memory[Kernel::kSharedBytes];
+    kernel(DeviceMachine(memory));
+  } else {
+    kernel(DeviceMachine(nullptr));
+  }
+}
+
+template <class Kernel>
+void launch_blocks(const char* op, const Kernel& kernel) {
+  const std::int64_t blocks = kernel.blocks();
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": the tensors take ", blocks,
+                  " blocks of threads, and a launch has at most ", INT32_MAX, "; split them");
+  const Launcher launcher(op);
+  run_blocks<Kernel>
+      <<<static_cast<unsigned>(blocks), Kernel::kThreads, 0, launcher.stream>>>(kernel);
+  check(op, cudaGetLastError());
+}
+
+}  // namespace zero_ext::cuda

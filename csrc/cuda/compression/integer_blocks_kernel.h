@@ -1,0 +1,389 @@
+// Blocks of elements to integers of 4 or 8 bits, and back: see
+// ../../core/compression/integer_block_formula.h for the message and the arithmetic.
+//
+// A warp takes runs of kRunBlocks neighbouring blocks of kHeldBlock elements, which it has in
+// registers: what is quantized is read once. Eight lanes have a block, as rows of 32 elements, of
+// which each has four neighbours. A word's fields are of one lane then, whatever their bits, and
+// elements, words and scales move in accesses of 16 bytes, if messages begin at multiples of those;
+// else words and scales move one by one. Blocks of other sizes and the last ones of parts go
+// element by element and are read twice.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "../../core/compression/integer_block_formula.h"
+#include "../../core/simd/vector_scalar.h"
+#include "../common/nested_grid.h"
+#include "integer_payload.h"
+
+namespace zero_ext::cuda {
+
+// What is quantized or written: `load` gives a run of a part, `element` any of any block.
+
+// The values themselves; message p is made of part order[p].
+template <class T>
+struct IntegerValues {
+  static constexpr int kMost = 1024;  // parts whose order travels with the launch
+
+  const T* values;
+  std::int64_t share;
+  bool is_ordered;
+  std::int16_t order[kMost];
+
+  ZERO_EXT_HOST_DEVICE const T* of(std::int64_t part) const {
+    return values + (is_ordered ? order[part] : part) * share;
+  }
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const { return is_aligned(of(part)); }
+  ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
+    return core::to_float(of(at.part)[at.begin + i]);
+  }
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    const T* const source = of(part) + run * kHeldRun;
+    IntegerTile::Held<T> own;
+    if (kIsWide || is_aligned(source)) {
+      IntegerTile::load(source, own);
+    } else {
+      IntegerTile::load_some(source, 0, kHeldRun, T{}, own);
+    }
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < IntegerTile::kHeld; ++k) {
+        held.at[here][k] = core::to_float(own.at[here][k]);
+      }
+    });
+  }
+};
+
+// factor * sum of messages of `Bits` bits: of part p those of numbers p * step, and `stride`
+// further on each, `count` of them, in that order. The compiler knows if there is only one.
+template <int Bits, bool kIsOne = false>
+struct IntegerSum {
+  using Words = IntegerWords<Bits>;
+  using RunWords = typename Words::template Held<std::uint32_t>;
+  static constexpr std::uint32_t kMask = (1U << Bits) - 1;
+  static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // messages whose scales lanes have
+
+  IntegerMessages<const std::uint8_t> messages;
+  std::int64_t step;
+  std::int64_t stride;
+  std::int64_t count;
+  float factor;
+
+  ZERO_EXT_HOST_DEVICE std::int64_t terms() const { return kIsOne ? 1 : count; }
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const {
+    if constexpr (kIsOne) return messages.aligned(part * step);
+    return is_aligned(messages.bytes) && messages.message_bytes % std::int64_t{kAccessBytes} == 0;
+  }
+
+  template <bool kIsSymmetric>
+  static ZERO_EXT_HOST_DEVICE float decode(std::uint32_t word, int shift, float scale,
+                                           float lowest) {
+    using Code = core::IntegerCode<Bits, kIsSymmetric>;
+    const float number = std::bit_cast<float>((word >> shift & kMask) | 0x4B000000U);
+    return Code::template decode<core::ScalarVector, 0>(number, scale, lowest);
+  }
+
+  ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
+    const int own = static_cast<int>(messages.format.words(at.length));
+    const int shift = Bits * (i / own);
+    const std::int64_t place = messages.format.words(at.begin) + i % own;
+    const std::int64_t by = at.block * messages.format.scales();
+    float sum = 0;
+    const std::int64_t last = terms();
+    ZERO_EXT_UNROLL_BY(1)
+    for (std::int64_t m = 0; m < last; ++m) {
+      const std::int64_t message = at.part * step + m * stride;
+      const std::uint32_t word = messages.words(message)[place];
+      const std::uint32_t* const scales = messages.scales(message) + by;
+      const auto scale = std::bit_cast<float>(scales[0]);
+      const float value = messages.format.is_symmetric
+                              ? decode<true>(word, shift, scale, 0.0F)
+                              : decode<false>(word, shift, scale, std::bit_cast<float>(scales[1]));
+      sum = m == 0 ? value : sum + value;
+    }
+    return sum * factor;
+  }
+
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    // Adding to it keeps every bit, also a zero's sign.
+    held.fill(-0.0F);
+    if (messages.format.is_symmetric) {
+      add_all<kIsWide, true>(part, run, held);
+    } else {
+      add_all<kIsWide, false>(part, run, held);
+    }
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (float& value : held.at[here]) value = value * factor;
+    });
+  }
+
+  template <bool kIsWide, bool kIsSymmetric>
+  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    const std::int64_t first = part * step;
+    const std::uint32_t* words = messages.words(first) + run * Words::kElements;
+    const std::uint32_t* scales =
+        messages.scales(first) + run * kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+    if constexpr (kIsOne) {
+      add<kIsSymmetric>(load_run<kIsWide>(words), load_scales<kIsSymmetric>(scales, kIsWide), held);
+    } else {
+      add_each<kIsWide, kIsSymmetric>(words, scales, stride * (messages.message_bytes / 4), held);
+    }
+  }
+
+  // The run of each message, whose words and scales are `apart` words from the last one's.
+  template <bool kIsWide, bool kIsSymmetric>
+  ZERO_EXT_HOST_DEVICE void add_each(const std::uint32_t* words, const std::uint32_t* scales,
+                                     std::int64_t apart, IntegerLanes& held) const {
+    for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * apart) {
+      const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
+      const LaneScales by = scales_of<kIsSymmetric>(scales, apart, last);
+      ZERO_EXT_UNROLL_BY(1)
+      for (int m = 0; m < last; ++m, words += apart) {
+        const RunWords own = load_run<kIsWide>(words);
+        const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
+        add<kIsSymmetric>(own, {words_from(by.scale, source), words_from(by.lowest, source)}, held);
+      }
+    }
+  }
+
+  // Of kLoads messages or fewer: lane L has those of message L / kBlocksOfRun and block
+  // L % kBlocksOfRun of the run.
+  template <bool kIsSymmetric>
+  static ZERO_EXT_HOST_DEVICE LaneScales scales_of(const std::uint32_t* scales, std::int64_t apart,
+                                                   int messages) {
+    LaneScales result;
+    each_lane([&](int here, int lane) {
+      const bool there = lane / kBlocksOfRun < messages;
+      const std::uint32_t* const own =
+          scales + lane / kBlocksOfRun * apart + lane % kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+      result.scale.at[here] = there ? own[0] : 0U;
+      result.lowest.at[here] = there && !kIsSymmetric ? own[1] : 0U;
+    });
+    return result;
+  }
+
+  template <bool kIsWide>
+  static ZERO_EXT_HOST_DEVICE RunWords load_run(const std::uint32_t* source) {
+    RunWords words;
+    if constexpr (kIsWide) {
+      Words::load(source, words);
+    } else {
+      Words::load_some(source, 0, Words::kElements, 0U, words);
+    }
+    return words;
+  }
+
+  template <bool kIsSymmetric>
+  static ZERO_EXT_HOST_DEVICE void add(const RunWords& words, const LaneScales& by,
+                                       IntegerLanes& held) {
+    each_lane([&](int here, int) {
+      const auto scale = std::bit_cast<float>(by.scale.at[here]);
+      const auto lowest = std::bit_cast<float>(by.lowest.at[here]);
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < IntegerTile::kHeld; ++k) {
+        const std::uint32_t word = words.at[here][k % Words::kHeld];
+        held.at[here][k] += decode<kIsSymmetric>(word, Bits * (k / Words::kHeld), scale, lowest);
+      }
+    });
+  }
+};
+
+// The extremes of values, as numbers of which the highest is looked for: the bits of magnitudes
+// and, of an asymmetric code, those by which floats are ordered, upwards and downwards.
+template <class Code>
+struct IntegerExtremes {
+  static constexpr int kKeys = Code::kIsSymmetric ? 1 : 3;
+
+  static ZERO_EXT_HOST_DEVICE void take(float value, std::uint32_t (&keys)[kKeys]) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    highest(bits & 0x7FFFFFFFU, keys[0]);
+    if constexpr (!Code::kIsSymmetric) {
+      const std::uint32_t ordered = bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFU : 0x80000000U);
+      highest(ordered, keys[1]);
+      highest(~ordered, keys[2]);
+    }
+  }
+  static ZERO_EXT_HOST_DEVICE void highest(std::uint32_t key, std::uint32_t& so_far) {
+    so_far = key > so_far ? key : so_far;
+  }
+
+  static ZERO_EXT_HOST_DEVICE core::BlockScale scale(const std::uint32_t (&keys)[kKeys]) {
+    if constexpr (Code::kIsSymmetric) {
+      return Code::scale_of_magnitude(keys[0]);
+    } else {
+      const bool is_finite = keys[0] < core::kInfinityBits<float>;
+      return Code::scale_of_range(value_of(~keys[2]), value_of(keys[1]),
+                                  is_finite ? 0.0F : std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  static ZERO_EXT_HOST_DEVICE float value_of(std::uint32_t ordered) {
+    return std::bit_cast<float>(ordered ^ (ordered >> 31 != 0 ? 0x80000000U : 0xFFFFFFFFU));
+  }
+};
+
+// Calls run.operator()<is_wide>(part, run) for the runs of this warp, wide ones first, and
+// block(place) for the blocks behind those of each part.
+template <class Messages, class IsWide, class Run, class Block>
+ZERO_EXT_HOST_DEVICE void over_integer_runs(std::int64_t warp, std::int64_t warps,
+                                            const Messages& messages, std::int64_t parts,
+                                            const IsWide& is_wide, const Run& run,
+                                            const Block& block) {
+  const std::int64_t runs = messages.runs();
+  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+    if (is_wide(part)) run.template operator()<true>(part, number);
+  });
+  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+    if (!is_wide(part)) run.template operator()<false>(part, number);
+  });
+  over_places(warp, warps, parts, messages.rest(), [&](std::int64_t part, std::int64_t number) {
+    block(messages.place(part, runs * kBlocksOfRun + number));
+  });
+}
+
+// Quantizes the source's elements, block by block.
+template <class Source, class Code>
+struct QuantizeIntegers {
+  static constexpr int kBits = Code::kBits;
+  using Words = IntegerWords<kBits>;
+  using Extremes = IntegerExtremes<Code>;
+
+  Source source;
+  IntegerMessages<std::uint8_t> messages;
+  std::int64_t parts;
+
+  // Warps that find something.
+  std::int64_t work() const { return parts * (messages.runs() + messages.rest()); }
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
+    over_integer_runs(
+        warp, warps, messages, parts,
+        [&](std::int64_t part) { return source.aligned(part) && messages.aligned(part); },
+        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        [&](const IntegerPlace& at) { block(at); });
+  }
+
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+    IntegerLanes held;
+    source.template load<kIsWide>(part, number, held);
+    Registers<std::uint32_t, Extremes::kKeys> keys;
+    keys.fill(0);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (const float& value : held.at[here]) Extremes::take(value, keys.at[here]);
+    });
+    max_of_group<kBlockLanes>(keys);
+    LaneScales scales;
+    typename Words::template Held<std::uint32_t> words;
+    each_lane([&](int here, int) {
+      const core::BlockScale by = Extremes::scale(keys.at[here]);
+      scales.scale.at[here] = std::bit_cast<std::uint32_t>(by.scale);
+      scales.lowest.at[here] = std::bit_cast<std::uint32_t>(by.lowest);
+      ZERO_EXT_UNROLL
+      for (int w = 0; w < Words::kHeld; ++w) {
+        std::uint32_t word = 0;
+        ZERO_EXT_UNROLL
+        for (int f = 0; f < Code::kFields; ++f) {
+          word |= field_of(held.at[here][f * Words::kHeld + w], by, f);
+        }
+        words.at[here][w] = by.divides() ? word : Code::kZeroWord;
+      }
+    });
+    std::uint32_t* const target = messages.words(part) + number * Words::kElements;
+    if constexpr (kIsWide) {
+      Words::store(target, words);
+    } else {
+      Words::store_some(target, 0, Words::kElements, words);
+    }
+    store_scales<Code::kIsSymmetric>(messages.scales(part) + number * kBlocksOfRun * Code::kScales,
+                                     scales, kIsWide);
+  }
+
+  static ZERO_EXT_HOST_DEVICE std::uint32_t field_of(float value, const core::BlockScale& by,
+                                                     int field) {
+    const float number = Code::template encode<core::ScalarVector>(value, by);
+    return (std::bit_cast<std::uint32_t>(number) & Code::kMask) << (field * Code::kBits);
+  }
+
+  ZERO_EXT_HOST_DEVICE void block(const IntegerPlace& at) const {
+    std::uint32_t keys[Extremes::kKeys] = {};
+    each_by_lanes(0, at.length, [&](int, std::int64_t i) {
+      Extremes::take(source.element(at, static_cast<int>(i)), keys);
+    });
+    ZERO_EXT_UNROLL
+    for (std::uint32_t& key : keys) key = max_of_warp(key);
+    const core::BlockScale by = Extremes::scale(keys);
+    const auto count = static_cast<int>(messages.format.words(at.length));
+    std::uint32_t* const target = messages.words(at.part) + messages.format.words(at.begin);
+    each_by_lanes(0, count, [&](int, std::int64_t w) {
+      std::uint32_t word = 0;
+      ZERO_EXT_UNROLL_BY(1)
+      for (int f = 0; f < Code::kFields; ++f) {
+        const int i = static_cast<int>(w) + f * count;
+        word |= field_of(source.element(at, i < at.length ? i : 0), by, f);
+      }
+      target[w] = by.divides() ? word : Code::kZeroWord;
+    });
+    each_lane([&](int, int lane) {
+      std::uint32_t* const scales = messages.scales(at.part) + at.block * Code::kScales;
+      if (lane < Code::kScales) {
+        scales[lane] = std::bit_cast<std::uint32_t>(lane == 0 ? by.scale : by.lowest);
+      }
+    });
+  }
+};
+
+// out = what the sum gives [+ out], part after part.
+template <class Sum, class T>
+struct WriteIntegers {
+  Sum sum;
+  std::int64_t parts;
+  bool accumulate;
+  T* out;
+
+  // Warps that find something.
+  std::int64_t work() const { return parts * (sum.messages.runs() + sum.messages.rest()); }
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
+    over_integer_runs(
+        warp, warps, sum.messages, parts,
+        [&](std::int64_t part) { return sum.aligned(part) && is_aligned(of(part)); },
+        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        [&](const IntegerPlace& at) {
+          T* const target = of(at.part) + at.begin;
+          each_by_lanes(0, at.length, [&](int, std::int64_t i) {
+            finish(sum.element(at, static_cast<int>(i)), target[i]);
+          });
+        });
+  }
+
+  ZERO_EXT_HOST_DEVICE T* of(std::int64_t part) const { return out + part * sum.messages.share; }
+
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+    IntegerLanes held;
+    sum.template load<kIsWide>(part, number, held);
+    T* const target = of(part) + number * kHeldRun;
+    const bool wide = kIsWide || is_aligned(target);
+    IntegerTile::Held<T> result;
+    if (accumulate && wide) IntegerTile::load(target, result);
+    if (accumulate && !wide) IntegerTile::load_some(target, 0, kHeldRun, T{}, result);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < IntegerTile::kHeld; ++k) finish(held.at[here][k], result.at[here][k]);
+    });
+    if (wide) return IntegerTile::store(target, result);
+    IntegerTile::store_some(target, 0, kHeldRun, result);
+  }
+
+  ZERO_EXT_HOST_DEVICE void finish(float value, T& result) const {
+    result = core::from_float<T>(accumulate ? value + core::to_float(result) : value);
+  }
+};
+
+}  // namespace zero_ext::cuda

@@ -1,0 +1,207 @@
+#include "attention_arg_checks.h"
+
+#include <cmath>
+
+namespace zero_ext::ops {
+namespace {
+
+core::NumericType numeric_type(const Tensor& tensor, const Argument& argument) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return core::NumericType::float32;
+    case ScalarType::BFloat16:
+      return core::NumericType::bfloat16;
+    case ScalarType::Half:
+      return core::NumericType::float16;
+    default:
+      STD_TORCH_CHECK(false, label(argument), "has dtype ",
+                      torch::headeronly::toString(tensor.scalar_type()),
+                      "; it must be Float, BFloat16 or Half");
+  }
+}
+
+core::RowsView rows_view(const Tensor& tensor, const Argument& argument) {
+  STD_TORCH_CHECK(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1,
+                  label(argument), "has stride ", tensor.stride(3),
+                  " in its last dimension; it must be 1: pass tensor.contiguous()");
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+void check_four(const Tensor& tensor, const Argument& argument) {
+  check_device(tensor, argument);
+  STD_TORCH_CHECK(tensor.dim() == 4, label(argument), "has shape ", shape_text(tensor),
+                  "; it must be [batch, heads, length, head dim]");
+}
+
+void check_same_dtype(const Tensor& tensor, const Argument& argument, const Tensor& query) {
+  STD_TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), label(argument), "has dtype ",
+                  torch::headeronly::toString(tensor.scalar_type()), " and query has ",
+                  torch::headeronly::toString(query.scalar_type()), "; they must be equal");
+}
+
+void check_sizes(const char* op, const AttentionTensors& tensors) {
+  const Tensor& query = tensors.query;
+  const Tensor& key = tensors.key;
+  check_four(query, {op, "query"});
+  check_four(key, {op, "key"});
+  check_four(tensors.value, {op, "value"});
+  numeric_type(query, {op, "query"});
+  check_same_dtype(key, {op, "key"}, query);
+  check_same_dtype(tensors.value, {op, "value"}, query);
+  const std::int64_t dim = query.size(3);
+  STD_TORCH_CHECK(
+      dim >= core::kLeastHeadDim && dim <= core::kMostHeadDim && dim % core::kHeadDimStep == 0, op,
+      ": head dim is ", dim, "; it must be a multiple of 8 from 16 to 256: pad it with zeros and ",
+      "pass the scale of the unpadded one");
+  STD_TORCH_CHECK(key.size(0) == query.size(0) && key.size(3) == dim, label({op, "key"}),
+                  "has shape ", shape_text(key), " and query has ", shape_text(query),
+                  "; batch and head dim must be equal");
+  for (std::int64_t i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(tensors.value.size(i) == key.size(i), label({op, "value"}), "has shape ",
+                    shape_text(tensors.value), "; it must be key's, ", shape_text(key));
+  }
+  STD_TORCH_CHECK(key.size(1) > 0 ? query.size(1) % key.size(1) == 0 : query.size(1) == 0,
+                  label({op, "key"}), "has ", key.size(1), " heads and query has ", query.size(1),
+                  "; the number of key heads must divide that of query heads");
+  constexpr std::int64_t most = 1LL << 30;
+  STD_TORCH_CHECK(
+      query.size(2) <= most && key.size(2) <= most && query.size(0) * query.size(1) <= most, op,
+      ": query of shape ", shape_text(query), " and key of shape ", shape_text(key),
+      "; lengths and batch * heads may be at most 2^30");
+}
+
+core::BlockRows read_layout(const char* op, const AttentionTensors& tensors, std::int64_t block) {
+  STD_TORCH_CHECK(block == 16 || block == 32 || block == 64 || block == 128, op, ": block is ",
+                  block, "; it must be 16, 32, 64 or 128");
+  check_dtype(tensors.row_pointers, {op, "row_pointers"}, ScalarType::Int);
+  check_dtype(tensors.columns, {op, "columns"}, ScalarType::Int);
+  check_flat(tensors.columns, {op, "columns"}, tensors.columns.numel());
+  const std::int64_t heads = tensors.query.size(1);
+  const std::int64_t row_blocks = blocks_of(tensors.query.size(2), block);
+  const Tensor& pointers = tensors.row_pointers;
+  STD_TORCH_CHECK(pointers.dim() == 2 && (pointers.size(0) == 1 || pointers.size(0) == heads) &&
+                      pointers.size(1) == row_blocks + 1,
+                  label({op, "row_pointers"}), "has shape ", shape_text(pointers), "; for ", heads,
+                  " query heads, ", tensors.query.size(2), " queries and blocks of ", block,
+                  " it must be [1 or ", heads, ", ", row_blocks + 1,
+                  "]: build the layout for this length");
+  return {pointers.const_data_ptr<std::int32_t>(), tensors.columns.const_data_ptr<std::int32_t>(),
+          pointers.size(0), row_blocks, block};
+}
+
+void read_padding(const char* op, const Tensor& padding, core::AttentionProblem& problem) {
+  const Argument argument{op, "key_padding"};
+  check_device(padding, argument);
+  STD_TORCH_CHECK(padding.scalar_type() == ScalarType::Bool, label(argument), "has dtype ",
+                  torch::headeronly::toString(padding.scalar_type()),
+                  "; it must be Bool, true where a key may be attended");
+  STD_TORCH_CHECK(padding.dim() == 2 && padding.size(0) == problem.batch &&
+                      padding.size(1) == problem.key_length,
+                  label(argument), "has shape ", shape_text(padding), "; it must be [",
+                  problem.batch, ", ", problem.key_length, "] (batch, key length)");
+  STD_TORCH_CHECK(problem.key_length <= 1 || padding.stride(1) == 1, label(argument), "has stride ",
+                  padding.stride(1),
+                  " in its last dimension; it must be 1: pass tensor.contiguous()");
+  problem.key_padding = padding.const_data_ptr<bool>();
+  problem.key_padding_stride = padding.stride(0);
+}
+
+void read_bias(const char* op, const Tensor& bias, core::AttentionProblem& problem) {
+  const Argument argument{op, "bias"};
+  check_four(bias, argument);
+  problem.bias.type = numeric_type(bias, argument);
+  problem.bias.data = bias.const_data_ptr();
+  const std::int64_t full[4] = {problem.batch, problem.heads, problem.query_length,
+                                problem.key_length};
+  for (int i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(bias.size(i) == full[i] || bias.size(i) == 1, label(argument), "has shape ",
+                    shape_text(bias), "; it must be [", full[0], " or 1, ", full[1], " or 1, ",
+                    full[2], " or 1, ", full[3], " or 1] (batch, heads, queries, keys)");
+    problem.bias.sizes[i] = bias.size(i);
+    problem.bias.strides[i] = bias.size(i) == 1 ? 0 : bias.stride(i);
+  }
+}
+
+}  // namespace
+
+Tensor contiguous_like(const Tensor& tensor) {
+  return torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
+}
+
+std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
+  return (length + block - 1) / block;
+}
+
+core::AttentionProblem read_attention(const char* op, const AttentionTensors& tensors,
+                                      const AttentionOptions& options) {
+  check_sizes(op, tensors);
+  core::AttentionProblem problem;
+  problem.type = numeric_type(tensors.query, {op, "query"});
+  problem.batch = tensors.query.size(0);
+  problem.heads = tensors.query.size(1);
+  problem.key_heads = tensors.key.size(1);
+  problem.query_length = tensors.query.size(2);
+  problem.key_length = tensors.key.size(2);
+  problem.head_dim = tensors.query.size(3);
+  problem.query = rows_view(tensors.query, {op, "query"});
+  problem.key = rows_view(tensors.key, {op, "key"});
+  problem.value = rows_view(tensors.value, {op, "value"});
+  problem.layout = read_layout(op, tensors, options.block);
+  if (tensors.key_padding) read_padding(op, *tensors.key_padding, problem);
+  if (tensors.bias) read_bias(op, *tensors.bias, problem);
+  STD_TORCH_CHECK(std::isfinite(options.scale), op, ": scale is ", options.scale,
+                  "; it must be finite");
+  STD_TORCH_CHECK(options.dropout >= 0 && options.dropout < 1, op, ": dropout is ", options.dropout,
+                  "; it must be at least 0 and below 1");
+  STD_TORCH_CHECK(options.offset >= 0 && options.offset < (1LL << 32), op, ": offset is ",
+                  options.offset, "; it must be at least 0 and below 2^32");
+  problem.scale = static_cast<float>(options.scale);
+  problem.causal = options.causal;
+  problem.dropout = options.dropout;
+  problem.seed = static_cast<std::uint64_t>(options.seed);
+  problem.offset = static_cast<std::uint32_t>(options.offset);
+  return problem;
+}
+
+core::RowsView read_rows_like_query(const char* op, const char* name, const Tensor& tensor,
+                                    const Tensor& query) {
+  check_four(tensor, {op, name});
+  check_same_dtype(tensor, {op, name}, query);
+  for (std::int64_t i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(tensor.size(i) == query.size(i), label({op, name}), "has shape ",
+                    shape_text(tensor), "; it must be query's, ", shape_text(query));
+  }
+  return rows_view(tensor, {op, name});
+}
+
+const float* read_logsumexp(const char* op, const Tensor& logsumexp,
+                            const core::AttentionProblem& problem) {
+  const Argument argument{op, "logsumexp"};
+  check_dtype(logsumexp, argument, ScalarType::Float);
+  STD_TORCH_CHECK(
+      logsumexp.dim() == 3 && logsumexp.size(0) == problem.batch &&
+          logsumexp.size(1) == problem.heads && logsumexp.size(2) == problem.query_length,
+      label(argument), "has shape ", shape_text(logsumexp), "; it must be [", problem.batch, ", ",
+      problem.heads, ", ", problem.query_length, "], as the forward op returned it");
+  return logsumexp.const_data_ptr<float>();
+}
+
+TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& column_pointers,
+                                 const std::optional<Tensor>& rows,
+                                 const core::AttentionProblem& problem, std::int64_t total_blocks) {
+  STD_TORCH_CHECK(column_pointers && rows, op,
+                  ": arguments 'column_pointers' and 'rows' are None; this kernel reads the "
+                  "transposed layout: pass it");
+  check_dtype(*column_pointers, {op, "column_pointers"}, ScalarType::Int);
+  check_dtype(*rows, {op, "rows"}, ScalarType::Int);
+  check_flat(*rows, {op, "rows"}, total_blocks);
+  const std::int64_t columns = blocks_of(problem.key_length, problem.layout.block);
+  STD_TORCH_CHECK(column_pointers->dim() == 2 && column_pointers->size(0) == problem.layout.heads &&
+                      column_pointers->size(1) == columns + 1,
+                  label({op, "column_pointers"}), "has shape ", shape_text(*column_pointers),
+                  "; it must be [", problem.layout.heads, ", ", columns + 1,
+                  "] (layout heads, column blocks + 1)");
+  return {column_pointers->const_data_ptr<std::int32_t>(), rows->const_data_ptr<std::int32_t>()};
+}
+
+}  // namespace zero_ext::ops

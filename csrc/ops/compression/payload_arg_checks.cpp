@@ -1,0 +1,89 @@
+#include "payload_arg_checks.h"
+
+#include <cmath>
+#include <numeric>
+
+namespace zero_ext::ops {
+
+Messages read_messages(const Argument& argument, const Tensor& messages, std::int64_t count,
+                       std::int64_t bytes, std::int64_t words) {
+  check_dtype(messages, argument, ScalarType::Byte);
+  const std::int64_t numel = messages.numel();
+  if (count >= 0) {
+    check_flat(messages, argument, count * bytes);
+  } else {
+    check_flat(messages, argument, numel);
+    count = bytes == 0 ? 1 : numel / bytes;
+    STD_TORCH_CHECK(count > 0 && numel == count * bytes, label(argument), "has ", numel,
+                    " bytes; it must hold one or more messages of ", bytes, " bytes each");
+  }
+  auto* data = static_cast<std::byte*>(messages.mutable_data_ptr());
+  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % 4 == 0, label(argument),
+                  "starts at an address that is no multiple of 4; give it memory of its own, or "
+                  "begin a view at a multiple of 4 bytes");
+  return {data, count, bytes, words};
+}
+
+std::int64_t check_parts(const char* op, std::int64_t numel, std::int64_t parts) {
+  STD_TORCH_CHECK(parts > 0 && numel % parts == 0, op, ": ", numel,
+                  " elements cannot be divided into ", parts,
+                  " equal parts; pad them to a multiple of the parts");
+  return numel / parts;
+}
+
+float check_factor(const char* op, double factor) {
+  const auto result = static_cast<float>(factor);
+  STD_TORCH_CHECK(std::isfinite(result), op, ": factor is ", factor,
+                  "; it must be finite in float32");
+  return result;
+}
+
+float* read_floats(const Argument& argument, const Tensor& tensor, std::int64_t numel) {
+  check_dtype(tensor, argument, ScalarType::Float);
+  check_flat(tensor, argument, numel);
+  return tensor.mutable_data_ptr<float>();
+}
+
+core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric,
+                               std::int64_t block) {
+  STD_TORCH_CHECK(bits == 4 || bits == 8, op, ": format has ", bits, " bits; it must have 4 or 8");
+  STD_TORCH_CHECK(
+      block > 0 && block <= core::kHighestIntegerBlock && block % core::kIntegerBlockUnit == 0, op,
+      ": format has blocks of ", block, " elements; it must be a multiple of ",
+      core::kIntegerBlockUnit, " from ", core::kIntegerBlockUnit, " to ",
+      core::kHighestIntegerBlock);
+  return {static_cast<int>(bits), symmetric, block};
+}
+
+Messages read_blocks(const Argument& argument, const Tensor& messages, std::int64_t count,
+                     std::int64_t numel, const core::BlockFormat& format) {
+  return read_messages(argument, messages, count, format.message_bytes(numel), format.words(numel));
+}
+
+Messages read_signs(const Argument& argument, const Tensor& messages, std::int64_t count,
+                    std::int64_t numel) {
+  return read_messages(argument, messages, count, core::sign_message_bytes(numel),
+                       core::sign_words(numel));
+}
+
+std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
+                                      std::int64_t parts) {
+  if (order.empty()) {
+    order.resize(static_cast<std::size_t>(parts));
+    std::iota(order.begin(), order.end(), 0);
+    return order;
+  }
+  STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == parts, op, ": order names ",
+                  order.size(), " parts; it must name each of the ", parts, " once");
+  std::vector<bool> named(order.size());
+  for (const std::int64_t part : order) {
+    STD_TORCH_CHECK(part >= 0 && part < parts && !named[static_cast<std::size_t>(part)], op,
+                    ": order names part ", part, ", which ",
+                    part >= 0 && part < parts ? "it has named before" : "there is not",
+                    "; it must name each of 0 to ", parts - 1, " once");
+    named[static_cast<std::size_t>(part)] = true;
+  }
+  return order;
+}
+
+}  // namespace zero_ext::ops

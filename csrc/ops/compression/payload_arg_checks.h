@@ -1,0 +1,64 @@
+// The tensors of compressed messages, checked before anything changes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../../core/compression/payload_layout.h"
+#include "../checks.h"
+
+namespace zero_ext::ops {
+
+// Messages of `bytes` each, one after another.
+struct Messages {
+  std::byte* data;
+  std::int64_t count;
+  std::int64_t bytes;
+  std::int64_t words;  // of codes, in each
+
+  core::MessageTarget target(std::int64_t message) const {
+    auto* start = reinterpret_cast<std::uint32_t*>(data + message * bytes);
+    return {start, reinterpret_cast<float*>(start + words)};
+  }
+  core::MessageSource source(std::int64_t message) const {
+    const core::MessageTarget found = target(message);
+    return {found.words, found.scales};
+  }
+  // Message `first` and each `step` further on.
+  std::vector<core::MessageSource> every(std::int64_t first, std::int64_t step) const {
+    std::vector<core::MessageSource> result;
+    for (std::int64_t i = first; i < count; i += step) result.push_back(source(i));
+    return result;
+  }
+};
+
+// uint8, flat, aligned to 4 bytes and a whole number of messages of `bytes`, exactly `count` unless
+// that is -1 (then one or more).
+Messages read_messages(const Argument& argument, const Tensor& messages, std::int64_t count,
+                       std::int64_t bytes, std::int64_t words);
+
+// `numel` / `parts`; refused unless that is a whole number.
+std::int64_t check_parts(const char* op, std::int64_t numel, std::int64_t parts);
+
+// As float; refused unless finite.
+float check_factor(const char* op, double factor);
+
+// A float32 argument, flat with `numel` elements.
+float* read_floats(const Argument& argument, const Tensor& tensor, std::int64_t numel);
+
+core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric,
+                               std::int64_t block);
+
+// The same for messages in a format of integer blocks, of `numel` elements each.
+Messages read_blocks(const Argument& argument, const Tensor& messages, std::int64_t count,
+                     std::int64_t numel, const core::BlockFormat& format);
+
+// For messages to signs of `numel` elements each.
+Messages read_signs(const Argument& argument, const Tensor& messages, std::int64_t count,
+                    std::int64_t numel);
+
+// Part of the values that slot p of the messages holds, for each p; `order` empty: p itself.
+std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
+                                      std::int64_t parts);
+
+}  // namespace zero_ext::ops

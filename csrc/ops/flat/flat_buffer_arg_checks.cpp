@@ -1,0 +1,62 @@
+#include "flat_buffer_arg_checks.h"
+
+#include <cmath>
+
+namespace zero_ext::ops {
+
+core::Pieces read_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
+                         const std::vector<std::int64_t>& offsets) {
+  core::Pieces pieces;
+  pieces.flat_type = check_numeric(flat, {op, "flat"});
+  check_flat(flat, {op, "flat"}, flat.numel());
+  STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": ", tensors.size(), " tensors but ",
+                  offsets.size(), " offsets; give one offset for each tensor");
+  pieces.flat = static_cast<std::byte*>(flat.mutable_data_ptr());
+  const auto base = reinterpret_cast<std::uintptr_t>(pieces.flat);
+  const auto size = static_cast<std::uintptr_t>(core::element_size(pieces.flat_type));
+  std::vector<Extent> memory{extent(flat, {op, "flat"})};
+  std::vector<Extent> places;
+  pieces.list.reserve(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const std::string index = "[" + std::to_string(i) + "]";
+    const core::NumericType type = check_numeric(tensors[i], {op, "tensors" + index});
+    const std::int64_t numel = tensors[i].numel();
+    const std::int64_t offset = offsets[i];
+    STD_TORCH_CHECK(offset >= 0 && offset <= flat.numel() && numel <= flat.numel() - offset, op,
+                    ": tensors", index, " of ", numel, " elements at offset ", offset,
+                    " does not fit into argument 'flat' of ", flat.numel(), " elements");
+    pieces.list.push_back({tensors[i].mutable_data_ptr(), type, offset, pieces.total, numel});
+    pieces.total += numel;
+    memory.push_back(extent(tensors[i], {op, "tensors" + index}));
+    const auto place = base + static_cast<std::uintptr_t>(offset) * size;
+    places.push_back(
+        {place, place + static_cast<std::uintptr_t>(numel) * size, {op, "offsets" + index}});
+  }
+  check_disjoint(std::move(memory));
+  check_disjoint(std::move(places));
+  return pieces;
+}
+
+ShardSum read_shard_sum(const char* op, const Tensor& out, const std::vector<Tensor>& shards,
+                        double scale) {
+  const core::NumericType out_type = check_numeric(out, {op, "out"});
+  const std::int64_t numel = out.numel();
+  check_flat(out, {op, "out"}, numel);
+  STD_TORCH_CHECK(!shards.empty(), op, ": argument 'shards' is empty; give at least one tensor");
+  STD_TORCH_CHECK(std::isfinite(scale), op, ": scale is ", scale, "; it must be finite");
+  const core::NumericType shard_type = check_numeric(shards[0], {op, "shards[0]"});
+  std::vector<const void*> sources;
+  sources.reserve(shards.size());
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const Argument argument{op, "shards[" + std::to_string(i) + "]"};
+    check_dtype(shards[i], argument, shards[0].scalar_type());
+    check_flat(shards[i], argument, numel);
+    sources.push_back(shards[i].const_data_ptr());
+    const bool in_place = sources.back() == out.const_data_ptr() && shard_type == out_type;
+    if (!in_place) check_disjoint({extent(out, {op, "out"}), extent(shards[i], argument)});
+  }
+  return {out.mutable_data_ptr(),   out_type, std::move(sources), shard_type, numel,
+          static_cast<float>(scale)};
+}
+
+}  // namespace zero_ext::ops

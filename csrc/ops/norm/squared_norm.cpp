@@ -1,0 +1,56 @@
+// zero_ext::squared_norm_ and squared_norm_value: the exact global norm.
+#include "../../core/norm/squared_norm.h"
+
+#include <mutex>
+#include <span>
+
+#include "norm_arg_checks.h"
+
+namespace zero_ext::ops {
+namespace {
+
+using core::Superaccumulator;
+
+using Entries = std::span<std::int64_t, Superaccumulator::kEntries>;
+
+constexpr std::int64_t kGrain = 65536;
+
+void squared_norm(const Tensor& grad, const Tensor& accumulator) {
+  const NormArguments arguments = read_norm_arguments(grad, accumulator);
+  Superaccumulator total;
+  std::mutex mutex;
+  torch::stable::parallel_for(0, grad.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    Superaccumulator part;
+    core::add_squares(arguments.values, arguments.type, begin, end, part);
+    const std::lock_guard lock(mutex);
+    total.merge(part);
+  });
+  total.add_to(Entries(arguments.accumulator, Superaccumulator::kEntries));
+}
+
+Tensor squared_norm_value(const Tensor& accumulator) {
+  constexpr const char* op = "squared_norm_value";
+  double value = 0;
+  check_accumulator(op, accumulator);
+  const Entries entries(accumulator.mutable_data_ptr<std::int64_t>(), Superaccumulator::kEntries);
+  STD_TORCH_CHECK(Superaccumulator::value(entries, value), op,
+                  ": argument 'accumulator' holds a negative sum; it must come from squared_norm_ "
+                  "on a tensor that started as zeros");
+  const Tensor result = torch::stable::empty({}, ScalarType::Double);
+  *result.mutable_data_ptr<double>() = value;
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
+  library.def("squared_norm_(Tensor grad, Tensor(a!) accumulator) -> ()");
+  library.def("squared_norm_value(Tensor accumulator) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
+  library.impl("squared_norm_", TORCH_BOX(&squared_norm));
+  library.impl("squared_norm_value", TORCH_BOX(&squared_norm_value));
+}
+
+}  // namespace zero_ext::ops

@@ -1,0 +1,23 @@
+#include "optimizer_arg_checks.h"
+
+namespace zero_ext::ops {
+
+void check_bounds(const char* op, std::int64_t i, std::int64_t begin, std::int64_t end,
+                  std::int64_t previous, std::int64_t numel) {
+  STD_TORCH_CHECK(begin >= previous && begin <= end && end <= numel, op, ": segments[", i, "] is [",
+                  begin, ", ", end, "); segments must be sorted, disjoint and inside [", previous,
+                  ", ", numel, ")");
+}
+
+void check_fault(const char* op, std::int64_t i, const core::HyperFault& fault) {
+  STD_TORCH_CHECK(fault.field == core::DeviceField::none, op, ": ",
+                  core::text_of(fault.field, core::kDeviceFields), " of hyper[", i, "] is ",
+                  fault.value, "; it must be ", core::text_of(fault.wanted, core::kWantedValues));
+}
+
+float read_scale(const char* op, const Tensor& grad_scale) {
+  check_scale(op, grad_scale);
+  return *grad_scale.const_data_ptr<float>();
+}
+
+}  // namespace zero_ext::ops

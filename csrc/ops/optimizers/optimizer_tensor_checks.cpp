@@ -1,0 +1,75 @@
+#include "optimizer_tensor_checks.h"
+
+namespace zero_ext::ops {
+namespace {
+
+core::NumericType check_moments(const char* op, std::span<const Moment> moments,
+                                std::int64_t numel) {
+  const Moment& first = moments.front();
+  const core::NumericType type = check_numeric(first.tensor, {op, first.name});
+  STD_TORCH_CHECK(type != core::NumericType::float16, op, ": argument '", first.name,
+                  "' has dtype Half; it must be Float or BFloat16");
+  for (const Moment& moment : moments) {
+    check_dtype(moment.tensor, {op, moment.name}, first.tensor.scalar_type());
+    check_flat(moment.tensor, {op, moment.name}, numel);
+  }
+  return type;
+}
+
+}  // namespace
+
+StepTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
+                     const Tensor& grad, const std::optional<Tensor>& param,
+                     const std::optional<Tensor>& non_finite) {
+  check_dtype(master, {op, "master"}, ScalarType::Float);
+  const std::int64_t numel = master.numel();
+  check_flat(master, {op, "master"}, numel);
+  StepTypes types{check_moments(op, moments, numel), check_numeric(grad, {op, "grad"}),
+                  std::nullopt};
+  check_flat(grad, {op, "grad"}, numel);
+  std::vector<Extent> extents{extent(master, {op, "master"})};
+  for (const Moment& moment : moments) {
+    extents.push_back(extent(moment.tensor, {op, moment.name}));
+  }
+  extents.push_back(extent(grad, {op, "grad"}));
+  if (param) {
+    types.param = check_numeric(*param, {op, "param"});
+    check_flat(*param, {op, "param"}, numel);
+    extents.push_back(extent(*param, {op, "param"}));
+  }
+  if (read_flag(op, non_finite) != nullptr) {
+    extents.push_back(extent(*non_finite, {op, "non_finite"}));
+  }
+  check_disjoint(std::move(extents));
+  return types;
+}
+
+std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite) {
+  if (!non_finite) return nullptr;
+  const Argument argument{op, "non_finite"};
+  check_dtype(*non_finite, argument, ScalarType::Int);
+  check_flat(*non_finite, argument, 1);
+  return non_finite->mutable_data_ptr<std::int32_t>();
+}
+
+std::int64_t check_segments(const char* op, const Tensor& segments, const Tensor& hyper,
+                            int columns, const char* names) {
+  check_dtype(segments, {op, "segments"}, ScalarType::Long);
+  check_dtype(hyper, {op, "hyper"}, ScalarType::Double);
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 2, op,
+                  ": argument 'segments' has shape ", shape_text(segments),
+                  "; it must be [S, 2] (begin, end)");
+  const std::int64_t count = segments.size(0);
+  STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(0) == count && hyper.size(1) == columns, op,
+                  ": argument 'hyper' has shape ", shape_text(hyper), "; it must be [", count, ", ",
+                  columns, "] (", names, ")");
+  return count;
+}
+
+void check_scale(const char* op, const Tensor& grad_scale) {
+  check_dtype(grad_scale, {op, "grad_scale"}, ScalarType::Float);
+  STD_TORCH_CHECK(grad_scale.dim() == 0, op, ": argument 'grad_scale' has shape ",
+                  shape_text(grad_scale), "; it must be a 0-d tensor");
+}
+
+}  // namespace zero_ext::ops

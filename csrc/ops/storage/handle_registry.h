@@ -1,0 +1,70 @@
+// The objects behind the int64 handles of ops.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "../torch_stable.h"
+
+namespace zero_ext::ops {
+
+// All open objects of one kind. An op holds a reference while it runs, so closing is safe.
+template <class Object>
+class Registry {
+ public:
+  // The registry of this process; `kind` names it in messages. It is never destroyed, because
+  // threads of objects that nobody closed may outlive static destruction. A forked child starts
+  // with an empty one: the threads behind its parent's objects are not there.
+  static Registry& of_process(const char* kind) {
+    static std::atomic<Registry*> current = nullptr;
+    Registry* found = current.load(std::memory_order_acquire);
+    while (found == nullptr || found->process_ != ::getpid()) {
+      auto fresh = std::make_unique<Registry>(kind);
+      if (current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) {
+        return *fresh.release();
+      }
+    }
+    return *found;
+  }
+
+  explicit Registry(const char* kind) : kind_(kind), process_(::getpid()) {}
+
+  void put(std::int64_t handle, std::shared_ptr<Object> object) {
+    const std::lock_guard lock(mutex_);
+    std::swap(objects_[handle], object);
+  }
+
+  std::shared_ptr<Object> get(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto found = objects_.find(handle);
+    STD_TORCH_CHECK(found != objects_.end(), kind_, ": handle ", handle,
+                    " is not open in this process");
+    return found->second;
+  }
+
+  void remove(std::int64_t handle) {
+    std::unique_lock lock(mutex_);
+    const auto node = objects_.extract(handle);
+    lock.unlock();
+  }
+
+  void clear() {
+    std::map<std::int64_t, std::shared_ptr<Object>> removed;
+    const std::lock_guard lock(mutex_);
+    removed.swap(objects_);
+  }
+
+ private:
+  const char* const kind_;
+  const pid_t process_;
+  std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<Object>> objects_;
+};
+
+}  // namespace zero_ext::ops

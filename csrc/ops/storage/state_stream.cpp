@@ -1,0 +1,169 @@
+// zero_ext::state_stream_*: optimizer state in a store, streamed through a ring of host memory.
+// Streams are int64 handles.
+#include "state_stream.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "../../core/offload/state_read_write.h"
+#include "open_stores.h"
+
+namespace zero_ext::ops {
+namespace {
+
+// All open streams of this process. An op holds a reference while it runs, so closing is safe.
+class Registry {
+ public:
+  void put(std::int64_t handle, std::shared_ptr<StateStream> stream) {
+    const std::lock_guard lock(mutex_);
+    streams_.insert_or_assign(handle, std::move(stream));
+  }
+  std::shared_ptr<StateStream> get(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(handle);
+    STD_TORCH_CHECK(found != streams_.end(), "state_stream: handle ", handle, " is not open");
+    return found->second;
+  }
+  std::shared_ptr<StateStream> remove(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto node = streams_.extract(handle);
+    return node.empty() ? nullptr : node.mapped();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<StateStream>> streams_;
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t ring_bytes,
+                       const std::vector<std::int64_t>& field_bytes,
+                       const std::vector<std::int64_t>& field_elements) {
+  STD_TORCH_CHECK(field_bytes.size() == field_elements.size(),
+                  "state_stream_open: field_bytes has ", field_bytes.size(),
+                  " entries and field_elements ", field_elements.size(), "; both need one a field");
+  std::vector<core::StateField> fields;
+  for (std::size_t i = 0; i < field_bytes.size(); ++i) {
+    fields.push_back({field_bytes[i], field_elements[i]});
+  }
+  registry().put(handle, std::make_shared<StateStream>(store_of(store), ring_bytes, fields));
+}
+
+void state_stream_close(std::int64_t handle) { registry().remove(handle); }
+
+std::int64_t state_stream_chunk_elements(std::int64_t handle) {
+  return registry().get(handle)->chunk_elements;
+}
+
+std::int64_t state_stream_extent_bytes(std::int64_t handle, std::int64_t elements) {
+  return registry().get(handle)->layout(elements).extent_bytes();
+}
+
+void state_stream_fill(std::int64_t handle, std::int64_t offset, const Tensor& master,
+                       const Tensor& counters) {
+  constexpr const char* kOp = "state_stream_fill_";
+  const core::NumericType type = check_numeric(master, {kOp, "master"});
+  check_flat(master, {kOp, "master"}, master.numel());
+  check_counters(counters, kOp);
+  const std::shared_ptr<StateStream> stream = registry().get(handle);
+  add_counters(counters, core::fill_state(
+                             *stream->store, stream->ring, stream->layout(master.numel()), offset,
+                             static_cast<const std::byte*>(master.const_data_ptr()), type));
+}
+
+// The caller's memory for each field of a part; null for fields not in `fields`.
+std::vector<std::byte*> part_memory(const StateStream& stream, const char* op,
+                                    std::int64_t elements, const std::vector<std::int64_t>& fields,
+                                    const std::vector<Tensor>& tensors) {
+  STD_TORCH_CHECK(fields.size() == tensors.size(), op, ": ", fields.size(), " fields and ",
+                  tensors.size(), " tensors; each field needs one");
+  std::vector<std::byte*> memory(stream.fields.size(), nullptr);
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    const Argument argument{op, "tensors[" + std::to_string(i) + "]"};
+    const auto field = static_cast<std::size_t>(fields[i]);
+    STD_TORCH_CHECK(fields[i] >= 0 && field < memory.size() && memory[field] == nullptr, op,
+                    ": fields[", i, "] is ", fields[i], "; each must be one of 0 to ",
+                    memory.size() - 1, ", once");
+    check_layout(tensors[i], argument);
+    const core::StateField& shape = stream.fields[field];
+    const std::int64_t wanted = (elements + shape.elements - 1) / shape.elements * shape.bytes;
+    const std::int64_t bytes =
+        tensors[i].numel() * static_cast<std::int64_t>(tensors[i].element_size());
+    STD_TORCH_CHECK(bytes == wanted, op, ": argument '", argument.name, "' has ", bytes,
+                    " bytes; field ", fields[i], " of ", elements, " elements has ", wanted);
+    // Empty tensors may have no memory, which would mean a field that is not asked for.
+    if (bytes > 0) memory[field] = static_cast<std::byte*>(tensors[i].mutable_data_ptr());
+  }
+  return memory;
+}
+
+template <auto access>
+void access_part(const char* op, std::int64_t handle, std::int64_t offset, std::int64_t elements,
+                 std::int64_t begin, std::int64_t end, const std::vector<std::int64_t>& fields,
+                 const std::vector<Tensor>& tensors, const Tensor& counters) {
+  check_counters(counters, op);
+  const std::shared_ptr<StateStream> stream = registry().get(handle);
+  STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= elements, op, ": elements [", begin, ", ",
+                  end, ") of a range of ", elements);
+  const core::ChunkLayout layout = stream->layout(elements);
+  const core::StatePart part{layout, offset, begin, end,
+                             part_memory(*stream, op, end - begin, fields, tensors)};
+  add_counters(counters, access(*stream->store, stream->ring, part));
+}
+
+void state_stream_read(std::int64_t handle, std::int64_t offset, std::int64_t elements,
+                       std::int64_t begin, std::int64_t end,
+                       const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
+                       const Tensor& counters) {
+  access_part<core::read_state>("state_stream_read_", handle, offset, elements, begin, end, fields,
+                                tensors, counters);
+}
+
+void state_stream_write(std::int64_t handle, std::int64_t offset, std::int64_t elements,
+                        std::int64_t begin, std::int64_t end,
+                        const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
+                        const Tensor& counters) {
+  access_part<core::write_state>("state_stream_write_", handle, offset, elements, begin, end,
+                                 fields, tensors, counters);
+}
+
+}  // namespace
+
+std::shared_ptr<StateStream> stream_of(std::int64_t handle) { return registry().get(handle); }
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
+  library.def(
+      "state_stream_open(int handle, int store, int ring_bytes, int[] field_bytes, "
+      "int[] field_elements) -> ()");
+  library.def("state_stream_close(int handle) -> ()");
+  library.def("state_stream_chunk_elements(int handle) -> SymInt");
+  library.def("state_stream_extent_bytes(int handle, int elements) -> SymInt");
+  library.def(
+      "state_stream_fill_(int handle, int offset, Tensor master, Tensor(a!) counters) -> ()");
+  library.def(
+      "state_stream_read_(int handle, int offset, int elements, int begin, int end, int[] fields, "
+      "Tensor(a!)[] tensors, Tensor(b!) counters) -> ()");
+  library.def(
+      "state_stream_write_(int handle, int offset, int elements, int begin, int end, int[] fields, "
+      "Tensor[] tensors, Tensor(a!) counters) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
+  library.impl("state_stream_open", TORCH_BOX(&state_stream_open));
+  library.impl("state_stream_close", TORCH_BOX(&state_stream_close));
+  library.impl("state_stream_chunk_elements", TORCH_BOX(&state_stream_chunk_elements));
+  library.impl("state_stream_extent_bytes", TORCH_BOX(&state_stream_extent_bytes));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
+  library.impl("state_stream_fill_", TORCH_BOX(&state_stream_fill));
+  library.impl("state_stream_read_", TORCH_BOX(&state_stream_read));
+  library.impl("state_stream_write_", TORCH_BOX(&state_stream_write));
+}
+
+}  // namespace zero_ext::ops

@@ -1,0 +1,42 @@
+// Open state streams, and the counters that their ops add to.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../../core/offload/chunk_layout.h"
+#include "../../core/offload/chunk_pipeline.h"
+#include "../checks.h"
+
+namespace zero_ext::ops {
+
+// A store, the fields of the state that lies in it, and the ring that the state passes through.
+struct StateStream {
+  StateStream(std::shared_ptr<core::ByteStore> in_store, std::int64_t ring_bytes,
+              std::vector<core::StateField> state_fields)
+      : store(std::move(in_store)),
+        fields(std::move(state_fields)),
+        chunk_elements(core::chunk_elements_for(ring_bytes, fields)),
+        ring(ring_bytes) {}
+
+  // Of a range of so many elements.
+  core::ChunkLayout layout(std::int64_t elements) const {
+    return {elements, fields, chunk_elements, store->alignment()};
+  }
+
+  std::shared_ptr<core::ByteStore> store;
+  std::vector<core::StateField> fields;
+  std::int64_t chunk_elements;
+  core::Ring ring;
+};
+
+// The stream with this handle; refuses one that is not open.
+std::shared_ptr<StateStream> stream_of(std::int64_t handle);
+
+// int64 [7]: bytes read, bytes written, padding among each, nanoseconds waiting for reads, waiting
+// for writes, computing.
+void check_counters(const Tensor& counters, const char* op);
+void add_counters(const Tensor& counters, const core::PipelineCounters& passed);
+
+}  // namespace zero_ext::ops

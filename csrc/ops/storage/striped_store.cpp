@@ -1,0 +1,293 @@
+// zero_ext::store_*: bytes on files or block devices, read and written asynchronously. Stores are
+// int64 handles.
+#include "../../core/store/striped_store.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../checks.h"
+#include "open_stores.h"
+
+namespace zero_ext::ops {
+namespace {
+
+// A store and the transfers that nobody has waited for, by the caller's ticket number.
+class OpenStore {
+ public:
+  OpenStore(std::shared_ptr<core::Engine> engine, const std::vector<std::string>& paths,
+            const core::StoreOptions& options)
+      : backend_(engine->options().backend),
+        store_(std::make_shared<core::Store>(std::move(engine), paths, options)) {}
+
+  const std::shared_ptr<core::Store>& store() const { return store_; }
+  core::Backend backend() const { return backend_; }
+
+  void add(std::int64_t number, std::shared_ptr<core::Ticket> ticket) {
+    const std::lock_guard lock(mutex_);
+    tickets_[number].push_back(std::move(ticket));
+  }
+
+  // All of them, failed or not; the first failure is thrown then.
+  void wait(std::int64_t number) {
+    std::exception_ptr failure;
+    for (const auto& ticket : take(number)) {
+      try {
+        ticket->wait();
+      } catch (...) {
+        if (failure == nullptr) failure = std::current_exception();
+      }
+    }
+    if (failure != nullptr) std::rethrow_exception(failure);
+  }
+
+ private:
+  std::vector<std::shared_ptr<core::Ticket>> take(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    auto node = tickets_.extract(number);
+    return node.empty() ? std::vector<std::shared_ptr<core::Ticket>>() : std::move(node.mapped());
+  }
+
+  core::Backend backend_;
+  std::shared_ptr<core::Store> store_;
+  std::mutex mutex_;
+  std::map<std::int64_t, std::vector<std::shared_ptr<core::Ticket>>> tickets_;
+};
+
+// All open stores of this process. An op holds a reference while it runs, so closing is safe.
+class Registry {
+ public:
+  void put(std::int64_t handle, std::shared_ptr<OpenStore> store) {
+    const std::lock_guard lock(mutex_);
+    stores_.insert_or_assign(handle, std::move(store));
+  }
+  std::shared_ptr<OpenStore> get(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto found = stores_.find(handle);
+    STD_TORCH_CHECK(found != stores_.end(), "store: handle ", handle, " is not open");
+    return found->second;
+  }
+  std::shared_ptr<OpenStore> remove(std::int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    auto node = stores_.extract(handle);
+    return node.empty() ? nullptr : std::move(node.mapped());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<OpenStore>> stores_;
+};
+
+Registry& registry() {
+  // Never destroyed: a store that nobody closed would end its threads during static destruction.
+  static Registry& instance = *std::make_unique<Registry>().release();
+  return instance;
+}
+
+core::Backend chosen_backend(const std::string& name) {
+  if (name == "auto") {
+    for (const auto& report : core::probe_backends()) {
+      if (report.available) return report.backend;
+    }
+  }
+  const auto backend = core::backend_by_name(name);
+  STD_TORCH_CHECK(backend.has_value(), "store_open: backend is '", name,
+                  "'; 'auto', 'io_uring', 'libaio' or 'threads' wanted");
+  return *backend;
+}
+
+int small(const char* name, std::int64_t value) {
+  STD_TORCH_CHECK(value >= 1 && value <= 1'000'000, "store_open: ", name, " is ", value,
+                  "; 1 to 1000000 wanted");
+  return static_cast<int>(value);
+}
+
+void store_open(std::int64_t handle, std::vector<std::string> paths, const std::string& backend,
+                std::vector<std::int64_t> engine_sizes, std::int64_t stripe_bytes, bool checksum,
+                bool block_devices) {
+  STD_TORCH_CHECK(engine_sizes.size() == 3, "store_open: engine_sizes has ", engine_sizes.size(),
+                  " entries; queue_depth, block_bytes and submitters wanted");
+  const core::EngineOptions options{.backend = chosen_backend(backend),
+                                    .queue_depth = small("queue_depth", engine_sizes[0]),
+                                    .block_bytes = engine_sizes[1],
+                                    .submitters = small("submitters", engine_sizes[2])};
+  registry().remove(handle);
+  registry().put(handle,
+                 std::make_shared<OpenStore>(core::Engine::make(options), paths,
+                                             core::StoreOptions{.stripe_bytes = stripe_bytes,
+                                                                .checksum = checksum,
+                                                                .block_devices = block_devices}));
+}
+
+void store_reserve(std::int64_t handle, std::int64_t nbytes, bool zeros) {
+  registry().get(handle)->store()->reserve(nbytes, zeros);
+}
+
+std::int64_t store_allocate(std::int64_t handle, std::int64_t nbytes) {
+  return registry().get(handle)->store()->allocate(nbytes);
+}
+
+void store_release(std::int64_t handle, std::int64_t offset) {
+  registry().get(handle)->store()->release(offset);
+}
+
+std::size_t byte_count(const Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
+}
+
+void store_read_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                 std::int64_t ticket) {
+  check_layout(tensor, {"store_read_", "tensor"});
+  const auto open = registry().get(handle);
+  const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->read(offset, into, std::make_shared<Tensor>(tensor)));
+}
+
+void store_write(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                 std::int64_t ticket) {
+  check_layout(tensor, {"store_write", "tensor"});
+  const auto open = registry().get(handle);
+  const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor)));
+}
+
+// cuFile's driver, open while any store uses it.
+std::shared_ptr<core::CuFileDriver> cufile_driver() {
+  static std::mutex mutex;
+  static std::weak_ptr<core::CuFileDriver> current;
+  const std::lock_guard lock(mutex);
+  auto driver = current.lock();
+  if (driver == nullptr) {
+    driver = std::make_shared<core::CuFileDriver>(core::load_cufile());
+    current = driver;
+  }
+  return driver;
+}
+
+// Empty if the libraries are there, else the reason. It starts nothing.
+std::string why_no_cufile() {
+  try {
+    core::load_cufile();
+    return "";
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+void store_open_direct(std::int64_t handle) {
+  registry().get(handle)->store()->open_direct(cufile_driver());
+}
+
+void store_close_direct(std::int64_t handle) { registry().get(handle)->store()->close_direct(); }
+
+void check_contiguous(const char* op, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": argument 'tensor' is not contiguous");
+}
+
+void store_read_direct_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                        std::int64_t ticket) {
+  check_contiguous("store_read_direct_", tensor);
+  const auto open = registry().get(handle);
+  const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->read(offset, into, std::make_shared<Tensor>(tensor),
+                                        core::MemoryKind::kDevice));
+}
+
+void store_write_direct(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                        std::int64_t ticket) {
+  check_contiguous("store_write_direct", tensor);
+  const auto open = registry().get(handle);
+  const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor),
+                                         core::MemoryKind::kDevice));
+}
+
+void store_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handle)->wait(ticket); }
+
+// The backend's name, then path and "why not direct" of each device, each followed by a NUL, which
+// no path holds.
+std::string store_devices(std::int64_t handle) {
+  const auto open = registry().get(handle);
+  std::string text = std::string(core::backend_name(open->backend())) + '\0';
+  for (const auto& device : open->store()->facts().devices) {
+    text += device.path + '\0' + device.why_not_direct + '\0';
+  }
+  return text;
+}
+
+void store_counts_(std::int64_t handle, const Tensor& counts) {
+  const Argument argument{"store_counts_", "counts"};
+  check_dtype(counts, argument, ScalarType::Long);
+  check_flat(counts, argument, 6);
+  const auto open = registry().get(handle);
+  const core::StoreFacts facts = open->store()->facts();
+  auto* const values = static_cast<std::int64_t*>(counts.mutable_data_ptr());
+  values[0] = open->store()->alignment();
+  values[1] = facts.capacity;
+  values[2] = facts.live_bytes;
+  values[3] = facts.bytes_read;
+  values[4] = facts.bytes_written;
+  values[5] = facts.largest_free;
+}
+
+void store_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,
+                        std::int64_t times) {
+  const auto direction = writing ? core::IoDirection::kWrite : core::IoDirection::kRead;
+  registry().get(handle)->store()->inject_fault({direction, after, result, times});
+}
+
+void store_close(std::int64_t handle) { registry().remove(handle); }
+
+}  // namespace
+
+std::shared_ptr<core::ByteStore> store_of(std::int64_t handle) {
+  return registry().get(handle)->store();
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
+  library.def(
+      "store_open(int handle, str[] paths, str backend, int[] engine_sizes, int stripe_bytes, "
+      "bool checksum, bool block_devices) -> ()");
+  library.def("store_reserve(int handle, int nbytes, bool zeros) -> ()");
+  library.def("store_allocate(int handle, int nbytes) -> SymInt");
+  library.def("store_release(int handle, int offset) -> ()");
+  library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
+  library.def("store_write(int handle, Tensor tensor, int offset, int ticket) -> ()");
+  library.def("store_wait(int handle, int ticket) -> ()");
+  library.def("why_no_cufile() -> str");
+  library.def("store_open_direct(int handle) -> ()");
+  library.def("store_close_direct(int handle) -> ()");
+  library.def("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
+  library.def("store_write_direct(int handle, Tensor tensor, int offset, int ticket) -> ()");
+  library.def("store_devices(int handle) -> str");
+  library.def("store_counts_(int handle, Tensor(a!) counts) -> ()");
+  library.def(
+      "store_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");
+  library.def("store_close(int handle) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
+  library.impl("store_open", TORCH_BOX(&store_open));
+  library.impl("store_reserve", TORCH_BOX(&store_reserve));
+  library.impl("store_allocate", TORCH_BOX(&store_allocate));
+  library.impl("store_release", TORCH_BOX(&store_release));
+  library.impl("store_wait", TORCH_BOX(&store_wait));
+  library.impl("why_no_cufile", TORCH_BOX(&why_no_cufile));
+  library.impl("store_open_direct", TORCH_BOX(&store_open_direct));
+  library.impl("store_close_direct", TORCH_BOX(&store_close_direct));
+  // On every device: what they are given are addresses of its memory.
+  library.impl("store_read_direct_", TORCH_BOX(&store_read_direct_));
+  library.impl("store_write_direct", TORCH_BOX(&store_write_direct));
+  library.impl("store_devices", TORCH_BOX(&store_devices));
+  library.impl("store_inject_fault", TORCH_BOX(&store_inject_fault));
+  library.impl("store_close", TORCH_BOX(&store_close));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
+  library.impl("store_read_", TORCH_BOX(&store_read_));
+  library.impl("store_write", TORCH_BOX(&store_write));
+  library.impl("store_counts_", TORCH_BOX(&store_counts_));
+}
+
+}  // namespace zero_ext::ops

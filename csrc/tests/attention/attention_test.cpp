@@ -1,0 +1,289 @@
+#include "../../core/attention/attention.h"
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "../../core/attention/philox.h"
+#include "../../core/attention/score_formula.h"
+#include "../test_support.h"
+
+namespace zero_ext::core {
+namespace {
+
+using testing::available_isas;
+using testing::fresh_generator;
+using testing::normal_values;
+using testing::SelectedIsa;
+
+// `count` threads, each of which is one worker.
+Workers workers(std::int64_t count) {
+  return {count, [](std::int64_t each, const std::function<void(std::int64_t)>& work) {
+            std::vector<std::jthread> running;
+            for (std::int64_t i = 0; i < each; ++i) running.emplace_back([&work, i] { work(i); });
+          }};
+}
+
+template <class T>
+constexpr NumericType kTypeOf = NumericType::float32;
+template <>
+constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
+template <>
+constexpr NumericType kTypeOf<Float16> = NumericType::float16;
+
+// Inputs with a layout of one in `one_in` blocks, and what the kernels make of them.
+template <class T>
+struct Case {
+  std::int64_t batch = 2, heads = 2, key_heads = 1, queries = 77, keys = 90, dim = 24, block;
+  std::vector<T> query, key, value, grad_output, output, grad_query, grad_key, grad_value;
+  std::vector<std::int32_t> pointers{0}, columns;
+  std::vector<float> logsumexp, grad_bias, bias;
+  AttentionProblem problem;
+
+  explicit Case(std::mt19937_64& generator, std::int64_t block_length = 32,
+                std::uint64_t one_in = 2)
+      : block(block_length) {
+    const auto rows = [&](std::int64_t head_count, std::int64_t length) {
+      return normal_values<T>(generator,
+                              static_cast<std::size_t>(batch * head_count * length * dim));
+    };
+    query = rows(heads, queries);
+    grad_output = rows(heads, queries);
+    key = rows(key_heads, keys);
+    value = rows(key_heads, keys);
+    bias = normal_values<float>(generator, static_cast<std::size_t>(heads * keys));
+    const std::int64_t row_blocks = (queries + block - 1) / block;
+    for (std::int64_t row = 0; row < row_blocks; ++row) {
+      for (std::int64_t column = 0; column * block < keys; ++column) {
+        if (generator() % one_in == 0) columns.push_back(static_cast<std::int32_t>(column));
+      }
+      pointers.push_back(static_cast<std::int32_t>(columns.size()));
+    }
+    problem.type = kTypeOf<T>;
+    problem.batch = batch;
+    problem.heads = heads;
+    problem.key_heads = key_heads;
+    problem.query_length = queries;
+    problem.key_length = keys;
+    problem.head_dim = dim;
+    problem.query = view(query.data(), heads, queries);
+    problem.key = view(key.data(), key_heads, keys);
+    problem.value = view(value.data(), key_heads, keys);
+    problem.layout = {pointers.data(), columns.data(), 1, row_blocks, block};
+    problem.bias = {bias.data(), NumericType::float32, {1, heads, 1, keys}, {0, keys, 0, 1}};
+    problem.scale = 0.3F;
+    problem.causal = true;
+    problem.dropout = 0.25;
+    problem.seed = generator();
+  }
+
+  RowsView view(const T* data, std::int64_t head_count, std::int64_t length) const {
+    return {data, head_count * length * dim, length * dim, dim};
+  }
+
+  void run(std::int64_t threads) {
+    // What is not written stays a NaN.
+    const auto poison = [](auto& values, std::size_t count) {
+      using Value = std::decay_t<decltype(values[0])>;
+      values.assign(count, from_float<Value>(std::numeric_limits<float>::quiet_NaN()));
+    };
+    poison(output, query.size());
+    poison(grad_query, query.size());
+    poison(grad_key, key.size());
+    poison(grad_value, value.size());
+    poison(logsumexp, static_cast<std::size_t>(batch * heads * queries));
+    poison(grad_bias, bias.size());
+    attention_forward(problem, {output.data(), logsumexp.data()}, workers(threads));
+    attention_backward(
+        problem,
+        {view(grad_output.data(), heads, queries), view(output.data(), heads, queries),
+         logsumexp.data(), grad_query.data(), grad_key.data(), grad_value.data(),
+         problem.bias.data == nullptr ? nullptr : grad_bias.data()},
+        workers(threads));
+  }
+
+  bool sees(std::int64_t query_index, std::int64_t key_index) const {
+    const auto row = static_cast<std::size_t>(query_index / block);
+    const auto first = columns.begin() + pointers[row];
+    const auto last = columns.begin() + pointers[row + 1];
+    return std::find(first, last, key_index / block) != last &&
+           key_index <= query_index + keys - queries;
+  }
+};
+
+double dot(const auto* a, const auto* b, std::int64_t count) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    sum += static_cast<double>(to_float(a[i])) * static_cast<double>(to_float(b[i]));
+  }
+  return sum;
+}
+
+struct Exact {
+  std::vector<double> output, grad_query, grad_key, grad_value, grad_bias;
+};
+
+// One query after the other, by the definition, in double.
+template <class T>
+Exact definition(const Case<T>& given) {
+  Exact exact{std::vector<double>(given.query.size()), std::vector<double>(given.query.size()),
+              std::vector<double>(given.key.size()), std::vector<double>(given.key.size()),
+              std::vector<double>(given.bias.size())};
+  const std::int64_t dim = given.dim;
+  for (std::int64_t owner = 0; owner < given.batch * given.heads; ++owner) {
+    const std::int64_t head = owner % given.heads;
+    const std::int64_t group = given.heads / given.key_heads;
+    const std::int64_t first_key =
+        (owner / given.heads * given.key_heads + head / group) * given.keys;
+    for (std::int64_t i = 0; i < given.queries; ++i) {
+      const std::int64_t row = (owner * given.queries + i) * dim;
+      std::vector<std::int64_t> seen;
+      std::vector<double> weights, kept;
+      for (std::int64_t j = 0; j < given.keys; ++j) {
+        if (!given.sees(i, j)) continue;
+        const Philox4 words =
+            dropout_words({given.problem.seed, 0, static_cast<std::uint32_t>(owner)},
+                          static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(j / 4 * 4));
+        seen.push_back(j);
+        kept.push_back(words.words[j % 4] < drop_threshold(given.problem.dropout)
+                           ? 0
+                           : 1 / (1 - given.problem.dropout));
+        const double product =
+            dot(given.query.data() + row, given.key.data() + (first_key + j) * dim, dim);
+        weights.push_back(std::exp(
+            product * static_cast<double>(given.problem.scale) +
+            static_cast<double>(given.bias[static_cast<std::size_t>(head * given.keys + j)])));
+      }
+      const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+      double delta = 0;
+      std::vector<double> products;
+      for (std::size_t s = 0; s < seen.size(); ++s) {
+        const std::int64_t at = (first_key + seen[s]) * dim;
+        weights[s] /= sum;
+        products.push_back(kept[s] *
+                           dot(given.grad_output.data() + row, given.value.data() + at, dim));
+        delta += weights[s] * products[s];
+        for (std::int64_t d = 0; d < dim; ++d) {
+          const auto in = static_cast<std::size_t>(at + d), out = static_cast<std::size_t>(row + d);
+          const double weight = weights[s] * kept[s];
+          exact.output[out] += weight * static_cast<double>(to_float(given.value[in]));
+          exact.grad_value[in] += weight * static_cast<double>(to_float(given.grad_output[out]));
+        }
+      }
+      for (std::size_t s = 0; s < seen.size(); ++s) {
+        const double slope = weights[s] * (products[s] - delta);
+        exact.grad_bias[static_cast<std::size_t>(head * given.keys + seen[s])] += slope;
+        for (std::int64_t d = 0; d < dim; ++d) {
+          const auto in = static_cast<std::size_t>((first_key + seen[s]) * dim + d);
+          const auto out = static_cast<std::size_t>(row + d);
+          const double scaled = slope * static_cast<double>(given.problem.scale);
+          exact.grad_query[out] += scaled * static_cast<double>(to_float(given.key[in]));
+          exact.grad_key[in] += scaled * static_cast<double>(to_float(given.query[out]));
+        }
+      }
+    }
+  }
+  return exact;
+}
+
+template <class T>
+void expect_near(const std::vector<T>& found, const std::vector<double>& exact, double tolerance) {
+  ASSERT_EQ(found.size(), exact.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    ASSERT_NEAR(static_cast<double>(to_float(found[i])), exact[i], tolerance) << "at " << i;
+  }
+}
+
+template <class T>
+void compare(std::mt19937_64& generator, double tolerance) {
+  Case<T> given(generator);
+  const Exact exact = definition(given);
+  for (const std::int64_t threads : {1, 3}) {
+    given.run(threads);
+    expect_near(given.output, exact.output, tolerance);
+    expect_near(given.grad_query, exact.grad_query, tolerance);
+    expect_near(given.grad_key, exact.grad_key, tolerance);
+    expect_near(given.grad_value, exact.grad_value, tolerance);
+    expect_near(given.grad_bias, exact.grad_bias, 4 * tolerance);
+  }
+}
+
+TEST(Attention, MatchesTheDefinition) {
+  auto generator = fresh_generator();
+  for (const Isa isa : available_isas()) {
+    const SelectedIsa selected(isa);
+    compare<float>(generator, 2e-5);
+    compare<BFloat16>(generator, 0.15);
+    compare<Float16>(generator, 0.02);
+  }
+}
+
+void expect_the_same_for_any_threads(Case<float>& given) {
+  for (const Isa isa : available_isas()) {
+    const SelectedIsa selected(isa);
+    given.run(1);
+    const Case<float> alone = given;
+    for (const std::int64_t threads : {2, 3, 16}) {
+      given.run(threads);
+      EXPECT_EQ(given.output, alone.output);
+      EXPECT_EQ(given.grad_query, alone.grad_query);
+      EXPECT_EQ(given.grad_key, alone.grad_key);
+      EXPECT_EQ(given.grad_value, alone.grad_value);
+      if (given.problem.bias.data != nullptr) {
+        EXPECT_EQ(given.grad_bias, alone.grad_bias);
+      }
+    }
+  }
+}
+
+// The passes that workers share differ with their number; a worker more than there is work too.
+TEST(Attention, ThreadsDoNotChangeABit) {
+  auto generator = fresh_generator();
+  Case<float> given(generator);
+  expect_the_same_for_any_threads(given);
+}
+
+// Blocks that share a panel with the diagonal for one number of threads, and not for another.
+TEST(Attention, ThreadsDoNotChangeABitWithoutABias) {
+  auto generator = fresh_generator();
+  for (const std::int64_t block : {16, 32}) {
+    Case<float> given(generator, block, 1);
+    given.problem.bias = {};
+    given.problem.dropout = 0;
+    expect_the_same_for_any_threads(given);
+  }
+}
+
+TEST(Attention, FaultsOfALayoutAreNamed) {
+  const std::vector<std::int32_t> columns{0, 2, 1};
+  const auto fault = [&](std::vector<std::int32_t> pointers) {
+    return layout_fault({pointers.data(), columns.data(), 1, 2, 16}, 3, 3);
+  };
+  EXPECT_EQ(fault({0, 2, 3}), "");
+  EXPECT_NE(fault({0, 4, 3}).find("'row_pointers' has 0 at [0, 0] and 4"), std::string::npos);
+  EXPECT_NE(fault({0, 3, 3}).find("'columns' has 1 at 2, in row [0, 0]"), std::string::npos);
+  EXPECT_NE(fault({2, 1, 3}).find("'row_pointers' has 2"), std::string::npos);
+  EXPECT_NE(fault({-1, 1, 3}).find("'row_pointers' has -1"), std::string::npos);
+}
+
+// The known answers of Random123 (Salmon et al. 2011).
+TEST(Philox, GivesTheKnownAnswers) {
+  const Philox4 zeros = philox4x32({{0, 0, 0, 0}}, 0);
+  EXPECT_EQ(zeros.words[0], 0x6627E8D5U);
+  EXPECT_EQ(zeros.words[3], 0x9B00DBD8U);
+  const Philox4 pi =
+      philox4x32({{0x243F6A88U, 0x85A308D3U, 0x13198A2EU, 0x03707344U}}, 0x299F31D0A4093822U);
+  EXPECT_EQ(pi.words[0], 0xD16CFE09U);
+  EXPECT_EQ(pi.words[1], 0x94FDCCEBU);
+  EXPECT_EQ(pi.words[2], 0x5001E420U);
+  EXPECT_EQ(pi.words[3], 0x24126EA1U);
+}
+
+TEST(Dropout, TheThresholdIsThePartThatIsDropped) {
+  EXPECT_EQ(drop_threshold(0.0), 0U);
+  EXPECT_EQ(drop_threshold(0.5), 0x80000000U);
+  EXPECT_EQ(drop_threshold(std::nextafter(1.0, 0.0)), 0xFFFFFFFFU);
+}
+
+}  // namespace
+}  // namespace zero_ext::core
