@@ -50,19 +50,19 @@ void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t num
                   shape_text(tensor), "; it must be one-dimensional with ", numel, " elements");
 }
 
-Extent extent(const Tensor& tensor, const Argument& argument) {
+MemoryRange memory_range(const Tensor& tensor, const Argument& argument) {
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   const auto bytes = static_cast<std::uintptr_t>(tensor.numel()) * tensor.element_size();
   return {begin, begin + bytes, argument};
 }
 
-void check_disjoint(std::vector<Extent> extents) {
-  std::erase_if(extents, [](const Extent& each) { return each.begin == each.end; });
-  std::sort(extents.begin(), extents.end(),
-            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (std::size_t i = 1; i < extents.size(); ++i) {
-    STD_TORCH_CHECK(extents[i].begin >= extents[i - 1].end, label(extents[i].argument),
-                    "overlaps the memory of argument '", extents[i - 1].argument.name,
+void check_disjoint(std::vector<MemoryRange> ranges) {
+  std::erase_if(ranges, [](const MemoryRange& each) { return each.begin == each.end; });
+  std::sort(ranges.begin(), ranges.end(),
+            [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    STD_TORCH_CHECK(ranges[i].begin >= ranges[i - 1].end, label(ranges[i].argument),
+                    "overlaps the memory of argument '", ranges[i - 1].argument.name,
                     "'; give each its own memory");
   }
 }

@@ -20,7 +20,7 @@ struct Argument {
 };
 
 // The bytes a tensor's elements occupy.
-struct Extent {
+struct MemoryRange {
   std::uintptr_t begin;
   std::uintptr_t end;
   Argument argument;
@@ -47,9 +47,9 @@ core::NumericType check_numeric(const Tensor& tensor, const Argument& argument);
 // One-dimensional with `numel` elements.
 void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t numel);
 
-Extent extent(const Tensor& tensor, const Argument& argument);
+MemoryRange memory_range(const Tensor& tensor, const Argument& argument);
 
 // No two non-empty extents share a byte.
-void check_disjoint(std::vector<Extent> extents);
+void check_disjoint(std::vector<MemoryRange> ranges);
 
 }  // namespace zero_ext::ops

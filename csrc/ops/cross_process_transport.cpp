@@ -10,11 +10,11 @@
 namespace zero_ext::ops {
 namespace {
 
-Registry<core::HostExchange>& registry() {
-  return Registry<core::HostExchange>::of_process("host_exchange");
+HandleRegistry<core::CrossProcessTransport>& registry() {
+  return HandleRegistry<core::CrossProcessTransport>::of_process("host_exchange");
 }
 
-std::shared_ptr<void> keep(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
+std::shared_ptr<void> owner_of(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
 
 std::size_t nbytes(const Tensor& tensor) {
   return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
@@ -26,19 +26,20 @@ void host_exchange_open(std::int64_t handle, const std::string& name, std::int64
                   world_size, "; 1 to 1024 wanted");
   STD_TORCH_CHECK(rank >= 0 && rank < world_size, "host_exchange_open: rank is ", rank, " of ",
                   world_size);
-  registry().put(handle, std::make_shared<core::HostExchange>(
+  registry().put(handle, std::make_shared<core::CrossProcessTransport>(
                              name, static_cast<int>(rank), static_cast<int>(world_size), create));
 }
 
 bool host_exchange_connect(std::int64_t handle) { return registry().get(handle)->connect(); }
 
-void host_exchange_unlink(const std::string& name) { core::HostSegment::unlink(name); }
+void host_exchange_unlink(const std::string& name) { core::SharedMemorySegment::unlink(name); }
 
 void host_exchange_send(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
                         std::int64_t tag) {
   check_layout(tensor, {"host_exchange_send", "tensor"});
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  registry().get(handle)->send(static_cast<int>(peer), {data, nbytes(tensor)}, tag, keep(tensor));
+  registry().get(handle)->send(static_cast<int>(peer), {data, nbytes(tensor)}, tag,
+                               owner_of(tensor));
 }
 
 void host_exchange_receive(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
@@ -46,18 +47,19 @@ void host_exchange_receive(std::int64_t handle, std::int64_t peer, const Tensor&
   check_layout(tensor, {"host_exchange_receive", "tensor"});
   auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
   registry().get(handle)->receive(static_cast<int>(peer), {data, nbytes(tensor)}, tag,
-                                  keep(tensor));
+                                  owner_of(tensor));
 }
 
 void host_exchange_wait(std::int64_t handle, std::int64_t peer, std::int64_t count, bool receiving,
                         double timeout_seconds) {
-  const auto direction = receiving ? core::Direction::kReceive : core::Direction::kSend;
+  const auto direction =
+      receiving ? core::MessageDirection::kReceive : core::MessageDirection::kSend;
   registry().get(handle)->wait(static_cast<int>(peer), direction, static_cast<std::uint64_t>(count),
                                std::chrono::duration<double>(timeout_seconds));
 }
 
 void host_exchange_give_up(std::int64_t handle, const std::string& reason) {
-  registry().get(handle)->give_up(reason);
+  registry().get(handle)->abort(reason);
 }
 
 void host_exchange_close(std::int64_t handle) { registry().remove(handle); }

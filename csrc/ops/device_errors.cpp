@@ -8,7 +8,7 @@ namespace zero_ext::ops {
 namespace {
 
 // The CPU's ops raise their errors themselves.
-void take_device_error(const Tensor& record) {
+void pop_device_error(const Tensor& record) {
   std::fill_n(check_device_error("take_device_error_", record), core::kDeviceErrorWords, 0);
 }
 
@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("take_device_error_", TORCH_BOX(&take_device_error));
+  library.impl("take_device_error_", TORCH_BOX(&pop_device_error));
   library.impl("device_error_text", TORCH_BOX(&device_error_text));
 }
 

@@ -90,10 +90,10 @@ def _compress(terms: str) -> float | None:
 # Bytes per element that the main loop of a kernel moves, by its template and the arguments of that; None of a
 # kernel without one. Scales that all lanes of a warp read are no bytes of an element's.
 FAMILIES: dict[str, Callable[..., float | None]] = {
-    "FlatStep": _step,
+    "OptimizerStep": _step,
     "AdamBlocks": lambda grad, param: 8 + 4 + SIZES[grad] + SIZES[param],
     "AddLambSquares": lambda moment, grad: 4 + 2 * SIZES[moment] + SIZES[grad],
-    "MovePieces": _move,
+    "MoveSegments": _move,
     "SumShards": lambda target, source: SIZES[source],
     "FlagNonFinite": lambda values: SIZES[values],
     "AddSquares": lambda values: SIZES[values],

@@ -34,11 +34,11 @@ def code_of(text: str) -> Code:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("FlatStep<AdamRule, BFloat16, float, NoParam>", 8 + 8 + 4),
-        ("FlatStep<AdamRule, float, BFloat16, Float16>", 8 + 16 + 2 + 2),
-        ("FlatStep<LionRule, BFloat16, Float16, BFloat16>", 8 + 4 + 2 + 2),
-        ("MovePieces<float, BFloat16, AccumulateElement>", 8 + 2),
-        ("MovePieces<float, BFloat16, UnpackElement>", 4 + 2),
+        ("OptimizerStep<AdamRule, BFloat16, float, NoParam>", 8 + 8 + 4),
+        ("OptimizerStep<AdamRule, float, BFloat16, Float16>", 8 + 16 + 2 + 2),
+        ("OptimizerStep<LionRule, BFloat16, Float16, BFloat16>", 8 + 4 + 2 + 2),
+        ("MoveSegments<float, BFloat16, AccumulateElement>", 8 + 2),
+        ("MoveSegments<float, BFloat16, UnpackElement>", 4 + 2),
         ("AdamBlocks<BFloat16, NoParam>", 8 + 4 + 2),
         ("QuantizeIntegers<IntegerValues<BFloat16>, IntegerCode<4, true>>", 2 + 1 / 2),
         ("QuantizeIntegers<IntegerSum<4, false>, IntegerCode<8, false>>", 1 / 2),
@@ -60,7 +60,7 @@ def test_a_kernel_moves_what_its_types_say(dump: str, name: str, wanted: float) 
 
 def test_a_narrow_access_in_the_main_loop_is_counted(dump: str) -> None:
     text = dump.format(architecture="sm_90", called="0xe0", width=".64")
-    found = streams.stream("MovePieces<float, float, PackElement>", code_of(text))
+    found = streams.stream("MoveSegments<float, float, PackElement>", code_of(text))
     assert found is not None and found.narrow == 1
 
 

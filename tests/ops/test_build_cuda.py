@@ -86,7 +86,9 @@ def test_who_waits_for_a_build_that_fails_fails_with_it(
     first = start_build(tmp_path)
     first.wait_for(calls)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"flat\.cu failed with status 2; the last of 101 lines") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"flat_buffer\.cu failed with status 2; the last of 101 lines"
+    ) as caught:
         obtain()
     status, errors = first.end()
     assert status == 1 and str(caught.value) in errors

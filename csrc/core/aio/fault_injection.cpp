@@ -21,7 +21,7 @@ void FaultPlan::add(const FaultRule& rule) {
 std::int64_t FaultPlan::apply(IoDirection direction, std::int64_t result) {
   if (!armed_.load(std::memory_order_acquire)) return result;
   const std::lock_guard lock(mutex_);
-  std::int64_t taken_for = result;
+  std::int64_t adjusted = result;
   for (FaultRule& rule : rules_) {
     if (rule.direction != direction) continue;
     if (rule.after > 0) {
@@ -29,11 +29,11 @@ std::int64_t FaultPlan::apply(IoDirection direction, std::int64_t result) {
       continue;
     }
     --rule.times;
-    taken_for = rule.result < 0 ? rule.result : std::min(taken_for, rule.result);
+    adjusted = rule.result < 0 ? rule.result : std::min(adjusted, rule.result);
   }
   std::erase_if(rules_, [](const FaultRule& rule) { return rule.times == 0; });
   armed_.store(!rules_.empty(), std::memory_order_release);
-  return taken_for;
+  return adjusted;
 }
 
 }  // namespace zero_ext::core

@@ -14,10 +14,10 @@ namespace {
 using namespace std::chrono_literals;
 
 // Waits of 0, 1, 2, 4 ... 64 ms: a condition that outlasts them, a third of a second, is an error.
-constexpr int kMostAttempts = 10;
+constexpr int kMaxAttempts = 10;
 constexpr auto kLongestPause = 64ms;
 
-bool passes_by_itself(std::int64_t error) { return error == EINTR || error == EAGAIN; }
+bool is_transient(std::int64_t error) { return error == EINTR || error == EAGAIN; }
 
 std::string errno_text(std::int64_t error) {
   return std::generic_category().message(static_cast<int>(error)) + " (errno " +
@@ -32,10 +32,10 @@ void fail(const TransferShare& share, const std::string& reason) {
 
 }  // namespace
 
-Submitter::Submitter(std::unique_ptr<BlockQueue> queue, std::shared_ptr<FaultPlan> faults)
+Submitter::Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults)
     : faults_(std::move(faults)),
       queue_(std::move(queue)),
-      slots_(queue_->room()),
+      slots_(queue_->capacity()),
       thread_([this] { run(); }) {}
 
 Submitter::~Submitter() {
@@ -59,20 +59,20 @@ void Submitter::enqueue(TransferShare share) {
 
 void Submitter::run() {
   try {
-    serve();
+    process_shares();
   } catch (const std::exception& error) {
-    break_down(error.what());
+    fail_all(error.what());
   }
 }
 
-void Submitter::serve() {
+void Submitter::process_shares() {
   for (auto index = static_cast<std::uint32_t>(slots_.size()); index-- > 0;) {
     free_.push_back(index);
   }
   while (fill()) {
     completions_.clear();
     queue_->reap(completions_);
-    for (const BlockCompletion& completion : completions_) judge(completion);
+    for (const BlockCompletion& completion : completions_) handle_completion(completion);
     back_off();
   }
 }
@@ -80,11 +80,11 @@ void Submitter::serve() {
 // Hands the queue all it may hold; false when nothing is left and nothing will come.
 bool Submitter::fill() {
   requests_.clear();
-  for (const std::uint32_t index : again_) start(index);
-  again_.clear();
+  for (const std::uint32_t index : retries_) start(index);
+  retries_.clear();
   bool finished = false;
   while (!free_.empty()) {
-    if (!current_ && !take_share()) {
+    if (!current_ && !acquire_share()) {
       const std::lock_guard lock(mutex_);
       finished = stopping_ && shares_.empty();
       break;
@@ -106,7 +106,7 @@ bool Submitter::fill() {
   return !finished || free_.size() < slots_.size();
 }
 
-bool Submitter::take_share() {
+bool Submitter::acquire_share() {
   const std::lock_guard lock(mutex_);
   starved_ = shares_.empty();
   if (starved_) return false;
@@ -121,7 +121,7 @@ void Submitter::start(std::uint32_t index) {
                        slot.transfer->direction(), slot.block.offset, slot.block.memory});
 }
 
-void Submitter::judge(const BlockCompletion& completion) {
+void Submitter::handle_completion(const BlockCompletion& completion) {
   if (!completion.reason.empty()) {
     end(completion.slot, completion.reason);
     return;
@@ -133,20 +133,20 @@ void Submitter::judge(const BlockCompletion& completion) {
     end(completion.slot, "");
   } else if (result > 0) {
     advance(slot, static_cast<std::size_t>(result));
-    again_.push_back(completion.slot);
+    retries_.push_back(completion.slot);
   } else if (result == 0) {
     end(completion.slot,
         direction == IoDirection::kRead
             ? "the file ends (it has " + std::to_string(slot.transfer->file().size()) + " bytes)"
             : "the kernel takes no more bytes there");
-  } else if (!passes_by_itself(-result)) {
+  } else if (!is_transient(-result)) {
     end(completion.slot, errno_text(-result));
-  } else if (++slot.attempts == kMostAttempts) {
+  } else if (++slot.attempts == kMaxAttempts) {
     end(completion.slot,
-        errno_text(-result) + ", " + std::to_string(kMostAttempts) + " times in succession");
+        errno_text(-result) + ", " + std::to_string(kMaxAttempts) + " times in succession");
   } else {
-    most_attempts_ = std::max(most_attempts_, slot.attempts);
-    again_.push_back(completion.slot);
+    max_attempts_ = std::max(max_attempts_, slot.attempts);
+    retries_.push_back(completion.slot);
   }
 }
 
@@ -168,15 +168,15 @@ void Submitter::end(std::uint32_t index, const std::string& reason) {
 }
 
 void Submitter::back_off() {
-  if (most_attempts_ > 1) {
+  if (max_attempts_ > 1) {
     std::this_thread::sleep_for(std::min<std::chrono::milliseconds>(
-        std::chrono::milliseconds(1 << (most_attempts_ - 2)), kLongestPause));
+        std::chrono::milliseconds(1 << (max_attempts_ - 2)), kLongestPause));
   }
-  most_attempts_ = 0;
+  max_attempts_ = 0;
 }
 
 // The queue is of no use any more: all that was asked of it, and all that will be, has failed.
-void Submitter::break_down(const std::string& reason) {
+void Submitter::fail_all(const std::string& reason) {
   const std::lock_guard lock(mutex_);
   broken_ = "the queue of the I/O engine broke: " + reason;
   queue_.reset();

@@ -28,7 +28,7 @@ struct TransferShare {
 class Submitter {
  public:
   // Keeps the queue full.
-  Submitter(std::unique_ptr<BlockQueue> queue, std::shared_ptr<FaultPlan> faults);
+  Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults);
 
   // Ends when all that was enqueued has.
   ~Submitter();
@@ -43,28 +43,28 @@ class Submitter {
   };
 
   void run();
-  void serve();
+  void process_shares();
   bool fill();
-  bool take_share();
+  bool acquire_share();
   void start(std::uint32_t index);
-  void judge(const BlockCompletion& completion);
+  void handle_completion(const BlockCompletion& completion);
   void advance(Slot& slot, std::size_t moved);
   void end(std::uint32_t index, const std::string& reason);
   void back_off();
-  void break_down(const std::string& reason);
+  void fail_all(const std::string& reason);
 
   const std::shared_ptr<FaultPlan> faults_;
-  std::unique_ptr<BlockQueue> queue_;
+  std::unique_ptr<IoQueue> queue_;
 
   // Of the thread alone.
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
   std::vector<std::uint32_t>
-      again_;  // slots whose block, or the rest of it, goes to the queue anew
+      retries_;  // slots whose block, or the rest of it, goes to the queue anew
   std::vector<BlockRequest> requests_;
   std::vector<BlockCompletion> completions_;
   std::optional<TransferShare> current_;
-  int most_attempts_ = 0;  // of the blocks to retry
+  int max_attempts_ = 0;  // of the blocks to retry
 
   std::mutex mutex_;
   std::deque<TransferShare> shares_;

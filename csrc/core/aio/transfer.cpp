@@ -17,7 +17,7 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
 
 Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
     : request_(std::move(request)), process_(::getpid()) {
-  const File& file = *request_.file;
+  const IoFile& file = *request_.file;
   const auto length = static_cast<std::int64_t>(request_.memory.size());
   block_bytes_ = round_up(block_bytes, file.alignment());
   body_ = length;
@@ -25,7 +25,7 @@ Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
     const std::int64_t head =
         std::min(length, round_up(request_.offset, file.alignment()) - request_.offset);
     const std::int64_t body = (length - head) / file.alignment() * file.alignment();
-    if (body > 0 && file.reaches(request_.memory.subspan(static_cast<std::size_t>(head)))) {
+    if (body > 0 && file.is_dma_aligned(request_.memory.subspan(static_cast<std::size_t>(head)))) {
       head_ = head;
       body_ = body;
       body_direct_ = true;
@@ -41,18 +41,18 @@ Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
 }
 
 Block Transfer::block(std::int64_t index) const {
-  const auto piece = [this](std::int64_t begin, std::int64_t end, bool direct) {
+  const auto make_block = [this](std::int64_t begin, std::int64_t end, bool direct) {
     const auto memory = request_.memory.subspan(static_cast<std::size_t>(begin),
                                                 static_cast<std::size_t>(end - begin));
     return Block{request_.offset + begin, memory, direct};
   };
-  if (head_ > 0 && index-- == 0) return piece(0, head_, false);
+  if (head_ > 0 && index-- == 0) return make_block(0, head_, false);
   const std::int64_t begin = head_ - phase_ + index * block_bytes_;
   const std::int64_t tail = head_ + body_;
   if (begin < tail) {
-    return piece(std::max(begin, head_), std::min(begin + block_bytes_, tail), body_direct_);
+    return make_block(std::max(begin, head_), std::min(begin + block_bytes_, tail), body_direct_);
   }
-  return piece(tail, static_cast<std::int64_t>(request_.memory.size()), false);
+  return make_block(tail, static_cast<std::int64_t>(request_.memory.size()), false);
 }
 
 void Transfer::end_blocks(std::int64_t count, const std::string& reason) {

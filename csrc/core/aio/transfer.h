@@ -10,8 +10,8 @@
 #include <span>
 #include <string>
 
-#include "file.h"
 #include "io_direction.h"
+#include "io_file.h"
 #include "transfer_handle.h"
 
 namespace zero_ext::core {
@@ -25,7 +25,7 @@ struct Block {
 
 // What a caller asks for.
 struct TransferRequest {
-  std::shared_ptr<File> file;
+  std::shared_ptr<IoFile> file;
   IoDirection direction;
   std::int64_t offset;
   std::span<std::byte> memory;
@@ -33,11 +33,11 @@ struct TransferRequest {
 };
 
 // Blocks end in any order and on any thread; the transfer ends with the last of them.
-class Transfer final : public Ticket {
+class Transfer final : public TransferHandle {
  public:
   Transfer(TransferRequest request, std::int64_t block_bytes);
 
-  const File& file() const { return *request_.file; }
+  const IoFile& file() const { return *request_.file; }
   IoDirection direction() const { return request_.direction; }
 
   std::int64_t blocks() const { return blocks_; }

@@ -4,9 +4,9 @@
 namespace zero_ext::core {
 
 // The memory of a transfer belongs to it until wait() has returned or thrown.
-class Ticket {
+class TransferHandle {
  public:
-  virtual ~Ticket() = default;
+  virtual ~TransferHandle() = default;
 
   // Whether wait() would not block.
   virtual bool done() const = 0;

@@ -7,13 +7,13 @@
 
 namespace zero_ext::core {
 
-class Descriptor {
+class UniqueFd {
  public:
-  Descriptor() = default;
-  explicit Descriptor(int value) : value_(value) {}
-  ~Descriptor() { reset(); }
-  Descriptor(Descriptor&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
+  UniqueFd() = default;
+  explicit UniqueFd(int value) : value_(value) {}
+  ~UniqueFd() { reset(); }
+  UniqueFd(UniqueFd&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept {
     reset();
     value_ = std::exchange(other.value_, -1);
     return *this;

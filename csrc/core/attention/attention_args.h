@@ -7,8 +7,8 @@
 
 namespace zero_ext::core {
 
-inline constexpr std::int64_t kLeastHeadDim = 16;
-inline constexpr std::int64_t kMostHeadDim = 256;
+inline constexpr std::int64_t kMinHeadDim = 16;
+inline constexpr std::int64_t kMaxHeadDim = 256;
 inline constexpr std::int64_t kHeadDimStep = 8;
 
 // Elements [batch, head, row, head dim] with stride 1 in the last dimension; strides in elements.

@@ -273,7 +273,7 @@ struct AttentionBackward {
   static void write_rows(const float* sums, std::int64_t rows, std::int64_t head_dim, float factor,
                          void* target) {
     const std::int64_t dim = padded_dim(head_dim);
-    float row[kMostHeadDim];
+    float row[kMaxHeadDim];
     for (std::int64_t r = 0; r < rows; ++r) {
       for (std::int64_t d = 0; d < head_dim; ++d) row[d] = sums[r * dim + d] * factor;
       Packs::store(row, head_dim, static_cast<T*>(target) + r * head_dim);

@@ -11,7 +11,7 @@ std::string device_error_text(const DeviceErrorRecord& record) {
   std::snprintf(value, sizeof(value), "%.15g", error.value);
   return std::string(text_of(error.op, kDeviceOps)) + ": " + text_of(error.field, kDeviceFields) +
          " of " + text_of(error.argument, kDeviceArguments) + "[" + std::to_string(error.index) +
-         "]: expected " + text_of(error.wanted, kWantedValues) + ", got " + value + ".";
+         "]: expected " + text_of(error.expected, kExpectedValues) + ", got " + value + ".";
 }
 
 }  // namespace zero_ext::core

@@ -75,7 +75,7 @@ inline constexpr std::array kDeviceFields = {
     "decoupled", "maximize", "correction1", "correction2",  "eps_inside_sqrt",
 };
 
-enum class WantedValue : std::int64_t {
+enum class ExpectedValue : std::int64_t {
   finite,
   finite_not_negative,
   finite_at_least_one,
@@ -89,7 +89,7 @@ enum class WantedValue : std::int64_t {
   ascending_offset,
   ascending_block,
 };
-inline constexpr std::array kWantedValues = {
+inline constexpr std::array kExpectedValues = {
     "finite",
     "finite and not negative",
     "finite and at least 1",
@@ -106,15 +106,15 @@ inline constexpr std::array kWantedValues = {
 
 template <class Code, std::size_t kCount>
 constexpr const char* text_of(Code code, const std::array<const char*, kCount>& texts) {
-  const auto place = static_cast<std::size_t>(code);
-  return place < kCount ? texts[place] : "unknown";
+  const auto index = static_cast<std::size_t>(code);
+  return index < kCount ? texts[index] : "unknown";
 }
 
 // The number of an op that has kernels which record errors.
 constexpr DeviceOp device_op(std::string_view name) {
-  std::size_t place = 0;
-  while (place < kDeviceOps.size() && name != kDeviceOps[place]) ++place;
-  return static_cast<DeviceOp>(place);
+  std::size_t index = 0;
+  while (index < kDeviceOps.size() && name != kDeviceOps[index]) ++index;
+  return static_cast<DeviceOp>(index);
 }
 
 struct DeviceError {
@@ -123,7 +123,7 @@ struct DeviceError {
   std::int64_t index;
   DeviceField field;
   double value;
-  WantedValue wanted;
+  ExpectedValue expected;
 };
 
 // One for each device, in its memory. It holds the first error since it was last taken.

@@ -15,14 +15,14 @@ namespace {
 
 constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
 
-struct Mapping {
+struct HostMapping {
   std::int64_t bytes;  // asked for
   std::size_t length;  // mapped
 };
 
-class Registry {
+class MappingRegistry {
  public:
-  void insert(void* address, Mapping mapping) {
+  void insert(void* address, HostMapping mapping) {
     const std::lock_guard lock(mutex_);
     mappings_.emplace(address, mapping);
     bytes_ += mapping.bytes;
@@ -33,7 +33,7 @@ class Registry {
     const std::lock_guard lock(mutex_);
     const auto found = mappings_.find(address);
     if (found == mappings_.end()) return 0;
-    const Mapping mapping = found->second;
+    const HostMapping mapping = found->second;
     mappings_.erase(found);
     bytes_ -= mapping.bytes;
     return mapping.length;
@@ -46,13 +46,13 @@ class Registry {
 
  private:
   mutable std::mutex mutex_;
-  std::unordered_map<void*, Mapping> mappings_;
+  std::unordered_map<void*, HostMapping> mappings_;
   std::int64_t bytes_ = 0;
 };
 
 // Never destroyed: tensors may outlive static destructors.
-Registry& registry() {
-  static auto* const instance = std::make_unique<Registry>().release();
+MappingRegistry& registry() {
+  static auto* const instance = std::make_unique<MappingRegistry>().release();
   return *instance;
 }
 
@@ -90,26 +90,27 @@ bool fill_with_ones(const AnonymousFile& file, std::size_t length) {
 
 }  // namespace
 
-void* map_blank_host(std::int64_t bytes) {
+void* map_nan_filled_host(std::int64_t bytes) {
   // The kernel allows a process 65,530 mappings.
-  constexpr std::uintptr_t kMostMappings = 1024;
-  const auto wanted = static_cast<std::uintptr_t>(bytes);
-  if (wanted > UINTPTR_MAX / 2) {
+  constexpr std::uintptr_t kMaxMappings = 1024;
+  const auto requested = static_cast<std::uintptr_t>(bytes);
+  if (requested > UINTPTR_MAX / 2) {
     errno = ENOMEM;
     return nullptr;
   }
   std::uintptr_t chunk = kHugePage;
-  while (wanted / chunk >= kMostMappings) chunk *= 2;
-  const std::uintptr_t length = (wanted + chunk - 1) / chunk * chunk;
+  while (requested / chunk >= kMaxMappings) chunk *= 2;
+  const std::uintptr_t length = (requested + chunk - 1) / chunk * chunk;
   const AnonymousFile file(chunk);
   if (file.descriptor() < 0 || !fill_with_ones(file, chunk)) return nullptr;
   void* const first = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (first == MAP_FAILED) return nullptr;
   for (std::uintptr_t offset = 0; offset < length; offset += chunk) {
     // Private: a write stays in this process and reaches no other chunk.
-    void* const part = mmap(static_cast<std::byte*>(first) + offset, chunk, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file.descriptor(), 0);
-    if (part == MAP_FAILED) {
+    void* const chunk_address =
+        mmap(static_cast<std::byte*>(first) + offset, chunk, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file.descriptor(), 0);
+    if (chunk_address == MAP_FAILED) {
       const int error = errno;
       munmap(first, length);
       errno = error;
@@ -122,12 +123,12 @@ void* map_blank_host(std::int64_t bytes) {
 
 void* allocate_host(std::int64_t bytes) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto wanted = static_cast<std::uintptr_t>(bytes);
-  if (wanted > UINTPTR_MAX / 2) {
+  const auto requested = static_cast<std::uintptr_t>(bytes);
+  if (requested > UINTPTR_MAX / 2) {
     errno = ENOMEM;
     return nullptr;
   }
-  const std::uintptr_t length = (wanted + page - 1) / page * page;
+  const std::uintptr_t length = (requested + page - 1) / page * page;
   void* const raw =
       mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return nullptr;

@@ -12,7 +12,7 @@ void* allocate_host(std::int64_t bytes);
 // Maps `bytes` > 0 of memory whose bytes are all 0xFF, NaN in every floating-point type. It takes
 // at most 2 MiB, or a five-hundredth of `bytes`, of physical memory, until it is written to.
 // Returns null when the kernel refuses; errno says why.
-void* map_blank_host(std::int64_t bytes);
+void* map_nan_filled_host(std::int64_t bytes);
 
 // Unmaps what these two returned; any other address is ignored.
 void free_host(void* address);

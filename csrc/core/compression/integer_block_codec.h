@@ -178,7 +178,7 @@ struct IntegerBlock {
                          T* out) {
     if constexpr (Streamed && sizeof(T) == 2) {
       // Half a line each, far apart, would be too many lines begun at once.
-      alignas(64) T values[kHighestIntegerBlock];
+      alignas(64) T values[kMaxIntegerBlock];
       dequantize<false>(source, scales, words, values);
       V::stream_bytes(out, values, words * kFields * sizeof(T));
       return;

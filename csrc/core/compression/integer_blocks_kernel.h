@@ -28,7 +28,7 @@ struct IntegerBlocks {
   }
   // Blocks whose scales are found at once, and that stay in the first cache together.
   static constexpr std::int64_t group_of(std::int64_t block) {
-    return std::clamp<std::int64_t>(kHighestIntegerBlock / block, 1, V::width);
+    return std::clamp<std::int64_t>(kMaxIntegerBlock / block, 1, V::width);
   }
 
   // For each group calls begin(its first block, how many), which says what its scales are written
@@ -73,7 +73,7 @@ struct IntegerBlocks {
     const std::int64_t rest = count % block;
     if (rest == 0) return;
     source += whole * block;
-    T padded[kHighestIntegerBlock];
+    T padded[kMaxIntegerBlock];
     std::copy(source, source + rest, padded);
     const std::int64_t padded_count = words_of(rest) * kFields;
     std::fill(padded + rest, padded + padded_count, source[0]);
@@ -115,7 +115,7 @@ struct IntegerBlocks {
     }
     if (streamed) V::fence();
     if (count == 0) return;
-    T padded[kHighestIntegerBlock];
+    T padded[kMaxIntegerBlock];
     Short::template dequantize<false>(words, scales, words_of(count), padded);
     std::copy(padded, padded + count, target);
   }
@@ -138,7 +138,7 @@ struct IntegerBlocks {
     }
     if (streamed) V::fence();
     if (count == 0) return;
-    float padded[kHighestIntegerBlock];
+    float padded[kMaxIntegerBlock];
     std::copy(out, out + count, padded);
     Short::template sum<false>(of, words_of(count), factor, accumulate, padded);
     std::copy(padded, padded + count, out);
@@ -157,7 +157,7 @@ struct IntegerBlocks {
     } else {
       requantize_blocks<To, false>(messages, first_block, blocks, block, factor, message);
     }
-    alignas(64) float sums[2 * kHighestIntegerBlock];
+    alignas(64) float sums[2 * kMaxIntegerBlock];
     const std::int64_t rest = count - blocks * block;
     sum(messages, first_block + blocks, rest, block, factor, false, sums);
     Target::template quantize<float>(
@@ -175,7 +175,7 @@ struct IntegerBlocks {
     const std::int64_t group = group_of(block);
     // Slots are no whole pages apart: a load waits for stores to the same place of another page.
     constexpr std::int64_t apart = 32;
-    alignas(64) float sums[2 * (kHighestIntegerBlock + apart)];
+    alignas(64) float sums[2 * (kMaxIntegerBlock + apart)];
     const auto at = [&](std::int64_t slot) { return sums + slot * (block + apart); };
     bool is_plain = false;
     two_passes<Target>(

@@ -40,7 +40,7 @@ inline constexpr std::int64_t kIntegerPadding = 8;
 
 // Elements of a block: a multiple of this, up to the highest.
 inline constexpr std::int64_t kIntegerBlockUnit = 128;
-inline constexpr std::int64_t kHighestIntegerBlock = 4096;
+inline constexpr std::int64_t kMaxIntegerBlock = 4096;
 
 struct BlockFormat {
   int bits;  // 4 or 8
@@ -60,7 +60,7 @@ struct BlockFormat {
     return 4 * (words(count) + scales() * blocks(count));
   }
   // The most elements, padding included, whose message has this size; -1 if none has it.
-  constexpr std::int64_t most_elements(std::int64_t bytes) const {
+  constexpr std::int64_t max_elements(std::int64_t bytes) const {
     const std::int64_t whole_block = message_bytes(block);
     const std::int64_t rest = bytes % whole_block;
     const std::int64_t count = bytes / whole_block * block;

@@ -1,4 +1,5 @@
-// Kernels that copy, accumulate and sum flat ranges with a cast. See optimizer_kernel.h on inclusion.
+// Kernels that copy, accumulate and sum flat ranges with a cast. See optimizer_kernel.h on
+// inclusion.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Tensors and their places in one flat buffer.
+// Tensors and their offsets in one flat buffer.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +9,16 @@
 
 namespace zero_ext::core {
 
-struct Piece {
+struct FlatSegment {
   void* tensor;
   NumericType type;
   std::int64_t offset;  // in the flat buffer, in elements
-  std::int64_t start;   // elements of all earlier pieces
+  std::int64_t start;   // elements of all earlier segments
   std::int64_t numel;
 };
 
-struct Pieces {
-  std::vector<Piece> list;
+struct FlatSegments {
+  std::vector<FlatSegment> list;
   std::int64_t total = 0;
   std::byte* flat = nullptr;
   NumericType flat_type = NumericType::float32;

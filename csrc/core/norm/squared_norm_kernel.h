@@ -72,42 +72,42 @@ struct SquaredNorm {
   ZERO_EXT_FUNCTION static void accumulate(const T* values, std::int64_t count, int bound,
                                            Total& total) {
     typename V::Double start[Count];
-    typename V::Double sums[Count][V::parts];
+    typename V::Double sums[Count][V::halves];
     for (int k = 0; k < Count; ++k) {
       // Extraction k rounds to multiples of 2^(exponent - 52); the 1.5 leaves room for both signs.
       const int exponent = bound + 2 - k * kStep;
       start[k] = V::set(k + 1 < Count ? one_and_a_half(exponent) : 0.0);
-      for (int part = 0; part < V::parts; ++part) sums[k][part] = start[k];
+      for (int half = 0; half < V::halves; ++half) sums[k][half] = start[k];
     }
     ZERO_EXT_UNROLL_BY(2)
     for (std::int64_t i = 0; i < count; i += V::width) {
       const auto value = V::load(values + i);
       add_square<Count, 0>(value, sums);
-      if constexpr (V::parts == 2) add_square<Count, V::parts - 1>(value, sums);
+      if constexpr (V::halves == 2) add_square<Count, V::halves - 1>(value, sums);
     }
     for (int k = 0; k < Count; ++k) {
       auto sum = V::sub(sums[k][0], start[k]);
-      if constexpr (V::parts == 2) sum = V::add(sum, V::sub(sums[k][1], start[k]));
+      if constexpr (V::halves == 2) sum = V::add(sum, V::sub(sums[k][1], start[k]));
       total.add(V::sum(sum));
     }
   }
 
-  template <int Count, int Part>
+  template <int Count, int Half>
   static ZERO_EXT_HOST_DEVICE void add_square(typename V::Float value,
-                                              typename V::Double (&sums)[Count][V::parts]) {
-    const auto wide = V::template widen<Part>(value);
+                                              typename V::Double (&sums)[Count][V::halves]) {
+    const auto wide = V::template widen<Half>(value);
     if constexpr (Count == 1) {
-      sums[0][Part] = V::multiply_add(wide, wide, sums[0][Part]);
+      sums[0][Half] = V::multiply_add(wide, wide, sums[0][Half]);
     } else {
-      const auto first = sums[0][Part];
-      sums[0][Part] = V::multiply_add(wide, wide, first);
-      auto rest = V::multiply_subtract(wide, wide, V::sub(sums[0][Part], first));
+      const auto first = sums[0][Half];
+      sums[0][Half] = V::multiply_add(wide, wide, first);
+      auto rest = V::multiply_subtract(wide, wide, V::sub(sums[0][Half], first));
       for (int k = 1; k + 1 < Count; ++k) {
-        const auto before = sums[k][Part];
-        sums[k][Part] = V::add(before, rest);
-        rest = V::sub(rest, V::sub(sums[k][Part], before));
+        const auto before = sums[k][Half];
+        sums[k][Half] = V::add(before, rest);
+        rest = V::sub(rest, V::sub(sums[k][Half], before));
       }
-      sums[Count - 1][Part] = V::add(sums[Count - 1][Part], rest);
+      sums[Count - 1][Half] = V::add(sums[Count - 1][Half], rest);
     }
   }
 

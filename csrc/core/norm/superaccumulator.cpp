@@ -15,29 +15,29 @@ void Superaccumulator::add(double value) {
     limbs_[static_cast<std::size_t>(limb)] += amount;
   });
   if (++pending_ == kAdditionsBeforeCarry) {
-    normalise(limbs_);
+    normalize(limbs_);
     pending_ = 0;
   }
 }
 
 void Superaccumulator::merge(const Superaccumulator& other) {
   Superaccumulator addend = other;
-  normalise(addend.limbs_);
-  normalise(limbs_);
+  normalize(addend.limbs_);
+  normalize(limbs_);
   pending_ = 0;
   for (std::size_t i = 0; i < kLimbs; ++i) limbs_[i] += addend.limbs_[i];
   non_finite_ += other.non_finite_;
 }
 
 void Superaccumulator::add_to(std::span<std::int64_t, kEntries> entries) {
-  normalise(limbs_);
+  normalize(limbs_);
   pending_ = 0;
   for (std::size_t i = 0; i < kLimbs; ++i) entries[i] += limbs_[i];
   entries[kLimbs] += non_finite_;
-  normalise(entries.first<kLimbs>());
+  normalize(entries.first<kLimbs>());
 }
 
-void Superaccumulator::normalise(std::span<std::int64_t, kLimbs> limbs) {
+void Superaccumulator::normalize(std::span<std::int64_t, kLimbs> limbs) {
   carry_limbs(limbs.data());
 }
 

@@ -33,7 +33,7 @@ class Superaccumulator {
   // Adds another accumulator's entries.
   void merge(const Superaccumulator& other);
 
-  // Adds the entries to `entries` and leaves those carry-normalised: limbs below the highest lie
+  // Adds the entries to `entries` and leaves those carry-normalized: limbs below the highest lie
   // in [0, 2^20), so 65,536 of them can be summed in int64.
   void add_to(std::span<std::int64_t, kEntries> entries);
 
@@ -42,11 +42,11 @@ class Superaccumulator {
   static bool value(std::span<const std::int64_t, kEntries> entries, double& result);
 
  private:
-  static void normalise(std::span<std::int64_t, kLimbs> limbs);
+  static void normalize(std::span<std::int64_t, kLimbs> limbs);
 
   std::array<std::int64_t, kLimbs> limbs_{};
   std::int64_t non_finite_ = 0;
-  std::int64_t pending_ = 0;  // additions since the limbs were last normalised
+  std::int64_t pending_ = 0;  // additions since the limbs were last normalized
 };
 
 }  // namespace zero_ext::core

@@ -30,9 +30,9 @@ ZERO_EXT_HOST_DEVICE void split_into_limbs(double value, const Add& add) {
   const bool negative = (bits >> 63) != 0;
   const int limb = position / Superaccumulator::kLimbBits;
   for (int i = 0; i < 3; ++i) {
-    const auto piece =
+    const auto digit =
         static_cast<std::int64_t>(significand >> (Superaccumulator::kLimbBits * i)) & kLimbMask;
-    add(limb + i, (negative ? -piece : piece) * (std::int64_t{1} << shift));
+    add(limb + i, (negative ? -digit : digit) * (std::int64_t{1} << shift));
   }
 }
 
@@ -65,12 +65,12 @@ ZERO_EXT_FUNCTION inline bool rounded_sum(const std::int64_t* entries, double& r
   bool sticky = false;
   for (int i = top - 1; i >= 0; --i) {
     const auto limb = static_cast<std::uint64_t>(limbs[i]);
-    int room = 0;  // leading zeros, at most a limb's bits
-    while (room < kLimbBits && leading >> (63 - room) == 0) ++room;
-    leading = (leading << room) | (limb >> (kLimbBits - room));
-    exponent -= room;
-    sticky = sticky || (limb & ((std::uint64_t{1} << (kLimbBits - room)) - 1)) != 0;
-    if (room < kLimbBits) {
+    int leading_zeros = 0;  // leading zeros, at most a limb's bits
+    while (leading_zeros < kLimbBits && leading >> (63 - leading_zeros) == 0) ++leading_zeros;
+    leading = (leading << leading_zeros) | (limb >> (kLimbBits - leading_zeros));
+    exponent -= leading_zeros;
+    sticky = sticky || (limb & ((std::uint64_t{1} << (kLimbBits - leading_zeros)) - 1)) != 0;
+    if (leading_zeros < kLimbBits) {
       for (int lower = i - 1; lower >= 0; --lower) sticky = sticky || limbs[lower] != 0;
       break;
     }

@@ -40,31 +40,33 @@ void check_ranges(const ByteStore& store, std::span<const AdamRange> ranges) {
 }
 
 // Part of a gradient or parameter extent that belongs to a chunk.
-Transfer chunk_of(const ChunkLayout& layout, std::int64_t chunk, NumericType type,
-                  std::int64_t extent_offset, std::int64_t place) {
+ChunkTransfer chunk_of(const ChunkLayout& layout, std::int64_t chunk, NumericType type,
+                       std::int64_t extent_offset, std::int64_t memory_offset) {
   const std::int64_t bytes = layout.count(chunk) * element_size(type);
   const std::int64_t padded = round_up(bytes, layout.alignment());
-  return {extent_offset + layout.begin(chunk) * element_size(type), place, padded, padded - bytes};
+  return {extent_offset + layout.begin(chunk) * element_size(type), memory_offset, padded,
+          padded - bytes};
 }
 
 // Memory of a chunk: its state, then what its gradient and parameters take that lie in the store.
-Job make_job(const AdamRange& range, std::size_t index, std::int64_t chunk) {
+ChunkJob make_chunk_job(const AdamRange& range, std::size_t index, std::int64_t chunk) {
   const ChunkLayout& layout = range.layout;
   const std::int64_t padded = layout.padded_bytes(chunk);
-  Job job{index, chunk, padded, {}, {}};
+  ChunkJob job{index, chunk, padded, {}, {}};
   job.reads[0] = {range.offset + layout.offset(chunk), 0, padded,
                   padded - layout.state_bytes(chunk)};
   job.writes[0] = job.reads[0];
   if (range.target >= 0) job.writes[0].offset = range.target + layout.offset(chunk);
   if (in_store(range.gradient)) {
-    const std::int64_t place = round_up(job.bytes, Ring::kAlignment);
-    job.reads[1] = chunk_of(layout, chunk, range.gradient.type, range.gradient.offset, place);
-    job.bytes = place + job.reads[1].bytes;
+    const std::int64_t memory_offset = round_up(job.bytes, RingBuffer::kAlignment);
+    job.reads[1] =
+        chunk_of(layout, chunk, range.gradient.type, range.gradient.offset, memory_offset);
+    job.bytes = memory_offset + job.reads[1].bytes;
   }
   if (in_store(range.param)) {
-    const std::int64_t place = round_up(job.bytes, Ring::kAlignment);
-    job.writes[1] = chunk_of(layout, chunk, range.param->type, range.param->offset, place);
-    job.bytes = place + job.writes[1].bytes;
+    const std::int64_t memory_offset = round_up(job.bytes, RingBuffer::kAlignment);
+    job.writes[1] = chunk_of(layout, chunk, range.param->type, range.param->offset, memory_offset);
+    job.bytes = memory_offset + job.writes[1].bytes;
   }
   return job;
 }
@@ -74,13 +76,13 @@ class MovedChunks {
  public:
   explicit MovedChunks(std::span<const AdamRange> ranges) : ranges_(ranges) {}
 
-  std::optional<Job> operator()() {
+  std::optional<ChunkJob> operator()() {
     for (; range_ < ranges_.size(); ++range_, chunk_ = 0, segment_ = 0) {
       const AdamRange& range = ranges_[range_];
       if (const std::optional<std::int64_t> element = next_element(range)) {
         const std::int64_t chunk = *element / range.layout.chunk_elements();
         chunk_ = chunk + 1;
-        return make_job(range, range_, chunk);
+        return make_chunk_job(range, range_, chunk);
       }
     }
     return std::nullopt;
@@ -110,8 +112,8 @@ class MovedChunks {
 // The step on one chunk in memory.
 class ChunkStep {
  public:
-  ChunkStep(AdamMoments moments, const ChunkParts& parts, std::int32_t* non_finite)
-      : moments_(moments), parts_(parts), non_finite_(non_finite) {}
+  ChunkStep(AdamMoments moments, const ChunkRunner& runner, std::int32_t* non_finite)
+      : moments_(moments), runner_(runner), non_finite_(non_finite) {}
 
   void operator()(const AdamRange& range, const ChunkPipeline::Slot& slot,
                   const PipelineCounters& so_far) {
@@ -134,7 +136,7 @@ class ChunkStep {
     auto each = std::partition_point(range.segments.begin(), range.segments.end(), ends_before);
     for (; each != range.segments.end() && each->begin < begin + count; ++each) {
       segments_.push_back({std::max(each->begin - begin, std::int64_t{0}),
-                           std::min(each->end - begin, count), each->factors});
+                           std::min(each->end - begin, count), each->coefficients});
     }
   }
 
@@ -152,7 +154,7 @@ class ChunkStep {
                               non_finite_};
     std::int64_t total = 0;
     for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
-    parts_(total, kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
+    runner_(total, kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
       adam_step(buffers, segments_, begin, end);
     });
   }
@@ -171,7 +173,7 @@ class ChunkStep {
                                   param(range, slot),
                                   param_type(range),
                                   non_finite_};
-    parts_(block_count(count), kGrainBlocks, so_far, [&](std::int64_t begin, std::int64_t end) {
+    runner_(block_count(count), kGrainBlocks, so_far, [&](std::int64_t begin, std::int64_t end) {
       adam_step_8bit(buffers, segments_, begin, end);
     });
   }
@@ -187,15 +189,15 @@ class ChunkStep {
   }
 
   static const void* gradient(const AdamRange& range, const ChunkPipeline::Slot& slot) {
-    const Job& job = slot.job;
-    if (in_store(range.gradient)) return slot.memory.data() + job.reads[1].place;
+    const ChunkJob& job = slot.job;
+    if (in_store(range.gradient)) return slot.memory.data() + job.reads[1].memory_offset;
     return range.gradient.data + range.layout.begin(job.chunk) * element_size(range.gradient.type);
   }
 
   static void* param(const AdamRange& range, const ChunkPipeline::Slot& slot) {
-    const Job& job = slot.job;
+    const ChunkJob& job = slot.job;
     if (!range.param) return nullptr;
-    if (in_store(range.param)) return slot.memory.data() + job.writes[1].place;
+    if (in_store(range.param)) return slot.memory.data() + job.writes[1].memory_offset;
     return range.param->data + range.layout.begin(job.chunk) * element_size(range.param->type);
   }
 
@@ -222,19 +224,19 @@ class ChunkStep {
   }
 
   AdamMoments moments_;
-  const ChunkParts& parts_;
+  const ChunkRunner& runner_;
   std::int32_t* non_finite_;
   std::vector<AdamSegment> segments_;
 };
 
 }  // namespace
 
-PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ChunkParts& parts,
+PipelineCounters adam_stream(ByteStore& store, RingBuffer& ring, std::span<const AdamRange> ranges,
+                             AdamMoments moments, const ChunkRunner& runner,
                              std::int32_t* non_finite) {
   check_ranges(store, ranges);
   ChunkPipeline pipeline(store, ring, MovedChunks(ranges));
-  ChunkStep step(moments, parts, non_finite);
+  ChunkStep step(moments, runner, non_finite);
   while (const ChunkPipeline::Slot* const slot = pipeline.next()) {
     step(ranges[slot->job.range], *slot, pipeline.counters());
   }

@@ -44,17 +44,17 @@ struct AdamRange {
 };
 
 // Runs function over [0, count), given the counters so far; parts of `grain` are worth a thread.
-using ChunkParts =
+using ChunkRunner =
     std::function<void(std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
-                       const PartFunction& function)>;
+                       const RangeFunction& function)>;
 
 // Equals adam_step (adam_step_8bit) on each whole range, bit for bit. Computes on the calling
 // thread and those of `parts` while reads and writes of other chunks are in flight. Throws
 // std::runtime_error before anything changes when extents overlap or are not aligned. When a
 // transfer fails its error is thrown, with none left in flight; some chunks then hold the state
 // after the step. `non_finite` is that of AdamBuffers.
-PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ChunkParts& parts,
+PipelineCounters adam_stream(ByteStore& store, RingBuffer& ring, std::span<const AdamRange> ranges,
+                             AdamMoments moments, const ChunkRunner& runner,
                              std::int32_t* non_finite = nullptr);
 
 }  // namespace zero_ext::core

@@ -11,29 +11,29 @@ namespace zero_ext::core {
 
 // Runs function(begin, end) over parts of [begin, end), in parallel where that pays: parts of
 // `grain` elements are worth a thread.
-using PartFunction = std::function<void(std::int64_t begin, std::int64_t end)>;
+using RangeFunction = std::function<void(std::int64_t begin, std::int64_t end)>;
 using ParallelFor = std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                                       const PartFunction& function)>;
+                                       const RangeFunction& function)>;
 
 // A parallel loop ends when its slowest thread does, which on a busy machine the scheduler may keep
 // from running for milliseconds: many times what one thread takes for a chunk (measured on two busy
 // cores: 20 times). So threads are used only if computing, not storage, is what the step waits
-// for, and they are the faster way as measured.
-class ThreadUse {
+// for, and they are the faster strategy as measured.
+class AdaptiveThreading {
  public:
-  explicit ThreadUse(ParallelFor threads) : threads_(std::move(threads)) {}
+  explicit AdaptiveThreading(ParallelFor threads) : threads_(std::move(threads)) {}
 
   // Runs the function over [0, count), given the counters of the step so far.
   void run(std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
-           const PartFunction& function);
+           const RangeFunction& function);
 
  private:
-  enum Way { kAlone = 0, kThreads = 1 };
+  enum Strategy { kSingleThread = 0, kMultiThread = 1 };
 
-  Way choose(const PipelineCounters& so_far) const;
+  Strategy choose(const PipelineCounters& so_far) const;
 
   ParallelFor threads_;
-  std::array<double, 2> nanoseconds_{};  // an element, of each way; 0 before it was tried
+  std::array<double, 2> nanoseconds_{};  // an element, of each strategy; 0 before it was tried
   std::int64_t runs_ = 0;
 };
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ring.h"
+#include "ring_buffer.h"
 #include "round_up.h"
 
 namespace zero_ext::core {
@@ -41,7 +41,7 @@ void check_fields(std::span<const StateField> fields, std::int64_t chunk_element
 }  // namespace
 
 std::int64_t chunk_elements_for(std::int64_t ring_bytes, std::span<const StateField> fields) {
-  std::int64_t unit = Ring::kAlignment / kSmallestElement;
+  std::int64_t unit = RingBuffer::kAlignment / kSmallestElement;
   for (const StateField& field : fields) unit = std::lcm(unit, field.elements);
   check_fields(fields, unit);
   const std::int64_t unit_bytes = bytes_of(fields, unit) + kGradientAndParam * unit;

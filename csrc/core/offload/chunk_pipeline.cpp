@@ -10,10 +10,10 @@ namespace {
 // Waits for a slot's transfers, all of them, then throws the first error.
 void wait_for(const ChunkPipeline::Slot& slot) {
   std::exception_ptr error;
-  for (const std::shared_ptr<Ticket>& ticket : slot.tickets) {
-    if (ticket == nullptr) continue;
+  for (const std::shared_ptr<TransferHandle>& handle : slot.handles) {
+    if (handle == nullptr) continue;
     try {
-      ticket->wait();
+      handle->wait();
     } catch (...) {
       if (!error) error = std::current_exception();
     }
@@ -22,46 +22,46 @@ void wait_for(const ChunkPipeline::Slot& slot) {
 }
 
 bool done(const ChunkPipeline::Slot& slot) {
-  for (const std::shared_ptr<Ticket>& ticket : slot.tickets) {
-    if (ticket != nullptr && !ticket->done()) return false;
+  for (const std::shared_ptr<TransferHandle>& handle : slot.handles) {
+    if (handle != nullptr && !handle->done()) return false;
   }
   return true;
 }
 
-std::span<std::byte> part(const ChunkPipeline::Slot& slot, const Transfer& transfer) {
-  return slot.memory.subspan(static_cast<std::size_t>(transfer.place),
+std::span<std::byte> slice_of(const ChunkPipeline::Slot& slot, const ChunkTransfer& transfer) {
+  return slot.memory.subspan(static_cast<std::size_t>(transfer.memory_offset),
                              static_cast<std::size_t>(transfer.bytes));
 }
 
 }  // namespace
 
-ChunkPipeline::ChunkPipeline(ByteStore& store, Ring& ring,
-                             std::function<std::optional<Job>()> source)
+ChunkPipeline::ChunkPipeline(ByteStore& store, RingBuffer& ring,
+                             std::function<std::optional<ChunkJob>()> source)
     : store_(store), ring_(ring), exclusive_(ring.exclusive()), source_(std::move(source)) {
-  if (Ring::kAlignment % store.alignment() != 0) {
+  if (RingBuffer::kAlignment % store.alignment() != 0) {
     throw std::runtime_error("ring: the store wants memory at multiples of " +
                              std::to_string(store.alignment()) + " bytes; the ring has " +
-                             std::to_string(Ring::kAlignment));
+                             std::to_string(RingBuffer::kAlignment));
   }
 }
 
-ChunkPipeline::~ChunkPipeline() { settle(); }
+ChunkPipeline::~ChunkPipeline() { drain(); }
 
 ChunkPipeline::Slot* ChunkPipeline::next() {
-  if (in_hand_) counters_.computing += Clock::now() - handed_out_;
+  if (is_processing_) counters_.computing += Clock::now() - returned_at_;
   try {
     Slot* const slot = advance();
-    handed_out_ = Clock::now();
+    returned_at_ = Clock::now();
     return slot;
   } catch (...) {
-    settle();
+    drain();
     throw;
   }
 }
 
 ChunkPipeline::Slot* ChunkPipeline::advance() {
-  if (in_hand_) {
-    in_hand_ = false;
+  if (is_processing_) {
+    is_processing_ = false;
     Slot& finished = slots_[writing_++];
     start_writes(finished);
   }
@@ -76,8 +76,8 @@ ChunkPipeline::Slot* ChunkPipeline::advance() {
   const Clock::time_point start = Clock::now();
   wait_for(slot);
   counters_.waiting_for_reads += Clock::now() - start;
-  slot.tickets = {};
-  in_hand_ = true;
+  slot.handles = {};
+  is_processing_ = true;
   return &slot;
 }
 
@@ -88,7 +88,7 @@ void ChunkPipeline::read_ahead() {
       exhausted_ = true;
       return;
     }
-    const std::optional<std::span<std::byte>> memory = ring_.take(pending_->bytes);
+    const std::optional<std::span<std::byte>> memory = ring_.acquire(pending_->bytes);
     if (!memory) {
       if (!slots_.empty()) return;
       throw std::runtime_error("ring: a chunk needs " + std::to_string(pending_->bytes) +
@@ -103,9 +103,9 @@ void ChunkPipeline::read_ahead() {
 
 void ChunkPipeline::start_reads(Slot& slot) {
   for (std::size_t i = 0; i < slot.job.reads.size(); ++i) {
-    const Transfer& transfer = slot.job.reads[i];
+    const ChunkTransfer& transfer = slot.job.reads[i];
     if (transfer.bytes == 0) continue;
-    slot.tickets[i] = store_.read(transfer.offset, part(slot, transfer));
+    slot.handles[i] = store_.read(transfer.offset, slice_of(slot, transfer));
     counters_.bytes_read += transfer.bytes;
     counters_.padding_read += transfer.padding;
   }
@@ -113,9 +113,9 @@ void ChunkPipeline::start_reads(Slot& slot) {
 
 void ChunkPipeline::start_writes(Slot& slot) {
   for (std::size_t i = 0; i < slot.job.writes.size(); ++i) {
-    const Transfer& transfer = slot.job.writes[i];
+    const ChunkTransfer& transfer = slot.job.writes[i];
     if (transfer.bytes == 0) continue;
-    slot.tickets[i] = store_.write(transfer.offset, part(slot, transfer));
+    slot.handles[i] = store_.write(transfer.offset, slice_of(slot, transfer));
     counters_.bytes_written += transfer.bytes;
     counters_.padding_written += transfer.padding;
   }
@@ -134,7 +134,7 @@ void ChunkPipeline::release_oldest() {
   --writing_;
 }
 
-void ChunkPipeline::settle() noexcept {
+void ChunkPipeline::drain() noexcept {
   for (const Slot& slot : slots_) {
     try {
       wait_for(slot);
@@ -145,7 +145,7 @@ void ChunkPipeline::settle() noexcept {
   }
   slots_.clear();
   writing_ = 0;
-  in_hand_ = false;
+  is_processing_ = false;
   exhausted_ = true;
   pending_.reset();
 }

@@ -14,24 +14,24 @@
 #include <span>
 
 #include "../store/byte_store.h"
-#include "ring.h"
+#include "ring_buffer.h"
 
 namespace zero_ext::core {
 
 // One contiguous transfer between the store and a part of a job's memory; none if bytes is 0.
-struct Transfer {
-  std::int64_t offset = 0;  // in the store
-  std::int64_t place = 0;   // in the job's memory
+struct ChunkTransfer {
+  std::int64_t offset = 0;         // in the store
+  std::int64_t memory_offset = 0;  // in the job's memory
   std::int64_t bytes = 0;
   std::int64_t padding = 0;  // those of the bytes that hold nothing
 };
 
-struct Job {
+struct ChunkJob {
   std::size_t range = 0;
   std::int64_t chunk = 0;
   std::int64_t bytes = 0;  // of memory
-  std::array<Transfer, 2> reads{};
-  std::array<Transfer, 2> writes{};
+  std::array<ChunkTransfer, 2> reads{};
+  std::array<ChunkTransfer, 2> writes{};
 };
 
 struct PipelineCounters {
@@ -49,14 +49,15 @@ struct PipelineCounters {
 class ChunkPipeline {
  public:
   struct Slot {
-    Job job;
+    ChunkJob job;
     std::span<std::byte> memory;
-    std::array<std::shared_ptr<Ticket>, 2> tickets;
+    std::array<std::shared_ptr<TransferHandle>, 2> handles;
   };
 
   // `source` gives the jobs in order, then nothing. No two may touch the same bytes of the store.
   // Waits until nobody else uses the ring.
-  ChunkPipeline(ByteStore& store, Ring& ring, std::function<std::optional<Job>()> source);
+  ChunkPipeline(ByteStore& store, RingBuffer& ring,
+                std::function<std::optional<ChunkJob>()> source);
 
   // Waits for all transfers in flight. The job in hand is not written.
   ~ChunkPipeline();
@@ -79,18 +80,18 @@ class ChunkPipeline {
   void start_writes(Slot& slot);
   void release_written();
   void release_oldest();
-  void settle() noexcept;
+  void drain() noexcept;
 
   ByteStore& store_;
-  Ring& ring_;
+  RingBuffer& ring_;
   std::unique_lock<std::mutex> exclusive_;
-  std::function<std::optional<Job>()> source_;
-  std::optional<Job> pending_;  // the source's latest, for which the ring has no room yet
+  std::function<std::optional<ChunkJob>()> source_;
+  std::optional<ChunkJob> pending_;  // the source's latest, for which the ring has no room yet
   bool exhausted_ = false;
-  std::deque<Slot> slots_;   // in the ring's order: being written, in hand, being read
-  std::size_t writing_ = 0;  // how many at the front are being written
-  bool in_hand_ = false;     // whether the caller works on slots_[writing_]
-  Clock::time_point handed_out_;
+  std::deque<Slot> slots_;      // in the ring's order: being written, in hand, being read
+  std::size_t writing_ = 0;     // how many at the front are being written
+  bool is_processing_ = false;  // whether the caller works on slots_[writing_]
+  Clock::time_point returned_at_;
   PipelineCounters counters_;
 };
 

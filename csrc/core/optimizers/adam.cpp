@@ -5,8 +5,8 @@
 
 namespace zero_ext::core {
 
-AdamFactors adam_factors(const AdamHyperParameters& hyper, float gradient_scale) {
-  return adam_factors_formula(hyper, gradient_scale);
+AdamCoefficients adam_coefficients(const AdamHyperparameters& hyper, float gradient_scale) {
+  return adam_coefficients_math(hyper, gradient_scale);
 }
 
 void adam_step(const AdamBuffers& buffers, std::span<const AdamSegment> segments,
@@ -15,10 +15,9 @@ void adam_step(const AdamBuffers& buffers, std::span<const AdamSegment> segments
   const auto grad = static_cast<int>(buffers.grad_type);
   const auto param = buffers.param_type ? static_cast<int>(*buffers.param_type) : kNumericTypes;
   const AdamKernel kernel = active_kernels().adam[moments][grad][param];
-  over_segments(segments, begin, end,
-                [&](const AdamFactors& factors, std::int64_t first, std::int64_t last) {
-                  kernel(buffers, factors, first, last);
-                });
+  for_each_segment(segments, begin, end,
+                   [&](const AdamCoefficients& coefficients, std::int64_t first,
+                       std::int64_t last) { kernel(buffers, coefficients, first, last); });
 }
 
 }  // namespace zero_ext::core

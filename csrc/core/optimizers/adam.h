@@ -12,7 +12,7 @@
 
 namespace zero_ext::core {
 
-using AdamSegment = StepSegment<AdamFactors>;
+using AdamSegment = OptimizerSegment<AdamCoefficients>;
 
 // Flat buffers of equal element count; param may be absent.
 struct AdamBuffers {

@@ -16,7 +16,7 @@ namespace {
 
 template <class V, class Grad, class Param>
 struct Adam8BitBlock {
-  using Loop = StepLoop<V, AdamRule, float, Grad, Param>;
+  using Loop = OptimizerLoop<V, AdamRule, float, Grad, Param>;
   using ExpAvg = BlockCodec<V, SignedDynamicCode>;
   using ExpAvgSq = BlockCodec<V, UnsignedDynamicCode>;
 
@@ -40,7 +40,7 @@ struct Adam8BitBlock {
     for (const AdamSegment& segment : segments) {
       const std::int64_t first = std::max(segment.begin, begin) - begin;
       const std::int64_t last = std::min(segment.end, end) - begin;
-      if (first < last) Loop::range(at, segment.factors, first, last);
+      if (first < last) Loop::range(at, segment.coefficients, first, last);
     }
     buffers.exp_avg_scales[block] = ExpAvg::store(exp_avg, count, buffers.exp_avg_codes + begin);
     buffers.exp_avg_sq_scales[block] =

@@ -11,15 +11,15 @@ namespace zero_ext::core {
 namespace {
 
 template <class V, class Moment, class Grad, class Param>
-void run_adam(const AdamBuffers& buffers, const AdamFactors& factors, std::int64_t begin,
+void run_adam(const AdamBuffers& buffers, const AdamCoefficients& coefficients, std::int64_t begin,
               std::int64_t end) {
-  StepLoop<V, AdamRule, Moment, Grad, Param>::run(
+  OptimizerLoop<V, AdamRule, Moment, Grad, Param>::run(
       {buffers.master,
        {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
        static_cast<const Grad*>(buffers.grad),
        static_cast<Param*>(buffers.param),
        buffers.non_finite},
-      factors, begin, end);
+      coefficients, begin, end);
 }
 
 }  // namespace

@@ -6,25 +6,25 @@
 
 namespace zero_ext::core {
 
-LambFactors lamb_factors(const LambHyperParameters& hyper, float gradient_scale) {
-  return lamb_factors_formula(hyper, gradient_scale);
+LambCoefficients lamb_coefficients(const LambHyperparameters& hyper, float gradient_scale) {
+  return lamb_coefficients_math(hyper, gradient_scale);
 }
 
 void lamb_norms(const LambBuffers& buffers, std::span<const LambSegment> segments,
                 std::int64_t begin, std::int64_t end, std::span<LambNorms> norms,
                 std::mutex& mutex) {
-  [[maybe_unused]] const ExactArithmetic exact;
+  [[maybe_unused]] const FpModeGuard fp_mode;
   const auto moments = static_cast<int>(buffers.moments);
   const auto grad = static_cast<int>(buffers.grad_type);
   const LambNormsKernel kernel = active_kernels().lamb_norms[moments][grad];
-  over_numbered_segments(segments, begin, end,
-                         [&](std::size_t i, std::int64_t first, std::int64_t last) {
-                           LambNorms part;
-                           kernel(buffers, segments[i].factors, first, last, part);
-                           const std::lock_guard lock(mutex);
-                           norms[i].weights.merge(part.weights);
-                           norms[i].updates.merge(part.updates);
-                         });
+  for_each_indexed_segment(segments, begin, end,
+                           [&](std::size_t i, std::int64_t first, std::int64_t last) {
+                             LambNorms partial;
+                             kernel(buffers, segments[i].coefficients, first, last, partial);
+                             const std::lock_guard lock(mutex);
+                             norms[i].weights.merge(partial.weights);
+                             norms[i].updates.merge(partial.updates);
+                           });
 }
 
 void lamb_step(const LambBuffers& buffers, std::span<const LambSegment> segments,
@@ -33,10 +33,9 @@ void lamb_step(const LambBuffers& buffers, std::span<const LambSegment> segments
   const auto grad = static_cast<int>(buffers.grad_type);
   const auto param = buffers.param_type ? static_cast<int>(*buffers.param_type) : kNumericTypes;
   const LambKernel kernel = active_kernels().lamb[moments][grad][param];
-  over_segments(segments, begin, end,
-                [&](const LambFactors& factors, std::int64_t first, std::int64_t last) {
-                  kernel(buffers, factors, first, last);
-                });
+  for_each_segment(segments, begin, end,
+                   [&](const LambCoefficients& coefficients, std::int64_t first,
+                       std::int64_t last) { kernel(buffers, coefficients, first, last); });
 }
 
 }  // namespace zero_ext::core

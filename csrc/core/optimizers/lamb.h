@@ -14,7 +14,7 @@
 
 namespace zero_ext::core {
 
-using LambSegment = StepSegment<LambFactors>;
+using LambSegment = OptimizerSegment<LambCoefficients>;
 
 // Flat buffers of equal element count; param may be absent.
 struct LambBuffers {

@@ -10,7 +10,7 @@
 namespace zero_ext::core {
 
 struct LambRule {
-  using Factors = LambFactors;
+  using Coefficients = LambCoefficients;
   static constexpr int kMoments = 2;
 
   // What the weights would move by for a step of 1; the moments become the new ones. `values` are
@@ -18,27 +18,28 @@ struct LambRule {
   template <class V>
   static ZERO_EXT_HOST_DEVICE typename V::Float direction(typename V::Float (&values)[1 + kMoments],
                                                           typename V::Float gradient,
-                                                          const LambFactors& factors) {
+                                                          const LambCoefficients& coefficients) {
     using Float = typename V::Float;
     auto& [master, exp_avg, exp_avg_sq] = values;
-    const Float g = V::mul(gradient, V::set(factors.gradient_scale));
-    exp_avg = factors.average_from_gradient
-                  ? V::fma(V::set(factors.beta1), V::sub(exp_avg, g), g)
-                  : V::fma(V::set(factors.average_weight), V::sub(g, exp_avg), exp_avg);
-    exp_avg_sq = V::fma(V::set(factors.beta2), exp_avg_sq,
-                        V::mul(V::mul(V::set(factors.square_weight), g), g));
-    const Float square =
-        V::fma(V::set(factors.inverse_correction2), exp_avg_sq, V::set(factors.eps_inside));
-    const Float denominator = V::add(V::sqrt(square), V::set(factors.eps_outside));
-    const Float average = V::mul(V::set(factors.inverse_correction1), exp_avg);
-    return V::fma(V::set(factors.weight_decay), master, V::div(average, denominator));
+    const Float g = V::mul(gradient, V::set(coefficients.gradient_scale));
+    exp_avg = coefficients.average_from_gradient
+                  ? V::fma(V::set(coefficients.beta1), V::sub(exp_avg, g), g)
+                  : V::fma(V::set(coefficients.average_weight), V::sub(g, exp_avg), exp_avg);
+    exp_avg_sq = V::fma(V::set(coefficients.beta2), exp_avg_sq,
+                        V::mul(V::mul(V::set(coefficients.square_weight), g), g));
+    const Float square = V::fma(V::set(coefficients.inverse_correction2), exp_avg_sq,
+                                V::set(coefficients.eps_inside));
+    const Float denominator = V::add(V::sqrt(square), V::set(coefficients.eps_outside));
+    const Float average = V::mul(V::set(coefficients.inverse_correction1), exp_avg);
+    return V::fma(V::set(coefficients.weight_decay), master, V::div(average, denominator));
   }
 
   template <class V>
   static ZERO_EXT_HOST_DEVICE void update(typename V::Float (&values)[1 + kMoments],
-                                          typename V::Float gradient, const LambFactors& factors) {
-    const auto move = direction<V>(values, gradient, factors);
-    values[0] = V::fma(V::set(-factors.step_size), move, values[0]);
+                                          typename V::Float gradient,
+                                          const LambCoefficients& coefficients) {
+    const auto move = direction<V>(values, gradient, coefficients);
+    values[0] = V::fma(V::set(-coefficients.step_size), move, values[0]);
   }
 };
 

@@ -13,15 +13,15 @@ namespace zero_ext::core {
 namespace {
 
 template <class V, class Moment, class Grad, class Param>
-void run_lamb(const LambBuffers& buffers, const LambFactors& factors, std::int64_t begin,
+void run_lamb(const LambBuffers& buffers, const LambCoefficients& coefficients, std::int64_t begin,
               std::int64_t end) {
-  StepLoop<V, LambRule, Moment, Grad, Param>::run(
+  OptimizerLoop<V, LambRule, Moment, Grad, Param>::run(
       {buffers.master,
        {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
        static_cast<const Grad*>(buffers.grad),
        static_cast<Param*>(buffers.param),
        buffers.non_finite},
-      factors, begin, end);
+      coefficients, begin, end);
 }
 
 template <class V, class Moment, class Grad>
@@ -36,16 +36,16 @@ struct LambNormLoop {
   };
 
   static inline __attribute__((always_inline)) void vector(const Pointers& at, std::int64_t i,
-                                                           const LambFactors& factors,
+                                                           const LambCoefficients& coefficients,
                                                            float* direction) {
     typename V::Float values[1 + LambRule::kMoments] = {
         V::load(at.master + i), V::load(at.exp_avg + i), V::load(at.exp_avg_sq + i)};
-    V::store(direction, LambRule::direction<V>(values, V::load(at.grad + i), factors));
+    V::store(direction, LambRule::direction<V>(values, V::load(at.grad + i), coefficients));
   }
 
-  // Fewer elements than a vector has go through one on the stack, as in StepLoop.
+  // Fewer elements than a vector has go through one on the stack, as in OptimizerLoop.
   static void partial(const Pointers& at, std::int64_t begin, std::int64_t count,
-                      const LambFactors& factors, float* directions) {
+                      const LambCoefficients& coefficients, float* directions) {
     float master[V::width] = {};
     Moment exp_avg[V::width] = {};
     Moment exp_avg_sq[V::width] = {};
@@ -55,17 +55,17 @@ struct LambNormLoop {
     std::copy_n(at.exp_avg + begin, count, exp_avg);
     std::copy_n(at.exp_avg_sq + begin, count, exp_avg_sq);
     std::copy_n(at.grad + begin, count, grad);
-    vector({master, exp_avg, exp_avg_sq, grad}, 0, factors, direction);
+    vector({master, exp_avg, exp_avg_sq, grad}, 0, coefficients, direction);
     std::copy_n(direction, count, directions);
   }
 
   // The directions of a block stay in the caches between the two loops.
-  static void run(const LambBuffers& buffers, const LambFactors& factors, std::int64_t begin,
-                  std::int64_t end, LambNorms& total) {
+  static void run(const LambBuffers& buffers, const LambCoefficients& coefficients,
+                  std::int64_t begin, std::int64_t end, LambNorms& total) {
     const Pointers at{buffers.master, static_cast<const Moment*>(buffers.exp_avg),
                       static_cast<const Moment*>(buffers.exp_avg_sq),
                       static_cast<const Grad*>(buffers.grad)};
-    const LambFactors local = factors;
+    const LambCoefficients local = coefficients;
     alignas(64) float directions[Norm::kBlock];
     for (std::int64_t block = begin; block < end; block += Norm::kBlock) {
       const std::int64_t count = std::min(Norm::kBlock, end - block);

@@ -5,8 +5,8 @@
 
 namespace zero_ext::core {
 
-LionFactors lion_factors(const LionHyperParameters& hyper, float gradient_scale) {
-  return lion_factors_formula(hyper, gradient_scale);
+LionCoefficients lion_coefficients(const LionHyperparameters& hyper, float gradient_scale) {
+  return lion_coefficients_math(hyper, gradient_scale);
 }
 
 void lion_step(const LionBuffers& buffers, std::span<const LionSegment> segments,
@@ -15,10 +15,9 @@ void lion_step(const LionBuffers& buffers, std::span<const LionSegment> segments
   const auto grad = static_cast<int>(buffers.grad_type);
   const auto param = buffers.param_type ? static_cast<int>(*buffers.param_type) : kNumericTypes;
   const LionKernel kernel = active_kernels().lion[moments][grad][param];
-  over_segments(segments, begin, end,
-                [&](const LionFactors& factors, std::int64_t first, std::int64_t last) {
-                  kernel(buffers, factors, first, last);
-                });
+  for_each_segment(segments, begin, end,
+                   [&](const LionCoefficients& coefficients, std::int64_t first,
+                       std::int64_t last) { kernel(buffers, coefficients, first, last); });
 }
 
 }  // namespace zero_ext::core

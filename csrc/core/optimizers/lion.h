@@ -11,7 +11,7 @@
 
 namespace zero_ext::core {
 
-using LionSegment = StepSegment<LionFactors>;
+using LionSegment = OptimizerSegment<LionCoefficients>;
 
 // Flat buffers of equal element count; param may be absent.
 struct LionBuffers {

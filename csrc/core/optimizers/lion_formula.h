@@ -20,22 +20,24 @@ ZERO_EXT_HOST_DEVICE typename V::Float sign_of(typename V::Float value) {
 }
 
 struct LionRule {
-  using Factors = LionFactors;
+  using Coefficients = LionCoefficients;
   static constexpr int kMoments = 1;
 
   // `values` are the master weights and exp_avg. V is a vector type as described in
   // vector_scalar.h.
   template <class V>
   static ZERO_EXT_HOST_DEVICE void update(typename V::Float (&values)[1 + kMoments],
-                                          typename V::Float gradient, const LionFactors& factors) {
+                                          typename V::Float gradient,
+                                          const LionCoefficients& coefficients) {
     using Float = typename V::Float;
     auto& [master, exp_avg] = values;
-    const Float g = V::mul(gradient, V::set(factors.gradient_scale));
-    const Float direction =
-        V::fma(V::set(factors.beta1), exp_avg, V::mul(V::set(factors.direction_weight), g));
-    const Float decayed = V::fma(V::set(-factors.decay), master, master);
-    master = V::fma(V::set(-factors.lr), sign_of<V>(direction), decayed);
-    exp_avg = V::fma(V::set(factors.beta2), exp_avg, V::mul(V::set(factors.average_weight), g));
+    const Float g = V::mul(gradient, V::set(coefficients.gradient_scale));
+    const Float direction = V::fma(V::set(coefficients.beta1), exp_avg,
+                                   V::mul(V::set(coefficients.direction_weight), g));
+    const Float decayed = V::fma(V::set(-coefficients.decay), master, master);
+    master = V::fma(V::set(-coefficients.lr), sign_of<V>(direction), decayed);
+    exp_avg =
+        V::fma(V::set(coefficients.beta2), exp_avg, V::mul(V::set(coefficients.average_weight), g));
   }
 };
 

@@ -11,14 +11,14 @@ namespace zero_ext::core {
 namespace {
 
 template <class V, class Moment, class Grad, class Param>
-void run_lion(const LionBuffers& buffers, const LionFactors& factors, std::int64_t begin,
+void run_lion(const LionBuffers& buffers, const LionCoefficients& coefficients, std::int64_t begin,
               std::int64_t end) {
-  StepLoop<V, LionRule, Moment, Grad, Param>::run({buffers.master,
-                                                   {static_cast<Moment*>(buffers.exp_avg)},
-                                                   static_cast<const Grad*>(buffers.grad),
-                                                   static_cast<Param*>(buffers.param),
-                                                   buffers.non_finite},
-                                                  factors, begin, end);
+  OptimizerLoop<V, LionRule, Moment, Grad, Param>::run({buffers.master,
+                                                        {static_cast<Moment*>(buffers.exp_avg)},
+                                                        static_cast<const Grad*>(buffers.grad),
+                                                        static_cast<Param*>(buffers.param),
+                                                        buffers.non_finite},
+                                                       coefficients, begin, end);
 }
 
 }  // namespace

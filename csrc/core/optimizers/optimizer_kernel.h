@@ -4,7 +4,7 @@
 // namespace keeps each target's instantiations apart at link time.
 //
 // A rule has the number of its moments, `kMoments`, its `Factors`, and update<V>(values, gradient,
-// factors), which turns the master weights and moments of one vector into the new ones.
+// coefficients), which turns the master weights and moments of one vector into the new ones.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ namespace {
 struct NoParam {};
 
 template <class V, class Rule, class Moment, class Grad, class Param>
-struct StepLoop {
+struct OptimizerLoop {
   static constexpr bool has_param = !std::is_same_v<Param, NoParam>;
   static constexpr int kMoments = Rule::kMoments;
-  using Factors = typename Rule::Factors;
+  using Coefficients = typename Rule::Coefficients;
 
   struct Pointers {
     float* master;
@@ -33,18 +33,18 @@ struct StepLoop {
     std::int32_t* non_finite;  // raised if a new master weight or moment is not finite; may be null
   };
 
-  // `fault` becomes NaN in lanes that get a value which is not finite, and stays zero in the
+  // `poison` becomes NaN in lanes that get a value which is not finite, and stays zero in the
   // others: zero times such a value is NaN, and zero times any other is zero. The loop waits for
   // memory, so these two operations for each value cost no time.
   template <bool Streamed>
   static inline __attribute__((always_inline)) void vector(const Pointers& at, std::int64_t i,
-                                                           const Factors& factors,
-                                                           typename V::Float& fault) {
+                                                           const Coefficients& coefficients,
+                                                           typename V::Float& poison) {
     typename V::Float values[1 + kMoments];
     values[0] = V::load(at.master + i);
     for (int m = 0; m < kMoments; ++m) values[1 + m] = V::load(at.moments[m] + i);
-    Rule::template update<V>(values, V::load(at.grad + i), factors);
-    for (int m = 0; m <= kMoments; ++m) fault = V::add(fault, V::mul(values[m], V::set(0.0F)));
+    Rule::template update<V>(values, V::load(at.grad + i), coefficients);
+    for (int m = 0; m <= kMoments; ++m) poison = V::add(poison, V::mul(values[m], V::set(0.0F)));
     V::store(at.master + i, values[0]);
     for (int m = 0; m < kMoments; ++m) V::store(at.moments[m] + i, values[1 + m]);
     if constexpr (has_param) store_or_stream<V, Streamed>(at.param + i, values[0]);
@@ -52,7 +52,7 @@ struct StepLoop {
 
   // Fewer elements than a vector has go through one on the stack: the same rounding everywhere.
   static void partial(const Pointers& at, std::int64_t begin, std::int64_t end,
-                      const Factors& factors, typename V::Float& fault) {
+                      const Coefficients& coefficients, typename V::Float& poison) {
     float master[V::width] = {};
     Moment moments[kMoments][V::width] = {};
     Grad grad[V::width] = {};
@@ -67,53 +67,53 @@ struct StepLoop {
     }
     // Lanes behind the last element hold anything: without eps, zeros make NaN there.
     typename V::Float unused = V::set(0.0F);
-    float faults[V::width] = {};
-    vector<false>(own, 0, factors, unused);
+    float poisons[V::width] = {};
+    vector<false>(own, 0, coefficients, unused);
     for (std::int64_t i = 0; i < count; ++i) {
-      faults[i] = master[i] * 0.0F;
-      for (int m = 0; m < kMoments; ++m) faults[i] += to_float(moments[m][i]) * 0.0F;
+      poisons[i] = master[i] * 0.0F;
+      for (int m = 0; m < kMoments; ++m) poisons[i] += to_float(moments[m][i]) * 0.0F;
       at.master[begin + i] = master[i];
       for (int m = 0; m < kMoments; ++m) at.moments[m][begin + i] = moments[m][i];
       if constexpr (has_param) at.param[begin + i] = param[i];
     }
-    fault = V::add(fault, V::load(faults));
+    poison = V::add(poison, V::load(poisons));
   }
 
-  static void report(const Pointers& at, typename V::Float fault) {
+  static void report(const Pointers& at, typename V::Float poison) {
     float lanes[V::width];
-    V::store(lanes, fault);
+    V::store(lanes, poison);
     bool finite = true;
     for (const float lane : lanes) finite = finite && lane == 0.0F;
     if (!finite && at.non_finite != nullptr) raise_flag(at.non_finite);
   }
 
   // For ranges that stay in the caches.
-  static void range(const Pointers& at, const Factors& factors, std::int64_t begin,
+  static void range(const Pointers& at, const Coefficients& coefficients, std::int64_t begin,
                     std::int64_t end) {
-    const Factors local = factors;
-    typename V::Float fault = V::set(0.0F);
+    const Coefficients local = coefficients;
+    typename V::Float poison = V::set(0.0F);
     std::int64_t i = begin;
-    for (; i + V::width <= end; i += V::width) vector<false>(at, i, local, fault);
-    if (i < end) partial(at, i, end, local, fault);
-    report(at, fault);
+    for (; i + V::width <= end; i += V::width) vector<false>(at, i, local, poison);
+    if (i < end) partial(at, i, end, local, poison);
+    report(at, poison);
   }
 
-  static void run(const Pointers& at, const Factors& factors, std::int64_t begin,
+  static void run(const Pointers& at, const Coefficients& coefficients, std::int64_t begin,
                   std::int64_t end) {
-    const Factors local = factors;
+    const Coefficients local = coefficients;
     std::int64_t i = begin;
     if constexpr (has_param) {
       if (end - begin >= kStreamedElements) {
-        typename V::Float fault = V::set(0.0F);
+        typename V::Float poison = V::set(0.0F);
         constexpr std::uintptr_t bytes = V::width * sizeof(Param);
         const auto past = reinterpret_cast<std::uintptr_t>(at.param + begin) % bytes;
         if (past != 0) {
           i += static_cast<std::int64_t>((bytes - past) / sizeof(Param));
-          partial(at, begin, i, local, fault);
+          partial(at, begin, i, local, poison);
         }
-        for (; i + V::width <= end; i += V::width) vector<true>(at, i, local, fault);
+        for (; i + V::width <= end; i += V::width) vector<true>(at, i, local, poison);
         V::fence();
-        report(at, fault);
+        report(at, poison);
       }
     }
     range(at, local, i, end);

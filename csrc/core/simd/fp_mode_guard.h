@@ -9,13 +9,13 @@ namespace zero_ext::core {
 
 // While it lives: round-to-nearest, and subnormals that are not flushed, whatever mode the calling
 // thread is in.
-class ExactArithmetic {
+class FpModeGuard {
  public:
 #if defined(__x86_64__)
-  ExactArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
-  ~ExactArithmetic() { _mm_setcsr(saved_); }
-  ExactArithmetic(const ExactArithmetic&) = delete;
-  ExactArithmetic& operator=(const ExactArithmetic&) = delete;
+  FpModeGuard() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
+  ~FpModeGuard() { _mm_setcsr(saved_); }
+  FpModeGuard(const FpModeGuard&) = delete;
+  FpModeGuard& operator=(const FpModeGuard&) = delete;
 
  private:
   static constexpr unsigned kDefault = 0x1F80;

@@ -16,11 +16,14 @@
 
 namespace zero_ext::core {
 
-using AdamKernel = void (*)(const AdamBuffers&, const AdamFactors&, std::int64_t, std::int64_t);
-using LionKernel = void (*)(const LionBuffers&, const LionFactors&, std::int64_t, std::int64_t);
-using LambKernel = void (*)(const LambBuffers&, const LambFactors&, std::int64_t, std::int64_t);
-using LambNormsKernel = void (*)(const LambBuffers&, const LambFactors&, std::int64_t, std::int64_t,
-                                 LambNorms&);
+using AdamKernel = void (*)(const AdamBuffers&, const AdamCoefficients&, std::int64_t,
+                            std::int64_t);
+using LionKernel = void (*)(const LionBuffers&, const LionCoefficients&, std::int64_t,
+                            std::int64_t);
+using LambKernel = void (*)(const LambBuffers&, const LambCoefficients&, std::int64_t,
+                            std::int64_t);
+using LambNormsKernel = void (*)(const LambBuffers&, const LambCoefficients&, std::int64_t,
+                                 std::int64_t, LambNorms&);
 using Adam8BitKernel = void (*)(const Adam8BitBuffers&, std::span<const AdamSegment>, std::int64_t,
                                 std::int64_t);
 using QuantizeKernel = void (*)(const float*, std::int64_t, std::uint8_t*, float*);

@@ -16,7 +16,7 @@ struct Avx2Vector {
   using Double = __m256d;
   using Bits = __m256i;
   static constexpr int width = 8;
-  static constexpr int parts = 2;
+  static constexpr int halves = 2;
 
   static Float load(const float* source) { return _mm256_loadu_ps(source); }
   static Float load(const BFloat16* source) {
@@ -181,9 +181,9 @@ struct Avx2Vector {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packus_epi16(halves, halves));
   }
 
-  template <int Part>
+  template <int Half>
   static Double widen(Float value) {
-    return _mm256_cvtps_pd(_mm256_extractf128_ps(value, Part));
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(value, Half));
   }
   static Double set(double value) { return _mm256_set1_pd(value); }
   static Double add(Double a, Double b) { return _mm256_add_pd(a, b); }

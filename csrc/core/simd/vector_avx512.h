@@ -16,7 +16,7 @@ struct Avx512Vector {
   using Double = __m512d;
   using Bits = __m512i;
   static constexpr int width = 16;
-  static constexpr int parts = 2;
+  static constexpr int halves = 2;
 
   static Float load(const float* source) { return _mm512_loadu_ps(source); }
   static Float load(const BFloat16* source) {
@@ -182,9 +182,9 @@ struct Avx512Vector {
                      _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(value)));
   }
 
-  template <int Part>
+  template <int Half>
   static Double widen(Float value) {
-    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, Part));
+    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, Half));
   }
   static Double set(double value) { return _mm512_set1_pd(value); }
   static Double add(Double a, Double b) { return _mm512_add_pd(a, b); }

@@ -1,6 +1,6 @@
 // One-lane vector: the reference instruction set, and the one formulas use on devices.
 //
-// Every vector type offers the same static members: `width` floats in a Float, split into `parts`
+// Every vector type offers the same static members: `width` floats in a Float, split into `halves`
 // Doubles; loads and stores that convert from and to the element types; float arithmetic for the
 // optimizers; comparisons, tables and bytes for the 8-bit codes; for the exact norm, double
 // arithmetic and extrema of the magnitudes' bit patterns, in the elements' own format (`lanes<T>`
@@ -24,7 +24,7 @@ struct ScalarVector {
   using Double = double;
   using Bits = std::uint32_t;
   static constexpr int width = 1;
-  static constexpr int parts = 1;
+  static constexpr int halves = 1;
 
   template <class T>
   static ZERO_EXT_HOST_DEVICE Float load(const T* source) {
@@ -135,9 +135,9 @@ struct ScalarVector {
     *target = static_cast<std::uint8_t>(value);
   }
 
-  template <int Part>
+  template <int Half>
   static ZERO_EXT_HOST_DEVICE Double widen(Float value) {
-    static_assert(Part == 0);
+    static_assert(Half == 0);
     return value;
   }
   static ZERO_EXT_HOST_DEVICE Double set(double value) { return value; }

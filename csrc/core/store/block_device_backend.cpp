@@ -24,13 +24,13 @@ std::runtime_error kernel_failure(const std::string& path, const std::string& ac
 }
 
 // With O_EXCL the kernel lets one holder in, and none while it uses the device itself.
-Descriptor claim(const std::string& path) {
+UniqueFd claim(const std::string& path) {
   struct stat status{};
   if (::stat(path.c_str(), &status) != 0) throw kernel_failure(path, "looking at it");
   if (!S_ISBLK(status.st_mode)) {
     throw failure(path, "is not a block device; give the path of one, or use files");
   }
-  Descriptor claimed(::open(path.c_str(), O_RDWR | O_EXCL | O_CLOEXEC));
+  UniqueFd claimed(::open(path.c_str(), O_RDWR | O_EXCL | O_CLOEXEC));
   if (!claimed.valid() && errno == EBUSY) {
     throw failure(path,
                   "is in use (mounted, swap, part of another device, or another job's); give one "
@@ -40,46 +40,46 @@ Descriptor claim(const std::string& path) {
   return claimed;
 }
 
-class DeviceBacking final : public Backing {
+class BlockDeviceBackend final : public StorageBackend {
  public:
-  explicit DeviceBacking(const std::string& path)
+  explicit BlockDeviceBackend(const std::string& path)
       : claim_(claim(path)),
-        file_(File::open(path, File::Mode::kReadWrite, true)),
-        room_((file_->size() - 2 * kDeviceMarginBytes) / file_->alignment() * file_->alignment()),
+        file_(IoFile::open(path, IoFile::Mode::kReadWrite, true)),
+        capacity_((file_->size() - 2 * kSignatureBytes) / file_->alignment() * file_->alignment()),
         process_(::getpid()) {
-    check_margins(path, claim_.get(), file_->size());
-    if (!write_mark(claim_.get())) throw kernel_failure(path, "marking it");
+    check_signatures(path, claim_.get(), file_->size());
+    if (!write_signature(claim_.get())) throw kernel_failure(path, "marking it");
   }
 
-  ~DeviceBacking() override {
-    // A mark that cannot be taken away is recognised by the next store.
-    if (::getpid() == process_) static_cast<void>(erase_mark(claim_.get()));
+  ~BlockDeviceBackend() override {
+    // A signature that cannot be taken away is recognised by the next store.
+    if (::getpid() == process_) static_cast<void>(erase_signature(claim_.get()));
   }
-  DeviceBacking(const DeviceBacking&) = delete;
-  DeviceBacking& operator=(const DeviceBacking&) = delete;
+  BlockDeviceBackend(const BlockDeviceBackend&) = delete;
+  BlockDeviceBackend& operator=(const BlockDeviceBackend&) = delete;
 
-  const std::shared_ptr<File>& file() const override { return file_; }
-  std::int64_t base() const override { return kDeviceMarginBytes; }
+  const std::shared_ptr<IoFile>& file() const override { return file_; }
+  std::int64_t base() const override { return kSignatureBytes; }
 
   void resize(std::int64_t, std::int64_t to) override {
-    if (to > room_) {
+    if (to > capacity_) {
       throw failure(file_->path(), std::to_string(to) + " bytes wanted, it has room for " +
-                                       std::to_string(room_) +
+                                       std::to_string(capacity_) +
                                        "; give a larger one, or offload less");
     }
   }
 
  private:
-  Descriptor claim_;
-  std::shared_ptr<File> file_;
-  std::int64_t room_;
+  UniqueFd claim_;
+  std::shared_ptr<IoFile> file_;
+  std::int64_t capacity_;
   pid_t process_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backing> make_device_backing(const std::string& path) {
-  return std::make_unique<DeviceBacking>(path);
+std::unique_ptr<StorageBackend> make_block_device_backend(const std::string& path) {
+  return std::make_unique<BlockDeviceBackend>(path);
 }
 
 }  // namespace zero_ext::core

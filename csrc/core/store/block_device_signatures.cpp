@@ -16,27 +16,28 @@
 namespace zero_ext::core {
 namespace {
 
-constexpr std::size_t kMarkBytes = 4096;
-constexpr std::string_view kMark =
+constexpr std::size_t kSignatureSectorBytes = 4096;
+constexpr std::string_view kSignature =
     "zero_ext store: scratch bytes of a running or crashed training job; nothing here is kept\n";
 
 std::runtime_error failure(const std::string& path, const std::string& reason) {
   return std::runtime_error("store: block device '" + path + "': " + reason);
 }
 
-std::array<std::byte, kMarkBytes> mark_sector() {
-  std::array<std::byte, kMarkBytes> sector{};
-  std::memcpy(sector.data(), kMark.data(), kMark.size());
+std::array<std::byte, kSignatureSectorBytes> signature_sector() {
+  std::array<std::byte, kSignatureSectorBytes> sector{};
+  std::memcpy(sector.data(), kSignature.data(), kSignature.size());
   return sector;
 }
 
-bool write_first_sector(int descriptor, const std::array<std::byte, kMarkBytes>& sector) {
+bool write_first_sector(int descriptor,
+                        const std::array<std::byte, kSignatureSectorBytes>& sector) {
   return ::pwrite(descriptor, sector.data(), sector.size(), 0) ==
              static_cast<ssize_t>(sector.size()) &&
          ::fdatasync(descriptor) == 0;
 }
 
-void read_whole(const std::string& path, int descriptor, std::int64_t offset,
+void read_fully(const std::string& path, int descriptor, std::int64_t offset,
                 std::span<std::byte> into) {
   while (!into.empty()) {
     const ssize_t got = ::pread(descriptor, into.data(), into.size(), offset);
@@ -62,22 +63,23 @@ void check_zeros(const std::string& path, std::int64_t offset, std::span<const s
 
 }  // namespace
 
-void check_margins(const std::string& path, int descriptor, std::int64_t device_bytes) {
-  if (device_bytes < 3 * kDeviceMarginBytes) {
+void check_signatures(const std::string& path, int descriptor, std::int64_t device_bytes) {
+  if (device_bytes < 3 * kSignatureBytes) {
     throw failure(path, "has " + std::to_string(device_bytes) + " bytes; " +
-                            std::to_string(3 * kDeviceMarginBytes) + " or more wanted");
+                            std::to_string(3 * kSignatureBytes) + " or more wanted");
   }
-  std::vector<std::byte> margin(static_cast<std::size_t>(kDeviceMarginBytes));
-  read_whole(path, descriptor, device_bytes - kDeviceMarginBytes, margin);
-  check_zeros(path, device_bytes - kDeviceMarginBytes, margin);
-  read_whole(path, descriptor, 0, margin);
-  const auto mark = mark_sector();
-  const bool marked = std::equal(mark.begin(), mark.end(), margin.begin());
-  check_zeros(path, marked ? kMarkBytes : 0, std::span(margin).subspan(marked ? kMarkBytes : 0));
+  std::vector<std::byte> region(static_cast<std::size_t>(kSignatureBytes));
+  read_fully(path, descriptor, device_bytes - kSignatureBytes, region);
+  check_zeros(path, device_bytes - kSignatureBytes, region);
+  read_fully(path, descriptor, 0, region);
+  const auto signature = signature_sector();
+  const bool has_signature = std::equal(signature.begin(), signature.end(), region.begin());
+  check_zeros(path, has_signature ? kSignatureSectorBytes : 0,
+              std::span(region).subspan(has_signature ? kSignatureSectorBytes : 0));
 }
 
-bool write_mark(int descriptor) { return write_first_sector(descriptor, mark_sector()); }
+bool write_signature(int descriptor) { return write_first_sector(descriptor, signature_sector()); }
 
-bool erase_mark(int descriptor) { return write_first_sector(descriptor, {}); }
+bool erase_signature(int descriptor) { return write_first_sector(descriptor, {}); }
 
 }  // namespace zero_ext::core

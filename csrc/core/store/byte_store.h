@@ -19,8 +19,9 @@ class ByteStore {
   virtual std::int64_t alignment() const = 0;
 
   // Both return at once; transfers of overlapping ranges must be waited for in between.
-  virtual std::shared_ptr<Ticket> read(std::int64_t offset, std::span<std::byte> into) = 0;
-  virtual std::shared_ptr<Ticket> write(std::int64_t offset, std::span<const std::byte> from) = 0;
+  virtual std::shared_ptr<TransferHandle> read(std::int64_t offset, std::span<std::byte> into) = 0;
+  virtual std::shared_ptr<TransferHandle> write(std::int64_t offset,
+                                                std::span<const std::byte> from) = 0;
 };
 
 }  // namespace zero_ext::core

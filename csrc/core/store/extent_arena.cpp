@@ -88,7 +88,7 @@ void ExtentArena::grow(std::int64_t capacity) {
   add_free(begin, new_end - begin);
 }
 
-bool ExtentArena::holds(std::int64_t offset, std::int64_t bytes) const {
+bool ExtentArena::contains(std::int64_t offset, std::int64_t bytes) const {
   const auto after = live_.upper_bound(offset);
   if (bytes < 0 || after == live_.begin()) return false;
   const auto& [begin, length] = *std::prev(after);

@@ -29,7 +29,7 @@ class ExtentArena {
   void grow(std::int64_t capacity);
 
   // Whether one live extent holds all of [offset, offset + bytes).
-  bool holds(std::int64_t offset, std::int64_t bytes) const;
+  bool contains(std::int64_t offset, std::int64_t bytes) const;
 
   std::int64_t live_bytes() const { return live_bytes_; }
   std::int64_t largest_free() const;

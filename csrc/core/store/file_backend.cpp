@@ -11,18 +11,18 @@
 namespace zero_ext::core {
 namespace {
 
-class FileBacking final : public Backing {
+class FileBackend final : public StorageBackend {
  public:
-  explicit FileBacking(const std::string& path)
-      : file_(File::open(path, File::Mode::kCreate, true)), process_(::getpid()) {}
+  explicit FileBackend(const std::string& path)
+      : file_(IoFile::open(path, IoFile::Mode::kCreate, true)), process_(::getpid()) {}
 
-  ~FileBacking() override {
+  ~FileBackend() override {
     if (::getpid() == process_) ::unlink(file_->path().c_str());
   }
-  FileBacking(const FileBacking&) = delete;
-  FileBacking& operator=(const FileBacking&) = delete;
+  FileBackend(const FileBackend&) = delete;
+  FileBackend& operator=(const FileBackend&) = delete;
 
-  const std::shared_ptr<File>& file() const override { return file_; }
+  const std::shared_ptr<IoFile>& file() const override { return file_; }
   std::int64_t base() const override { return 0; }
 
   void resize(std::int64_t from, std::int64_t to) override {
@@ -61,14 +61,14 @@ class FileBacking final : public Backing {
            " bytes are free there: free some, give a path with more, or offload less";
   }
 
-  std::shared_ptr<File> file_;
+  std::shared_ptr<IoFile> file_;
   pid_t process_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backing> make_file_backing(const std::string& path) {
-  return std::make_unique<FileBacking>(path);
+std::unique_ptr<StorageBackend> make_file_backend(const std::string& path) {
+  return std::make_unique<FileBackend>(path);
 }
 
 }  // namespace zero_ext::core

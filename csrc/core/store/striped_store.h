@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../aio/engine.h"
+#include "../aio/io_engine.h"
 #include "../aio/queues/cufile.h"
 #include "byte_store.h"
 #include "extent_arena.h"
@@ -19,7 +19,7 @@
 
 namespace zero_ext::core {
 
-struct StoreOptions {
+struct StripedStoreOptions {
   std::int64_t stripe_bytes = 1 << 20;  // a multiple of the store's alignment
   bool checksum = false;                // remember the CRC32C of every sector written, verify reads
   bool block_devices = false;           // the paths are block devices to overwrite, not new files
@@ -28,10 +28,10 @@ struct StoreOptions {
 // Whose memory a transfer fills or empties.
 enum class MemoryKind { kHost, kDevice };
 
-struct StoreFacts {
+struct StripedStoreStats {
   struct Device {
     std::string path;
-    std::string why_not_direct;  // empty if transfers go past the page cache
+    std::string direct_io_refusal;  // empty if transfers go past the page cache
   };
   std::vector<Device> devices;
   std::int64_t capacity = 0;
@@ -43,16 +43,16 @@ struct StoreFacts {
 
 // All methods may be called from any thread; failures throw std::runtime_error. Transfers lie
 // inside one extent; an extent must not be released while one of its transfers is under way.
-class Store final : public ByteStore {
+class StripedStore final : public ByteStore {
  public:
   // Creates the files or claims the devices; their space is zero until reserve().
-  Store(std::shared_ptr<Engine> engine, const std::vector<std::string>& paths,
-        const StoreOptions& options);
+  StripedStore(std::shared_ptr<IoEngine> engine, const std::vector<std::string>& paths,
+               const StripedStoreOptions& options);
 
   // Removes the files. Transfers that nobody waited for end by themselves.
-  ~Store() override = default;
-  Store(const Store&) = delete;
-  Store& operator=(const Store&) = delete;
+  ~StripedStore() override = default;
+  StripedStore(const StripedStore&) = delete;
+  StripedStore& operator=(const StripedStore&) = delete;
 
   // Raises the capacity to `total_bytes`, rounded up to the alignment. The space is allocated and
   // written with zeros here, so that running out of it is an error now, with nothing changed, and
@@ -68,18 +68,21 @@ class Store final : public ByteStore {
   // the engine goes through the page cache.
   std::int64_t alignment() const override { return alignment_; }
 
-  std::shared_ptr<Ticket> read(std::int64_t offset, std::span<std::byte> into) override {
+  std::shared_ptr<TransferHandle> read(std::int64_t offset, std::span<std::byte> into) override {
     return read(offset, into, nullptr);
   }
-  std::shared_ptr<Ticket> write(std::int64_t offset, std::span<const std::byte> from) override {
+  std::shared_ptr<TransferHandle> write(std::int64_t offset,
+                                        std::span<const std::byte> from) override {
     return write(offset, from, nullptr);
   }
 
   // `owner` keeps the memory as long as the transfer needs it.
-  std::shared_ptr<Ticket> read(std::int64_t offset, std::span<std::byte> into,
-                               std::shared_ptr<void> owner, MemoryKind kind = MemoryKind::kHost);
-  std::shared_ptr<Ticket> write(std::int64_t offset, std::span<const std::byte> from,
-                                std::shared_ptr<void> owner, MemoryKind kind = MemoryKind::kHost);
+  std::shared_ptr<TransferHandle> read(std::int64_t offset, std::span<std::byte> into,
+                                       std::shared_ptr<void> owner,
+                                       MemoryKind kind = MemoryKind::kHost);
+  std::shared_ptr<TransferHandle> write(std::int64_t offset, std::span<const std::byte> from,
+                                        std::shared_ptr<void> owner,
+                                        MemoryKind kind = MemoryKind::kHost);
 
   // Has transfers of kDevice go by cuFile, for the GPU that is current in this thread; until then,
   // and after close_direct(), they are refused. Throws where reads are verified, which the host
@@ -87,7 +90,7 @@ class Store final : public ByteStore {
   void open_direct(std::shared_ptr<CuFileDriver> driver);
   void close_direct();
 
-  StoreFacts facts() const;
+  StripedStoreStats stats() const;
 
   // For tests of what lies above.
   void inject_fault(FaultRule rule) { engine_->inject_fault(rule); }
@@ -95,12 +98,12 @@ class Store final : public ByteStore {
  private:
   struct Layout;
 
-  std::shared_ptr<Engine> engine_of(MemoryKind kind) const;
+  std::shared_ptr<IoEngine> engine_of(MemoryKind kind) const;
   void check_range(const char* action, std::int64_t offset, std::size_t bytes) const;
   void grow_devices(std::int64_t from, std::int64_t to, bool zeros);
-  void cut_devices(std::int64_t to) noexcept;
+  void shrink_devices(std::int64_t to) noexcept;
 
-  std::vector<std::unique_ptr<Backing>> backings_;
+  std::vector<std::unique_ptr<StorageBackend>> backends_;
   std::shared_ptr<const Layout> layout_;
   std::int64_t alignment_;
   std::shared_ptr<SectorChecksums> checksums_;  // null if reads are not verified
@@ -111,8 +114,8 @@ class Store final : public ByteStore {
   std::atomic<std::int64_t> bytes_written_ = 0;
   // Goes first, and with it all transfers if nobody else holds it: a device that is no longer
   // claimed must not be written to.
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Engine> direct_;  // null if there are no transfers of device memory
+  std::shared_ptr<IoEngine> engine_;
+  std::shared_ptr<IoEngine> direct_;  // null if there are no transfers of device memory
 };
 
 }  // namespace zero_ext::core

@@ -4,17 +4,19 @@
 
 namespace zero_ext::core {
 
-StripedTicket::StripedTicket(std::function<void()> check, std::shared_ptr<void> owner)
+StripedTransferHandle::StripedTransferHandle(std::function<void()> check,
+                                             std::shared_ptr<void> owner)
     : check_(std::move(check)), owner_(std::move(owner)) {}
 
-bool StripedTicket::done() const {
-  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->done(); });
+bool StripedTransferHandle::done() const {
+  return std::all_of(transfers_.begin(), transfers_.end(),
+                     [](const auto& transfer) { return transfer->done(); });
 }
 
-void StripedTicket::wait() {
+void StripedTransferHandle::wait() {
   const std::lock_guard lock(mutex_);
   if (!waited_) {
-    outcome_ = wait_for_parts();
+    outcome_ = wait_for_all();
     if (outcome_ == nullptr) outcome_ = check_outcome();
     waited_ = true;
     check_ = nullptr;
@@ -23,11 +25,11 @@ void StripedTicket::wait() {
   if (outcome_ != nullptr) std::rethrow_exception(outcome_);
 }
 
-std::exception_ptr StripedTicket::wait_for_parts() const {
+std::exception_ptr StripedTransferHandle::wait_for_all() const {
   std::exception_ptr first;
-  for (const auto& part : parts_) {
+  for (const auto& transfer : transfers_) {
     try {
-      part->wait();
+      transfer->wait();
     } catch (...) {
       if (first == nullptr) first = std::current_exception();
     }
@@ -35,7 +37,7 @@ std::exception_ptr StripedTicket::wait_for_parts() const {
   return first;
 }
 
-std::exception_ptr StripedTicket::check_outcome() const {
+std::exception_ptr StripedTransferHandle::check_outcome() const {
   try {
     if (check_ != nullptr) check_();
   } catch (...) {

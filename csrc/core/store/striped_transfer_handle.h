@@ -1,4 +1,4 @@
-// One ticket for a transfer that is spread over several devices.
+// One handle for a transfer that is spread over several devices.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,18 @@
 
 namespace zero_ext::core {
 
-// Complete when all parts are. Failed if any is, with the first part's reason.
-class StripedTicket final : public Ticket {
+// Complete when all transfers are. Failed if any is, with the first transfer's reason.
+class StripedTransferHandle final : public TransferHandle {
  public:
-  // `check` runs once, on the first thread that waits, after all parts have succeeded; what it
+  // `check` runs once, on the first thread that waits, after all transfers have succeeded; what it
   // throws is the outcome. `owner` keeps the memory that it looks at.
-  StripedTicket(std::function<void()> check, std::shared_ptr<void> owner);
+  StripedTransferHandle(std::function<void()> check, std::shared_ptr<void> owner);
 
-  // Before the ticket is handed out.
-  void add(std::shared_ptr<Ticket> part) { parts_.push_back(std::move(part)); }
+  // Before the handle is handed out.
+  void add(std::shared_ptr<TransferHandle> transfer) { transfers_.push_back(std::move(transfer)); }
 
-  // Waits for all parts, failed or not; the first failure.
-  std::exception_ptr wait_for_parts() const;
+  // Waits for all transfers, failed or not; the first failure.
+  std::exception_ptr wait_for_all() const;
 
   bool done() const override;
   void wait() override;
@@ -31,7 +31,7 @@ class StripedTicket final : public Ticket {
  private:
   std::exception_ptr check_outcome() const;
 
-  std::vector<std::shared_ptr<Ticket>> parts_;
+  std::vector<std::shared_ptr<TransferHandle>> transfers_;
   std::function<void()> check_;
   std::shared_ptr<void> owner_;
   std::mutex mutex_;

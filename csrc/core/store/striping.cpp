@@ -15,8 +15,8 @@ Striping::Striping(std::size_t devices, std::int64_t stripe_bytes)
   }
 }
 
-std::vector<StripePiece> Striping::pieces(std::int64_t offset, std::int64_t bytes) const {
-  std::vector<StripePiece> found;
+std::vector<StripeExtent> Striping::extents(std::int64_t offset, std::int64_t bytes) const {
+  std::vector<StripeExtent> found;
   for (std::int64_t done = 0; done < bytes;) {
     const std::int64_t stripe = (offset + done) / stripe_bytes_;
     const std::int64_t within = (offset + done) % stripe_bytes_;

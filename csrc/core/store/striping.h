@@ -7,8 +7,8 @@
 
 namespace zero_ext::core {
 
-// A piece of a transfer that is contiguous on one device.
-struct StripePiece {
+// An extent of a transfer that is contiguous on one device.
+struct StripeExtent {
   std::size_t device;
   std::int64_t device_offset;
   std::int64_t transfer_offset;  // from the start of the transfer
@@ -21,8 +21,8 @@ class Striping {
   // Throws std::runtime_error for no devices or a stripe below one byte.
   Striping(std::size_t devices, std::int64_t stripe_bytes);
 
-  // The pieces of [offset, offset + bytes) in ascending order; on one device there is one piece.
-  std::vector<StripePiece> pieces(std::int64_t offset, std::int64_t bytes) const;
+  // The extents of [offset, offset + bytes) in ascending order; on one device there is one extent.
+  std::vector<StripeExtent> extents(std::int64_t offset, std::int64_t bytes) const;
 
   // Bytes of [0, total) that lie on `device`.
   std::int64_t device_bytes(std::size_t device, std::int64_t total) const;

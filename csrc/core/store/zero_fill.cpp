@@ -11,54 +11,54 @@
 namespace zero_ext::core {
 namespace {
 
-constexpr std::int64_t kPieceBytes = 8 << 20;
-constexpr std::size_t kPiecesInFlight = 8;
+constexpr std::int64_t kZeroChunkBytes = 8 << 20;
+constexpr std::size_t kZeroChunksInFlight = 8;
 
 // On an error too, no transfer outlives this.
-class TicketsInOrder {
+class PendingTransfers {
  public:
-  TicketsInOrder() = default;
-  ~TicketsInOrder() {
-    for (const auto& ticket : tickets_) {
+  PendingTransfers() = default;
+  ~PendingTransfers() {
+    for (const auto& handle : handles_) {
       try {
-        ticket->wait();
+        handle->wait();
       } catch (const std::exception&) {  // the first error is on its way already
       }
     }
   }
-  TicketsInOrder(const TicketsInOrder&) = delete;
-  TicketsInOrder& operator=(const TicketsInOrder&) = delete;
+  PendingTransfers(const PendingTransfers&) = delete;
+  PendingTransfers& operator=(const PendingTransfers&) = delete;
 
-  std::size_t count() const { return tickets_.size(); }
-  void add(std::shared_ptr<Ticket> ticket) { tickets_.push_back(std::move(ticket)); }
+  std::size_t count() const { return handles_.size(); }
+  void add(std::shared_ptr<TransferHandle> handle) { handles_.push_back(std::move(handle)); }
   void wait_for_oldest() {
-    const auto ticket = std::move(tickets_.front());
-    tickets_.pop_front();
-    ticket->wait();
+    const auto handle = std::move(handles_.front());
+    handles_.pop_front();
+    handle->wait();
   }
 
  private:
-  std::deque<std::shared_ptr<Ticket>> tickets_;
+  std::deque<std::shared_ptr<TransferHandle>> handles_;
 };
 
 }  // namespace
 
-void write_zeros(Engine& engine, const std::shared_ptr<File>& file, std::int64_t offset,
+void write_zeros(IoEngine& engine, const std::shared_ptr<IoFile>& file, std::int64_t offset,
                  std::int64_t bytes) {
-  const std::int64_t piece_bytes = std::min(bytes, kPieceBytes);
-  if (piece_bytes <= 0) return;
-  const std::shared_ptr<void> zeros(allocate_host(piece_bytes), [](void* memory) {
+  const std::int64_t chunk_bytes = std::min(bytes, kZeroChunkBytes);
+  if (chunk_bytes <= 0) return;
+  const std::shared_ptr<void> zeros(allocate_host(chunk_bytes), [](void* memory) {
     if (memory != nullptr) free_host(memory);
   });
   if (zeros == nullptr) {
-    throw std::runtime_error("store: no memory for " + std::to_string(piece_bytes) +
+    throw std::runtime_error("store: no memory for " + std::to_string(chunk_bytes) +
                              " bytes of zeros");
   }
   const auto* const data = static_cast<const std::byte*>(zeros.get());
-  TicketsInOrder under_way;
-  for (std::int64_t done = 0; done < bytes; done += piece_bytes) {
-    if (under_way.count() == kPiecesInFlight) under_way.wait_for_oldest();
-    const auto length = static_cast<std::size_t>(std::min(piece_bytes, bytes - done));
+  PendingTransfers under_way;
+  for (std::int64_t done = 0; done < bytes; done += chunk_bytes) {
+    if (under_way.count() == kZeroChunksInFlight) under_way.wait_for_oldest();
+    const auto length = static_cast<std::size_t>(std::min(chunk_bytes, bytes - done));
     under_way.add(engine.write(file, offset + done, std::span(data, length), zeros));
   }
   while (under_way.count() > 0) under_way.wait_for_oldest();

@@ -40,7 +40,8 @@ int read_process(pid_t process, std::uint64_t address, std::span<std::byte> into
 
 }  // namespace
 
-HostExchange::HostExchange(const std::string& name, int rank, int world_size, bool create)
+CrossProcessTransport::CrossProcessTransport(const std::string& name, int rank, int world_size,
+                                             bool create)
     : rank_(rank),
       segment_(name, world_size, create),
       peers_(static_cast<std::size_t>(world_size)) {
@@ -51,7 +52,7 @@ HostExchange::HostExchange(const std::string& name, int rank, int world_size, bo
   self.token = own_token;
 }
 
-HostExchange::~HostExchange() {
+CrossProcessTransport::~CrossProcessTransport() {
   if (thread_.joinable()) {
     // A peer may still be reading what was sent: its memory goes away with this object's owners.
     // What it reads later it rejects.
@@ -75,7 +76,7 @@ HostExchange::~HostExchange() {
   }
 }
 
-bool HostExchange::connect() {
+bool CrossProcessTransport::connect() {
   if (thread_.joinable()) return true;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const Member& member = segment_.member(rank);
@@ -95,26 +96,26 @@ bool HostExchange::connect() {
   return true;
 }
 
-void HostExchange::send(int peer, std::span<const std::byte> bytes, std::int64_t tag,
-                        std::shared_ptr<void> owner) {
+void CrossProcessTransport::send(int peer, std::span<const std::byte> bytes, std::int64_t tag,
+                                 std::shared_ptr<void> owner) {
   check_peer(peer);
   Owners released;  // until the lock is
   const std::lock_guard lock(mutex_);
   released.swap(released_);
-  check_takes_part();
+  check_not_aborted();
   const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size(),
                                      tag};
   peers_[static_cast<std::size_t>(peer)].unposted.push_back({descriptor, std::move(owner)});
   post(peer);
 }
 
-void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t tag,
-                           std::shared_ptr<void> owner) {
+void CrossProcessTransport::receive(int peer, std::span<std::byte> bytes, std::int64_t tag,
+                                    std::shared_ptr<void> owner) {
   check_peer(peer);
   Owners released;
   const std::lock_guard lock(mutex_);
   released.swap(released_);
-  check_takes_part();
+  check_not_aborted();
   peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, tag, std::move(owner)});
   const Channel& channel = segment_.channel(peer, rank_);
   if (channel.posted.load(std::memory_order_acquire) !=
@@ -123,8 +124,8 @@ void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t ta
   }
 }
 
-void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
-                        std::chrono::duration<double> timeout) {
+void CrossProcessTransport::wait(int rank, MessageDirection direction, std::uint64_t count,
+                                 std::chrono::duration<double> timeout) {
   check_peer(rank);
   Owners released;
   std::unique_lock lock(mutex_);
@@ -135,14 +136,14 @@ void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
 }
 
 // Why it was in vain, or nothing.
-std::string HostExchange::await(int rank, Direction direction, std::uint64_t count,
-                                std::chrono::duration<double> timeout,
-                                std::unique_lock<std::mutex>& lock) {
+std::string CrossProcessTransport::await(int rank, MessageDirection direction, std::uint64_t count,
+                                         std::chrono::duration<double> timeout,
+                                         std::unique_lock<std::mutex>& lock) {
   const auto limit = std::chrono::steady_clock::now() +
                      std::chrono::duration_cast<std::chrono::steady_clock::duration>(timeout);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const auto complete = [&] {
-    return (direction == Direction::kSend ? peer.sent : peer.received) >= count;
+    return (direction == MessageDirection::kSend ? peer.sent : peer.received) >= count;
   };
   // What has arrived already is copied here rather than by a thread that first has to wake up.
   while (!complete() && peer.failure.empty() && progress(lock)) {
@@ -155,26 +156,26 @@ std::string HostExchange::await(int rank, Direction direction, std::uint64_t cou
   // Once this throws the caller may use the memory for something else.
   if (!complete()) changed_.wait(lock, [&] { return !peer.copying; });
   if (complete()) return {};
-  if (direction == Direction::kSend) withdraw(rank);
+  if (direction == MessageDirection::kSend) withdraw(rank);
   return peer.failure;
 }
 
-void HostExchange::give_up(const std::string& reason) {
+void CrossProcessTransport::abort(const std::string& reason) {
   Member& self = segment_.member(rank_);
   const std::lock_guard lock(mutex_);
-  if (self.given_up.load(std::memory_order_relaxed) != 0) return;
+  if (self.aborted.load(std::memory_order_relaxed) != 0) return;
   std::size_t length = std::min(reason.size(), kReasonBytes - 1);
   // Not within a character of UTF-8: what is cut there cannot be shown.
   while (length < reason.size() && length > 0 && (reason[length] & 0xC0) == 0x80) --length;
   std::copy_n(reason.begin(), length, self.reason.begin());
-  self.given_up.store(1, std::memory_order_release);
+  self.aborted.store(1, std::memory_order_release);
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     segment_.ring(rank);
     fail(rank, reason);
   }
 }
 
-void HostExchange::run() {
+void CrossProcessTransport::run() {
   auto watched = std::chrono::steady_clock::now();
   while (!stopping_) {
     const std::uint32_t seen = segment_.member(rank_).doorbell.load(std::memory_order_acquire);
@@ -192,20 +193,20 @@ void HostExchange::run() {
 }
 
 // Does everything that can be done now; whether there was anything.
-bool HostExchange::progress(std::unique_lock<std::mutex>& lock) {
+bool CrossProcessTransport::progress(std::unique_lock<std::mutex>& lock) {
   bool moved = false;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank == rank_) continue;
-    moved |= collect(rank);
+    moved |= reap_sent(rank);
     moved |= post(rank);
     moved |= copy_next(rank, lock);
-    moved |= hear(rank);
+    moved |= detect_peer_exit(rank);
   }
   if (moved) changed_.notify_all();
   return moved;
 }
 
-bool HostExchange::post(int rank) {
+bool CrossProcessTransport::post(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   Channel& channel = segment_.channel(rank_, rank);
   bool moved = false;
@@ -222,7 +223,7 @@ bool HostExchange::post(int rank) {
   return moved;
 }
 
-bool HostExchange::collect(int rank) {
+bool CrossProcessTransport::reap_sent(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const std::uint64_t read = segment_.channel(rank_, rank).read.load(std::memory_order_acquire);
   const bool moved = peer.sent < read;
@@ -234,23 +235,23 @@ bool HostExchange::collect(int rank) {
 }
 
 // Whether this rank waits in vain for one that has given up, or closed its exchange.
-bool HostExchange::hear(int rank) {
+bool CrossProcessTransport::detect_peer_exit(int rank) {
   const Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const bool withdrawn = withdrew(rank);
-  const bool given_up = segment_.member(rank).given_up.load(std::memory_order_acquire) != 0;
-  if (!peer.failure.empty() || peer.copying || !(withdrawn || given_up)) return false;
+  const bool aborted = segment_.member(rank).aborted.load(std::memory_order_acquire) != 0;
+  if (!peer.failure.empty() || peer.copying || !(withdrawn || aborted)) return false;
   // Looked at only now: what was read or posted before that is seen.
-  const bool moved = collect(rank);
+  const bool moved = reap_sent(rank);
   const Channel& channel = segment_.channel(rank, rank_);
   const bool more = channel.posted.load(std::memory_order_acquire) !=
                     channel.read.load(std::memory_order_relaxed);
   const bool waiting = !peer.expected.empty() || !peer.unread.empty() || !peer.unposted.empty();
   if (!waiting || (more && !withdrawn && !peer.expected.empty())) return moved;
-  fail(rank, reason_of(rank));
+  fail(rank, failure_reason(rank));
   return true;
 }
 
-bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
+bool CrossProcessTransport::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   Channel& channel = segment_.channel(rank, rank_);
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
@@ -284,7 +285,7 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   released_.push_back(std::move(target.owner));
   changed_.notify_all();
   if (withdrawn) {
-    fail(rank, reason_of(rank));
+    fail(rank, failure_reason(rank));
   } else if (error != 0) {
     fail(rank, "reading a message of rank " + std::to_string(rank) +
                    " failed: " + std::generic_category().message(error));
@@ -296,7 +297,7 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-void HostExchange::watch_processes() {
+void CrossProcessTransport::watch_processes() {
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     Peer& peer = peers_[static_cast<std::size_t>(rank)];
     pollfd watch{peer.process_watch, POLLIN, 0};
@@ -306,7 +307,7 @@ void HostExchange::watch_processes() {
   }
 }
 
-void HostExchange::check_peer(int rank) const {
+void CrossProcessTransport::check_peer(int rank) const {
   if (rank < 0 || rank >= segment_.world_size() || rank == rank_) {
     throw std::runtime_error("peer is " + std::to_string(rank) + "; another rank than " +
                              std::to_string(rank_) + " of " +
@@ -314,15 +315,15 @@ void HostExchange::check_peer(int rank) const {
   }
 }
 
-void HostExchange::check_takes_part() const {
+void CrossProcessTransport::check_not_aborted() const {
   const Member& self = segment_.member(rank_);
-  if (self.given_up.load(std::memory_order_relaxed) != 0) {
+  if (self.aborted.load(std::memory_order_relaxed) != 0) {
     throw std::runtime_error(self.reason.data());
   }
 }
 
 // The first failure of a peer is the last: what was expected of it is not written to any more.
-void HostExchange::fail(int rank, const std::string& reason) {
+void CrossProcessTransport::fail(int rank, const std::string& reason) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   if (!peer.failure.empty()) return;
   peer.failure = reason;
@@ -332,18 +333,18 @@ void HostExchange::fail(int rank, const std::string& reason) {
 }
 
 // Before memory changes that `rank` may still read: no write to it moves up before this.
-void HostExchange::withdraw(int rank) {
+void CrossProcessTransport::withdraw(int rank) {
   segment_.channel(rank_, rank).withdrawn.exchange(1, std::memory_order_acq_rel);
   segment_.ring(rank);
 }
 
-bool HostExchange::withdrew(int rank) const {
+bool CrossProcessTransport::withdrew(int rank) const {
   return segment_.channel(rank, rank_).withdrawn.load(std::memory_order_acquire) != 0;
 }
 
-std::string HostExchange::reason_of(int rank) const {
+std::string CrossProcessTransport::failure_reason(int rank) const {
   const Member& member = segment_.member(rank);
-  if (member.given_up.load(std::memory_order_acquire) != 0) return member.reason.data();
+  if (member.aborted.load(std::memory_order_acquire) != 0) return member.reason.data();
   return "rank " + std::to_string(rank) +
          " has closed its connections, or waited longer than its time limit";
 }

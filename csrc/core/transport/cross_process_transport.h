@@ -21,7 +21,7 @@
 namespace zero_ext::core {
 
 // Which way a message goes, seen from this rank.
-enum class Direction { kSend, kReceive };
+enum class MessageDirection { kSend, kReceive };
 
 // The exchange of one rank with all others of its group. Messages between two ranks arrive in the
 // order they were sent. All methods may be called from any thread; failures throw
@@ -31,13 +31,13 @@ enum class Direction { kSend, kReceive };
 // the message is complete or its `wait` has thrown, never later. It reads that of a peer, and
 // rejects what it has read if the peer withdrew it meanwhile. A peer does that before it lets go of
 // the memory.
-class HostExchange {
+class CrossProcessTransport {
  public:
   // Joins the segment `name`; the rank with `create` makes it, before the others join.
-  HostExchange(const std::string& name, int rank, int world_size, bool create);
-  ~HostExchange();
-  HostExchange(const HostExchange&) = delete;
-  HostExchange& operator=(const HostExchange&) = delete;
+  CrossProcessTransport(const std::string& name, int rank, int world_size, bool create);
+  ~CrossProcessTransport();
+  CrossProcessTransport(const CrossProcessTransport&) = delete;
+  CrossProcessTransport& operator=(const CrossProcessTransport&) = delete;
 
   // Whether this process may read every other's memory. Call once all have joined. Starts the
   // thread.
@@ -54,13 +54,13 @@ class HostExchange {
   // Returns when `count` messages in this direction are complete; throws after `timeout`, when a
   // message of another size or tag arrived, when the peer closed its exchange, or when its process
   // ended. Then nothing is exchanged with the peer any more.
-  void wait(int peer, Direction direction, std::uint64_t count,
+  void wait(int peer, MessageDirection direction, std::uint64_t count,
             std::chrono::duration<double> timeout);
 
   // Tells the others that this rank takes part no longer: whoever waits for it then throws
   // `reason`, of which 1023 bytes are kept, and so do all methods here. What was sent before still
   // arrives while this object lives.
-  void give_up(const std::string& reason);
+  void abort(const std::string& reason);
 
  private:
   struct Outgoing {
@@ -87,22 +87,22 @@ class HostExchange {
 
   void run();
   bool progress(std::unique_lock<std::mutex>& lock);
-  std::string await(int rank, Direction direction, std::uint64_t count,
+  std::string await(int rank, MessageDirection direction, std::uint64_t count,
                     std::chrono::duration<double> timeout, std::unique_lock<std::mutex>& lock);
   bool post(int rank);
-  bool collect(int rank);
-  bool hear(int rank);
+  bool reap_sent(int rank);
+  bool detect_peer_exit(int rank);
   bool copy_next(int rank, std::unique_lock<std::mutex>& lock);
   void watch_processes();
   void check_peer(int rank) const;
-  void check_takes_part() const;
+  void check_not_aborted() const;
   void fail(int rank, const std::string& reason);
   void withdraw(int rank);
   bool withdrew(int rank) const;
-  std::string reason_of(int rank) const;
+  std::string failure_reason(int rank) const;
 
   const int rank_;
-  HostSegment segment_;
+  SharedMemorySegment segment_;
   std::vector<Peer> peers_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -45,7 +45,7 @@ class SegmentFile {
 
 }  // namespace
 
-HostSegment::HostSegment(const std::string& name, int world_size, bool create)
+SharedMemorySegment::SharedMemorySegment(const std::string& name, int world_size, bool create)
     : world_size_(world_size), nbytes_(segment_bytes(world_size)), base_(nullptr) {
   const SegmentFile file(name, create);
   if (create && ::posix_fallocate(file.get(), 0, static_cast<off_t>(nbytes_)) != 0) {
@@ -60,29 +60,30 @@ HostSegment::HostSegment(const std::string& name, int world_size, bool create)
   if (base_ == MAP_FAILED) throw failure("mapping", name);
 }
 
-HostSegment::~HostSegment() { ::munmap(base_, nbytes_); }
+SharedMemorySegment::~SharedMemorySegment() { ::munmap(base_, nbytes_); }
 
 // The kernel hands out zeroed pages, and zero is the right start of every counter and descriptor.
-Member& HostSegment::member(int rank) const { return static_cast<Member*>(base_)[rank]; }
+Member& SharedMemorySegment::member(int rank) const { return static_cast<Member*>(base_)[rank]; }
 
-Channel& HostSegment::channel(int source, int destination) const {
+Channel& SharedMemorySegment::channel(int source, int destination) const {
   auto* const channels = reinterpret_cast<Channel*>(
       static_cast<std::byte*>(base_) + static_cast<std::size_t>(world_size_) * sizeof(Member));
   return channels[source * world_size_ + destination];
 }
 
-void HostSegment::ring(int rank) const {
+void SharedMemorySegment::ring(int rank) const {
   auto& doorbell = member(rank).doorbell;
   doorbell.fetch_add(1, std::memory_order_release);
   ::syscall(SYS_futex, &doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void HostSegment::sleep(int rank, std::uint32_t seen, std::chrono::milliseconds longest) const {
+void SharedMemorySegment::sleep(int rank, std::uint32_t seen,
+                                std::chrono::milliseconds longest) const {
   const timespec limit{longest.count() / 1000, (longest.count() % 1000) * 1'000'000};
   ::syscall(SYS_futex, &member(rank).doorbell, FUTEX_WAIT, seen, &limit, nullptr, 0);
 }
 
-void HostSegment::unlink(const std::string& name) {
+void SharedMemorySegment::unlink(const std::string& name) {
   if (::shm_unlink(name.c_str()) != 0 && errno != ENOENT) throw failure("removing", name);
 }
 

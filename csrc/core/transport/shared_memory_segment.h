@@ -40,7 +40,7 @@ struct Member {
   std::uint32_t process;
   std::uint64_t token_address;
   std::uint64_t token;
-  std::atomic<std::uint32_t> given_up;
+  std::atomic<std::uint32_t> aborted;
   std::array<char, kReasonBytes> reason;
 };
 
@@ -49,13 +49,13 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
 
 // A mapping of the segment; unmapped with the object. The name is removed by `unlink`, once all
 // have joined.
-class HostSegment {
+class SharedMemorySegment {
  public:
   // Throws std::runtime_error naming the segment and the reason.
-  HostSegment(const std::string& name, int world_size, bool create);
-  ~HostSegment();
-  HostSegment(const HostSegment&) = delete;
-  HostSegment& operator=(const HostSegment&) = delete;
+  SharedMemorySegment(const std::string& name, int world_size, bool create);
+  ~SharedMemorySegment();
+  SharedMemorySegment(const SharedMemorySegment&) = delete;
+  SharedMemorySegment& operator=(const SharedMemorySegment&) = delete;
 
   Member& member(int rank) const;
   Channel& channel(int source, int destination) const;

@@ -20,7 +20,7 @@
 namespace zero_ext::cuda {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Shape::kThreads, Kernel::Shape::kLeastBlocks)
+__global__ void __launch_bounds__(Kernel::Shape::kThreads, Kernel::Shape::kMinBlocks)
     run_attention(const __grid_constant__ Kernel kernel) {
   extern __shared__ __align__(16) std::byte memory[];
   kernel(DeviceMachine(memory));
@@ -34,7 +34,7 @@ void launch_attention(const char* op, const Kernel& kernel) {
                   " pieces over all batches and heads, and a launch takes at most ", INT32_MAX,
                   "; split the batch");
   constexpr int bytes = Kernel::template shared_bytes<DeviceMachine>();
-  static_assert(bytes <= kMostSharedBytes);
+  static_assert(bytes <= kMaxSharedBytes);
   const Launcher launcher(op);
   check(op, cudaFuncSetAttribute(run_attention<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  bytes));

@@ -79,9 +79,9 @@ struct CheckLists {
       const std::int64_t end = pointers[at + 1];
       // Lists of heads that overlap would have unions that do.
       if (begin < 0 || begin > total || (at > 0 && begin < pointers[at - 1])) {
-        refuse(pointers_name, at, begin, WantedValue::ascending_offset);
+        refuse(pointers_name, at, begin, ExpectedValue::ascending_offset);
       } else if (end < begin || end > total) {
-        refuse(pointers_name, at + 1, end, WantedValue::ascending_offset);
+        refuse(pointers_name, at + 1, end, ExpectedValue::ascending_offset);
       } else {
         check_blocks(begin, end);
       }
@@ -92,13 +92,14 @@ struct CheckLists {
   ZERO_EXT_FUNCTION void check_blocks(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = begin; i < end; ++i) {
       if (blocks[i] < 0 || blocks[i] >= limit || (i > begin && blocks[i] <= blocks[i - 1])) {
-        return refuse(blocks_name, i, blocks[i], WantedValue::ascending_block);
+        return refuse(blocks_name, i, blocks[i], ExpectedValue::ascending_block);
       }
     }
   }
   ZERO_EXT_FUNCTION void refuse(DeviceArgument argument, std::int64_t i, std::int64_t value,
-                                WantedValue wanted) const {
-    record_error(errors, {op, argument, i, DeviceField::entry, static_cast<double>(value), wanted});
+                                ExpectedValue expected) const {
+    record_error(errors,
+                 {op, argument, i, DeviceField::entry, static_cast<double>(value), expected});
   }
 };
 
@@ -109,7 +110,7 @@ struct MergeLists {
   static constexpr int kThreads = 128;
   static constexpr int kSharedBytes = 0;
   static constexpr int kWarps = kThreads / kWarpLanes;
-  static constexpr int kMost = 4;  // lists of a union
+  static constexpr int kMax = 4;  // lists of a union
 
   CheckLists layout;
   int lists;              // of a union
@@ -138,9 +139,9 @@ struct MergeLists {
     const bool refused = has_error(layout.errors);
     const std::int64_t first = number % unions() * lists;
     const std::int32_t* own = layout.pointers + number / unions() * (layout.count + 1) + first;
-    Rest rest[kMost];
+    Rest rest[kMax];
     ZERO_EXT_UNROLL
-    for (int list = 0; list < kMost; ++list) {
+    for (int list = 0; list < kMax; ++list) {
       const bool there = !refused && list < lists && first + list < layout.count;
       rest[list] = {there ? within(own[list]) : 0, there ? within(own[list + 1]) : 0};
     }
@@ -165,16 +166,16 @@ struct MergeLists {
   }
 
   // The number of entries, at most `room`.
-  ZERO_EXT_DEVICE std::int32_t merge(Rest (&rest)[kMost], std::int32_t* to,
+  ZERO_EXT_DEVICE std::int32_t merge(Rest (&rest)[kMax], std::int32_t* to,
                                      std::int32_t room) const {
     std::int32_t found = 0;
     while (found < room) {
       const std::int32_t lowest = lowest_of(rest);
       if (lowest >= layout.limit) break;
-      std::uint32_t windows[kMost];
+      std::uint32_t windows[kMax];
       std::uint32_t any = 0;
       ZERO_EXT_UNROLL
-      for (int list = 0; list < kMost; ++list) {
+      for (int list = 0; list < kMax; ++list) {
         any |= windows[list] = window(lowest, rest[list]);
       }
       each_lane([&](int, int lane) {
@@ -182,7 +183,7 @@ struct MergeLists {
         if ((any >> lane & 1) == 0 || at >= room) return;
         std::int32_t entry = (lowest + lane) << 4;
         ZERO_EXT_UNROLL
-        for (int list = 0; list < kMost; ++list) {
+        for (int list = 0; list < kMax; ++list) {
           if ((windows[list] >> lane & 1) != 0) entry |= ((1 << bands) - 1) << (list * bands);
         }
         to[at] = entry;
@@ -193,7 +194,7 @@ struct MergeLists {
   }
 
   // The lowest block that any list still has, or the limit. A list ends where it leaves the bounds.
-  ZERO_EXT_FUNCTION std::int32_t lowest_of(Rest (&rest)[kMost]) const {
+  ZERO_EXT_FUNCTION std::int32_t lowest_of(Rest (&rest)[kMax]) const {
     auto lowest = static_cast<std::int32_t>(layout.limit);
     ZERO_EXT_UNROLL
     for (Rest& each : rest) {

@@ -37,10 +37,10 @@ struct AttentionShape {
   static constexpr int kWarps = kRows / (kBands * kBandRows);
   static constexpr int kThreads = kWarps * kWarpLanes;
   // Blocks of threads that a processor is to have room for.
-  static constexpr int kLeastBlocks = kDim > 64 ? 1 : kWide && !kForward ? 2 : 3;
+  static constexpr int kMinBlocks = kDim > 64 ? 1 : kWide && !kForward ? 2 : 3;
 };
 
 // Shared memory that every device of compute capability 8.0 and higher gives a block that asks.
-inline constexpr int kMostSharedBytes = 99 << 10;
+inline constexpr int kMaxSharedBytes = 99 << 10;
 
 }  // namespace zero_ext::cuda

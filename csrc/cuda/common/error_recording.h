@@ -14,11 +14,11 @@ using core::DeviceError;
 using core::DeviceErrorRecord;
 using core::DeviceField;
 using core::DeviceOp;
-using core::WantedValue;
+using core::ExpectedValue;
 
 // Sets the state of a record if it is `before`, for all threads of the device; returns what it was.
-ZERO_EXT_HOST_DEVICE std::int64_t exchange_state(DeviceErrorRecord* record, std::int64_t before,
-                                                 std::int64_t after) {
+ZERO_EXT_HOST_DEVICE std::int64_t compare_exchange_state(DeviceErrorRecord* record,
+                                                         std::int64_t before, std::int64_t after) {
 #if defined(__CUDA_ARCH__)
   return static_cast<std::int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(&record->state),
                                              static_cast<unsigned long long>(before),
@@ -39,13 +39,13 @@ ZERO_EXT_HOST_DEVICE void order_error() {
 
 // The first error stays until it is taken.
 ZERO_EXT_HOST_DEVICE void record_error(DeviceErrorRecord* record, const DeviceError& error) {
-  if (exchange_state(record, DeviceErrorRecord::empty, DeviceErrorRecord::busy) !=
+  if (compare_exchange_state(record, DeviceErrorRecord::empty, DeviceErrorRecord::busy) !=
       DeviceErrorRecord::empty) {
     return;
   }
   record->error = error;
   order_error();
-  exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::complete);
+  compare_exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::complete);
 }
 
 // Whether a kernel has recorded an error that nobody took.
@@ -59,7 +59,7 @@ ZERO_EXT_HOST_DEVICE bool has_error(const DeviceErrorRecord* record) {
 
 // Moves the record into a tensor's memory, kDeviceErrorWords numbers, and empties it. An error that
 // is being written stays for the next time.
-struct TakeDeviceError {
+struct PopDeviceError {
   DeviceErrorRecord* record;
   std::int64_t* target;
 
@@ -67,14 +67,14 @@ struct TakeDeviceError {
     if (thread != 0) return;
     auto* const taken = reinterpret_cast<DeviceErrorRecord*>(target);
     *taken = {};
-    if (exchange_state(record, DeviceErrorRecord::complete, DeviceErrorRecord::busy) !=
+    if (compare_exchange_state(record, DeviceErrorRecord::complete, DeviceErrorRecord::busy) !=
         DeviceErrorRecord::complete) {
       return;
     }
     order_error();
     *taken = {DeviceErrorRecord::complete, record->error};
     order_error();
-    exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::empty);
+    compare_exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::empty);
   }
 };
 

@@ -19,21 +19,21 @@
 namespace zero_ext::cuda {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kMostDevices = 64;  // whose occupancies are kept
+inline constexpr int kMaxDevices = 64;  // whose occupancies are cached
 inline constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
 // Shared memory that every GPU gives a block without being asked.
 inline constexpr std::size_t kSharedBytes = 48 << 10;
 // With a least number of blocks given, the compiler does not spill registers to fit in more.
-inline constexpr int kLeastBlocksOfProcessor = 2;
+inline constexpr int kMinBlocksOfProcessor = 2;
 
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
     run_kernel(const __grid_constant__ Kernel kernel) {
   kernel(std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, std::int64_t{gridDim.x} * blockDim.x);
 }
 
-inline GpuFacts gpu_facts() {
-  GpuFacts gpu{};
+inline GpuProperties gpu_properties() {
+  GpuProperties gpu{};
   cudaGetDevice(&gpu.device);
   cudaDeviceGetAttribute(&gpu.major, cudaDevAttrComputeCapabilityMajor, gpu.device);
   cudaDeviceGetAttribute(&gpu.minor, cudaDevAttrComputeCapabilityMinor, gpu.device);
@@ -42,17 +42,17 @@ inline GpuFacts gpu_facts() {
   return gpu;
 }
 
-inline std::optional<LaunchFault> fault_of(cudaError_t status) {
+inline std::optional<LaunchError> launch_error_of(cudaError_t status) {
   switch (status) {
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
-      return LaunchFault::no_code;
+      return LaunchError::no_code;
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorInsufficientDriver:
-      return LaunchFault::old_driver;
+      return LaunchError::old_driver;
     case cudaErrorLaunchOutOfResources:
-      return LaunchFault::resources;
+      return LaunchError::resources;
     default:
       return std::nullopt;
   }
@@ -60,8 +60,8 @@ inline std::optional<LaunchFault> fault_of(cudaError_t status) {
 
 inline void check(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
-  const std::optional<LaunchFault> fault = fault_of(status);
-  STD_TORCH_CHECK(false, op, ": ", fault ? explain(*fault, gpu_facts()) : "CUDA error", " (",
+  const std::optional<LaunchError> error = launch_error_of(status);
+  STD_TORCH_CHECK(false, op, ": ", error ? explain(*error, gpu_properties()) : "CUDA error", " (",
                   cudaGetErrorString(status), ")");
 }
 
@@ -84,22 +84,22 @@ struct Launcher {
     stream = static_cast<cudaStream_t>(current);
   }
 
-  // As many blocks of kThreads as run at once, or fewer if fewer are wanted: grids stride.
+  // As many blocks of kThreads as run at once, or fewer if fewer are expected: grids stride.
   template <auto kFunction>
   unsigned blocks(std::int64_t wanted) const {
-    return static_cast<unsigned>(std::min(wanted, processors * resident_blocks<kFunction>()));
+    return static_cast<unsigned>(std::min(expected, processors * resident_blocks<kFunction>()));
   }
 
  private:
   // Of a processor. All devices of a process that the module has code for are asked once each.
   template <auto kFunction>
   std::int64_t resident_blocks() const {
-    static std::array<std::atomic<int>, kMostDevices> known{};
-    const bool is_kept = device < kMostDevices;
-    int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+    static std::array<std::atomic<int>, kMaxDevices> known{};
+    const bool is_cached = device < kMaxDevices;
+    int count = is_cached ? known[device].load(std::memory_order_relaxed) : 0;
     if (count == 0) {
       check(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kFunction, kThreads, 0));
-      if (is_kept) known[device].store(count, std::memory_order_relaxed);
+      if (is_cached) known[device].store(count, std::memory_order_relaxed);
     }
     return count;
   }
@@ -116,7 +116,7 @@ void launch(const char* op, const Kernel& kernel, std::int64_t work) {
 }
 
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
     run_warps(const __grid_constant__ Kernel kernel) {
   kernel(std::int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / kWarpLanes,
          std::int64_t{gridDim.x} * kWarpsOfBlock);

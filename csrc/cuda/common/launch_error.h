@@ -7,7 +7,7 @@
 namespace zero_ext::cuda {
 
 // What the messages tell of a GPU.
-struct GpuFacts {
+struct GpuProperties {
   int device;
   int major;  // compute capability
   int minor;
@@ -15,31 +15,31 @@ struct GpuFacts {
   int registers;     // most that a block may have
 };
 
-enum class LaunchFault : std::uint8_t {
+enum class LaunchError : std::uint8_t {
   no_code,     // the module holds none for the GPU
   old_driver,  // it holds PTX that the driver cannot translate
   resources,   // a block needs more than a processor of the GPU has
 };
 
-inline constexpr int kLeastMajor = 8;
+inline constexpr int kMinMajor = 8;
 
-inline std::string explain(LaunchFault fault, const GpuFacts& gpu) {
+inline std::string explain(LaunchError error, const GpuProperties& gpu) {
   const std::string name = "cuda:" + std::to_string(gpu.device) + ", of compute capability " +
                            std::to_string(gpu.major) + "." + std::to_string(gpu.minor) + ", ";
-  switch (fault) {
-    case LaunchFault::no_code:
-      if (gpu.major < kLeastMajor) {
+  switch (error) {
+    case LaunchError::no_code:
+      if (gpu.major < kMinMajor) {
         return name +
                "cannot run the kernels: they need 8.0 or higher; keep the tensors on the CPU";
       }
       return name +
              "finds no code for it in module _C_cuda: build the module again, with the flags " +
              "of zero_ext/ops/toolchain.py";
-    case LaunchFault::old_driver:
+    case LaunchError::old_driver:
       return name +
              "has a driver that cannot translate this module's PTX: update the driver to the " +
              "CUDA version that built the module, or build it with the driver's";
-    case LaunchFault::resources:
+    case LaunchError::resources:
       break;
   }
   return name + "gives a block " + std::to_string(gpu.shared_bytes) +

@@ -214,11 +214,11 @@ struct WarpTile {
   }
 };
 
-// The tile of a kernel that moves elements of these types, in at least kLeastRows rows.
-template <int kLeastRows, class... T>
+// The tile of a kernel that moves elements of these types, in at least kMinRows rows.
+template <int kMinRows, class... T>
 using WarpTileOf =
     WarpTile<static_cast<int>(kAccessBytes / std::max({sizeof(T)...})),
-             std::max(kLeastRows,
+             std::max(kMinRows,
                       static_cast<int>(std::max({sizeof(T)...}) / std::min({sizeof(T)...})))>;
 
 }  // namespace zero_ext::cuda

@@ -15,7 +15,7 @@ struct WarpVector {
   static constexpr int kOwnElements = 8;  // of a lane
   static constexpr int kHere = kLanesHere * kOwnElements;
   static constexpr int width = kWarpLanes * kOwnElements;
-  static constexpr int parts = 1;
+  static constexpr int halves = 1;
   template <class T>
   static constexpr int lanes = width;
 
@@ -59,7 +59,7 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE Float load(const T* source) {
     return each_loaded<Float>(source, [](T value) { return core::to_float(value); });
   }
-  template <int Part>
+  template <int Half>
   static ZERO_EXT_HOST_DEVICE Double widen(const Float& value) {
     return each<Double>([&](int i) { return static_cast<double>(value.at[i]); });
   }

@@ -37,7 +37,7 @@ struct QuantizeBlocks {
       const Lowest& own = lowest[here];
       if (own.value < 0.0F) {
         record_error(errors, {DeviceOp::quantize_blockwise, DeviceArgument::values, own.place,
-                              DeviceField::entry, own.value, WantedValue::not_negative_unsigned});
+                              DeviceField::entry, own.value, ExpectedValue::not_negative_unsigned});
       }
     });
   }

@@ -48,8 +48,8 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
   const std::vector<std::int64_t>& order = of.order;
   result.is_ordered = !std::is_sorted(order.begin(), order.end());
   if (!result.is_ordered) return result;
-  STD_TORCH_CHECK(order.size() <= result.kMost, "quantise_: argument 'order' names ", order.size(),
-                  " parts; on a CUDA device it may name at most ", result.kMost,
+  STD_TORCH_CHECK(order.size() <= result.kMax, "quantise_: argument 'order' names ", order.size(),
+                  " parts; on a CUDA device it may name at most ", result.kMax,
                   ", so order the values before");
   std::transform(order.begin(), order.end(), result.order,
                  [](std::int64_t part) { return static_cast<std::int16_t>(part); });

@@ -25,12 +25,12 @@ namespace zero_ext::cuda {
 // The values themselves; message p is made of part order[p].
 template <class T>
 struct IntegerValues {
-  static constexpr int kMost = 1024;  // parts whose order travels with the launch
+  static constexpr int kMax = 1024;  // parts whose order travels with the launch
 
   const T* values;
   std::int64_t share;
   bool is_ordered;
-  std::int16_t order[kMost];
+  std::int16_t order[kMax];
 
   ZERO_EXT_HOST_DEVICE const T* of(std::int64_t part) const {
     return values + (is_ordered ? order[part] : part) * share;

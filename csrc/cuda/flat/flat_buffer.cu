@@ -10,37 +10,37 @@ namespace {
 using ops::Tensor;
 
 template <class Move>
-void move_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
-                 const std::vector<std::int64_t>& offsets) {
+void move_segments(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
+                   const std::vector<std::int64_t>& offsets) {
   const torch::stable::accelerator::DeviceGuard guard(flat.get_device_index());
-  const core::Pieces pieces = ops::read_pieces(op, flat, tensors, offsets);
-  with_type(pieces.flat_type, [&]<class Flat>(std::type_identity<Flat>) {
+  const core::FlatSegments segments = ops::read_flat_segments(op, flat, tensors, offsets);
+  with_type(segments.flat_type, [&]<class Flat>(std::type_identity<Flat>) {
     for (const auto type :
          {core::NumericType::float32, core::NumericType::bfloat16, core::NumericType::float16}) {
       with_type(type, [&]<class Element>(std::type_identity<Element>) {
         for_each_batch<Flat, Element, Move>(
-            pieces, type, [op](const auto& batch) { launch_warps(op, batch, batch.tiles); });
+            segments, type, [op](const auto& batch) { launch_warps(op, batch, batch.tiles); });
       });
     }
   });
 }
 
 void pack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::int64_t> offsets) {
-  move_pieces<PackElement>("pack_", flat, tensors, offsets);
+  move_segments<PackElement>("pack_", flat, tensors, offsets);
 }
 
 void accumulate(const Tensor& flat, std::vector<Tensor> tensors,
                 std::vector<std::int64_t> offsets) {
-  move_pieces<AccumulateElement>("accumulate_", flat, tensors, offsets);
+  move_segments<AccumulateElement>("accumulate_", flat, tensors, offsets);
 }
 
 void unpack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::int64_t> offsets) {
-  move_pieces<UnpackElement>("unpack_", flat, tensors, offsets);
+  move_segments<UnpackElement>("unpack_", flat, tensors, offsets);
 }
 
 void sum_shards(const Tensor& out, std::vector<Tensor> shards, double scale, bool accumulate) {
   constexpr const char* op = "sum_shards_";
-  constexpr std::size_t most = SumShards<float, float>::kMost;
+  constexpr std::size_t most = SumShards<float, float>::kMax;
   STD_TORCH_CHECK(shards.size() <= most, op, ": argument 'shards' has ", shards.size(),
                   " tensors; give a CUDA device at most ", most, " in one call");
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());

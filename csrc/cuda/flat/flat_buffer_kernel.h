@@ -1,5 +1,5 @@
-// Copies, additions and sums of flat buffers as a warp of a grid runs them. See optimizer_kernel.h on
-// kernels as objects.
+// Copies, additions and sums of flat buffers as a warp of a grid runs them. See optimizer_kernel.h
+// on kernels as objects.
 #pragma once
 
 #include <cstddef>
@@ -45,19 +45,19 @@ struct UnpackElement {
 // Moves some tensors of one type. Their addresses travel with the launch, so nothing is copied to
 // the device before it and a captured graph holds them.
 template <class Flat, class Element, class Move>
-struct MovePieces {
+struct MoveSegments {
   using Tile = WarpTileOf<2, Flat, Element>;
-  static constexpr int kMost = 96;  // within the 4 KiB that arguments of a launch may take
+  static constexpr int kMax = 96;  // within the 4 KiB that arguments of a launch may take
 
-  Flat* places[kMost];
-  Element* tensors[kMost];
-  std::int64_t numels[kMost];
-  std::int64_t first_tiles[kMost];  // tiles of all earlier tensors
+  Flat* flat_pointers[kMax];
+  Element* tensors[kMax];
+  std::int64_t numels[kMax];
+  std::int64_t first_tiles[kMax];  // tiles of all earlier tensors
   int count = 0;
   std::int64_t tiles = 0;
 
-  void add(Flat* place, Element* tensor, std::int64_t numel) {
-    places[count] = place;
+  void add(Flat* flat_pointer, Element* tensor, std::int64_t numel) {
+    flat_pointers[count] = flat_pointer;
     tensors[count] = tensor;
     numels[count] = numel;
     first_tiles[count] = tiles;
@@ -67,26 +67,27 @@ struct MovePieces {
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
     for (std::int64_t i = warp; i < tiles;) {
-      const int piece = piece_of(i);
-      Flat* const place = places[piece];
-      Element* const tensor = tensors[piece];
-      const std::int64_t numel = numels[piece];
-      std::int64_t begin = (i - first_tiles[piece]) * Tile::kElements;
-      if (is_aligned(place) && is_aligned(tensor)) {
+      const int segment = segment_of(i);
+      Flat* const flat_pointer = flat_pointers[segment];
+      Element* const tensor = tensors[segment];
+      const std::int64_t numel = numels[segment];
+      std::int64_t begin = (i - first_tiles[segment]) * Tile::kElements;
+      if (is_aligned(flat_pointer) && is_aligned(tensor)) {
         for (; begin + Tile::kElements <= numel; begin += warps * Tile::kElements, i += warps) {
-          whole(place + begin, tensor + begin);
+          full_tile(flat_pointer + begin, tensor + begin);
         }
       }
       // Of the same tensor; behind its end there is nothing, and the tile is another's.
       if (begin < numel) {
         const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
-        each_by_lanes(begin, end, [&](int, std::int64_t at) { Move::move(place[at], tensor[at]); });
+        each_by_lanes(begin, end,
+                      [&](int, std::int64_t at) { Move::move(flat_pointer[at], tensor[at]); });
         i += warps;
       }
     }
   }
 
-  ZERO_EXT_HOST_DEVICE int piece_of(std::int64_t tile) const {
+  ZERO_EXT_HOST_DEVICE int segment_of(std::int64_t tile) const {
     int low = 0;
     int high = count;
     while (high - low > 1) {
@@ -101,33 +102,33 @@ struct MovePieces {
   }
 
   // Stores only what changed; the compiler then drops loads of what is not read.
-  ZERO_EXT_HOST_DEVICE static void whole(Flat* place, Element* tensor) {
+  ZERO_EXT_HOST_DEVICE static void full_tile(Flat* flat_pointer, Element* tensor) {
     typename Tile::template Held<Flat> flat;
     typename Tile::template Held<Element> elements;
-    if constexpr (Move::reads_flat) Tile::load(place, flat);
+    if constexpr (Move::reads_flat) Tile::load(flat_pointer, flat);
     if constexpr (Move::reads_element) Tile::load(tensor, elements);
     each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
       for (int k = 0; k < Tile::kHeld; ++k) Move::move(flat.at[here][k], elements.at[here][k]);
     });
     if constexpr (Move::reads_element) {
-      Tile::store(place, flat);
+      Tile::store(flat_pointer, flat);
     } else {
       Tile::store(tensor, elements);
     }
   }
 };
 
-// Calls visit(MovePieces) until all pieces of the element type have had their turn.
+// Calls visit(MoveSegments) until all segments of the element type have had their turn.
 template <class Flat, class Element, class Move, class Visit>
-void for_each_batch(const core::Pieces& pieces, core::NumericType element_type,
+void for_each_batch(const core::FlatSegments& segments, core::NumericType element_type,
                     const Visit& visit) {
-  MovePieces<Flat, Element, Move> batch;
-  for (const core::Piece& piece : pieces.list) {
-    if (piece.type != element_type || piece.numel == 0) continue;
-    batch.add(reinterpret_cast<Flat*>(pieces.flat) + piece.offset,
-              static_cast<Element*>(piece.tensor), piece.numel);
-    if (batch.count == batch.kMost) {
+  MoveSegments<Flat, Element, Move> batch;
+  for (const core::FlatSegment& segment : segments.list) {
+    if (segment.type != element_type || segment.numel == 0) continue;
+    batch.add(reinterpret_cast<Flat*>(segments.flat) + segment.offset,
+              static_cast<Element*>(segment.tensor), segment.numel);
+    if (batch.count == batch.kMax) {
       visit(batch);
       batch.count = 0;
       batch.tiles = 0;
@@ -141,9 +142,9 @@ void for_each_batch(const core::Pieces& pieces, core::NumericType element_type,
 template <class Target, class Source>
 struct SumShards {
   using Tile = WarpTileOf<2, Target, Source>;
-  static constexpr int kMost = 256;  // addresses that travel with the launch
+  static constexpr int kMax = 256;  // addresses that travel with the launch
 
-  const Source* sources[kMost];
+  const Source* sources[kMax];
   int count;
   Target* target;
   std::int64_t numel;
@@ -173,7 +174,7 @@ struct SumShards {
     for (std::int64_t begin = warp * Tile::kElements; begin < numel;
          begin += warps * Tile::kElements) {
       if (aligned && begin + Tile::kElements <= numel) {
-        whole(begin);
+        full_tile(begin);
       } else {
         const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
         each_by_lanes(begin, end, [&](int, std::int64_t i) { element(i); });
@@ -181,7 +182,7 @@ struct SumShards {
     }
   }
 
-  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin) const {
+  ZERO_EXT_HOST_DEVICE void full_tile(std::int64_t begin) const {
     typename Tile::template Held<float> sums;
     add<true>(sources[0] + begin, sums);
     for (int k = 1; k < count; ++k) add<false>(sources[k] + begin, sums);

@@ -13,7 +13,7 @@ namespace {
 using ops::Tensor;
 
 template <class Add>
-__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
     run_squares(const __grid_constant__ Add add) {
   __shared__ std::int64_t own[kWarpsOfBlock][Add::kEntries];
   static_assert(sizeof(own) <= kSharedBytes);

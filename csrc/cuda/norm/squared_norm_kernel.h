@@ -114,7 +114,7 @@ struct ReadAccumulator {
     *result = std::numeric_limits<double>::quiet_NaN();
     record_error(errors, {DeviceOp::squared_norm_value, DeviceArgument::accumulator, kHighest,
                           DeviceField::entry, static_cast<double>(accumulator[kHighest]),
-                          WantedValue::not_negative_sum});
+                          ExpectedValue::not_negative_sum});
   }
 };
 

@@ -25,7 +25,7 @@ struct AdamBlocks {
   float* exp_avg_sq_scales;
   const Grad* grad;
   Param* param;
-  std::int32_t* non_finite;  // as of StepPointers
+  std::int32_t* non_finite;  // as of OptimizerPointers
   const core::AdamSegment* segments;
   std::int64_t segment_count;
   bool aligned;  // all start at multiples of kAccessBytes
@@ -52,8 +52,8 @@ struct AdamBlocks {
 
   // First the runs of blocks that are one segment's, then all other blocks.
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    float faults[kLanesHere];
-    each_lane([&](int here, int) { faults[here] = 0.0F; });
+    float poisons[kLanesHere];
+    each_lane([&](int here, int) { poisons[here] = 0.0F; });
     for (std::int64_t i = warp; i < whole_runs();) {
       const std::int64_t s = segment_of(i);
       if (s == segment_count) {
@@ -62,16 +62,16 @@ struct AdamBlocks {
       }
       const core::AdamSegment current = segments[s];
       do {
-        run(i, current.factors, faults);
+        run(i, current.coefficients, poisons);
         i += warps;
       } while ((i + 1) * kRunElements <= current.end);
     }
     for (std::int64_t i = warp; i < run_count(numel); i += warps) {
       if (i < whole_runs() && segment_of(i) < segment_count) continue;
       const std::int64_t last = core::block_count(numel) - i * kRunBlocks;
-      for (int k = 0; k < kRunBlocks && k < last; ++k) block(i * kRunBlocks + k, faults);
+      for (int k = 0; k < kRunBlocks && k < last; ++k) block(i * kRunBlocks + k, poisons);
     }
-    each_lane([&](int here, int) { report(faults[here], non_finite); });
+    each_lane([&](int here, int) { report(poisons[here], non_finite); });
   }
 
   ZERO_EXT_HOST_DEVICE std::int64_t whole_runs() const {
@@ -88,8 +88,8 @@ struct AdamBlocks {
   }
 
   // A run of blocks that are one segment's.
-  ZERO_EXT_HOST_DEVICE void run(std::int64_t number, const core::AdamFactors& factors,
-                                float (&faults)[kLanesHere]) const {
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t number, const core::AdamCoefficients& coefficients,
+                                float (&poisons)[kLanesHere]) const {
     RunScales by = reinterpret_cast<const RunScales*>(exp_avg_scales)[number];
     RunScales by_sq = reinterpret_cast<const RunScales*>(exp_avg_sq_scales)[number];
     ZERO_EXT_UNROLL_BY(1)
@@ -107,8 +107,8 @@ struct AdamBlocks {
         BlockLanes exp_avg_sq;
         ExpAvg::decode(codes, which, scale, exp_avg);
         ExpAvgSq::decode(codes_sq, which, scale_sq, exp_avg_sq);
-        update_block(begin + which * core::kQuantizationBlock, factors, exp_avg, exp_avg_sq,
-                     faults);
+        update_block(begin + which * core::kQuantizationBlock, coefficients, exp_avg, exp_avg_sq,
+                     poisons);
         scale = ExpAvg::encode(exp_avg, which, codes);
         scale_sq = ExpAvgSq::encode(exp_avg_sq, which, codes_sq);
         turn(by);
@@ -123,9 +123,10 @@ struct AdamBlocks {
   }
 
   // A block of one segment's.
-  ZERO_EXT_HOST_DEVICE void update_block(std::int64_t begin, const core::AdamFactors& factors,
+  ZERO_EXT_HOST_DEVICE void update_block(std::int64_t begin,
+                                         const core::AdamCoefficients& coefficients,
                                          BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
-                                         float (&faults)[kLanesHere]) const {
+                                         float (&poisons)[kLanesHere]) const {
     BlockLanes masters;
     BlockTile::Held<Grad> gradients;
     BlockTile::Held<Param> params;
@@ -136,7 +137,7 @@ struct AdamBlocks {
       for (int k = 0; k < BlockTile::kHeld; ++k) {
         float* const moments[] = {&exp_avg.at[here][k], &exp_avg_sq.at[here][k]};
         update_element<core::AdamRule>(masters.at[here][k], moments, gradients.at[here][k],
-                                       params.at[here][k], factors, faults[here]);
+                                       params.at[here][k], coefficients, poisons[here]);
       }
     });
     BlockTile::store(master + begin, masters);
@@ -144,7 +145,7 @@ struct AdamBlocks {
   }
 
   // A block of which segments hold some elements.
-  ZERO_EXT_HOST_DEVICE void block(std::int64_t number, float (&faults)[kLanesHere]) const {
+  ZERO_EXT_HOST_DEVICE void block(std::int64_t number, float (&poisons)[kLanesHere]) const {
     const std::int64_t begin = number * core::kQuantizationBlock;
     const std::int64_t end = begin + core::kQuantizationBlock;
     std::int64_t i = first_ending_after(segments, segment_count, begin);
@@ -155,7 +156,7 @@ struct AdamBlocks {
     BlockLanes exp_avg_sq;
     ExpAvg::load_block(exp_avg_codes + begin, count, exp_avg_scales[number], exp_avg);
     ExpAvgSq::load_block(exp_avg_sq_codes + begin, count, exp_avg_sq_scales[number], exp_avg_sq);
-    for (; reaches(i, end); ++i) update_some(segments[i], begin, exp_avg, exp_avg_sq, faults);
+    for (; reaches(i, end); ++i) update_some(segments[i], begin, exp_avg, exp_avg_sq, poisons);
     const float scale = ExpAvg::store_block(exp_avg, count, exp_avg_codes + begin);
     const float scale_sq = ExpAvgSq::store_block(exp_avg_sq, count, exp_avg_sq_codes + begin);
     if (lane_number(0) != 0) return;
@@ -170,7 +171,7 @@ struct AdamBlocks {
   // The elements that a segment has in a block.
   ZERO_EXT_HOST_DEVICE void update_some(const core::AdamSegment& segment, std::int64_t begin,
                                         BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
-                                        float (&faults)[kLanesHere]) const {
+                                        float (&poisons)[kLanesHere]) const {
     each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int k = 0; k < BlockTile::kHeld; ++k) {
@@ -180,8 +181,8 @@ struct AdamBlocks {
         Param unused;
         Param* target = &unused;
         if constexpr (has_param) target = param + at;
-        update_element<core::AdamRule>(master[at], moments, grad[at], *target, segment.factors,
-                                       faults[here]);
+        update_element<core::AdamRule>(master[at], moments, grad[at], *target, segment.coefficients,
+                                       poisons[here]);
       }
     });
   }

@@ -11,7 +11,7 @@ namespace {
 using ops::Tensor;
 
 template <class Add>
-__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+__global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
     run_lamb_norms(const __grid_constant__ Add add) {
   __shared__ typename Add::Memory own[kWarpsOfBlock];
   static_assert(sizeof(own) <= kSharedBytes);

@@ -1,5 +1,5 @@
-// What LAMB has besides the step (see optimizer_kernel.h): before it, the exact norms of the weights and
-// updates of each segment, see squared_norm_kernel.h.
+// What LAMB has besides the step (see optimizer_kernel.h): before it, the exact norms of the
+// weights and updates of each segment, see squared_norm_kernel.h.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,7 @@ struct AddLambSquares {
         const std::int64_t whole = segment.end / kChunk < stop ? segment.end / kChunk : stop;
         if (chunk < whole && i != current) flush(own, current);
         if (chunk < whole) current = i;
-        for (; chunk < whole; ++chunk) add_whole(chunk * kChunk, segment.factors, own);
+        for (; chunk < whole; ++chunk) add_whole(chunk * kChunk, segment.coefficients, own);
         if (chunk == stop) break;
       }
       const std::int64_t begin = chunk * kChunk;
@@ -79,7 +79,7 @@ struct AddLambSquares {
         if (first >= last) continue;
         if (i != current) flush(own, current);
         current = i;
-        add_some(first, static_cast<int>(last - first), segments[i].factors, own);
+        add_some(first, static_cast<int>(last - first), segments[i].coefficients, own);
       }
       ++chunk;
     }
@@ -100,7 +100,7 @@ struct AddLambSquares {
   }
 
   // A chunk that is one segment's.
-  ZERO_EXT_FUNCTION void add_whole(std::int64_t begin, const core::LambFactors& factors,
+  ZERO_EXT_FUNCTION void add_whole(std::int64_t begin, const core::LambCoefficients& coefficients,
                                    Memory& own) const {
     ZERO_EXT_UNROLL
     for (int first = 0; first < kChunk; first += Tile::kElements) {
@@ -117,7 +117,7 @@ struct AddLambSquares {
         ZERO_EXT_UNROLL
         for (int k = 0; k < Tile::kHeld; ++k) {
           updates.at[here][k] = direction(weights.at[here][k], averages.at[here][k],
-                                          squares.at[here][k], gradients.at[here][k], factors);
+                                          squares.at[here][k], gradients.at[here][k], coefficients);
         }
       });
       Tile::store_shared(own.weights + first, weights);
@@ -126,13 +126,13 @@ struct AddLambSquares {
     sum(own);
   }
 
-  ZERO_EXT_FUNCTION void add_some(std::int64_t first, int count, const core::LambFactors& factors,
-                                  Memory& own) const {
+  ZERO_EXT_FUNCTION void add_some(std::int64_t first, int count,
+                                  const core::LambCoefficients& coefficients, Memory& own) const {
     each_of_warp(kChunk, [&](int k) {
       const std::int64_t i = first + k;
       own.weights[k] = k < count ? master[i] : 0.0F;
       own.updates[k] =
-          k < count ? direction(master[i], exp_avg[i], exp_avg_sq[i], grad[i], factors) : 0.0F;
+          k < count ? direction(master[i], exp_avg[i], exp_avg_sq[i], grad[i], coefficients) : 0.0F;
     });
     sum(own);
   }
@@ -147,11 +147,12 @@ struct AddLambSquares {
   }
 
   static ZERO_EXT_HOST_DEVICE float direction(float weight, Moment exp_avg, Moment exp_avg_sq,
-                                              Grad grad, const core::LambFactors& factors) {
+                                              Grad grad,
+                                              const core::LambCoefficients& coefficients) {
     using Scalar = core::ScalarVector;
     float values[1 + core::LambRule::kMoments] = {weight, Scalar::load(&exp_avg),
                                                   Scalar::load(&exp_avg_sq)};
-    return core::LambRule::direction<Scalar>(values, Scalar::load(&grad), factors);
+    return core::LambRule::direction<Scalar>(values, Scalar::load(&grad), coefficients);
   }
 
   // Adds the sums to those of a segment, and begins new ones.

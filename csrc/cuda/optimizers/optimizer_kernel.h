@@ -18,7 +18,7 @@ struct NoParam {};
 // Buffers of equal element count, typed; param is null where Param is NoParam. Rules are described
 // in core/optimizers/optimizer_kernel.h.
 template <class Rule, class Moment, class Grad, class Param>
-struct StepPointers {
+struct OptimizerPointers {
   float* master;
   Moment* moments[Rule::kMoments];
   const Grad* grad;
@@ -33,19 +33,20 @@ struct StepPointers {
   }
 };
 
-// One element. `fault` becomes NaN if a new value is not finite, and stays as it is otherwise.
+// One element. `poison` becomes NaN if a new value is not finite, and stays as it is otherwise.
 template <class Rule, class Moment, class Grad, class Param>
 ZERO_EXT_HOST_DEVICE void update_element(float& master, Moment* const (&moments)[Rule::kMoments],
                                          Grad grad, [[maybe_unused]] Param& param,
-                                         const typename Rule::Factors& factors, float& fault) {
+                                         const typename Rule::Coefficients& coefficients,
+                                         float& poison) {
   using Scalar = core::ScalarVector;
   float values[1 + Rule::kMoments];
   values[0] = Scalar::load(&master);
   ZERO_EXT_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m) values[1 + m] = Scalar::load(moments[m]);
-  Rule::template update<Scalar>(values, Scalar::load(&grad), factors);
+  Rule::template update<Scalar>(values, Scalar::load(&grad), coefficients);
   ZERO_EXT_UNROLL
-  for (int m = 0; m <= Rule::kMoments; ++m) fault += values[m] * 0.0F;
+  for (int m = 0; m <= Rule::kMoments; ++m) poison += values[m] * 0.0F;
   Scalar::store(&master, values[0]);
   ZERO_EXT_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m) Scalar::store(moments[m], values[1 + m]);
@@ -53,26 +54,26 @@ ZERO_EXT_HOST_DEVICE void update_element(float& master, Moment* const (&moments)
 }
 
 // At the end of a thread's work. Threads that raise a flag write the same value.
-ZERO_EXT_HOST_DEVICE void report(float fault, std::int32_t* non_finite) {
-  if (fault != 0.0F && non_finite != nullptr) *non_finite = 1;
+ZERO_EXT_HOST_DEVICE void report(float poison, std::int32_t* non_finite) {
+  if (poison != 0.0F && non_finite != nullptr) *non_finite = 1;
 }
 
 template <class Rule, class Moment, class Grad, class Param>
-struct FlatStep {
+struct OptimizerStep {
   static constexpr bool has_param = !std::is_same_v<Param, NoParam>;
   static constexpr int kMoments = Rule::kMoments;
-  using Factors = typename Rule::Factors;
-  using Segment = core::StepSegment<Factors>;
+  using Coefficients = typename Rule::Coefficients;
+  using Segment = core::OptimizerSegment<Coefficients>;
   using Tile = WarpTileOf<2, float, Moment, Grad>;
 
-  StepPointers<Rule, Moment, Grad, Param> at;
+  OptimizerPointers<Rule, Moment, Grad, Param> at;
   std::int64_t numel;
   const Segment* segments;
   std::int64_t segment_count;
   bool aligned;
 
-  FlatStep(const StepPointers<Rule, Moment, Grad, Param>& pointers, std::int64_t elements,
-           const Segment* parts, std::int64_t count)
+  OptimizerStep(const OptimizerPointers<Rule, Moment, Grad, Param>& pointers, std::int64_t elements,
+                const Segment* parts, std::int64_t count)
       : at(pointers),
         numel(elements),
         segments(parts),
@@ -82,13 +83,13 @@ struct FlatStep {
   // Over the buffers of the CPU's step, whose elements have these types. A rule of one moment has
   // no exp_avg_sq.
   template <class Buffers>
-  static FlatStep of(const Buffers& buffers, std::int64_t elements, const Segment* parts,
-                     std::int64_t count) {
-    StepPointers<Rule, Moment, Grad, Param> pointers{buffers.master,
-                                                     {static_cast<Moment*>(buffers.exp_avg)},
-                                                     static_cast<const Grad*>(buffers.grad),
-                                                     static_cast<Param*>(buffers.param),
-                                                     buffers.non_finite};
+  static OptimizerStep of(const Buffers& buffers, std::int64_t elements, const Segment* parts,
+                          std::int64_t count) {
+    OptimizerPointers<Rule, Moment, Grad, Param> pointers{buffers.master,
+                                                          {static_cast<Moment*>(buffers.exp_avg)},
+                                                          static_cast<const Grad*>(buffers.grad),
+                                                          static_cast<Param*>(buffers.param),
+                                                          buffers.non_finite};
     if constexpr (kMoments == 2) pointers.moments[1] = static_cast<Moment*>(buffers.exp_avg_sq);
     return {pointers, elements, parts, count};
   }
@@ -96,8 +97,8 @@ struct FlatStep {
   std::int64_t tiles() const { return (numel + Tile::kElements - 1) / Tile::kElements; }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    float faults[kLanesHere];
-    each_lane([&](int here, int) { faults[here] = 0.0F; });
+    float poisons[kLanesHere];
+    each_lane([&](int here, int) { poisons[here] = 0.0F; });
     const std::int64_t stride = warps * Tile::kElements;
     for (std::int64_t begin = warp * Tile::kElements; begin < numel;) {
       const std::int64_t i = first_ending_after(segments, segment_count, begin);
@@ -105,31 +106,31 @@ struct FlatStep {
       const Segment current = segments[i];
       if (aligned && current.begin <= begin && begin + Tile::kElements <= current.end) {
         do {
-          whole(begin, current.factors, faults);
+          whole(begin, current.coefficients, poisons);
           begin += stride;
         } while (begin + Tile::kElements <= current.end);
       } else {
-        parts(begin, i, faults);
+        parts(begin, i, poisons);
         begin += stride;
       }
     }
-    each_lane([&](int here, int) { report(faults[here], at.non_finite); });
+    each_lane([&](int here, int) { report(poisons[here], at.non_finite); });
   }
 
   // What the segments from `i` on hold of the tile at `begin`.
   ZERO_EXT_HOST_DEVICE void parts(std::int64_t begin, std::int64_t i,
-                                  float (&faults)[kLanesHere]) const {
+                                  float (&poisons)[kLanesHere]) const {
     const std::int64_t end = begin + Tile::kElements;
     for (; i < segment_count && segments[i].begin < end; ++i) {
       const Segment current = segments[i];
-      each_by_lanes(current.begin > begin ? current.begin : begin,
-                    current.end < end ? current.end : end,
-                    [&](int here, std::int64_t k) { element(k, current.factors, faults[here]); });
+      each_by_lanes(
+          current.begin > begin ? current.begin : begin, current.end < end ? current.end : end,
+          [&](int here, std::int64_t k) { element(k, current.coefficients, poisons[here]); });
     }
   }
 
-  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Factors& factors,
-                                  float (&faults)[kLanesHere]) const {
+  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Coefficients& coefficients,
+                                  float (&poisons)[kLanesHere]) const {
     typename Tile::template Held<float> masters;
     typename Tile::template Held<Moment> moments[kMoments];
     typename Tile::template Held<Grad> gradients;
@@ -145,7 +146,7 @@ struct FlatStep {
         ZERO_EXT_UNROLL
         for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].at[here][k];
         update_element<Rule>(masters.at[here][k], own, gradients.at[here][k], params.at[here][k],
-                             factors, faults[here]);
+                             coefficients, poisons[here]);
       }
     });
     Tile::store(at.master + begin, masters);
@@ -154,14 +155,15 @@ struct FlatStep {
     if constexpr (has_param) Tile::store(at.param + begin, params);
   }
 
-  ZERO_EXT_HOST_DEVICE void element(std::int64_t i, const Factors& factors, float& fault) const {
+  ZERO_EXT_HOST_DEVICE void element(std::int64_t i, const Coefficients& coefficients,
+                                    float& poison) const {
     Param unused;
     Param* target = &unused;
     if constexpr (has_param) target = at.param + i;
     Moment* own[kMoments];
     ZERO_EXT_UNROLL
     for (int m = 0; m < kMoments; ++m) own[m] = at.moments[m] + i;
-    update_element<Rule>(at.master[i], own, at.grad[i], *target, factors, fault);
+    update_element<Rule>(at.master[i], own, at.grad[i], *target, coefficients, poison);
   }
 };
 

@@ -12,22 +12,23 @@
 namespace zero_ext::cuda {
 
 // Segments prepared in memory of the device.
-template <class Factors>
+template <class Coefficients>
 struct DeviceSegments {
   ops::Tensor memory;
   std::int64_t count;
 
-  const core::StepSegment<Factors>* data() const {
-    return static_cast<const core::StepSegment<Factors>*>(memory.const_data_ptr());
+  const core::OptimizerSegment<Coefficients>* data() const {
+    return static_cast<const core::OptimizerSegment<Coefficients>*>(memory.const_data_ptr());
   }
 };
 
 // Without waiting for the values; `master` says the device and the number of elements.
 template <class Hyper>
-DeviceSegments<typename Hyper::Factors> prepare_segments(const char* op, const ops::Tensor& master,
-                                                         const ops::Tensor& segments,
-                                                         const ops::Tensor& hyper,
-                                                         const ops::Tensor& grad_scale) {
+DeviceSegments<typename Hyper::Coefficients> prepare_segments(const char* op,
+                                                              const ops::Tensor& master,
+                                                              const ops::Tensor& segments,
+                                                              const ops::Tensor& hyper,
+                                                              const ops::Tensor& grad_scale) {
   using Segment = typename PrepareSegments<Hyper>::Segment;
   const std::int64_t count = ops::check_segments<Hyper>(op, segments, hyper);
   ops::check_scale(op, grad_scale);
@@ -65,7 +66,7 @@ void launch_step(const char* op, const ops::Tensor& master, const Buffers& buffe
     with_grad_and_param(
         buffers.grad_type, buffers.param_type,
         [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {
-          const auto step = FlatStep<Rule, Moment, Grad, Param>::of(
+          const auto step = OptimizerStep<Rule, Moment, Grad, Param>::of(
               buffers, master.numel(), prepared.data(), prepared.count);
           launch_warps(op, step, step.tiles());
         });

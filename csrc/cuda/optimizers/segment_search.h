@@ -11,10 +11,10 @@ namespace zero_ext::cuda {
 
 // Reads segments, hyper-parameters and the gradients' scale from device memory, so that a captured
 // graph sees new values. `Hyper` is of the kind of core::AdamHyper. One block of threads runs it:
-// if any of them finds a fault, all segments are empty, and the step changes nothing.
+// if any of them finds a poison, all segments are empty, and the step changes nothing.
 template <class Hyper>
 struct PrepareSegments {
-  using Segment = core::StepSegment<typename Hyper::Factors>;
+  using Segment = core::OptimizerSegment<typename Hyper::Coefficients>;
 
   DeviceOp op;
   DeviceErrorRecord* errors;
@@ -32,8 +32,8 @@ struct PrepareSegments {
     for (std::int64_t i = thread; i < count; i += threads) {
       segments[i] = refused
                         ? Segment{}
-                        : core::prepared_segment<Hyper>(bounds[2 * i], bounds[2 * i + 1],
-                                                        hyper + Hyper::kCount * i, *gradient_scale);
+                        : core::prepare_segment<Hyper>(bounds[2 * i], bounds[2 * i + 1],
+                                                       hyper + Hyper::kCount * i, *gradient_scale);
     }
   }
 
@@ -44,28 +44,30 @@ struct PrepareSegments {
     if (begin < previous) {
       return refuse(
           DeviceArgument::segments, i,
-          {DeviceField::begin, static_cast<double>(begin), WantedValue::from_the_end_before});
+          {DeviceField::begin, static_cast<double>(begin), ExpectedValue::from_the_end_before});
     }
     if (end < begin || end > numel) {
-      return refuse(DeviceArgument::segments, i,
-                    {DeviceField::end, static_cast<double>(end), WantedValue::from_begin_to_numel});
+      return refuse(
+          DeviceArgument::segments, i,
+          {DeviceField::end, static_cast<double>(end), ExpectedValue::from_begin_to_numel});
     }
-    const core::HyperFault fault = Hyper::fault(hyper + Hyper::kCount * i);
-    return fault.field != DeviceField::none && refuse(DeviceArgument::hyper, i, fault);
+    const core::HyperparameterError error = Hyper::error(hyper + Hyper::kCount * i);
+    return error.field != DeviceField::none && refuse(DeviceArgument::hyper, i, error);
   }
 
  private:
   ZERO_EXT_HOST_DEVICE bool refuse(DeviceArgument argument, std::int64_t i,
-                                   const core::HyperFault& fault) const {
-    record_error(errors, {op, argument, i, fault.field, fault.value, fault.wanted});
+                                   const core::HyperparameterError& error) const {
+    record_error(errors, {op, argument, i, error.field, error.value, error.expected});
     return true;
   }
 };
 
 // The number of the first segment that ends behind an element; `count` if none does.
-template <class Factors>
-ZERO_EXT_HOST_DEVICE std::int64_t first_ending_after(const core::StepSegment<Factors>* segments,
-                                                     std::int64_t count, std::int64_t element) {
+template <class Coefficients>
+ZERO_EXT_HOST_DEVICE std::int64_t first_ending_after(
+    const core::OptimizerSegment<Coefficients>* segments, std::int64_t count,
+    std::int64_t element) {
   std::int64_t low = 0;
   std::int64_t high = count;
   while (low < high) {

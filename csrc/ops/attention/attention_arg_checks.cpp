@@ -50,7 +50,7 @@ void check_sizes(const char* op, const AttentionTensors& tensors) {
   check_same_dtype(tensors.value, {op, "value"}, query);
   const std::int64_t dim = query.size(3);
   STD_TORCH_CHECK(
-      dim >= core::kLeastHeadDim && dim <= core::kMostHeadDim && dim % core::kHeadDimStep == 0, op,
+      dim >= core::kMinHeadDim && dim <= core::kMaxHeadDim && dim % core::kHeadDimStep == 0, op,
       ": head dim is ", dim, "; it must be a multiple of 8 from 16 to 256: pad it with zeros and ",
       "pass the scale of the unpadded one");
   STD_TORCH_CHECK(key.size(0) == query.size(0) && key.size(3) == dim, label({op, "key"}),

@@ -15,7 +15,7 @@ BlockConversion read_conversion(const Argument& side, const Tensor& messages, co
   BlockConversion result{read_blocks(argument, messages, parts, part_numel, format),
                          static_cast<std::byte*>(values.mutable_data_ptr()), type, part_numel,
                          check_order(side.op, std::move(order), parts)};
-  check_disjoint({extent(messages, argument), extent(values, side)});
+  check_disjoint({memory_range(messages, argument), memory_range(values, side)});
   return result;
 }
 
@@ -40,7 +40,7 @@ BlockSum read_sum_quantised(const Tensor& out, const Tensor& messages,
   BlockSum result{read_floats({op, "out"}, out, numel),
                   read_blocks({op, "messages"}, messages, -1, numel, format), numel,
                   check_factor(op, factor)};
-  check_disjoint({extent(out, {op, "out"}), extent(messages, {op, "messages"})});
+  check_disjoint({memory_range(out, {op, "out"}), memory_range(messages, {op, "messages"})});
   return result;
 }
 
@@ -53,7 +53,7 @@ BlockReduction read_requantise(const Tensor& messages_out, const Tensor& message
   STD_TORCH_CHECK(from.block == to.block, op, ": format has blocks of ", from.block,
                   " elements and out_format of ", to.block, "; they must be equal");
   const std::int64_t bytes = check_parts(op, messages_out.numel(), parts);
-  const std::int64_t numel = to.most_elements(bytes);
+  const std::int64_t numel = to.max_elements(bytes);
   STD_TORCH_CHECK(numel >= 0, label(out), "has ", bytes, " bytes for each of ", parts,
                   " parts, which no message has; make it of parts * message_bytes(elements)");
   BlockReduction result{read_blocks(out, messages_out, parts, numel, to),
@@ -61,7 +61,7 @@ BlockReduction read_requantise(const Tensor& messages_out, const Tensor& message
                         check_factor(op, factor)};
   STD_TORCH_CHECK(result.in.count % parts == 0, label(in), "has ", result.in.count,
                   " messages; it must have a multiple of the ", parts, " parts");
-  check_disjoint({extent(messages_out, out), extent(messages_in, in)});
+  check_disjoint({memory_range(messages_out, out), memory_range(messages_in, in)});
   return result;
 }
 

@@ -48,10 +48,9 @@ core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric
                                std::int64_t block) {
   STD_TORCH_CHECK(bits == 4 || bits == 8, op, ": format has ", bits, " bits; it must have 4 or 8");
   STD_TORCH_CHECK(
-      block > 0 && block <= core::kHighestIntegerBlock && block % core::kIntegerBlockUnit == 0, op,
+      block > 0 && block <= core::kMaxIntegerBlock && block % core::kIntegerBlockUnit == 0, op,
       ": format has blocks of ", block, " elements; it must be a multiple of ",
-      core::kIntegerBlockUnit, " from ", core::kIntegerBlockUnit, " to ",
-      core::kHighestIntegerBlock);
+      core::kIntegerBlockUnit, " from ", core::kIntegerBlockUnit, " to ", core::kMaxIntegerBlock);
   return {static_cast<int>(bits), symmetric, block};
 }
 

@@ -15,8 +15,8 @@ SignCompression read_compress_signs(const Tensor& messages, const Tensor& errors
                          type,
                          part_numel,
                          check_factor(op, factor)};
-  check_disjoint({extent(messages, {op, "messages"}), extent(errors, {op, "errors"}),
-                  extent(values, {op, "values"})});
+  check_disjoint({memory_range(messages, {op, "messages"}), memory_range(errors, {op, "errors"}),
+                  memory_range(values, {op, "values"})});
   return result;
 }
 
@@ -29,7 +29,7 @@ SignExpansion read_expand_signs(const Tensor& out, const Tensor& messages, doubl
   SignExpansion result{static_cast<std::byte*>(out.mutable_data_ptr()), type,
                        read_signs({op, "messages"}, messages, parts, part_numel), part_numel,
                        check_factor(op, factor)};
-  check_disjoint({extent(out, {op, "out"}), extent(messages, {op, "messages"})});
+  check_disjoint({memory_range(out, {op, "out"}), memory_range(messages, {op, "messages"})});
   return result;
 }
 
@@ -39,7 +39,7 @@ SignSumArguments read_sum_signs(const Tensor& out, const Tensor& messages, doubl
   SignSumArguments result{read_floats({op, "out"}, out, numel),
                           read_signs({op, "messages"}, messages, -1, numel), numel,
                           check_factor(op, factor)};
-  check_disjoint({extent(out, {op, "out"}), extent(messages, {op, "messages"})});
+  check_disjoint({memory_range(out, {op, "out"}), memory_range(messages, {op, "messages"})});
   return result;
 }
 
@@ -50,8 +50,8 @@ SignReduction read_reduce_signs(const Tensor& message, const Tensor& error, cons
   SignReduction result{
       read_signs({op, "message"}, message, 1, numel), read_floats({op, "error"}, error, numel),
       read_signs({op, "messages"}, messages, -1, numel), numel, check_factor(op, factor)};
-  check_disjoint({extent(message, {op, "message"}), extent(error, {op, "error"}),
-                  extent(messages, {op, "messages"})});
+  check_disjoint({memory_range(message, {op, "message"}), memory_range(error, {op, "error"}),
+                  memory_range(messages, {op, "messages"})});
   return result;
 }
 

@@ -8,22 +8,22 @@
 namespace zero_ext::ops {
 namespace {
 
-using core::Piece;
-using core::Pieces;
+using core::FlatSegment;
+using core::FlatSegments;
 
 constexpr std::int64_t kGrain = 65536;
 
-// Calls visit(piece, first element, count) in parallel, each element exactly once.
+// Calls visit(segment, first element, count) in parallel, each element exactly once.
 template <class Visit>
-void for_each_part(const Pieces& pieces, const Visit& visit) {
-  torch::stable::parallel_for(0, pieces.total, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    auto piece =
-        std::upper_bound(pieces.list.begin(), pieces.list.end(), begin,
-                         [](std::int64_t value, const Piece& each) { return value < each.start; });
-    for (--piece; begin < end; ++piece) {
-      const auto next = piece + 1;
-      const std::int64_t stop = next == pieces.list.end() ? end : std::min(end, next->start);
-      if (begin < stop) visit(*piece, begin - piece->start, stop - begin);
+void for_each_range(const FlatSegments& segments, const Visit& visit) {
+  torch::stable::parallel_for(0, segments.total, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    auto segment = std::upper_bound(
+        segments.list.begin(), segments.list.end(), begin,
+        [](std::int64_t value, const FlatSegment& each) { return value < each.start; });
+    for (--segment; begin < end; ++segment) {
+      const auto next = segment + 1;
+      const std::int64_t stop = next == segments.list.end() ? end : std::min(end, next->start);
+      if (begin < stop) visit(*segment, begin - segment->start, stop - begin);
       begin = std::max(begin, stop);
     }
   });
@@ -34,28 +34,30 @@ std::byte* at(void* base, core::NumericType type, std::int64_t index) {
 }
 
 void pack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::int64_t> offsets) {
-  const Pieces pieces = read_pieces("pack_", flat, tensors, offsets);
-  for_each_part(pieces, [&](const Piece& piece, std::int64_t first, std::int64_t count) {
-    core::copy_cast(at(pieces.flat, pieces.flat_type, piece.offset + first), pieces.flat_type,
-                    at(piece.tensor, piece.type, first), piece.type, count);
+  const FlatSegments segments = read_flat_segments("pack_", flat, tensors, offsets);
+  for_each_range(segments, [&](const FlatSegment& segment, std::int64_t first, std::int64_t count) {
+    core::copy_cast(at(segments.flat, segments.flat_type, segment.offset + first),
+                    segments.flat_type, at(segment.tensor, segment.type, first), segment.type,
+                    count);
   });
 }
 
 void accumulate(const Tensor& flat, std::vector<Tensor> tensors,
                 std::vector<std::int64_t> offsets) {
-  const Pieces pieces = read_pieces("accumulate_", flat, tensors, offsets);
-  for_each_part(pieces, [&](const Piece& piece, std::int64_t first, std::int64_t count) {
-    core::accumulate_cast(at(pieces.flat, pieces.flat_type, piece.offset + first), pieces.flat_type,
-                          at(piece.tensor, piece.type, first), piece.type, count);
+  const FlatSegments segments = read_flat_segments("accumulate_", flat, tensors, offsets);
+  for_each_range(segments, [&](const FlatSegment& segment, std::int64_t first, std::int64_t count) {
+    core::accumulate_cast(at(segments.flat, segments.flat_type, segment.offset + first),
+                          segments.flat_type, at(segment.tensor, segment.type, first), segment.type,
+                          count);
   });
 }
 
 void unpack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::int64_t> offsets) {
-  const Pieces pieces = read_pieces("unpack_", flat, tensors, offsets);
-  for_each_part(pieces, [&](const Piece& piece, std::int64_t first, std::int64_t count) {
-    core::copy_cast(at(piece.tensor, piece.type, first), piece.type,
-                    at(pieces.flat, pieces.flat_type, piece.offset + first), pieces.flat_type,
-                    count);
+  const FlatSegments segments = read_flat_segments("unpack_", flat, tensors, offsets);
+  for_each_range(segments, [&](const FlatSegment& segment, std::int64_t first, std::int64_t count) {
+    core::copy_cast(at(segment.tensor, segment.type, first), segment.type,
+                    at(segments.flat, segments.flat_type, segment.offset + first),
+                    segments.flat_type, count);
   });
 }
 

@@ -4,19 +4,20 @@
 
 namespace zero_ext::ops {
 
-core::Pieces read_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
-                         const std::vector<std::int64_t>& offsets) {
-  core::Pieces pieces;
-  pieces.flat_type = check_numeric(flat, {op, "flat"});
+core::FlatSegments read_flat_segments(const char* op, const Tensor& flat,
+                                      const std::vector<Tensor>& tensors,
+                                      const std::vector<std::int64_t>& offsets) {
+  core::FlatSegments segments;
+  segments.flat_type = check_numeric(flat, {op, "flat"});
   check_flat(flat, {op, "flat"}, flat.numel());
   STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": ", tensors.size(), " tensors but ",
                   offsets.size(), " offsets; give one offset for each tensor");
-  pieces.flat = static_cast<std::byte*>(flat.mutable_data_ptr());
-  const auto base = reinterpret_cast<std::uintptr_t>(pieces.flat);
-  const auto size = static_cast<std::uintptr_t>(core::element_size(pieces.flat_type));
-  std::vector<Extent> memory{extent(flat, {op, "flat"})};
-  std::vector<Extent> places;
-  pieces.list.reserve(tensors.size());
+  segments.flat = static_cast<std::byte*>(flat.mutable_data_ptr());
+  const auto base = reinterpret_cast<std::uintptr_t>(segments.flat);
+  const auto size = static_cast<std::uintptr_t>(core::element_size(segments.flat_type));
+  std::vector<MemoryRange> memory{memory_range(flat, {op, "flat"})};
+  std::vector<MemoryRange> ranges;
+  segments.list.reserve(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const std::string index = "[" + std::to_string(i) + "]";
     const core::NumericType type = check_numeric(tensors[i], {op, "tensors" + index});
@@ -25,16 +26,17 @@ core::Pieces read_pieces(const char* op, const Tensor& flat, const std::vector<T
     STD_TORCH_CHECK(offset >= 0 && offset <= flat.numel() && numel <= flat.numel() - offset, op,
                     ": tensors", index, " of ", numel, " elements at offset ", offset,
                     " does not fit into argument 'flat' of ", flat.numel(), " elements");
-    pieces.list.push_back({tensors[i].mutable_data_ptr(), type, offset, pieces.total, numel});
-    pieces.total += numel;
-    memory.push_back(extent(tensors[i], {op, "tensors" + index}));
-    const auto place = base + static_cast<std::uintptr_t>(offset) * size;
-    places.push_back(
-        {place, place + static_cast<std::uintptr_t>(numel) * size, {op, "offsets" + index}});
+    segments.list.push_back({tensors[i].mutable_data_ptr(), type, offset, segments.total, numel});
+    segments.total += numel;
+    memory.push_back(memory_range(tensors[i], {op, "tensors" + index}));
+    const auto range_begin = base + static_cast<std::uintptr_t>(offset) * size;
+    ranges.push_back({range_begin,
+                      range_begin + static_cast<std::uintptr_t>(numel) * size,
+                      {op, "offsets" + index}});
   }
   check_disjoint(std::move(memory));
-  check_disjoint(std::move(places));
-  return pieces;
+  check_disjoint(std::move(ranges));
+  return segments;
 }
 
 ShardSum read_shard_sum(const char* op, const Tensor& out, const std::vector<Tensor>& shards,
@@ -53,7 +55,8 @@ ShardSum read_shard_sum(const char* op, const Tensor& out, const std::vector<Ten
     check_flat(shards[i], argument, numel);
     sources.push_back(shards[i].const_data_ptr());
     const bool in_place = sources.back() == out.const_data_ptr() && shard_type == out_type;
-    if (!in_place) check_disjoint({extent(out, {op, "out"}), extent(shards[i], argument)});
+    if (!in_place)
+      check_disjoint({memory_range(out, {op, "out"}), memory_range(shards[i], argument)});
   }
   return {out.mutable_data_ptr(),   out_type, std::move(sources), shard_type, numel,
           static_cast<float>(scale)};

@@ -9,8 +9,9 @@
 namespace zero_ext::ops {
 
 // Tensor i lies in `flat` from offsets[i] on.
-core::Pieces read_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
-                         const std::vector<std::int64_t>& offsets);
+core::FlatSegments read_flat_segments(const char* op, const Tensor& flat,
+                                      const std::vector<Tensor>& tensors,
+                                      const std::vector<std::int64_t>& offsets);
 
 // Shards that are added up in list order.
 struct ShardSum {

@@ -9,7 +9,8 @@ NonFiniteArguments read_non_finite_arguments(const Tensor& values, const Tensor&
   const core::NumericType type = check_numeric(values, {op, "values"});
   check_flat(values, {op, "values"}, values.numel());
   std::int32_t* const flag = read_flag(op, non_finite);
-  check_disjoint({extent(values, {op, "values"}), extent(non_finite, {op, "non_finite"})});
+  check_disjoint(
+      {memory_range(values, {op, "values"}), memory_range(non_finite, {op, "non_finite"})});
   return {values.const_data_ptr(), type, values.numel(), flag};
 }
 

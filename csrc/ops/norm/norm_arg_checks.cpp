@@ -7,7 +7,8 @@ NormArguments read_norm_arguments(const Tensor& grad, const Tensor& accumulator)
   const core::NumericType type = check_numeric(grad, {op, "grad"});
   check_flat(grad, {op, "grad"}, grad.numel());
   check_accumulator(op, accumulator);
-  check_disjoint({extent(grad, {op, "grad"}), extent(accumulator, {op, "accumulator"})});
+  check_disjoint(
+      {memory_range(grad, {op, "grad"}), memory_range(accumulator, {op, "accumulator"})});
   return {grad.const_data_ptr(), type, grad.numel(), accumulator.mutable_data_ptr<std::int64_t>()};
 }
 

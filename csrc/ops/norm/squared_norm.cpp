@@ -20,10 +20,10 @@ void squared_norm(const Tensor& grad, const Tensor& accumulator) {
   Superaccumulator total;
   std::mutex mutex;
   torch::stable::parallel_for(0, grad.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-    Superaccumulator part;
-    core::add_squares(arguments.values, arguments.type, begin, end, part);
+    Superaccumulator partial;
+    core::add_squares(arguments.values, arguments.type, begin, end, partial);
     const std::lock_guard lock(mutex);
-    total.merge(part);
+    total.merge(partial);
   });
   total.add_to(Entries(arguments.accumulator, Superaccumulator::kEntries));
 }

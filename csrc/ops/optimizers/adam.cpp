@@ -17,11 +17,12 @@ void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_av
                const std::optional<Tensor>& non_finite) {
   const core::AdamBuffers buffers =
       read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param, non_finite);
-  const std::vector<core::AdamSegment> parts = read_segments<core::AdamHyper>(
+  const std::vector<core::AdamSegment> prepared = read_segments<core::AdamHyper>(
       kOp, segments, hyper, read_scale(kOp, grad_scale), master.numel());
-  torch::stable::parallel_for(
-      0, total_of(parts), kGrain,
-      [&](std::int64_t begin, std::int64_t end) { core::adam_step(buffers, parts, begin, end); });
+  torch::stable::parallel_for(0, total_of(prepared), kGrain,
+                              [&](std::int64_t begin, std::int64_t end) {
+                                core::adam_step(buffers, prepared, begin, end);
+                              });
 }
 
 }  // namespace

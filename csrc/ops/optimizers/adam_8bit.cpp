@@ -19,11 +19,11 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
   const core::Adam8BitBuffers buffers =
       read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},
                              {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param, non_finite);
-  const std::vector<core::AdamSegment> parts = read_segments<core::AdamHyper>(
+  const std::vector<core::AdamSegment> prepared = read_segments<core::AdamHyper>(
       kOp, segments, hyper, read_scale(kOp, grad_scale), buffers.count);
   torch::stable::parallel_for(0, core::block_count(buffers.count), kGrainBlocks,
                               [&](std::int64_t first, std::int64_t last) {
-                                core::adam_step_8bit(buffers, parts, first, last);
+                                core::adam_step_8bit(buffers, prepared, first, last);
                               });
 }
 

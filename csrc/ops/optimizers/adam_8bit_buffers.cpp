@@ -6,13 +6,13 @@ namespace zero_ext::ops {
 namespace {
 
 void check_moment(const char* op, const QuantizedTensors& moment, const std::string& name,
-                  std::int64_t numel, std::vector<Extent>& extents) {
+                  std::int64_t numel, std::vector<MemoryRange>& ranges) {
   const Argument codes{op, name + "_codes"};
   check_layout(moment.codes, codes);
   check_flat(moment.codes, codes, numel);
   check_quantized(op, moment, name + "_");
-  extents.push_back(extent(moment.codes, codes));
-  extents.push_back(extent(moment.scales, {op, name + "_scales"}));
+  ranges.push_back(memory_range(moment.codes, codes));
+  ranges.push_back(memory_range(moment.scales, {op, name + "_scales"}));
 }
 
 }  // namespace
@@ -25,12 +25,12 @@ core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& maste
   check_dtype(master, {op, "master"}, ScalarType::Float);
   const std::int64_t numel = master.numel();
   check_flat(master, {op, "master"}, numel);
-  std::vector<Extent> extents{extent(master, {op, "master"})};
-  check_moment(op, exp_avg, "exp_avg", numel, extents);
-  check_moment(op, exp_avg_sq, "exp_avg_sq", numel, extents);
+  std::vector<MemoryRange> ranges{memory_range(master, {op, "master"})};
+  check_moment(op, exp_avg, "exp_avg", numel, ranges);
+  check_moment(op, exp_avg_sq, "exp_avg_sq", numel, ranges);
   const core::NumericType grad_type = check_numeric(grad, {op, "grad"});
   check_flat(grad, {op, "grad"}, numel);
-  extents.push_back(extent(grad, {op, "grad"}));
+  ranges.push_back(memory_range(grad, {op, "grad"}));
   core::Adam8BitBuffers buffers{numel,
                                 master.mutable_data_ptr<float>(),
                                 exp_avg.codes.mutable_data_ptr<std::uint8_t>(),
@@ -46,10 +46,10 @@ core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& maste
     buffers.param_type = check_numeric(*param, {op, "param"});
     check_flat(*param, {op, "param"}, numel);
     buffers.param = param->mutable_data_ptr();
-    extents.push_back(extent(*param, {op, "param"}));
+    ranges.push_back(memory_range(*param, {op, "param"}));
   }
-  if (non_finite) extents.push_back(extent(*non_finite, {op, "non_finite"}));
-  check_disjoint(std::move(extents));
+  if (non_finite) ranges.push_back(memory_range(*non_finite, {op, "non_finite"}));
+  check_disjoint(std::move(ranges));
   return buffers;
 }
 

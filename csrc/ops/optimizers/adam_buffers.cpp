@@ -11,7 +11,7 @@ core::AdamBuffers read_adam_buffers(const char* op, const Tensor& master, const 
                                     const std::optional<Tensor>& param,
                                     const std::optional<Tensor>& non_finite) {
   const std::array moments{Moment{"exp_avg", exp_avg}, Moment{"exp_avg_sq", exp_avg_sq}};
-  const StepTypes types = check_step(op, master, moments, grad, param, non_finite);
+  const OptimizerTypes types = check_step(op, master, moments, grad, param, non_finite);
   return {master.mutable_data_ptr<float>(),
           exp_avg.mutable_data_ptr(),
           exp_avg_sq.mutable_data_ptr(),

@@ -20,14 +20,14 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
   constexpr const char* op = "lamb_norms_";
   const core::LambBuffers buffers =
       read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt, std::nullopt);
-  const std::vector<core::LambSegment> parts = read_segments<core::LambHyper>(
+  const std::vector<core::LambSegment> prepared = read_segments<core::LambHyper>(
       op, segments, hyper, read_scale(op, grad_scale), master.numel());
   std::int64_t* entries = read_lamb_norms(op, norms, segments);
-  std::vector<core::LambNorms> totals(parts.size());
+  std::vector<core::LambNorms> totals(prepared.size());
   std::mutex mutex;
-  torch::stable::parallel_for(0, total_of(parts), kGrain,
+  torch::stable::parallel_for(0, total_of(prepared), kGrain,
                               [&](std::int64_t begin, std::int64_t end) {
-                                core::lamb_norms(buffers, parts, begin, end, totals, mutex);
+                                core::lamb_norms(buffers, prepared, begin, end, totals, mutex);
                               });
   using Entries = std::span<std::int64_t, Superaccumulator::kEntries>;
   for (core::LambNorms& total : totals) {
@@ -45,11 +45,12 @@ void lamb_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_av
   constexpr const char* op = "lamb_step_";
   const core::LambBuffers buffers =
       read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param, non_finite);
-  const std::vector<core::LambSegment> parts = read_segments<core::LambHyper>(
+  const std::vector<core::LambSegment> prepared = read_segments<core::LambHyper>(
       op, segments, hyper, read_scale(op, grad_scale), master.numel());
-  torch::stable::parallel_for(
-      0, total_of(parts), kGrain,
-      [&](std::int64_t begin, std::int64_t end) { core::lamb_step(buffers, parts, begin, end); });
+  torch::stable::parallel_for(0, total_of(prepared), kGrain,
+                              [&](std::int64_t begin, std::int64_t end) {
+                                core::lamb_step(buffers, prepared, begin, end);
+                              });
 }
 
 }  // namespace

@@ -16,11 +16,12 @@ void lion_step(const Tensor& master, const Tensor& exp_avg, const Tensor& grad,
                const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
   const core::LionBuffers buffers =
       read_lion_buffers(kOp, master, exp_avg, grad, param, non_finite);
-  const std::vector<core::LionSegment> parts = read_segments<core::LionHyper>(
+  const std::vector<core::LionSegment> prepared = read_segments<core::LionHyper>(
       kOp, segments, hyper, read_scale(kOp, grad_scale), master.numel());
-  torch::stable::parallel_for(
-      0, total_of(parts), kGrain,
-      [&](std::int64_t begin, std::int64_t end) { core::lion_step(buffers, parts, begin, end); });
+  torch::stable::parallel_for(0, total_of(prepared), kGrain,
+                              [&](std::int64_t begin, std::int64_t end) {
+                                core::lion_step(buffers, prepared, begin, end);
+                              });
 }
 
 }  // namespace

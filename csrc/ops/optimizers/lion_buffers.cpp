@@ -10,7 +10,7 @@ core::LionBuffers read_lion_buffers(const char* op, const Tensor& master, const 
                                     const Tensor& grad, const std::optional<Tensor>& param,
                                     const std::optional<Tensor>& non_finite) {
   const std::array moments{Moment{"exp_avg", exp_avg}};
-  const StepTypes types = check_step(op, master, moments, grad, param, non_finite);
+  const OptimizerTypes types = check_step(op, master, moments, grad, param, non_finite);
   return {master.mutable_data_ptr<float>(),
           exp_avg.mutable_data_ptr(),
           types.moments,

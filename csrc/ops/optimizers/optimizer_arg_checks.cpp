@@ -9,10 +9,11 @@ void check_bounds(const char* op, std::int64_t i, std::int64_t begin, std::int64
                   ", ", numel, ")");
 }
 
-void check_fault(const char* op, std::int64_t i, const core::HyperFault& fault) {
-  STD_TORCH_CHECK(fault.field == core::DeviceField::none, op, ": ",
-                  core::text_of(fault.field, core::kDeviceFields), " of hyper[", i, "] is ",
-                  fault.value, "; it must be ", core::text_of(fault.wanted, core::kWantedValues));
+void check_hyperparameters(const char* op, std::int64_t i, const core::HyperparameterError& error) {
+  STD_TORCH_CHECK(error.field == core::DeviceField::none, op, ": ",
+                  core::text_of(error.field, core::kDeviceFields), " of hyper[", i, "] is ",
+                  error.value, "; it must be ",
+                  core::text_of(error.expected, core::kExpectedValues));
 }
 
 float read_scale(const char* op, const Tensor& grad_scale) {

@@ -15,19 +15,17 @@ void check_bounds(const char* op, std::int64_t i, std::int64_t begin, std::int64
                   std::int64_t previous, std::int64_t numel);
 
 // Of row i of hyper.
-void check_fault(const char* op, std::int64_t i, const core::HyperFault& fault);
+void check_hyperparameters(const char* op, std::int64_t i, const core::HyperparameterError& error);
 
 // int64 [S, 2] of (begin, end) with float64 [S, Hyper::kCount]; see core::AdamHyper.
 template <class Hyper>
-std::vector<core::StepSegment<typename Hyper::Factors>> read_segments(const char* op,
-                                                                      const Tensor& segments,
-                                                                      const Tensor& hyper,
-                                                                      float gradient_scale,
-                                                                      std::int64_t numel) {
+std::vector<core::OptimizerSegment<typename Hyper::Coefficients>> read_segments(
+    const char* op, const Tensor& segments, const Tensor& hyper, float gradient_scale,
+    std::int64_t numel) {
   const std::int64_t count = check_segments<Hyper>(op, segments, hyper);
   const auto* bounds = segments.const_data_ptr<std::int64_t>();
   const auto* rows = hyper.const_data_ptr<double>();
-  std::vector<core::StepSegment<typename Hyper::Factors>> result;
+  std::vector<core::OptimizerSegment<typename Hyper::Coefficients>> result;
   result.reserve(static_cast<std::size_t>(count));
   std::int64_t previous = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -36,15 +34,15 @@ std::vector<core::StepSegment<typename Hyper::Factors>> read_segments(const char
     check_bounds(op, i, begin, end, previous, numel);
     previous = end;
     const double* row = rows + Hyper::kCount * i;
-    check_fault(op, i, Hyper::fault(row));
-    result.push_back(core::prepared_segment<Hyper>(begin, end, row, gradient_scale));
+    check_hyperparameters(op, i, Hyper::error(row));
+    result.push_back(core::prepare_segment<Hyper>(begin, end, row, gradient_scale));
   }
   return result;
 }
 
 // Elements that lie in the segments.
-template <class Factors>
-std::int64_t total_of(const std::vector<core::StepSegment<Factors>>& segments) {
+template <class Coefficients>
+std::int64_t total_of(const std::vector<core::OptimizerSegment<Coefficients>>& segments) {
   std::int64_t total = 0;
   for (const auto& each : segments) total += each.end - each.begin;
   return total;

@@ -18,29 +18,29 @@ core::NumericType check_moments(const char* op, std::span<const Moment> moments,
 
 }  // namespace
 
-StepTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
-                     const Tensor& grad, const std::optional<Tensor>& param,
-                     const std::optional<Tensor>& non_finite) {
+OptimizerTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
+                          const Tensor& grad, const std::optional<Tensor>& param,
+                          const std::optional<Tensor>& non_finite) {
   check_dtype(master, {op, "master"}, ScalarType::Float);
   const std::int64_t numel = master.numel();
   check_flat(master, {op, "master"}, numel);
-  StepTypes types{check_moments(op, moments, numel), check_numeric(grad, {op, "grad"}),
-                  std::nullopt};
+  OptimizerTypes types{check_moments(op, moments, numel), check_numeric(grad, {op, "grad"}),
+                       std::nullopt};
   check_flat(grad, {op, "grad"}, numel);
-  std::vector<Extent> extents{extent(master, {op, "master"})};
+  std::vector<MemoryRange> ranges{memory_range(master, {op, "master"})};
   for (const Moment& moment : moments) {
-    extents.push_back(extent(moment.tensor, {op, moment.name}));
+    ranges.push_back(memory_range(moment.tensor, {op, moment.name}));
   }
-  extents.push_back(extent(grad, {op, "grad"}));
+  ranges.push_back(memory_range(grad, {op, "grad"}));
   if (param) {
     types.param = check_numeric(*param, {op, "param"});
     check_flat(*param, {op, "param"}, numel);
-    extents.push_back(extent(*param, {op, "param"}));
+    ranges.push_back(memory_range(*param, {op, "param"}));
   }
   if (read_flag(op, non_finite) != nullptr) {
-    extents.push_back(extent(*non_finite, {op, "non_finite"}));
+    ranges.push_back(memory_range(*non_finite, {op, "non_finite"}));
   }
-  check_disjoint(std::move(extents));
+  check_disjoint(std::move(ranges));
   return types;
 }
 

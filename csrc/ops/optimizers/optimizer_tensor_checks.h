@@ -14,7 +14,7 @@ struct Moment {
   const Tensor& tensor;
 };
 
-struct StepTypes {
+struct OptimizerTypes {
   core::NumericType moments;
   core::NumericType grad;
   std::optional<core::NumericType> param;
@@ -22,9 +22,9 @@ struct StepTypes {
 
 // Master weights float32 [n]; moments all float32 or all bfloat16 [n]; gradients and parameters
 // [n]; the flag as of read_flag. None shares memory with another.
-StepTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
-                     const Tensor& grad, const std::optional<Tensor>& param,
-                     const std::optional<Tensor>& non_finite);
+OptimizerTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
+                          const Tensor& grad, const std::optional<Tensor>& param,
+                          const std::optional<Tensor>& non_finite);
 
 // The int32 [1] in a tensor, null without one.
 std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite);

@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../../core/aio/engine.h"
+#include "../../core/aio/io_engine.h"
 #include "../checks.h"
 #include "handle_registry.h"
 
@@ -22,12 +22,12 @@ namespace {
 constexpr const char* kAutomatic = "auto";
 
 // Each takes two descriptors, of the 1,024 that a process has by default.
-constexpr std::size_t kMostOpenFiles = 64;
+constexpr std::size_t kMaxOpenFiles = 64;
 
 // Files stay open from one transfer to the next, the ones used last.
 class OpenFiles {
  public:
-  std::shared_ptr<core::File> get(const std::string& path, bool writing) {
+  std::shared_ptr<core::IoFile> get(const std::string& path, bool writing) {
     const std::lock_guard lock(mutex_);
     files_.remove_if([&](const auto& file) {
       return file->path() == path && (file->replaced() || (writing && !file->writable()));
@@ -38,47 +38,47 @@ class OpenFiles {
       files_.splice(files_.begin(), files_, found);
     } else {
       files_.push_front(open(path, writing));
-      if (files_.size() > kMostOpenFiles) files_.pop_back();
+      if (files_.size() > kMaxOpenFiles) files_.pop_back();
     }
     return files_.front();
   }
 
  private:
-  static std::shared_ptr<core::File> open(const std::string& path, bool writing) {
-    using Mode = core::File::Mode;
-    if (!writing) return core::File::open(path, Mode::kRead, true);
+  static std::shared_ptr<core::IoFile> open(const std::string& path, bool writing) {
+    using Mode = core::IoFile::Mode;
+    if (!writing) return core::IoFile::open(path, Mode::kRead, true);
     const bool exists = ::access(path.c_str(), F_OK) == 0;
-    return core::File::open(path, exists ? Mode::kReadWrite : Mode::kCreate, true);
+    return core::IoFile::open(path, exists ? Mode::kReadWrite : Mode::kCreate, true);
   }
 
   std::mutex mutex_;
-  std::list<std::shared_ptr<core::File>> files_;
+  std::list<std::shared_ptr<core::IoFile>> files_;
 };
 
 // What a handle stands for.
 class OpenEngine {
  public:
-  explicit OpenEngine(std::shared_ptr<core::Engine> engine) : engine_(std::move(engine)) {}
+  explicit OpenEngine(std::shared_ptr<core::IoEngine> engine) : engine_(std::move(engine)) {}
 
-  core::Engine& engine() { return *engine_; }
+  core::IoEngine& engine() { return *engine_; }
   OpenFiles& files() { return files_; }
 
   template <class Start>
   void start(std::int64_t number, const Start& start) {
     const std::lock_guard lock(mutex_);
-    tickets_[number].push_back(start());
+    transfers_[number].push_back(start());
   }
 
   // All of them have ended when the first error is thrown.
   void wait(std::int64_t number) {
     std::unique_lock lock(mutex_);
-    const auto node = tickets_.extract(number);
+    const auto node = transfers_.extract(number);
     lock.unlock();
     if (node.empty()) return;
     std::exception_ptr first;
-    for (const auto& ticket : node.mapped()) {
+    for (const auto& transfer : node.mapped()) {
       try {
-        ticket->wait();
+        transfer->wait();
       } catch (const std::runtime_error&) {
         if (!first) first = std::current_exception();
       }
@@ -89,12 +89,12 @@ class OpenEngine {
  private:
   OpenFiles files_;
   std::mutex mutex_;
-  std::unordered_map<std::int64_t, std::vector<std::shared_ptr<core::Ticket>>> tickets_;
+  std::unordered_map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
   // Last, so that it goes first: it waits for the transfers, whose owners the tickets hold.
-  const std::shared_ptr<core::Engine> engine_;
+  const std::shared_ptr<core::IoEngine> engine_;
 };
 
-Registry<OpenEngine>& registry() { return Registry<OpenEngine>::of_process("aio"); }
+HandleRegistry<OpenEngine>& registry() { return HandleRegistry<OpenEngine>::of_process("aio"); }
 
 int checked_int(const char* name, std::int64_t value) {
   STD_TORCH_CHECK(value >= 0 && value <= 1 << 20, "aio_open: ", name, " is ", value,
@@ -102,12 +102,12 @@ int checked_int(const char* name, std::int64_t value) {
   return static_cast<int>(value);
 }
 
-std::shared_ptr<core::Engine> make_preferred(core::EngineOptions options) {
+std::shared_ptr<core::IoEngine> make_preferred(core::IoEngineOptions options) {
   std::string refusals;
   for (const core::BackendReport& report : core::probe_backends()) {
     options.backend = report.backend;
     try {
-      return core::Engine::make(options);
+      return core::IoEngine::make(options);
     } catch (const std::runtime_error& error) {
       refusals += std::string(refusals.empty() ? "" : "; ") + error.what();
     }
@@ -128,7 +128,7 @@ std::string aio_backends() {
 
 std::string aio_open(std::int64_t handle, const std::string& backend, std::int64_t queue_depth,
                      std::int64_t block_bytes, std::int64_t submitters) {
-  core::EngineOptions options;
+  core::IoEngineOptions options;
   options.queue_depth = checked_int("queue_depth", queue_depth);
   options.block_bytes = block_bytes;
   options.submitters = checked_int("submitters", submitters);
@@ -137,7 +137,7 @@ std::string aio_open(std::int64_t handle, const std::string& backend, std::int64
   STD_TORCH_CHECK(named || backend == kAutomatic, "aio_open: backend is '", backend,
                   "'; 'auto', 'io_uring', 'libaio' or 'threads' wanted");
   if (named) options.backend = *named;
-  auto engine = named ? core::Engine::make(options) : make_preferred(options);
+  auto engine = named ? core::IoEngine::make(options) : make_preferred(options);
   const auto chosen = std::string(core::backend_name(engine->options().backend));
   registry().put(handle, std::make_shared<OpenEngine>(std::move(engine)));
   return chosen;
@@ -147,7 +147,7 @@ void aio_close(std::int64_t handle) { registry().remove(handle); }
 
 void aio_close_all() { registry().clear(); }
 
-std::shared_ptr<void> keep(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
+std::shared_ptr<void> owner_of(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
 
 std::size_t nbytes(const Tensor& tensor) {
   return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
@@ -160,7 +160,7 @@ void aio_read_(std::int64_t handle, std::int64_t ticket, const std::string& path
   auto file = open->files().get(path, false);
   auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
   open->start(ticket, [&] {
-    return open->engine().read(std::move(file), offset, {data, nbytes(tensor)}, keep(tensor));
+    return open->engine().read(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
   });
 }
 
@@ -171,7 +171,7 @@ void aio_write_(std::int64_t handle, std::int64_t ticket, const std::string& pat
   auto file = open->files().get(path, true);
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
   open->start(ticket, [&] {
-    return open->engine().write(std::move(file), offset, {data, nbytes(tensor)}, keep(tensor));
+    return open->engine().write(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
   });
 }
 

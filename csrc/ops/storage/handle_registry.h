@@ -16,16 +16,16 @@ namespace zero_ext::ops {
 
 // All open objects of one kind. An op holds a reference while it runs, so closing is safe.
 template <class Object>
-class Registry {
+class HandleRegistry {
  public:
   // The registry of this process; `kind` names it in messages. It is never destroyed, because
   // threads of objects that nobody closed may outlive static destruction. A forked child starts
   // with an empty one: the threads behind its parent's objects are not there.
-  static Registry& of_process(const char* kind) {
-    static std::atomic<Registry*> current = nullptr;
-    Registry* found = current.load(std::memory_order_acquire);
+  static HandleRegistry& of_process(const char* kind) {
+    static std::atomic<HandleRegistry*> current = nullptr;
+    HandleRegistry* found = current.load(std::memory_order_acquire);
     while (found == nullptr || found->process_ != ::getpid()) {
-      auto fresh = std::make_unique<Registry>(kind);
+      auto fresh = std::make_unique<HandleRegistry>(kind);
       if (current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) {
         return *fresh.release();
       }
@@ -33,7 +33,7 @@ class Registry {
     return *found;
   }
 
-  explicit Registry(const char* kind) : kind_(kind), process_(::getpid()) {}
+  explicit HandleRegistry(const char* kind) : kind_(kind), process_(::getpid()) {}
 
   void put(std::int64_t handle, std::shared_ptr<Object> object) {
     const std::lock_guard lock(mutex_);

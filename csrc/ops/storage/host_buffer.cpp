@@ -25,7 +25,7 @@ Tensor host_buffer(std::int64_t nbytes) {
 Tensor blank_host_memory(std::int64_t nbytes) {
   STD_TORCH_CHECK(nbytes >= 0, "blank_host_memory: expected nbytes >= 0, got ", nbytes, ".");
   if (nbytes == 0) return torch::stable::empty({0}, ScalarType::Byte);
-  return tensor_at(core::map_blank_host(nbytes), nbytes, "blank_host_memory");
+  return tensor_at(core::map_nan_filled_host(nbytes), nbytes, "blank_host_memory");
 }
 
 std::int64_t host_buffer_bytes() { return core::live_host_bytes(); }

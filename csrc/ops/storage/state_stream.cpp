@@ -13,7 +13,7 @@ namespace zero_ext::ops {
 namespace {
 
 // All open streams of this process. An op holds a reference while it runs, so closing is safe.
-class Registry {
+class StreamRegistry {
  public:
   void put(std::int64_t handle, std::shared_ptr<StateStream> stream) {
     const std::lock_guard lock(mutex_);
@@ -36,8 +36,8 @@ class Registry {
   std::map<std::int64_t, std::shared_ptr<StateStream>> streams_;
 };
 
-Registry& registry() {
-  static Registry instance;
+StreamRegistry& registry() {
+  static StreamRegistry instance;
   return instance;
 }
 
@@ -76,10 +76,10 @@ void state_stream_fill(std::int64_t handle, std::int64_t offset, const Tensor& m
                              static_cast<const std::byte*>(master.const_data_ptr()), type));
 }
 
-// The caller's memory for each field of a part; null for fields not in `fields`.
-std::vector<std::byte*> part_memory(const StateStream& stream, const char* op,
-                                    std::int64_t elements, const std::vector<std::int64_t>& fields,
-                                    const std::vector<Tensor>& tensors) {
+// The caller's memory for each field of a slice; null for fields not in `fields`.
+std::vector<std::byte*> slice_memory(const StateStream& stream, const char* op,
+                                     std::int64_t elements, const std::vector<std::int64_t>& fields,
+                                     const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(fields.size() == tensors.size(), op, ": ", fields.size(), " fields and ",
                   tensors.size(), " tensors; each field needs one");
   std::vector<std::byte*> memory(stream.fields.size(), nullptr);
@@ -103,33 +103,33 @@ std::vector<std::byte*> part_memory(const StateStream& stream, const char* op,
 }
 
 template <auto access>
-void access_part(const char* op, std::int64_t handle, std::int64_t offset, std::int64_t elements,
-                 std::int64_t begin, std::int64_t end, const std::vector<std::int64_t>& fields,
-                 const std::vector<Tensor>& tensors, const Tensor& counters) {
+void access_slice(const char* op, std::int64_t handle, std::int64_t offset, std::int64_t elements,
+                  std::int64_t begin, std::int64_t end, const std::vector<std::int64_t>& fields,
+                  const std::vector<Tensor>& tensors, const Tensor& counters) {
   check_counters(counters, op);
   const std::shared_ptr<StateStream> stream = registry().get(handle);
   STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= elements, op, ": elements [", begin, ", ",
                   end, ") of a range of ", elements);
   const core::ChunkLayout layout = stream->layout(elements);
-  const core::StatePart part{layout, offset, begin, end,
-                             part_memory(*stream, op, end - begin, fields, tensors)};
-  add_counters(counters, access(*stream->store, stream->ring, part));
+  const core::StateSlice slice{layout, offset, begin, end,
+                               slice_memory(*stream, op, end - begin, fields, tensors)};
+  add_counters(counters, access(*stream->store, stream->ring, slice));
 }
 
 void state_stream_read(std::int64_t handle, std::int64_t offset, std::int64_t elements,
                        std::int64_t begin, std::int64_t end,
                        const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
                        const Tensor& counters) {
-  access_part<core::read_state>("state_stream_read_", handle, offset, elements, begin, end, fields,
-                                tensors, counters);
+  access_slice<core::read_state>("state_stream_read_", handle, offset, elements, begin, end, fields,
+                                 tensors, counters);
 }
 
 void state_stream_write(std::int64_t handle, std::int64_t offset, std::int64_t elements,
                         std::int64_t begin, std::int64_t end,
                         const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
                         const Tensor& counters) {
-  access_part<core::write_state>("state_stream_write_", handle, offset, elements, begin, end,
-                                 fields, tensors, counters);
+  access_slice<core::write_state>("state_stream_write_", handle, offset, elements, begin, end,
+                                  fields, tensors, counters);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ struct StateStream {
   std::shared_ptr<core::ByteStore> store;
   std::vector<core::StateField> fields;
   std::int64_t chunk_elements;
-  core::Ring ring;
+  core::RingBuffer ring;
 };
 
 // The stream with this handle; refuses one that is not open.

@@ -97,29 +97,30 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
   const float scale = read_scale(kOp, grad_scale);
   const auto* const rows = ranges.const_data_ptr<std::int64_t>();
   std::vector<core::AdamRange> work;
-  std::vector<std::vector<core::AdamSegment>> parts;
-  std::vector<Extent> memory;
+  std::vector<std::vector<core::AdamSegment>> prepared;
+  std::vector<MemoryRange> memory;
   std::int64_t first = 0;
   for (std::size_t i = 0; i < params.size(); ++i) {
     const std::int64_t* const row = rows + kColumns * static_cast<std::int64_t>(i);
-    const std::string place = std::string(kOp) + ": range " + std::to_string(i);
-    parts.push_back(read_segments<core::AdamHyper>(place.c_str(), rows_of(segments, first, row[4]),
-                                                   rows_of(hyper, first, row[4]), scale, row[0]));
+    const std::string prefix = std::string(kOp) + ": range " + std::to_string(i);
+    prepared.push_back(
+        read_segments<core::AdamHyper>(prefix.c_str(), rows_of(segments, first, row[4]),
+                                       rows_of(hyper, first, row[4]), scale, row[0]));
     first += row[4];
     work.push_back(read_range(*stream, row, i, params[i], grads[i]));
-    memory.push_back(extent(params[i], {kOp, "params[" + std::to_string(i) + "]"}));
-    memory.push_back(extent(grads[i], {kOp, "grads[" + std::to_string(i) + "]"}));
+    memory.push_back(memory_range(params[i], {kOp, "params[" + std::to_string(i) + "]"}));
+    memory.push_back(memory_range(grads[i], {kOp, "grads[" + std::to_string(i) + "]"}));
   }
-  for (std::size_t i = 0; i < work.size(); ++i) work[i].segments = parts[i];
-  if (flag != nullptr) memory.push_back(extent(*non_finite, {kOp, "non_finite"}));
+  for (std::size_t i = 0; i < work.size(); ++i) work[i].segments = prepared[i];
+  if (flag != nullptr) memory.push_back(memory_range(*non_finite, {kOp, "non_finite"}));
   check_disjoint(std::move(memory));
-  core::ThreadUse threads([](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                             const core::PartFunction& function) {
+  core::AdaptiveThreading threads([](std::int64_t begin, std::int64_t end, std::int64_t grain,
+                                     const core::RangeFunction& function) {
     torch::stable::parallel_for(begin, end, grain, function);
   });
   const auto run = [&threads](std::int64_t count, std::int64_t grain,
                               const core::PipelineCounters& so_far,
-                              const core::PartFunction& function) {
+                              const core::RangeFunction& function) {
     threads.run(count, grain, so_far, function);
   };
   add_counters(counters, core::adam_stream(*stream->store, stream->ring, work, moments, run, flag));

@@ -16,25 +16,25 @@ namespace {
 // A store and the transfers that nobody has waited for, by the caller's ticket number.
 class OpenStore {
  public:
-  OpenStore(std::shared_ptr<core::Engine> engine, const std::vector<std::string>& paths,
-            const core::StoreOptions& options)
+  OpenStore(std::shared_ptr<core::IoEngine> engine, const std::vector<std::string>& paths,
+            const core::StripedStoreOptions& options)
       : backend_(engine->options().backend),
-        store_(std::make_shared<core::Store>(std::move(engine), paths, options)) {}
+        store_(std::make_shared<core::StripedStore>(std::move(engine), paths, options)) {}
 
-  const std::shared_ptr<core::Store>& store() const { return store_; }
+  const std::shared_ptr<core::StripedStore>& store() const { return store_; }
   core::Backend backend() const { return backend_; }
 
-  void add(std::int64_t number, std::shared_ptr<core::Ticket> ticket) {
+  void add(std::int64_t number, std::shared_ptr<core::TransferHandle> transfer) {
     const std::lock_guard lock(mutex_);
-    tickets_[number].push_back(std::move(ticket));
+    transfers_[number].push_back(std::move(transfer));
   }
 
   // All of them, failed or not; the first failure is thrown then.
   void wait(std::int64_t number) {
     std::exception_ptr failure;
-    for (const auto& ticket : take(number)) {
+    for (const auto& transfer : extract(number)) {
       try {
-        ticket->wait();
+        transfer->wait();
       } catch (...) {
         if (failure == nullptr) failure = std::current_exception();
       }
@@ -43,20 +43,21 @@ class OpenStore {
   }
 
  private:
-  std::vector<std::shared_ptr<core::Ticket>> take(std::int64_t number) {
+  std::vector<std::shared_ptr<core::TransferHandle>> extract(std::int64_t number) {
     const std::lock_guard lock(mutex_);
-    auto node = tickets_.extract(number);
-    return node.empty() ? std::vector<std::shared_ptr<core::Ticket>>() : std::move(node.mapped());
+    auto node = transfers_.extract(number);
+    return node.empty() ? std::vector<std::shared_ptr<core::TransferHandle>>()
+                        : std::move(node.mapped());
   }
 
   core::Backend backend_;
-  std::shared_ptr<core::Store> store_;
+  std::shared_ptr<core::StripedStore> store_;
   std::mutex mutex_;
-  std::map<std::int64_t, std::vector<std::shared_ptr<core::Ticket>>> tickets_;
+  std::map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
 };
 
 // All open stores of this process. An op holds a reference while it runs, so closing is safe.
-class Registry {
+class StoreRegistry {
  public:
   void put(std::int64_t handle, std::shared_ptr<OpenStore> store) {
     const std::lock_guard lock(mutex_);
@@ -79,9 +80,9 @@ class Registry {
   std::map<std::int64_t, std::shared_ptr<OpenStore>> stores_;
 };
 
-Registry& registry() {
+StoreRegistry& registry() {
   // Never destroyed: a store that nobody closed would end its threads during static destruction.
-  static Registry& instance = *std::make_unique<Registry>().release();
+  static StoreRegistry& instance = *std::make_unique<StoreRegistry>().release();
   return instance;
 }
 
@@ -108,16 +109,16 @@ void store_open(std::int64_t handle, std::vector<std::string> paths, const std::
                 bool block_devices) {
   STD_TORCH_CHECK(engine_sizes.size() == 3, "store_open: engine_sizes has ", engine_sizes.size(),
                   " entries; queue_depth, block_bytes and submitters wanted");
-  const core::EngineOptions options{.backend = chosen_backend(backend),
-                                    .queue_depth = small("queue_depth", engine_sizes[0]),
-                                    .block_bytes = engine_sizes[1],
-                                    .submitters = small("submitters", engine_sizes[2])};
+  const core::IoEngineOptions options{.backend = chosen_backend(backend),
+                                      .queue_depth = small("queue_depth", engine_sizes[0]),
+                                      .block_bytes = engine_sizes[1],
+                                      .submitters = small("submitters", engine_sizes[2])};
   registry().remove(handle);
-  registry().put(handle,
-                 std::make_shared<OpenStore>(core::Engine::make(options), paths,
-                                             core::StoreOptions{.stripe_bytes = stripe_bytes,
-                                                                .checksum = checksum,
-                                                                .block_devices = block_devices}));
+  registry().put(handle, std::make_shared<OpenStore>(
+                             core::IoEngine::make(options), paths,
+                             core::StripedStoreOptions{.stripe_bytes = stripe_bytes,
+                                                       .checksum = checksum,
+                                                       .block_devices = block_devices}));
 }
 
 void store_reserve(std::int64_t handle, std::int64_t nbytes, bool zeros) {
@@ -210,8 +211,8 @@ void store_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handl
 std::string store_devices(std::int64_t handle) {
   const auto open = registry().get(handle);
   std::string text = std::string(core::backend_name(open->backend())) + '\0';
-  for (const auto& device : open->store()->facts().devices) {
-    text += device.path + '\0' + device.why_not_direct + '\0';
+  for (const auto& device : open->store()->stats().devices) {
+    text += device.path + '\0' + device.direct_io_refusal + '\0';
   }
   return text;
 }
@@ -221,14 +222,14 @@ void store_counts_(std::int64_t handle, const Tensor& counts) {
   check_dtype(counts, argument, ScalarType::Long);
   check_flat(counts, argument, 6);
   const auto open = registry().get(handle);
-  const core::StoreFacts facts = open->store()->facts();
+  const core::StripedStoreStats stats = open->store()->stats();
   auto* const values = static_cast<std::int64_t*>(counts.mutable_data_ptr());
   values[0] = open->store()->alignment();
-  values[1] = facts.capacity;
-  values[2] = facts.live_bytes;
-  values[3] = facts.bytes_read;
-  values[4] = facts.bytes_written;
-  values[5] = facts.largest_free;
+  values[1] = stats.capacity;
+  values[2] = stats.live_bytes;
+  values[3] = stats.bytes_read;
+  values[4] = stats.bytes_written;
+  values[5] = stats.largest_free;
 }
 
 void store_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,

@@ -29,10 +29,11 @@ struct Observed {
 };
 
 // Ends its blocks in random order, or breaks after some.
-class FakeQueue final : public BlockQueue {
+class FakeQueue final : public IoQueue {
  public:
-  FakeQueue(std::size_t room, std::uint64_t seed, Observed& observed, int breaks_after = 1 << 30)
-      : BlockQueue(room), generator_(seed), observed_(observed), left_(breaks_after) {}
+  FakeQueue(std::size_t capacity, std::uint64_t seed, Observed& observed,
+            int breaks_after = 1 << 30)
+      : IoQueue(capacity), generator_(seed), observed_(observed), left_(breaks_after) {}
 
   void submit(std::span<const BlockRequest> requests) override {
     in_flight_.insert(in_flight_.end(), requests.begin(), requests.end());
@@ -82,26 +83,27 @@ class AioSubmitter : public ::testing::Test {
   }
 
   const ScratchFolder folder_;
-  const std::shared_ptr<File> file_ = File::open(folder_.file("a"), File::Mode::kCreate, true);
+  const std::shared_ptr<IoFile> file_ =
+      IoFile::open(folder_.file("a"), IoFile::Mode::kCreate, true);
   const std::shared_ptr<FaultPlan> faults_ = std::make_shared<FaultPlan>();
   Memory memory_{400 * 4096};
 };
 
 TEST_F(AioSubmitter, FillsTheQueueAndNeverOverfillsIt) {
   auto generator = fresh_generator();
-  for (const std::size_t room : {1, 7, 32}) {
+  for (const std::size_t capacity : {1, 7, 32}) {
     Observed observed;
     {
-      Submitter submitter(std::make_unique<FakeQueue>(room, generator(), observed), faults_);
+      Submitter submitter(std::make_unique<FakeQueue>(capacity, generator(), observed), faults_);
       std::vector<std::shared_ptr<Transfer>> transfers;
       for (const std::int64_t blocks : {400, 1, 33}) {
         transfers.push_back(transfer(blocks));
         submitter.enqueue({transfers.back(), 0, 1});
       }
-      for (const auto& ticket : transfers) ticket->wait();
+      for (const auto& handle : transfers) handle->wait();
     }
-    EXPECT_EQ(observed.most_in_flight, room);
-    EXPECT_EQ(observed.largest_batch, room);
+    EXPECT_EQ(observed.most_in_flight, capacity);
+    EXPECT_EQ(observed.largest_batch, capacity);
     EXPECT_EQ(observed.offsets.size(), 434U);
   }
 }
@@ -161,8 +163,8 @@ TEST_F(AioSubmitter, ABrokenQueueFailsAllThatWasAndWillBeAsked) {
   submitter.enqueue({long_one, 0, 1});
   const auto behind = transfer(10);
   submitter.enqueue({behind, 0, 1});
-  for (const auto& ticket : {long_one, behind}) {
-    const std::string text = error_of([&] { ticket->wait(); });
+  for (const auto& handle : {long_one, behind}) {
+    const std::string text = error_of([&] { handle->wait(); });
     expect_in("writing 4096 bytes at offset ", text);
     expect_in("the queue of the I/O engine broke: the ring is gone", text);
   }
@@ -203,7 +205,7 @@ TEST(AioBackends, SayWhyTheyAreForbidden) {
         const bool hit = report.backend == test.backend;
         wrong += hit == report.available || hit != report.reason.starts_with("forbidden");
       }
-      const std::string refusal = error_of([&] { Engine::make({.backend = test.backend}); });
+      const std::string refusal = error_of([&] { IoEngine::make({.backend = test.backend}); });
       wrong += refusal.find("forbidden") == std::string::npos;
       ::_exit(wrong);
     }

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "../../core/aio/engine.h"
+#include "../../core/aio/io_engine.h"
 
 namespace zero_ext::core::testing {
 

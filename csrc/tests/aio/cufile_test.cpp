@@ -117,11 +117,11 @@ class CuFile : public ::testing::Test {
   }
 
   // Two files with stripes of two pages, transfers in blocks of one.
-  std::unique_ptr<Store> make_store(bool checksum = false) const {
-    const EngineOptions options{Backend::kThreads, 4, kBlock, 2};
-    const StoreOptions store_options{.stripe_bytes = 8192, .checksum = checksum};
-    auto store = std::make_unique<Store>(
-        Engine::make(options), std::vector{folder_.file("a"), folder_.file("b")}, store_options);
+  std::unique_ptr<StripedStore> make_store(bool checksum = false) const {
+    const IoEngineOptions options{Backend::kThreads, 4, kBlock, 2};
+    const StripedStoreOptions store_options{.stripe_bytes = 8192, .checksum = checksum};
+    auto store = std::make_unique<StripedStore>(
+        IoEngine::make(options), std::vector{folder_.file("a"), folder_.file("b")}, store_options);
     store->reserve(kBytes);
     EXPECT_EQ(store->allocate(kBytes), 0);
     return store;
@@ -131,13 +131,13 @@ class CuFile : public ::testing::Test {
     return std::make_shared<CuFileDriver>(fake_calls());
   }
 
-  std::string error_of_read(Store& store) {
-    const auto ticket = store.read(0, room_.span(), nullptr, MemoryKind::kDevice);
-    return error_of([&] { ticket->wait(); });
+  std::string error_of_read(StripedStore& store) {
+    const auto handle = store.read(0, capacity_.span(), nullptr, MemoryKind::kDevice);
+    return error_of([&] { handle->wait(); });
   }
 
   const ScratchFolder folder_;
-  Memory room_{kBytes};
+  Memory capacity_{kBytes};
 };
 
 TEST_F(CuFile, BytesGoBothWaysOnThreadsWithTheContext) {
@@ -146,14 +146,14 @@ TEST_F(CuFile, BytesGoBothWaysOnThreadsWithTheContext) {
   store->open_direct(driver());
   const Memory values(random_bytes(generator, kBytes));
   store->write(0, values.span(), nullptr, MemoryKind::kDevice)->wait();
-  store->read(0, room_.span(), nullptr)->wait();
-  EXPECT_EQ(room_.copy(), values.copy());
+  store->read(0, capacity_.span(), nullptr)->wait();
+  EXPECT_EQ(capacity_.copy(), values.copy());
   const Memory others(random_bytes(generator, kBytes));
   store->write(0, others.span(), nullptr)->wait();
-  store->read(0, room_.span(), nullptr, MemoryKind::kDevice)->wait();
-  EXPECT_EQ(room_.copy(), others.copy());
+  store->read(0, capacity_.span(), nullptr, MemoryKind::kDevice)->wait();
+  EXPECT_EQ(capacity_.copy(), others.copy());
   EXPECT_EQ(library->strangers, 0);
-  EXPECT_EQ(store->facts().bytes_read, 2 * kBytes);
+  EXPECT_EQ(store->stats().bytes_read, 2 * kBytes);
 }
 
 TEST_F(CuFile, ShortTransfersGoOnAndInterruptionsPass) {
@@ -165,9 +165,9 @@ TEST_F(CuFile, ShortTransfersGoOnAndInterruptionsPass) {
   library->reason = EINTR;
   store->write(0, values.span(), nullptr, MemoryKind::kDevice)->wait();
   library->results = {3, -1, 4000, 96, 1};
-  store->read(0, room_.span(), nullptr, MemoryKind::kDevice)->wait();
+  store->read(0, capacity_.span(), nullptr, MemoryKind::kDevice)->wait();
   EXPECT_TRUE(library->results.empty());
-  EXPECT_EQ(room_.copy(), values.copy());
+  EXPECT_EQ(capacity_.copy(), values.copy());
 }
 
 TEST_F(CuFile, EveryFailureNamesPathOffsetLengthAndReason) {
@@ -191,9 +191,9 @@ TEST_F(CuFile, EveryFailureNamesPathOffsetLengthAndReason) {
   library->results = {-1};
   expect_in("(errno 5)", error_of_read(*store));
   library->results = {-5012};
-  const auto ticket = store->write(0, room_.span(), nullptr, MemoryKind::kDevice);
-  expect_in("cuFileWrite returned -5012", error_of([&] { ticket->wait(); }));
-  store->read(0, room_.span(), nullptr, MemoryKind::kDevice)->wait();
+  const auto handle = store->write(0, capacity_.span(), nullptr, MemoryKind::kDevice);
+  expect_in("cuFileWrite returned -5012", error_of([&] { handle->wait(); }));
+  store->read(0, capacity_.span(), nullptr, MemoryKind::kDevice)->wait();
 }
 
 TEST_F(CuFile, AStoreThatCannotOpenItIsAsBefore) {
@@ -215,8 +215,8 @@ TEST_F(CuFile, AStoreThatCannotOpenItIsAsBefore) {
   EXPECT_TRUE(library->descriptors.empty());
   EXPECT_EQ(library->open_drivers, 0);
   expect_in("not open for it",
-            error_of([&] { store->read(0, room_.span(), nullptr, MemoryKind::kDevice); }));
-  store->read(0, room_.span(), nullptr)->wait();
+            error_of([&] { store->read(0, capacity_.span(), nullptr, MemoryKind::kDevice); }));
+  store->read(0, capacity_.span(), nullptr)->wait();
 }
 
 TEST_F(CuFile, ChecksumsAreTheHosts) {

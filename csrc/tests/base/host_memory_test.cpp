@@ -27,7 +27,7 @@ TEST(HostMemory, IsAlignedZeroAndCounted) {
 TEST(HostMemory, BlankMemoryIsOnesAndTakesNextToNothing) {
   constexpr std::int64_t kLarge = std::int64_t{1} << 36;
   for (const std::int64_t bytes : {std::int64_t{1}, std::int64_t{5'000'001}, kLarge}) {
-    void* const address = map_blank_host(bytes);
+    void* const address = map_nan_filled_host(bytes);
     ASSERT_NE(address, nullptr);
     auto* const memory = static_cast<std::byte*>(address);
     for (std::int64_t at = 0; at < bytes; at += bytes / 1000 + 1) {
@@ -48,7 +48,7 @@ TEST(HostMemory, RefusalChangesNothing) {
   EXPECT_EQ(allocate_host(std::int64_t{1} << 60), nullptr);
   EXPECT_EQ(errno, ENOMEM);
   errno = 0;
-  EXPECT_EQ(map_blank_host(std::int64_t{1} << 62), nullptr);
+  EXPECT_EQ(map_nan_filled_host(std::int64_t{1} << 62), nullptr);
   EXPECT_EQ(errno, ENOMEM);
   EXPECT_EQ(live_host_bytes(), 0);
   int other = 0;

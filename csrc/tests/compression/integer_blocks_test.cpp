@@ -206,11 +206,11 @@ TEST(IntegerBlocks, NonFiniteBlocksReadBackAsNaNAndZeroBlocksAsZeros) {
 TEST(IntegerBlocks, ElementsAreFoundFromTheBytesOfAMessage) {
   for (const BlockFormat& format : kFormats) {
     for (std::int64_t count = 0; count < 700; ++count) {
-      const std::int64_t most = format.most_elements(format.message_bytes(count));
+      const std::int64_t most = format.max_elements(format.message_bytes(count));
       EXPECT_EQ(most, (count + 7) / 8 * 8) << count;
     }
-    EXPECT_EQ(format.most_elements(4), -1);
-    EXPECT_EQ(format.most_elements(format.message_bytes(kBlock) + 4), -1);
+    EXPECT_EQ(format.max_elements(4), -1);
+    EXPECT_EQ(format.max_elements(format.message_bytes(kBlock) + 4), -1);
   }
 }
 

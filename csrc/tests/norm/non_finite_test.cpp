@@ -149,18 +149,18 @@ void expect_the_flag_of_what_is_stepped(const Step& step) {
   }
 }
 
-constexpr AdamHyperParameters kAdam{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
+constexpr AdamHyperparameters kAdam{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
 
 TEST(NonFiniteStep, AdamRaisesTheFlag) {
   expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_factors(kAdam, 0.5F)}};
+    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
     adam_step(problem.adam(), segments, 0, end - begin);
   });
 }
 
 TEST(NonFiniteStep, AnyThreadOfAdamRaisesTheFlag) {
   expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_factors(kAdam, 0.5F)}};
+    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
     split_over_threads(end - begin, 3, [&](std::int64_t first, std::int64_t last) {
       adam_step(problem.adam(), segments, first, last);
     });
@@ -169,7 +169,7 @@ TEST(NonFiniteStep, AnyThreadOfAdamRaisesTheFlag) {
 
 TEST(NonFiniteStep, AdamWithEightBitsRaisesTheFlag) {
   expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_factors(kAdam, 0.5F)}};
+    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
     adam_step_8bit(problem.adam_8bit(), segments, 0,
                    block_count(static_cast<std::int64_t>(problem.count)));
   });
@@ -177,16 +177,16 @@ TEST(NonFiniteStep, AdamWithEightBitsRaisesTheFlag) {
 
 TEST(NonFiniteStep, LionRaisesTheFlag) {
   expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const LionHyperParameters hyper{1e-2, 0.9, 0.99, 0.1, false};
-    const std::vector<LionSegment> segments{{begin, end, lion_factors(hyper, 0.5F)}};
+    const LionHyperparameters hyper{1e-2, 0.9, 0.99, 0.1, false};
+    const std::vector<LionSegment> segments{{begin, end, lion_coefficients(hyper, 0.5F)}};
     lion_step(problem.lion(), segments, 0, end - begin);
   });
 }
 
 TEST(NonFiniteStep, LambRaisesTheFlag) {
   expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const LambHyperParameters hyper{1e-2, 0.9, 0.99, 1e-6, 0.1, 0.1, 0.01, false, false, 0.7};
-    const std::vector<LambSegment> segments{{begin, end, lamb_factors(hyper, 0.5F)}};
+    const LambHyperparameters hyper{1e-2, 0.9, 0.99, 1e-6, 0.1, 0.1, 0.01, false, false, 0.7};
+    const std::vector<LambSegment> segments{{begin, end, lamb_coefficients(hyper, 0.5F)}};
     lamb_step(problem.lamb(), segments, 0, end - begin);
   });
 }
@@ -198,7 +198,7 @@ TEST(NonFiniteStep, AMomentThatOverflowsRaisesTheFlagWhereTheWeightStaysFinite) 
     for (const std::size_t place : {3UL, 40UL}) {
       Problem problem(41, generator);
       problem.grad[place] = from_float<BFloat16>(1e38F);  // its square is infinite in float32
-      const std::vector<AdamSegment> segments{{0, 41, adam_factors(kAdam, 1.0F)}};
+      const std::vector<AdamSegment> segments{{0, 41, adam_coefficients(kAdam, 1.0F)}};
       adam_step(problem.adam(), segments, 0, 41);
       EXPECT_TRUE(std::isfinite(problem.master[place]));
       EXPECT_EQ(problem.flag, 1);
@@ -209,12 +209,12 @@ TEST(NonFiniteStep, AMomentThatOverflowsRaisesTheFlagWhereTheWeightStaysFinite) 
 // The lanes behind the last element divide zero by zero.
 TEST(NonFiniteStep, LanesBehindTheLastElementDoNotCount) {
   auto generator = fresh_generator();
-  AdamHyperParameters hyper = kAdam;
+  AdamHyperparameters hyper = kAdam;
   hyper.eps = 0;
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     Problem problem(3, generator);
-    const std::vector<AdamSegment> segments{{0, 3, adam_factors(hyper, 0.5F)}};
+    const std::vector<AdamSegment> segments{{0, 3, adam_coefficients(hyper, 0.5F)}};
     adam_step(problem.adam(), segments, 0, 3);
     EXPECT_EQ(problem.flag, 0);
     problem.exp_avg[1] = problem.exp_avg_sq[1] = 0;
@@ -230,7 +230,7 @@ TEST(NonFiniteStep, WithoutAFlagNothingIsWritten) {
   problem.grad[20] = from_float<BFloat16>(kNan);
   AdamBuffers buffers = problem.adam();
   buffers.non_finite = nullptr;
-  const std::vector<AdamSegment> segments{{0, 50, adam_factors(kAdam, 0.5F)}};
+  const std::vector<AdamSegment> segments{{0, 50, adam_coefficients(kAdam, 0.5F)}};
   adam_step(buffers, segments, 0, 50);
   EXPECT_EQ(problem.flag, 0);
   EXPECT_TRUE(std::isnan(problem.master[20]));

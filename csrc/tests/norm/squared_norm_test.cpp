@@ -172,10 +172,10 @@ TEST(SquaredNorm, ThreadsAndOrderDoNotMatter) {
     Superaccumulator total;
     std::mutex mutex;
     split_over_threads(std::ssize(values), threads, [&](std::int64_t begin, std::int64_t end) {
-      Superaccumulator part;
-      add_squares(values.data(), NumericType::float32, begin, end, part);
+      Superaccumulator half;
+      add_squares(values.data(), NumericType::float32, begin, end, half);
       const std::lock_guard lock(mutex);
-      total.merge(part);
+      total.merge(half);
     });
     EXPECT_EQ(entries_of(total), wanted);
   }

@@ -16,8 +16,8 @@
 namespace zero_ext::core {
 namespace {
 
+using testing::FakeStore;
 using testing::fresh_generator;
-using testing::MemoryStore;
 using testing::normal_values;
 
 constexpr NumericType kTypes[] = {NumericType::float32, NumericType::bfloat16,
@@ -120,7 +120,7 @@ struct Range {
 
   // Copies between the state in memory and its chunks in the store.
   template <class Move>
-  void each_field(MemoryStore& store, std::int64_t extent, const Move& move) {
+  void each_field(FakeStore& store, std::int64_t extent, const Move& move) {
     for (std::int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
       std::byte* stored = store.data.data() + extent + layout.offset(chunk);
       for (std::size_t i = 0; i < fields.size(); ++i) {
@@ -132,7 +132,7 @@ struct Range {
     }
   }
 
-  void save(MemoryStore& store) {
+  void save(FakeStore& store) {
     each_field(store, offset, [](std::byte* memory, std::byte* stored, std::int64_t length) {
       std::memcpy(stored, memory, static_cast<std::size_t>(length));
     });
@@ -140,7 +140,7 @@ struct Range {
     if (param_stored) std::ranges::copy(param, store.data.begin() + param_offset);
   }
 
-  void expect_stored(MemoryStore& store) {
+  void expect_stored(FakeStore& store) {
     each_field(store, target < 0 ? offset : target,
                [](const std::byte* memory, const std::byte* stored, std::int64_t length) {
                  EXPECT_EQ(std::memcmp(stored, memory, static_cast<std::size_t>(length)), 0);
@@ -159,9 +159,9 @@ std::vector<AdamSegment> random_segments(std::mt19937_64& generator, std::int64_
   while (begin <= elements && segments.size() < 6) {
     const std::int64_t end =
         pick(generator, 0, 3) == 0 ? elements : pick(generator, begin, elements);
-    const AdamHyperParameters hyper{1e-2, pick(generator, 0, 1) == 0 ? 0.9 : 0.3,     0.99, 1e-8,
+    const AdamHyperparameters hyper{1e-2, pick(generator, 0, 1) == 0 ? 0.9 : 0.3,     0.99, 1e-8,
                                     0.1,  static_cast<double>(pick(generator, 1, 9)), true, false};
-    segments.push_back({begin, end, adam_factors(hyper, 0.5F)});
+    segments.push_back({begin, end, adam_coefficients(hyper, 0.5F)});
     begin = end + (pick(generator, 0, 1) == 0 ? 0 : pick(generator, 0, elements / 3 + 1));
   }
   return segments;
@@ -231,19 +231,19 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
     }
     problem.ranges.push_back(std::move(range));
   }
-  problem.largest_chunk = 3 * Ring::kAlignment + 20 * chunk;
+  problem.largest_chunk = 3 * RingBuffer::kAlignment + 20 * chunk;
   place_extents(generator, problem);
   return problem;
 }
 
 // Uneven parts on three threads.
 void on_threads(std::int64_t count, std::int64_t /*grain*/, const PipelineCounters& /*so_far*/,
-                const PartFunction& function) {
+                const RangeFunction& function) {
   testing::split_over_threads(count, 3, function);
 }
 
 void in_one_go(std::int64_t count, std::int64_t /*grain*/, const PipelineCounters& /*so_far*/,
-               const PartFunction& function) {
+               const RangeFunction& function) {
   function(0, count);
 }
 
@@ -256,12 +256,12 @@ TEST(AdamStream, EqualsTheStepInMemoryBitForBit) {
   for (int round = 0; round < 60; ++round) {
     const std::int64_t alignment = std::int64_t{1} << pick(generator, 0, 9);
     Problem problem = random_problem(generator, static_cast<int>(pick(generator, 1, 5)), alignment);
-    MemoryStore store(problem.store_bytes, generator(), {alignment});
+    FakeStore store(problem.store_bytes, generator(), {alignment});
     for (Range& range : problem.ranges) range.save(store);
     std::vector<Range> wanted = problem.ranges;
     for (Range& range : wanted) range.step_in_memory();
     const Bytes before = store.data;
-    Ring ring(problem.largest_chunk * pick(generator, 1, 6));
+    RingBuffer ring(problem.largest_chunk * pick(generator, 1, 6));
     const PipelineCounters counters =
         adam_stream(store, ring, problem.requests(), problem.moments, on_threads);
     EXPECT_EQ(store.unwaited, 0);
@@ -285,10 +285,10 @@ TEST(AdamStream, MovesStateOnceAndListsPadding) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::bfloat16;
   const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
-  const std::vector<AdamSegment> all{{0, layout.elements(), adam_factors({}, 1.0F)}};
-  MemoryStore store(layout.extent_bytes(), generator(), {512});
+  const std::vector<AdamSegment> all{{0, layout.elements(), adam_coefficients({}, 1.0F)}};
+  FakeStore store(layout.extent_bytes(), generator(), {512});
   std::ranges::fill(store.data, std::byte{0});
-  Ring ring(3 * 4096);
+  RingBuffer ring(3 * 4096);
   const Bytes grad(static_cast<std::size_t>(2 * layout.elements()));
   const AdamRange range{layout, 0, {NumericType::bfloat16, grad.data(), -1}, std::nullopt, all};
   const PipelineCounters counters = adam_stream(store, ring, {&range, 1}, moments, in_one_go);
@@ -305,19 +305,20 @@ TEST(AdamStream, RaisesTheFlagOfTheStepInMemory) {
        {AdamMoments::float32, AdamMoments::bfloat16, AdamMoments::blockwise8}) {
     const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
     const std::vector<AdamSegment> all{
-        {0, layout.elements(), adam_factors({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F)}};
+        {0, layout.elements(),
+         adam_coefficients({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F)}};
     for (const bool poisoned : {false, true}) {
-      MemoryStore store(layout.extent_bytes(), generator(), {512});
+      FakeStore store(layout.extent_bytes(), generator(), {512});
       std::ranges::fill(store.data, std::byte{0});
-      Ring ring(4 * 8192);
+      RingBuffer ring(4 * 8192);
       Bytes grad = random_values(generator, layout.elements(), NumericType::float32);
-      const std::int64_t place = pick(generator, 0, layout.elements() - 1);
+      const std::int64_t memory_offset = pick(generator, 0, layout.elements() - 1);
       const float infinity = std::numeric_limits<float>::infinity();
-      if (poisoned) std::memcpy(grad.data() + 4 * place, &infinity, sizeof(infinity));
+      if (poisoned) std::memcpy(grad.data() + 4 * memory_offset, &infinity, sizeof(infinity));
       const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, all};
       std::int32_t flag = 0;
       adam_stream(store, ring, {&range, 1}, moments, on_threads, &flag);
-      EXPECT_EQ(flag, poisoned ? 1 : 0) << "element " << place;
+      EXPECT_EQ(flag, poisoned ? 1 : 0) << "element " << memory_offset;
     }
   }
 }
@@ -326,11 +327,14 @@ TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::float32;
   const ChunkLayout layout(1000, adam_fields(moments), 100, 1);
-  const AdamFactors factors = adam_factors({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F);
-  const std::vector<AdamSegment> segments{
-      {0, 0, factors}, {150, 150, factors}, {299, 301, factors}, {900, 1000, factors}};
-  MemoryStore store(layout.extent_bytes(), generator(), {});
-  Ring ring(1 << 16);
+  const AdamCoefficients coefficients =
+      adam_coefficients({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F);
+  const std::vector<AdamSegment> segments{{0, 0, coefficients},
+                                          {150, 150, coefficients},
+                                          {299, 301, coefficients},
+                                          {900, 1000, coefficients}};
+  FakeStore store(layout.extent_bytes(), generator(), {});
+  RingBuffer ring(1 << 16);
   const Bytes grad(4000);
   const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, segments};
   adam_stream(store, ring, {&range, 1}, moments, in_one_go);
@@ -346,14 +350,14 @@ TEST(AdamStream, TransfersOfSeveralChunksOverlapWithTheStep) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::float32;
   const ChunkLayout layout(40 * 300, adam_fields(moments), 300, 1);
-  const std::vector<AdamSegment> all{{0, layout.elements(), adam_factors({}, 1.0F)}};
+  const std::vector<AdamSegment> all{{0, layout.elements(), adam_coefficients({}, 1.0F)}};
   const Bytes grad(static_cast<std::size_t>(4 * layout.elements()));
   const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, all};
-  MemoryStore store(layout.extent_bytes(), generator(), {1, std::chrono::microseconds(1000)});
-  Ring ring(6 * Ring::kAlignment);  // six chunks of 3600 bytes, of forty
+  FakeStore store(layout.extent_bytes(), generator(), {1, std::chrono::microseconds(1000)});
+  RingBuffer ring(6 * RingBuffer::kAlignment);  // six chunks of 3600 bytes, of forty
   int most_while_computing = 0;
   const auto parts = [&](std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
-                         const PartFunction& function) {
+                         const RangeFunction& function) {
     most_while_computing = std::max(most_while_computing, store.outstanding());
     EXPECT_EQ(live_host_bytes(), ring.bytes());
     EXPECT_GT(so_far.waiting_for_reads.count(), 0);
@@ -378,11 +382,11 @@ std::string message_of(const std::function<void()>& action) {
 TEST(AdamStream, ReportsTheFailureOfAnyTransferWithNoneInFlight) {
   auto generator = fresh_generator();
   Problem problem = random_problem(generator, 3, 64);
-  Ring ring(2 * problem.largest_chunk);
+  RingBuffer ring(2 * problem.largest_chunk);
   int transfers = 1;
   for (int n = 0; n < transfers; ++n) {
     for (const bool refuse : {false, true}) {
-      MemoryStore store(problem.store_bytes, generator(), {64, {}, n, refuse});
+      FakeStore store(problem.store_bytes, generator(), {64, {}, n, refuse});
       for (Range& range : problem.ranges) range.save(store);
       const std::string message = message_of(
           [&] { adam_stream(store, ring, problem.requests(), problem.moments, in_one_go); });
@@ -391,40 +395,42 @@ TEST(AdamStream, ReportsTheFailureOfAnyTransferWithNoneInFlight) {
       EXPECT_EQ(store.outstanding(), 0);
     }
     if (n == 0) {
-      MemoryStore store(problem.store_bytes, generator(), {64});
+      FakeStore store(problem.store_bytes, generator(), {64});
       for (Range& range : problem.ranges) range.save(store);
       adam_stream(store, ring, problem.requests(), problem.moments, in_one_go);
       transfers = store.transfers;
     }
   }
   EXPECT_GT(transfers, 10);
-  ASSERT_TRUE(ring.take(ring.bytes())) << "a failed step has left spans in the ring";
+  ASSERT_TRUE(ring.acquire(ring.bytes())) << "a failed step has left spans in the ring";
 }
 
 TEST(AdamStream, AFailedComputationLeavesNothingInFlight) {
   auto generator = fresh_generator();
   Problem problem = random_problem(generator, 2, 1);
-  problem.ranges[0].segments = {{0, problem.ranges[0].layout.elements(), adam_factors({}, 1.0F)}};
-  MemoryStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(100)});
-  Ring ring(4 * problem.largest_chunk);
+  problem.ranges[0].segments = {
+      {0, problem.ranges[0].layout.elements(), adam_coefficients({}, 1.0F)}};
+  FakeStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(100)});
+  RingBuffer ring(4 * problem.largest_chunk);
   int calls = 0;
-  const auto parts = [&](std::int64_t, std::int64_t, const PipelineCounters&, const PartFunction&) {
+  const auto parts = [&](std::int64_t, std::int64_t, const PipelineCounters&,
+                         const RangeFunction&) {
     if (++calls == 3) throw std::runtime_error("no more threads");
   };
   EXPECT_EQ(
       message_of([&] { adam_stream(store, ring, problem.requests(), problem.moments, parts); }),
       "no more threads");
   EXPECT_EQ(store.unwaited, 0);
-  ASSERT_TRUE(ring.take(ring.bytes()));
+  ASSERT_TRUE(ring.acquire(ring.bytes()));
 }
 
 TEST(AdamStream, RefusesBeforeAnythingMoves) {
   auto generator = fresh_generator();
   Problem problem = random_problem(generator, 2, 512);
-  MemoryStore store(problem.store_bytes, generator(), {512});
+  FakeStore store(problem.store_bytes, generator(), {512});
   std::vector<AdamRange> requests = problem.requests();
   const auto message = [&](std::int64_t ring_bytes) {
-    Ring ring(ring_bytes);
+    RingBuffer ring(ring_bytes);
     return message_of([&] { adam_stream(store, ring, requests, problem.moments, in_one_go); });
   };
   requests[0].offset += 1;
@@ -439,11 +445,11 @@ TEST(AdamStream, RefusesBeforeAnythingMoves) {
   EXPECT_NE(message(1 << 20).find("overlap"), std::string::npos);
   requests[0].target = -1;
   requests[0].segments = {};
-  EXPECT_EQ(message(Ring::kAlignment), "");
+  EXPECT_EQ(message(RingBuffer::kAlignment), "");
   const ChunkLayout large(10240, adam_fields(problem.moments), 10240, 512);
-  const std::vector<AdamSegment> all{{0, 1, adam_factors({}, 1.0F)}};
+  const std::vector<AdamSegment> all{{0, 1, adam_coefficients({}, 1.0F)}};
   requests[0] = {large, 0, {NumericType::float32, store.data.data(), -1}, std::nullopt, all};
-  EXPECT_NE(message(Ring::kAlignment).find("raise ring_bytes"), std::string::npos);
+  EXPECT_NE(message(RingBuffer::kAlignment).find("raise ring_bytes"), std::string::npos);
   EXPECT_EQ(store.transfers, 0);
 }
 

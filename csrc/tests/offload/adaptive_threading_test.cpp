@@ -18,16 +18,16 @@ PipelineCounters counters(microseconds waiting, microseconds computing) {
 }
 
 // Both ways take the time given; which one ran is counted.
-struct Ways {
+struct Strategies {
   microseconds alone;
   microseconds threads;
   int ran_alone = 0;
   int ran_threads = 0;
   bool inside = false;
 
-  ThreadUse use() {
-    return ThreadUse([this](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                            const PartFunction& function) {
+  AdaptiveThreading use() {
+    return AdaptiveThreading([this](std::int64_t begin, std::int64_t end, std::int64_t grain,
+                                    const RangeFunction& function) {
       EXPECT_EQ(grain, 10);
       inside = true;
       function(begin, end);
@@ -35,7 +35,7 @@ struct Ways {
     });
   }
 
-  void run(ThreadUse& use, const PipelineCounters& so_far, int times) {
+  void run(AdaptiveThreading& use, const PipelineCounters& so_far, int times) {
     for (int i = 0; i < times; ++i) {
       use.run(100, 10, so_far, [this](std::int64_t begin, std::int64_t end) {
         EXPECT_EQ(begin, 0);
@@ -47,30 +47,30 @@ struct Ways {
   }
 };
 
-TEST(ThreadUse, ThreadsRestWhileStorageIsWaitedFor) {
-  Ways ways{microseconds(1), microseconds(1)};
-  ThreadUse use = ways.use();
+TEST(AdaptiveThreading, ThreadsRestWhileStorageIsWaitedFor) {
+  Strategies ways{microseconds(1), microseconds(1)};
+  AdaptiveThreading use = ways.use();
   ways.run(use, counters(microseconds(100), microseconds(50)), 300);
   EXPECT_EQ(ways.ran_threads, 0);
 }
 
-TEST(ThreadUse, TheFasterWayComputes) {
+TEST(AdaptiveThreading, TheFasterWayComputes) {
   const PipelineCounters busy = counters(microseconds(100), microseconds(51));
-  Ways threads{microseconds(20000), microseconds(1)};
-  ThreadUse first = threads.use();
+  Strategies threads{microseconds(20000), microseconds(1)};
+  AdaptiveThreading first = threads.use();
   threads.run(first, busy, 50);
   EXPECT_EQ(threads.ran_alone, 1);
-  Ways alone{microseconds(1), microseconds(20000)};
-  ThreadUse second = alone.use();
+  Strategies alone{microseconds(1), microseconds(20000)};
+  AdaptiveThreading second = alone.use();
   alone.run(second, busy, 50);
   EXPECT_EQ(alone.ran_threads, 1);
   alone.run(second, busy, 50);
   EXPECT_EQ(alone.ran_threads, 2) << "the slower way is tried again once in a while";
 }
 
-TEST(ThreadUse, NothingToDoIsNotMeasured) {
-  Ways ways{microseconds(1), microseconds(1)};
-  ThreadUse use = ways.use();
+TEST(AdaptiveThreading, NothingToDoIsNotMeasured) {
+  Strategies ways{microseconds(1), microseconds(1)};
+  AdaptiveThreading use = ways.use();
   use.run(0, 10, {}, [](std::int64_t, std::int64_t) { FAIL(); });
   EXPECT_EQ(ways.ran_alone + ways.ran_threads, 0);
 }

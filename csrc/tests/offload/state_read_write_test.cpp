@@ -11,8 +11,8 @@
 namespace zero_ext::core {
 namespace {
 
+using testing::FakeStore;
 using testing::fresh_generator;
-using testing::MemoryStore;
 
 using Bytes = std::vector<std::byte>;
 
@@ -45,8 +45,8 @@ struct Model {
     }
   }
 
-  StatePart part(std::int64_t begin, std::int64_t end, std::vector<Bytes>& memory) {
-    StatePart result{layout, offset, begin, end, {}};
+  StateSlice slice(std::int64_t begin, std::int64_t end, std::vector<Bytes>& memory) {
+    StateSlice result{layout, offset, begin, end, {}};
     for (Bytes& field : memory) result.fields.push_back(field.empty() ? nullptr : field.data());
     return result;
   }
@@ -55,8 +55,9 @@ struct Model {
   std::vector<Bytes> memory(std::mt19937_64& generator, std::int64_t begin, std::int64_t end) {
     std::vector<Bytes> result(fields.size());
     for (std::size_t i = 0; i < fields.size(); ++i) {
-      const bool asked = pick(generator, 0, 2) > 0;
-      if (asked) result[i] = random_bytes(generator, bytes_of(layout.fields()[i], end - begin));
+      const bool requested_bytes = pick(generator, 0, 2) > 0;
+      if (requested_bytes)
+        result[i] = random_bytes(generator, bytes_of(layout.fields()[i], end - begin));
     }
     return result;
   }
@@ -73,22 +74,22 @@ TEST(StateAccess, RandomPartsAgreeWithAModelInMemory) {
     const std::int64_t alignment = std::int64_t{1} << pick(generator, 0, 9);
     Model model(generator, alignment);
     const std::int64_t bytes = model.offset + model.layout.extent_bytes() + alignment;
-    MemoryStore store(bytes, generator(), {alignment});
-    Ring ring(2 * (model.layout.padded_bytes(0) + Ring::kAlignment));
-    write_state(store, ring, model.part(0, model.layout.elements(), model.fields));
-    for (int access = 0; access < 12; ++access) {
+    FakeStore store(bytes, generator(), {alignment});
+    RingBuffer ring(2 * (model.layout.padded_bytes(0) + RingBuffer::kAlignment));
+    write_state(store, ring, model.slice(0, model.layout.elements(), model.fields));
+    for (int transfer_slice = 0; transfer_slice < 12; ++transfer_slice) {
       const std::int64_t begin = pick(generator, 0, model.layout.elements() / 16) * 16;
       const std::int64_t end =
           std::min(model.layout.elements(), begin + 16 * pick(generator, 0, 200));
       if (begin > end) continue;
       std::vector<Bytes> memory = model.memory(generator, begin, end);
-      if (access % 2 == 0) {
-        write_state(store, ring, model.part(begin, end, memory));
+      if (transfer_slice % 2 == 0) {
+        write_state(store, ring, model.slice(begin, end, memory));
         for (std::size_t i = 0; i < memory.size(); ++i) {
           std::ranges::copy(memory[i], model.window(i, begin, memory[i].size()).begin());
         }
       } else {
-        read_state(store, ring, model.part(begin, end, memory));
+        read_state(store, ring, model.slice(begin, end, memory));
         for (std::size_t i = 0; i < memory.size(); ++i) {
           ASSERT_TRUE(std::ranges::equal(memory[i], model.window(i, begin, memory[i].size())));
         }
@@ -96,7 +97,7 @@ TEST(StateAccess, RandomPartsAgreeWithAModelInMemory) {
     }
     std::vector<Bytes> all = model.fields;
     for (Bytes& field : all) std::ranges::fill(field, std::byte{0xEE});
-    read_state(store, ring, model.part(0, model.layout.elements(), all));
+    read_state(store, ring, model.slice(0, model.layout.elements(), all));
     EXPECT_EQ(all, model.fields);
     const auto outside = [&](std::size_t i) { return store.data[i] == std::byte{0x5A}; };
     for (std::size_t i = 0; i < static_cast<std::size_t>(model.offset); ++i) {
@@ -112,12 +113,12 @@ TEST(StateAccess, RandomPartsAgreeWithAModelInMemory) {
 TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
   auto generator = fresh_generator();
   Model model(generator, 64);
-  MemoryStore store(model.offset + model.layout.extent_bytes(), generator(), {64});
-  Ring ring(1 << 16);
-  std::ranges::fill(*ring.take(1 << 16), std::byte{0xA5});
+  FakeStore store(model.offset + model.layout.extent_bytes(), generator(), {64});
+  RingBuffer ring(1 << 16);
+  std::ranges::fill(*ring.acquire(1 << 16), std::byte{0xA5});
   ring.release();
   const PipelineCounters counters =
-      write_state(store, ring, model.part(0, model.layout.elements(), model.fields));
+      write_state(store, ring, model.slice(0, model.layout.elements(), model.fields));
   EXPECT_EQ(counters.bytes_read, 0);
   EXPECT_EQ(counters.bytes_written, model.layout.extent_bytes());
   std::int64_t useful = 0;
@@ -137,8 +138,8 @@ TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
 TEST(StateAccess, ReadsOfOneFieldMoveThatFieldOnly) {
   auto generator = fresh_generator();
   const ChunkLayout layout(4 * 2048, adam_fields(AdamMoments::float32), 2048, 4096);
-  MemoryStore store(layout.extent_bytes(), generator(), {4096});
-  Ring ring(1 << 20);
+  FakeStore store(layout.extent_bytes(), generator(), {4096});
+  RingBuffer ring(1 << 20);
   Bytes master(4 * 4 * 2048);
   const PipelineCounters counters =
       read_state(store, ring, {layout, 0, 0, 4 * 2048, {master.data(), nullptr, nullptr}});
@@ -151,9 +152,9 @@ TEST(StateAccess, FillConvertsTheMasterAndZeroesTheRest) {
   for (const NumericType type :
        {NumericType::float32, NumericType::bfloat16, NumericType::float16}) {
     const ChunkLayout layout(1001, adam_fields(AdamMoments::bfloat16), 256, 512);
-    MemoryStore store(layout.extent_bytes(), generator(), {512});
-    Ring ring(8192);
-    std::ranges::fill(*ring.take(8192), std::byte{0xA5});
+    FakeStore store(layout.extent_bytes(), generator(), {512});
+    RingBuffer ring(8192);
+    std::ranges::fill(*ring.acquire(8192), std::byte{0xA5});
     ring.release();
     const std::vector<float> normal = testing::normal_values<float>(generator, 1001);
     Bytes source(static_cast<std::size_t>(1001 * element_size(type)));
@@ -174,13 +175,13 @@ TEST(StateAccess, FillConvertsTheMasterAndZeroesTheRest) {
 TEST(StateAccess, BadPartsAreRefused) {
   auto generator = fresh_generator();
   const ChunkLayout layout(1000, {{4, 1}, {4, 16}}, 256, 512);
-  MemoryStore store(layout.extent_bytes(), generator(), {512});
-  Ring ring(8192);
+  FakeStore store(layout.extent_bytes(), generator(), {512});
+  RingBuffer ring(8192);
   Bytes memory(4000);
   std::byte* const data = memory.data();
-  const auto refused = [&](const StatePart& part) {
-    EXPECT_THROW(read_state(store, ring, part), std::runtime_error);
-    EXPECT_THROW(write_state(store, ring, part), std::runtime_error);
+  const auto refused = [&](const StateSlice& slice) {
+    EXPECT_THROW(read_state(store, ring, slice), std::runtime_error);
+    EXPECT_THROW(write_state(store, ring, slice), std::runtime_error);
   };
   refused({layout, 0, -1, 5, {data, nullptr}});
   refused({layout, 0, 6, 5, {data, nullptr}});
@@ -196,15 +197,15 @@ TEST(StateAccess, BadPartsAreRefused) {
 TEST(StateAccess, FailuresAreReportedWithNoneInFlight) {
   auto generator = fresh_generator();
   const ChunkLayout layout(1000, adam_fields(AdamMoments::float32), 64, 1);
-  Ring ring(8192);
+  RingBuffer ring(8192);
   Bytes memory(4000);
   for (int n = 0; n < 16; ++n) {
-    MemoryStore store(layout.extent_bytes(), generator(), {1, {}, n});
+    FakeStore store(layout.extent_bytes(), generator(), {1, {}, n});
     EXPECT_THROW(read_state(store, ring, {layout, 0, 0, 1000, {memory.data(), nullptr, nullptr}}),
                  std::runtime_error);
     EXPECT_EQ(store.unwaited, 0);
   }
-  ASSERT_TRUE(ring.take(8192));
+  ASSERT_TRUE(ring.acquire(8192));
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ constexpr std::int64_t kBlock = kQuantizationBlock;
 constexpr std::size_t kCount = 6 * kBlock + 29;
 constexpr std::int64_t kBlocks = 7;
 
-constexpr AdamHyperParameters kHyper{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
+constexpr AdamHyperparameters kHyper{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
 
 // Buffers of exactly kCount elements, so that a sanitizer sees any access past the end.
 struct Problem {
@@ -87,15 +87,15 @@ struct Problem {
 // Borders inside blocks and on them, a gap of one element, an empty segment alone in block 2, block
 // 3 untouched, two kinds of hyper-parameters in block 4.
 std::vector<AdamSegment> segments() {
-  AdamHyperParameters coupled = kHyper;
+  AdamHyperparameters coupled = kHyper;
   coupled.decoupled = false;
   coupled.maximize = true;
   coupled.beta1 = 0.2;
-  return {{3, 200, adam_factors(kHyper, 0.5F)},
-          {201, 2 * kBlock, adam_factors(coupled, 0.5F)},
-          {2 * kBlock + 9, 2 * kBlock + 9, adam_factors(kHyper, 0.5F)},
-          {4 * kBlock, 4 * kBlock + 7, adam_factors(kHyper, 0.5F)},
-          {4 * kBlock + 7, kCount - 1, adam_factors(coupled, 0.5F)}};
+  return {{3, 200, adam_coefficients(kHyper, 0.5F)},
+          {201, 2 * kBlock, adam_coefficients(coupled, 0.5F)},
+          {2 * kBlock + 9, 2 * kBlock + 9, adam_coefficients(kHyper, 0.5F)},
+          {4 * kBlock, 4 * kBlock + 7, adam_coefficients(kHyper, 0.5F)},
+          {4 * kBlock + 7, kCount - 1, adam_coefficients(coupled, 0.5F)}};
 }
 
 constexpr bool untouched(std::int64_t element) {
@@ -108,26 +108,26 @@ TEST(Adam8Bit, EqualsAdamOnDequantizedMomentsThatAreQuantizedAgain) {
     const SelectedIsa selected(isa);
     Problem problem(generator);
     const Problem before = problem;
-    Problem wanted = problem;
-    std::vector<float> exp_avg = wanted.moment(DynamicCode::is_signed);
-    std::vector<float> exp_avg_sq = wanted.moment(DynamicCode::is_unsigned);
+    Problem expected = problem;
+    std::vector<float> exp_avg = expected.moment(DynamicCode::is_signed);
+    std::vector<float> exp_avg_sq = expected.moment(DynamicCode::is_unsigned);
     const std::vector<AdamSegment> parts = segments();
     std::int64_t total = 0;
     for (const AdamSegment& part : parts) total += part.end - part.begin;
     adam_step(
-        {wanted.master.data(), exp_avg.data(), exp_avg_sq.data(), NumericType::float32,
-         wanted.grad.data(), NumericType::bfloat16, wanted.param.data(), NumericType::float16},
+        {expected.master.data(), exp_avg.data(), exp_avg_sq.data(), NumericType::float32,
+         expected.grad.data(), NumericType::bfloat16, expected.param.data(), NumericType::float16},
         parts, 0, total);
-    wanted.set_moments(exp_avg, exp_avg_sq);
-    for (std::int64_t i = 0; i < std::ssize(wanted.exp_avg_codes); ++i) {
+    expected.set_moments(exp_avg, exp_avg_sq);
+    for (std::int64_t i = 0; i < std::ssize(expected.exp_avg_codes); ++i) {
       if (!untouched(i)) continue;
-      wanted.exp_avg_codes[i] = before.exp_avg_codes[i];
-      wanted.exp_avg_sq_codes[i] = before.exp_avg_sq_codes[i];
-      wanted.exp_avg_scales[i / kBlock] = before.exp_avg_scales[i / kBlock];
-      wanted.exp_avg_sq_scales[i / kBlock] = before.exp_avg_sq_scales[i / kBlock];
+      expected.exp_avg_codes[i] = before.exp_avg_codes[i];
+      expected.exp_avg_sq_codes[i] = before.exp_avg_sq_codes[i];
+      expected.exp_avg_scales[i / kBlock] = before.exp_avg_scales[i / kBlock];
+      expected.exp_avg_sq_scales[i / kBlock] = before.exp_avg_sq_scales[i / kBlock];
     }
     adam_step_8bit(problem.buffers(), parts, 0, kBlocks);
-    EXPECT_TRUE(problem == wanted);
+    EXPECT_TRUE(problem == expected);
     EXPECT_EQ(problem.master[kCount - 1], before.master[kCount - 1]);
     EXPECT_EQ(problem.param[200].bits, 0x7E00);
   }

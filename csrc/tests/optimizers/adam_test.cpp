@@ -39,21 +39,21 @@ struct Problem {
   }
 };
 
-constexpr AdamHyperParameters kHyper{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
+constexpr AdamHyperparameters kHyper{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
 
 std::vector<AdamSegment> segments() {
-  AdamHyperParameters coupled = kHyper;
+  AdamHyperparameters coupled = kHyper;
   coupled.decoupled = false;
   coupled.maximize = true;
   coupled.beta1 = 0.2;
-  return {{3, 200, adam_factors(kHyper, 0.5F)},
-          {200, 200, adam_factors(kHyper, 0.5F)},
-          {201, 1021, adam_factors(coupled, 0.5F)}};
+  return {{3, 200, adam_coefficients(kHyper, 0.5F)},
+          {200, 200, adam_coefficients(kHyper, 0.5F)},
+          {201, 1021, adam_coefficients(coupled, 0.5F)}};
 }
 
 // The update in double, straight from the papers.
 double reference(double master, double exp_avg, double exp_avg_sq, double grad,
-                 const AdamHyperParameters& hyper) {
+                 const AdamHyperparameters& hyper) {
   double g = 0.5 * grad * (hyper.maximize ? -1 : 1);
   if (hyper.decoupled) {
     master *= 1 - hyper.lr * hyper.weight_decay;
@@ -80,15 +80,15 @@ TEST(Adam, MatchesDoubleReferenceAndLeavesTheRest) {
         EXPECT_EQ(problem.param[i].bits, 0x7E00);
         continue;
       }
-      AdamHyperParameters hyper = kHyper;
+      AdamHyperparameters hyper = kHyper;
       if (i > 200) {
         hyper.decoupled = false;
         hyper.maximize = true;
         hyper.beta1 = 0.2;
       }
-      const double wanted = reference(before.master[i], before.exp_avg[i], before.exp_avg_sq[i],
-                                      to_float(before.grad[i]), hyper);
-      EXPECT_NEAR(problem.master[i], wanted, 4e-6 * (1 + std::abs(wanted)));
+      const double expected = reference(before.master[i], before.exp_avg[i], before.exp_avg_sq[i],
+                                        to_float(before.grad[i]), hyper);
+      EXPECT_NEAR(problem.master[i], expected, 4e-6 * (1 + std::abs(expected)));
       EXPECT_EQ(problem.param[i].bits, from_float<Float16>(problem.master[i]).bits);
     }
   }

@@ -17,8 +17,8 @@ using testing::split_over_threads;
 
 constexpr std::size_t kCount = 5021;  // more than two blocks of the exact norm
 constexpr std::int64_t kTotal = 197 + 4820;
-constexpr LambHyperParameters kHyper{1e-2, 0.9, 0.99, 1e-6, 0.1, 0.3, 0.04, false, false, 1.5};
-constexpr LambHyperParameters kOther{3e-2, 0.2, 0.5, 1e-1, 0.0, 1.0, 1.0, true, true, 0.3};
+constexpr LambHyperparameters kHyper{1e-2, 0.9, 0.99, 1e-6, 0.1, 0.3, 0.04, false, false, 1.5};
+constexpr LambHyperparameters kOther{3e-2, 0.2, 0.5, 1e-1, 0.0, 1.0, 1.0, true, true, 0.3};
 
 struct Problem {
   std::vector<float> master;
@@ -43,9 +43,9 @@ struct Problem {
 };
 
 std::vector<LambSegment> segments() {
-  return {{3, 200, lamb_factors(kHyper, 0.5F)},
-          {200, 200, lamb_factors(kHyper, 0.5F)},
-          {201, 5021, lamb_factors(kOther, 0.5F)}};
+  return {{3, 200, lamb_coefficients(kHyper, 0.5F)},
+          {200, 200, lamb_coefficients(kHyper, 0.5F)},
+          {201, 5021, lamb_coefficients(kOther, 0.5F)}};
 }
 
 double sum_of(Superaccumulator& total) {
@@ -57,7 +57,7 @@ double sum_of(Superaccumulator& total) {
 }
 
 // Element i's update before the trust ratio, from the values before the step.
-double update_of(const Problem& before, std::size_t i, const LambHyperParameters& hyper) {
+double update_of(const Problem& before, std::size_t i, const LambHyperparameters& hyper) {
   const double g = 0.5 * to_float(before.grad[i]) * (hyper.maximize ? -1 : 1);
   const double m = hyper.beta1 * to_float(before.exp_avg[i]) + (1 - hyper.beta1) * g;
   const double v = hyper.beta2 * to_float(before.exp_avg_sq[i]) + (1 - hyper.beta2) * g * g;
@@ -78,7 +78,7 @@ TEST(Lamb, MatchesDoubleReferenceAndLeavesTheRest) {
     lamb_norms(problem.buffers(), segments(), 0, kTotal, norms, mutex);
     EXPECT_EQ(problem.master, before.master);
     lamb_step(problem.buffers(), segments(), 0, kTotal);
-    std::array<double, 3> wanted{};
+    std::array<double, 3> expected{};
     for (std::size_t i = 0; i < kCount; ++i) {
       if (i < 3 || i == 200) {
         EXPECT_EQ(problem.master[i], before.master[i]);
@@ -86,16 +86,16 @@ TEST(Lamb, MatchesDoubleReferenceAndLeavesTheRest) {
         EXPECT_EQ(problem.param[i].bits, 0x7FC0);
         continue;
       }
-      const LambHyperParameters hyper = i < 200 ? kHyper : kOther;
+      const LambHyperparameters hyper = i < 200 ? kHyper : kOther;
       const double update = update_of(before, i, hyper);
-      wanted[i < 200 ? 0 : 2] += update * update;
+      expected[i < 200 ? 0 : 2] += update * update;
       const double old = before.master[i];
       EXPECT_NEAR(problem.master[i], old - hyper.lr * hyper.trust_ratio * update,
                   1e-6 * (1 + std::abs(update)));
       EXPECT_EQ(problem.param[i].bits, from_float<BFloat16>(problem.master[i]).bits);
     }
     for (std::size_t i = 0; i < norms.size(); ++i) {
-      EXPECT_NEAR(sum_of(norms[i].updates), wanted[i], 1e-5 * wanted[i]);
+      EXPECT_NEAR(sum_of(norms[i].updates), expected[i], 1e-5 * expected[i]);
     }
     Superaccumulator weights;
     add_squares(before.master.data(), NumericType::float32, 201, 5021, weights);
@@ -132,9 +132,9 @@ TEST(Lamb, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       EXPECT_EQ(split.exp_avg_sq[i].bits, whole.exp_avg_sq[i].bits);
     }
     for (std::size_t i = 0; i < norms.size(); ++i) {
-      LambNorms wanted = reference[i];
-      EXPECT_EQ(sum_of(norms[i].updates), sum_of(wanted.updates));
-      EXPECT_EQ(sum_of(norms[i].weights), sum_of(wanted.weights));
+      LambNorms expected = reference[i];
+      EXPECT_EQ(sum_of(norms[i].updates), sum_of(expected.updates));
+      EXPECT_EQ(sum_of(norms[i].weights), sum_of(expected.weights));
     }
   }
 }

@@ -16,8 +16,8 @@ using testing::split_over_threads;
 
 constexpr std::size_t kCount = 1021;
 constexpr std::int64_t kTotal = 197 + 820;
-constexpr LionHyperParameters kHyper{1e-2, 0.9, 0.99, 0.1, false};
-constexpr LionHyperParameters kOther{3e-2, 0.2, 0.5, 0.0, true};
+constexpr LionHyperparameters kHyper{1e-2, 0.9, 0.99, 0.1, false};
+constexpr LionHyperparameters kOther{3e-2, 0.2, 0.5, 0.0, true};
 
 struct Problem {
   std::vector<float> master;
@@ -38,9 +38,9 @@ struct Problem {
 };
 
 std::vector<LionSegment> segments() {
-  return {{3, 200, lion_factors(kHyper, 0.5F)},
-          {200, 200, lion_factors(kHyper, 0.5F)},
-          {201, 1021, lion_factors(kOther, 0.5F)}};
+  return {{3, 200, lion_coefficients(kHyper, 0.5F)},
+          {200, 200, lion_coefficients(kHyper, 0.5F)},
+          {201, 1021, lion_coefficients(kOther, 0.5F)}};
 }
 
 TEST(Lion, MatchesDoubleReferenceAndLeavesTheRest) {
@@ -57,15 +57,15 @@ TEST(Lion, MatchesDoubleReferenceAndLeavesTheRest) {
         EXPECT_EQ(problem.param[i].bits, 0x7E00);
         continue;
       }
-      const LionHyperParameters hyper = i < 200 ? kHyper : kOther;
+      const LionHyperparameters hyper = i < 200 ? kHyper : kOther;
       const double g = 0.5 * to_float(before.grad[i]) * (hyper.maximize ? -1 : 1);
       const double m = before.exp_avg[i];
       const double direction = hyper.beta1 * m + (1 - hyper.beta1) * g;
       const double old = before.master[i];
-      const double wanted =
+      const double expected =
           old - hyper.lr * (std::copysign(1.0, direction) + hyper.weight_decay * old);
       if (std::abs(direction) > 1e-6) {
-        EXPECT_NEAR(problem.master[i], wanted, 1e-6);
+        EXPECT_NEAR(problem.master[i], expected, 1e-6);
       }
       EXPECT_NEAR(problem.exp_avg[i], hyper.beta2 * m + (1 - hyper.beta2) * g, 1e-6);
       EXPECT_EQ(problem.param[i].bits, from_float<Float16>(problem.master[i]).bits);

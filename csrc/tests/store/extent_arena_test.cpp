@@ -56,7 +56,7 @@ class NaiveArena {
     return largest * alignment_;
   }
 
-  bool holds(std::int64_t offset, std::int64_t bytes) const {
+  bool contains(std::int64_t offset, std::int64_t bytes) const {
     for (const auto& [begin, length] : sizes_) {
       const std::int64_t end = (begin + length) * alignment_;
       if (offset >= begin * alignment_ && offset <= end && offset + bytes <= end) return true;
@@ -129,7 +129,8 @@ TEST(ExtentArena, AgreesWithTheModelOnRandomSequences) {
       ASSERT_EQ(arena.largest_free(), model.largest_free());
       const auto offset = static_cast<std::int64_t>(random() % 850);
       const auto bytes = static_cast<std::int64_t>(random() % 40);
-      ASSERT_EQ(arena.holds(offset, bytes), model.holds(offset, bytes)) << offset << " " << bytes;
+      ASSERT_EQ(arena.contains(offset, bytes), model.contains(offset, bytes))
+          << offset << " " << bytes;
     }
     for (const std::int64_t offset : live) arena.release(offset);
     EXPECT_EQ(arena.live_bytes(), 0);
@@ -173,8 +174,8 @@ TEST(ExtentArena, SaysWhatWasWantedAndWhatIsFree) {
 TEST(ExtentArena, RefusesWhatMakesNoSense) {
   ExtentArena arena(100, 10);
   const std::int64_t offset = arena.allocate(20);
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
-  for (const std::int64_t bytes : {std::int64_t{0}, std::int64_t{-1}, kMost}) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t bytes : {std::int64_t{0}, std::int64_t{-1}, kMax}) {
     EXPECT_THROW(arena.allocate(bytes), std::runtime_error) << bytes;
   }
   EXPECT_THROW(arena.release(offset + 10), std::runtime_error);
@@ -185,8 +186,8 @@ TEST(ExtentArena, RefusesWhatMakesNoSense) {
   EXPECT_THROW(ExtentArena(-1, 10), std::runtime_error);
   EXPECT_THROW(ExtentArena(100, 0), std::runtime_error);
   arena.allocate(10);
-  for (const std::int64_t at : {std::int64_t{-1}, std::int64_t{0}, std::int64_t{5}, kMost}) {
-    EXPECT_FALSE(arena.holds(at, kMost)) << at;
+  for (const std::int64_t at : {std::int64_t{-1}, std::int64_t{0}, std::int64_t{5}, kMax}) {
+    EXPECT_FALSE(arena.contains(at, kMax)) << at;
   }
 }
 

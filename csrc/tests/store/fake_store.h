@@ -20,7 +20,7 @@ namespace zero_ext::core::testing {
 
 // What a read fills is poison until wait(); what a write was given must not change until then. Any
 // breach of ByteStore's rules fails the test that runs.
-class MemoryStore final : public ByteStore {
+class FakeStore final : public ByteStore {
  public:
   struct Settings {
     std::int64_t alignment = 1;
@@ -29,7 +29,7 @@ class MemoryStore final : public ByteStore {
     bool refuse = false;                 // whether it fails when it is asked for, not later
   };
 
-  MemoryStore(std::int64_t bytes, std::uint64_t seed, Settings settings)
+  FakeStore(std::int64_t bytes, std::uint64_t seed, Settings settings)
       : data(static_cast<std::size_t>(bytes), std::byte{0x5A}),
         reads_of(data.size()),
         writes_of(data.size()),
@@ -39,10 +39,11 @@ class MemoryStore final : public ByteStore {
 
   std::int64_t alignment() const override { return settings_.alignment; }
 
-  std::shared_ptr<Ticket> read(std::int64_t offset, std::span<std::byte> into) override {
+  std::shared_ptr<TransferHandle> read(std::int64_t offset, std::span<std::byte> into) override {
     return submit({offset, into.data(), into.size(), false});
   }
-  std::shared_ptr<Ticket> write(std::int64_t offset, std::span<const std::byte> from) override {
+  std::shared_ptr<TransferHandle> write(std::int64_t offset,
+                                        std::span<const std::byte> from) override {
     // Only read from; the structure is shared with reads.
     return submit({offset, const_cast<std::byte*>(from.data()), from.size(), true});
   }
@@ -61,16 +62,16 @@ class MemoryStore final : public ByteStore {
   bool read_beside_write = false;  // both kinds were outstanding at once
 
  private:
-  struct Transfer {
+  struct PendingTransfer {
     std::int64_t offset;
     std::byte* memory;
     std::size_t bytes;
     bool is_write;
   };
 
-  class LateTicket final : public Ticket {
+  class LateHandle final : public TransferHandle {
    public:
-    LateTicket(MemoryStore& store, Transfer transfer, bool fails, int index)
+    LateHandle(FakeStore& store, PendingTransfer transfer, bool fails, int index)
         : transfer_(transfer), store_(store), fails_(fails), index_(index) {}
 
     bool done() const override {
@@ -96,18 +97,18 @@ class MemoryStore final : public ByteStore {
         throw std::runtime_error("injected failure of transfer " + std::to_string(index_));
     }
 
-    const Transfer transfer_;
+    const PendingTransfer transfer_;
     bool done_ = false;
 
    private:
-    friend class MemoryStore;
-    MemoryStore& store_;
+    friend class FakeStore;
+    FakeStore& store_;
     const bool fails_;
     const int index_;
     bool waited_ = false;
   };
 
-  std::shared_ptr<Ticket> submit(Transfer transfer) {
+  std::shared_ptr<TransferHandle> submit(PendingTransfer transfer) {
     const std::lock_guard lock(mutex_);
     const auto address = reinterpret_cast<std::uintptr_t>(transfer.memory);
     const auto alignment = static_cast<std::uintptr_t>(settings_.alignment);
@@ -125,22 +126,22 @@ class MemoryStore final : public ByteStore {
     for (std::size_t i = 0; i < transfer.bytes; ++i) {
       ++counts[static_cast<std::size_t>(transfer.offset) + i];
     }
-    auto ticket = std::make_shared<LateTicket>(*this, transfer, fails, index);
-    waiting_.push_back(ticket);
+    auto handle = std::make_shared<LateHandle>(*this, transfer, fails, index);
+    waiting_.push_back(handle);
     ++unwaited;
     most_outstanding = std::max(most_outstanding, static_cast<int>(waiting_.size()));
     const auto writes = [](const auto& each) { return each->transfer_.is_write; };
     read_beside_write = read_beside_write || (std::ranges::any_of(waiting_, writes) &&
                                               !std::ranges::all_of(waiting_, writes));
     asked_.notify_one();
-    return ticket;
+    return handle;
   }
 
   // No transfer in flight shares a byte with this one, unless both read.
-  void check_free(const Transfer& transfer) const {
+  void check_free(const PendingTransfer& transfer) const {
     for (const auto& each : waiting_) {
-      const Transfer& other = each->transfer_;
-      const auto end = [](const Transfer& of) {
+      const PendingTransfer& other = each->transfer_;
+      const auto end = [](const PendingTransfer& of) {
         return of.offset + static_cast<std::int64_t>(of.bytes);
       };
       const bool apart = end(other) <= transfer.offset || end(transfer) <= other.offset;
@@ -160,14 +161,14 @@ class MemoryStore final : public ByteStore {
       const auto chosen =
           waiting_.begin() + static_cast<std::ptrdiff_t>(std::uniform_int_distribution<std::size_t>(
                                  0, waiting_.size() - 1)(generator_));
-      LateTicket& ticket = **chosen;
-      const Transfer& transfer = ticket.transfer_;
+      LateHandle& handle = **chosen;
+      const PendingTransfer& transfer = handle.transfer_;
       if (!transfer.is_write) {
         std::memset(transfer.memory, 0xFF, transfer.bytes);
-      } else if (!ticket.fails_) {
+      } else if (!handle.fails_) {
         std::memcpy(data.data() + transfer.offset, transfer.memory, transfer.bytes);
       }
-      ticket.done_ = true;
+      handle.done_ = true;
       waiting_.erase(chosen);
       completed_.notify_all();
     }
@@ -177,7 +178,7 @@ class MemoryStore final : public ByteStore {
   mutable std::mutex mutex_;
   std::condition_variable_any asked_;
   std::condition_variable completed_;
-  std::vector<std::shared_ptr<LateTicket>> waiting_;  // not completed
+  std::vector<std::shared_ptr<LateHandle>> waiting_;  // not completed
   std::mt19937_64 generator_;
   std::jthread worker_;
 };

@@ -29,12 +29,12 @@ using testing::ScratchFolder;
 constexpr std::int64_t kSector = 4096;
 
 // Two devices with stripes of one sector and an extent of eight, which holds random bytes.
-class StoreFault : public ::testing::Test {
+class StripedStoreFault : public ::testing::Test {
  protected:
   void open(bool checksum) {
-    store_ = std::make_unique<Store>(
-        Engine::make({.backend = Backend::kThreads, .queue_depth = 4, .block_bytes = kSector}),
-        paths_, StoreOptions{.stripe_bytes = kSector, .checksum = checksum});
+    store_ = std::make_unique<StripedStore>(
+        IoEngine::make({.backend = Backend::kThreads, .queue_depth = 4, .block_bytes = kSector}),
+        paths_, StripedStoreOptions{.stripe_bytes = kSector, .checksum = checksum});
   }
 
   void fill(bool checksum) {
@@ -69,7 +69,7 @@ class StoreFault : public ::testing::Test {
 
   ScratchFolder folder_;
   std::vector<std::string> paths_{folder_.file("a"), folder_.file("b")};
-  std::unique_ptr<Store> store_;
+  std::unique_ptr<StripedStore> store_;
   std::unique_ptr<Memory> memory_;
   std::int64_t offset_ = 0;
   Bytes bytes_;
@@ -81,7 +81,7 @@ std::string hexadecimal(std::uint32_t value) {
   return text;
 }
 
-TEST_F(StoreFault, ADamagedByteIsFoundWhereItIsRead) {
+TEST_F(StripedStoreFault, ADamagedByteIsFoundWhereItIsRead) {
   fill(true);
   const std::span<const std::byte> all(bytes_);
   for (const std::int64_t at : {std::int64_t{0}, 3 * kSector + 17, 8 * kSector - 1}) {
@@ -103,23 +103,23 @@ TEST_F(StoreFault, ADamagedByteIsFoundWhereItIsRead) {
   }
 }
 
-TEST_F(StoreFault, AFailedCheckIsTheOutcomeOfEveryWait) {
+TEST_F(StripedStoreFault, AFailedCheckIsTheOutcomeOfEveryWait) {
   fill(true);
   damage(5);
   const Memory memory(kSector);
-  const auto ticket = store_->read(offset_, memory.span());
-  const std::string first = error_of([&] { ticket->wait(); });
-  EXPECT_EQ(first, error_of([&] { ticket->wait(); }));
+  const auto handle = store_->read(offset_, memory.span());
+  const std::string first = error_of([&] { handle->wait(); });
+  EXPECT_EQ(first, error_of([&] { handle->wait(); }));
 }
 
-TEST_F(StoreFault, NothingIsVerifiedUnlessAsked) {
+TEST_F(StripedStoreFault, NothingIsVerifiedUnlessAsked) {
   fill(false);
   damage(5);
   read_sectors(0, 8);
   EXPECT_EQ(memory_->copy(), bytes_);
 }
 
-TEST_F(StoreFault, SpaceNeverWrittenIsVerifiedAsZeros) {
+TEST_F(StripedStoreFault, SpaceNeverWrittenIsVerifiedAsZeros) {
   open(true);
   store_->reserve(10 * kSector);
   offset_ = store_->allocate(10 * kSector);
@@ -130,7 +130,7 @@ TEST_F(StoreFault, SpaceNeverWrittenIsVerifiedAsZeros) {
   expect_in("CRC32C", error_of([&] { read_sectors(9, 1); }));
 }
 
-TEST_F(StoreFault, ErrorsOfTheDeviceArriveAtTheWaiter) {
+TEST_F(StripedStoreFault, ErrorsOfTheDeviceArriveAtTheWaiter) {
   fill(true);
   for (const int reason : {EIO, ENOSPC, EROFS}) {
     store_->inject_fault({IoDirection::kRead, 3, -reason});
@@ -140,13 +140,13 @@ TEST_F(StoreFault, ErrorsOfTheDeviceArriveAtTheWaiter) {
     read_sectors(0, 8);
     EXPECT_EQ(memory_->copy(), bytes_);
     store_->inject_fault({IoDirection::kWrite, 5, -reason});
-    const auto ticket = store_->write(offset_, bytes_);
-    expect_in(std::generic_category().message(reason), error_of([&] { ticket->wait(); }));
+    const auto handle = store_->write(offset_, bytes_);
+    expect_in(std::generic_category().message(reason), error_of([&] { handle->wait(); }));
     store_->write(offset_, bytes_)->wait();
   }
 }
 
-TEST_F(StoreFault, AWriteThatTheDeviceLostIsFoundByTheChecksum) {
+TEST_F(StripedStoreFault, AWriteThatTheDeviceLostIsFoundByTheChecksum) {
   fill(true);
   const Bytes before[] = {content(paths_[0]), content(paths_[1])};
   store_->write(offset_, Bytes(8 * kSector, std::byte{1}))->wait();
@@ -155,29 +155,29 @@ TEST_F(StoreFault, AWriteThatTheDeviceLostIsFoundByTheChecksum) {
   expect_in("CRC32C", error_of([&] { read_sectors(0, 8); }));
 }
 
-TEST_F(StoreFault, InterruptedAndShortTransfersAreContinued) {
+TEST_F(StripedStoreFault, InterruptedAndShortTransfersAreContinued) {
   fill(true);
   store_->inject_fault({IoDirection::kRead, 1, -EINTR, 2});
   store_->inject_fault({IoDirection::kRead, 2, 512, 1});
   read_sectors(0, 8);
   EXPECT_EQ(memory_->copy(), bytes_);
-  EXPECT_EQ(store_->facts().bytes_read, 8 * kSector);
-  EXPECT_EQ(store_->facts().bytes_written, 8 * kSector);
+  EXPECT_EQ(store_->stats().bytes_read, 8 * kSector);
+  EXPECT_EQ(store_->stats().bytes_written, 8 * kSector);
 }
 
-TEST_F(StoreFault, ReservingFailsAsAWhole) {
+TEST_F(StripedStoreFault, ReservingFailsAsAWhole) {
   open(true);
   store_->reserve(4 * kSector);
   store_->inject_fault({IoDirection::kWrite, 1, -ENOSPC});
   expect_in("No space left on device", error_of([&] { store_->reserve(4000 * kSector); }));
   for (const auto& path : paths_) EXPECT_EQ(std::filesystem::file_size(path), 2 * kSector);
-  EXPECT_EQ(store_->facts().capacity, 4 * kSector);
+  EXPECT_EQ(store_->stats().capacity, 4 * kSector);
   EXPECT_EQ(store_->allocate(4 * kSector), 0);
   store_->reserve(8 * kSector);
   EXPECT_EQ(store_->allocate(4 * kSector), 4 * kSector);
 }
 
-TEST_F(StoreFault, TooLittleSpaceIsSaidBeforeAnythingIsWritten) {
+TEST_F(StripedStoreFault, TooLittleSpaceIsSaidBeforeAnythingIsWritten) {
   open(false);
   const auto before = ::signal(SIGXFSZ, SIG_IGN);
   rlimit limit{};
@@ -193,14 +193,14 @@ TEST_F(StoreFault, TooLittleSpaceIsSaidBeforeAnythingIsWritten) {
   store_->reserve(1 << 20);
 }
 
-TEST_F(StoreFault, OnlyBlockDevicesAreTakenForBlockDevices) {
+TEST_F(StripedStoreFault, OnlyBlockDevicesAreTakenForBlockDevices) {
   testing::fill_file(paths_[0], Bytes(4 << 20));
-  const auto engine = Engine::make({});
+  const auto engine = IoEngine::make({});
   for (const std::string& path : {paths_[0], std::string("/dev/null"), folder_.file("")}) {
-    const auto text = error_of([&] { Store(engine, {path}, {.block_devices = true}); });
+    const auto text = error_of([&] { StripedStore(engine, {path}, {.block_devices = true}); });
     expect_in("'" + path + "': is not a block device", text);
   }
-  const auto text = error_of([&] { Store(engine, {paths_[1]}, {.block_devices = true}); });
+  const auto text = error_of([&] { StripedStore(engine, {paths_[1]}, {.block_devices = true}); });
   expect_in("No such file", text);
   EXPECT_EQ(content(paths_[0]), Bytes(4 << 20));
 }
@@ -212,29 +212,29 @@ TEST(DeviceMargins, MustHoldZerosOrTheMark) {
   constexpr std::int64_t kBytes = 4 << 20;
   testing::fill_file(path, Bytes(kBytes));
   const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  check_margins(path, file, kBytes);
-  ASSERT_TRUE(write_mark(file));
-  check_margins(path, file, kBytes);
+  check_signatures(path, file, kBytes);
+  ASSERT_TRUE(write_signature(file));
+  check_signatures(path, file, kBytes);
   const std::byte one{1};
   const std::byte zero{0};
-  for (const std::int64_t at : {std::int64_t{4095}, std::int64_t{4096}, kDeviceMarginBytes - 1,
-                                kBytes - kDeviceMarginBytes, kBytes - 1}) {
+  for (const std::int64_t at : {std::int64_t{4095}, std::int64_t{4096}, kSignatureBytes - 1,
+                                kBytes - kSignatureBytes, kBytes - 1}) {
     ASSERT_EQ(::pwrite(file, &one, 1, at), 1);
     expect_in("'" + path + "': holds data at offset ",
-              error_of([&] { check_margins(path, file, kBytes); }));
+              error_of([&] { check_signatures(path, file, kBytes); }));
     ASSERT_EQ(::pwrite(file, &zero, 1, at), 1);
-    check_margins(path, file, kBytes);
+    check_signatures(path, file, kBytes);
   }
-  for (const std::int64_t at : {kDeviceMarginBytes, kBytes - kDeviceMarginBytes - 1}) {
+  for (const std::int64_t at : {kSignatureBytes, kBytes - kSignatureBytes - 1}) {
     ASSERT_EQ(::pwrite(file, &one, 1, at), 1);
-    check_margins(path, file, kBytes);
+    check_signatures(path, file, kBytes);
   }
-  ASSERT_TRUE(erase_mark(file));
-  check_margins(path, file, kBytes);
+  ASSERT_TRUE(erase_signature(file));
+  check_signatures(path, file, kBytes);
   Bytes expected(kBytes);
-  expected[kDeviceMarginBytes] = expected[kBytes - kDeviceMarginBytes - 1] = one;
+  expected[kSignatureBytes] = expected[kBytes - kSignatureBytes - 1] = one;
   EXPECT_EQ(content(path), expected);
-  expect_in("3145728 or more", error_of([&] { check_margins(path, file, 3145727); }));
+  expect_in("3145728 or more", error_of([&] { check_signatures(path, file, 3145727); }));
   ::close(file);
 }
 

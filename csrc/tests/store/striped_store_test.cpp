@@ -28,8 +28,8 @@ using testing::ScratchFolder;
 
 constexpr std::int64_t kSector = 4096;
 
-std::shared_ptr<Engine> engine(Backend backend = Backend::kThreads) {
-  return Engine::make({.backend = backend, .queue_depth = 4, .block_bytes = 4 * kSector});
+std::shared_ptr<IoEngine> engine(Backend backend = Backend::kThreads) {
+  return IoEngine::make({.backend = backend, .queue_depth = 4, .block_bytes = 4 * kSector});
 }
 
 std::vector<std::string> names(const ScratchFolder& folder, std::size_t count) {
@@ -40,7 +40,7 @@ std::vector<std::string> names(const ScratchFolder& folder, std::size_t count) {
 
 bool exists(const std::string& path) { return std::filesystem::exists(path); }
 
-void write_and_wait(Store& store, std::int64_t offset, std::span<const std::byte> bytes) {
+void write_and_wait(StripedStore& store, std::int64_t offset, std::span<const std::byte> bytes) {
   store.write(offset, bytes)->wait();
 }
 
@@ -61,10 +61,10 @@ TEST(Striping, PutsEveryByteWhereCountingPutsIt) {
     const auto bytes = static_cast<std::int64_t>(random() % 150);
     const Striping striping(devices, stripe);
     std::int64_t done = 0;
-    for (const StripePiece& piece : striping.pieces(offset, bytes)) {
-      ASSERT_EQ(piece.transfer_offset, done);
-      for (std::int64_t i = 0; i < piece.bytes; ++i, ++done) {
-        const std::pair found(piece.device, piece.device_offset + i);
+    for (const StripeExtent& extent : striping.extents(offset, bytes)) {
+      ASSERT_EQ(extent.transfer_offset, done);
+      for (std::int64_t i = 0; i < extent.bytes; ++i, ++done) {
+        const std::pair found(extent.device, extent.device_offset + i);
         ASSERT_EQ(found, place_of(offset + done, devices, stripe));
       }
     }
@@ -85,7 +85,7 @@ struct Extent {
 // Random transfers on one store, and the same on vectors.
 class RandomTransfers {
  public:
-  RandomTransfers(Store& store, std::mt19937_64& random) : store_(store), random_(random) {}
+  RandomTransfers(StripedStore& store, std::mt19937_64& random) : store_(store), random_(random) {}
 
   void step() {
     const std::uint64_t kind = random_() % 8;
@@ -136,31 +136,32 @@ class RandomTransfers {
     live_.pop_back();
   }
 
-  Store& store_;
+  StripedStore& store_;
   std::mt19937_64& random_;
   std::vector<Extent> live_;
   std::int64_t read_ = 0;
   std::int64_t written_ = 0;
 };
 
-TEST(Store, KeepsWhatWasWrittenOnEveryBackend) {
+TEST(StripedStore, KeepsWhatWasWrittenOnEveryBackend) {
   std::mt19937_64 random = fresh_generator();
   for (const Backend backend : testing::available_backends()) {
     for (std::size_t devices = 1; devices <= 3; ++devices) {
       const ScratchFolder folder;
       const std::int64_t stripe = static_cast<std::int64_t>(1 + random() % 3) * kSector;
       const auto paths = names(folder, devices);
-      Store store(engine(backend), paths, {.stripe_bytes = stripe, .checksum = random() % 2 == 0});
+      StripedStore store(engine(backend), paths,
+                         {.stripe_bytes = stripe, .checksum = random() % 2 == 0});
       store.reserve(100 * kSector);
       RandomTransfers transfers(store, random);
       for (int step = 0; step < 120; ++step) {
         transfers.step();
         if (step == 60) store.reserve(133 * kSector - 5);
       }
-      const StoreFacts facts = store.facts();
-      EXPECT_EQ(facts.capacity, 133 * kSector);
-      EXPECT_EQ(facts.bytes_read, transfers.read());
-      EXPECT_EQ(facts.bytes_written, transfers.written());
+      const StripedStoreStats stats = store.stats();
+      EXPECT_EQ(stats.capacity, 133 * kSector);
+      EXPECT_EQ(stats.bytes_read, transfers.read());
+      EXPECT_EQ(stats.bytes_written, transfers.written());
       std::vector<Bytes> files;
       for (const auto& path : paths) files.push_back(content(path));
       std::int64_t live = 0;
@@ -172,14 +173,14 @@ TEST(Store, KeepsWhatWasWrittenOnEveryBackend) {
           ASSERT_EQ(files[device][static_cast<std::size_t>(at)], extent.bytes[i]);
         }
       }
-      EXPECT_EQ(facts.live_bytes, live);
+      EXPECT_EQ(stats.live_bytes, live);
     }
   }
 }
 
-TEST(Store, ServesManyThreads) {
+TEST(StripedStore, ServesManyThreads) {
   const ScratchFolder folder;
-  Store store(engine(), names(folder, 2), {.stripe_bytes = kSector, .checksum = true});
+  StripedStore store(engine(), names(folder, 2), {.stripe_bytes = kSector, .checksum = true});
   store.reserve(64 * kSector);
   std::vector<std::jthread> threads;
   for (int thread = 0; thread < 4; ++thread) {
@@ -198,15 +199,15 @@ TEST(Store, ServesManyThreads) {
     });
   }
   threads.clear();
-  EXPECT_EQ(store.facts().live_bytes, 0);
-  EXPECT_EQ(store.facts().bytes_written, 4 * 20 * 5 * kSector);
+  EXPECT_EQ(store.stats().live_bytes, 0);
+  EXPECT_EQ(store.stats().bytes_written, 4 * 20 * 5 * kSector);
 }
 
-TEST(Store, OwnsPrivateFilesAndRemovesThem) {
+TEST(StripedStore, OwnsPrivateFilesAndRemovesThem) {
   const ScratchFolder folder;
   const auto paths = names(folder, 2);
   {
-    Store store(engine(), paths, {.stripe_bytes = kSector});
+    StripedStore store(engine(), paths, {.stripe_bytes = kSector});
     for (const auto& path : paths) {
       struct stat status{};
       ASSERT_EQ(::stat(path.c_str(), &status), 0);
@@ -223,37 +224,37 @@ TEST(Store, OwnsPrivateFilesAndRemovesThem) {
   EXPECT_FALSE(exists(paths[0]) || exists(paths[1]));
 }
 
-TEST(Store, LeavesFilesOfOthersAlone) {
+TEST(StripedStore, LeavesFilesOfOthersAlone) {
   const ScratchFolder folder;
   const auto paths = names(folder, 2);
   const Bytes precious(10, std::byte{7});
   testing::fill_file(paths[1], precious);
-  expect_in(paths[1], error_of([&] { Store(engine(), paths, {}); }));
+  expect_in(paths[1], error_of([&] { StripedStore(engine(), paths, {}); }));
   EXPECT_FALSE(exists(paths[0]));
   EXPECT_EQ(content(paths[1]), precious);
   std::filesystem::create_symlink(paths[1], paths[0]);
-  expect_in(paths[0], error_of([&] { Store(engine(), {paths[0]}, {}); }));
+  expect_in(paths[0], error_of([&] { StripedStore(engine(), {paths[0]}, {}); }));
   EXPECT_EQ(content(paths[1]), precious);
   EXPECT_TRUE(std::filesystem::is_symlink(paths[0]));
   const std::string absent = folder.file("absent/0");
-  expect_in(absent, error_of([&] { Store(engine(), {absent}, {}); }));
+  expect_in(absent, error_of([&] { StripedStore(engine(), {absent}, {}); }));
 }
 
-TEST(Store, RefusesOptionsThatMakeNoSense) {
+TEST(StripedStore, RefusesOptionsThatMakeNoSense) {
   const ScratchFolder folder;
   const auto paths = names(folder, 1);
   for (const std::int64_t stripe : {std::int64_t{0}, std::int64_t{-kSector}, kSector + 512}) {
-    const auto text = error_of([&] { Store(engine(), paths, {.stripe_bytes = stripe}); });
+    const auto text = error_of([&] { StripedStore(engine(), paths, {.stripe_bytes = stripe}); });
     expect_in("stripe_bytes is " + std::to_string(stripe), text);
     EXPECT_FALSE(exists(paths[0]));
   }
-  expect_in("no path", error_of([&] { Store(engine(), {}, {}); }));
+  expect_in("no path", error_of([&] { StripedStore(engine(), {}, {}); }));
 }
 
-TEST(Store, ReservesBlocksAndZeros) {
+TEST(StripedStore, ReservesBlocksAndZeros) {
   const ScratchFolder folder;
   const auto paths = names(folder, 2);
-  Store store(engine(), paths, {.stripe_bytes = 2 * kSector});
+  StripedStore store(engine(), paths, {.stripe_bytes = 2 * kSector});
   store.reserve(9 * kSector + 1);
   EXPECT_EQ(content(paths[0]), Bytes(6 * kSector));
   EXPECT_EQ(content(paths[1]), Bytes(4 * kSector));
@@ -262,16 +263,16 @@ TEST(Store, ReservesBlocksAndZeros) {
     ASSERT_EQ(::stat(path.c_str(), &status), 0);
     EXPECT_GE(status.st_blocks * 512, status.st_size);
   }
-  EXPECT_EQ(store.facts().capacity, 10 * kSector);
-  EXPECT_EQ(store.facts().bytes_written, 0);
+  EXPECT_EQ(store.stats().capacity, 10 * kSector);
+  EXPECT_EQ(store.stats().bytes_written, 0);
   expect_in("can only grow", error_of([&] { store.reserve(kSector); }));
   expect_in("can only grow", error_of([&] { store.reserve(INT64_MAX); }));
   expect_in("largest free range", error_of([&] { store.allocate(11 * kSector); }));
 }
 
-TEST(Store, RefusesTransfersOutsideOneExtent) {
+TEST(StripedStore, RefusesTransfersOutsideOneExtent) {
   const ScratchFolder folder;
-  Store store(engine(), names(folder, 1), {});
+  StripedStore store(engine(), names(folder, 1), {});
   store.reserve(10 * kSector);
   const std::int64_t first = store.allocate(2 * kSector);
   const std::int64_t second = store.allocate(2 * kSector);
@@ -292,22 +293,22 @@ TEST(Store, RefusesTransfersOutsideOneExtent) {
   expect_in("multiples of 4096", error_of([&] { store.write(first, bytes.first(100)); }));
   store.release(first);
   EXPECT_THROW(store.read(first, bytes.first(kSector)), std::runtime_error);
-  EXPECT_EQ(store.facts().bytes_read + store.facts().bytes_written, 0);
+  EXPECT_EQ(store.stats().bytes_read + store.stats().bytes_written, 0);
 }
 
-TEST(Store, KeepsOwnersAsLongAsItNeedsTheMemory) {
+TEST(StripedStore, KeepsOwnersAsLongAsItNeedsTheMemory) {
   const ScratchFolder folder;
-  Store store(engine(), names(folder, 1), {.checksum = true});
+  StripedStore store(engine(), names(folder, 1), {.checksum = true});
   store.reserve(2 * kSector);
   const std::int64_t offset = store.allocate(2 * kSector);
   auto owner = std::make_shared<Memory>(2 * kSector);
   const std::weak_ptr<Memory> alive = owner;
-  const auto ticket = store.read(offset, owner->span(), owner);
+  const auto handle = store.read(offset, owner->span(), owner);
   owner.reset();
-  while (!ticket->done()) std::this_thread::yield();
+  while (!handle->done()) std::this_thread::yield();
   EXPECT_FALSE(alive.expired());
-  ticket->wait();
-  ticket->wait();
+  handle->wait();
+  handle->wait();
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ constexpr std::byte kReused{0x5A};  // what the memory holds once it serves some
 constexpr std::byte kPoison{0xEE};
 constexpr std::size_t kLarge = std::size_t{64} << 20;
 
-std::string failure_of(HostExchange& exchange, int peer, Direction direction,
+std::string failure_of(CrossProcessTransport& exchange, int peer, MessageDirection direction,
                        std::chrono::duration<double> timeout) {
   try {
     exchange.wait(peer, direction, 1, timeout);
@@ -42,24 +42,27 @@ TEST(HostExchangeLifetime, WritesNothingAfterAReceiveTimedOut) {
   const Bytes sent(8, kSent);
   Bytes got(8, kPoison);
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_NE(failure_of(pair[1], 0, Direction::kReceive, 50ms).find("no answer"), std::string::npos);
+  EXPECT_NE(failure_of(pair[1], 0, MessageDirection::kReceive, 50ms).find("no answer"),
+            std::string::npos);
   pair[0].send(1, sent, kTag, nullptr);
   // The sender learns that nobody takes it.
-  EXPECT_NE(failure_of(pair[0], 1, Direction::kSend, 30s).find("rank 1 has closed"),
+  EXPECT_NE(failure_of(pair[0], 1, MessageDirection::kSend, 30s).find("rank 1 has closed"),
             std::string::npos);
   std::this_thread::sleep_for(300ms);
   EXPECT_EQ(got, Bytes(8, kPoison));
-  EXPECT_NE(failure_of(pair[1], 0, Direction::kReceive, 1s).find("no answer"), std::string::npos);
+  EXPECT_NE(failure_of(pair[1], 0, MessageDirection::kReceive, 1s).find("no answer"),
+            std::string::npos);
 }
 
 TEST(HostExchangeLifetime, RejectsWhatItsSenderNoLongerWaitsFor) {
   Pair pair;
   Bytes sent(8, kSent), got(8, kPoison);
   pair[0].send(1, sent, kTag, nullptr);
-  EXPECT_NE(failure_of(pair[0], 1, Direction::kSend, 50ms).find("no answer"), std::string::npos);
+  EXPECT_NE(failure_of(pair[0], 1, MessageDirection::kSend, 50ms).find("no answer"),
+            std::string::npos);
   std::fill(sent.begin(), sent.end(), kReused);
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_NE(failure_of(pair[1], 0, Direction::kReceive, 30s).find("rank 0 has closed"),
+  EXPECT_NE(failure_of(pair[1], 0, MessageDirection::kReceive, 30s).find("rank 0 has closed"),
             std::string::npos);
   EXPECT_EQ(got, Bytes(8, kPoison));
 }
@@ -68,11 +71,11 @@ TEST(HostExchangeLifetime, RejectsWhatItsSenderHasFreed) {
   Pair pair;
   Bytes sent(8, kSent), got(8, kPoison);
   pair[0].send(1, sent, kTag, reusing(sent));
-  pair[0].give_up("rank 0: the disk is gone");
+  pair[0].abort("rank 0: the disk is gone");
   pair.close(0);
   ASSERT_EQ(sent, Bytes(8, kReused));
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_EQ(failure_of(pair[1], 0, Direction::kReceive, 30s), "rank 0: the disk is gone");
+  EXPECT_EQ(failure_of(pair[1], 0, MessageDirection::kReceive, 30s), "rank 0: the disk is gone");
   EXPECT_EQ(got, Bytes(8, kPoison));
 }
 
@@ -83,7 +86,7 @@ TEST(HostExchangeLifetime, TellsThatAPeerHasClosed) {
   pair[1].send(0, sent, kTag, nullptr);
   pair[1].receive(0, got, kTag, nullptr);
   pair.close(0);
-  for (const Direction direction : {Direction::kSend, Direction::kReceive}) {
+  for (const MessageDirection direction : {MessageDirection::kSend, MessageDirection::kReceive}) {
     EXPECT_NE(failure_of(pair[1], 0, direction, 30s).find("rank 0 has closed"), std::string::npos);
   }
 }
@@ -96,7 +99,7 @@ TEST(HostExchangeLifetime, DeliversBeforeItCloses) {
     pair[0].send(1, sent, kTag, nullptr);
     pair[1].receive(0, got, kTag, nullptr);
     pair.close(0);
-    EXPECT_EQ(failure_of(pair[1], 0, Direction::kReceive, 10s), "");
+    EXPECT_EQ(failure_of(pair[1], 0, MessageDirection::kReceive, 10s), "");
     EXPECT_EQ(got, sent);
   }
 }
@@ -114,9 +117,9 @@ TEST(HostExchangeLifetime, RejectsWhatIsFreedWhileItIsRead) {
     pair[0].send(1, sent, kTag, reusing(sent));
     pair[1].receive(0, got, kTag, nullptr);
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 20'000));
-    pair[0].give_up("rank 0: no more");
+    pair[0].abort("rank 0: no more");
     pair.close(0);
-    const std::string failure = failure_of(pair[1], 0, Direction::kReceive, 30s);
+    const std::string failure = failure_of(pair[1], 0, MessageDirection::kReceive, 30s);
     if (failure.empty()) {
       EXPECT_EQ(std::count(got.begin(), got.end(), kSent), kLarge);
     } else {
@@ -138,8 +141,8 @@ TEST(HostExchangeLifetime, WritesNothingAfterAWaitHasThrown) {
     pair[1].receive(0, got, kTag, nullptr);
     pair[0].send(1, sent, kTag, nullptr);
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 10'000));
-    pair[1].give_up("rank 1: no more");
-    failure_of(pair[1], 0, Direction::kReceive, 30s);
+    pair[1].abort("rank 1: no more");
+    failure_of(pair[1], 0, MessageDirection::kReceive, 30s);
     std::fill(got.begin(), got.end(), kReused);
     std::this_thread::sleep_for(30ms);
     EXPECT_EQ(std::count(got.begin(), got.end(), kReused), kLarge);
@@ -159,8 +162,8 @@ TEST(HostExchangeLifetime, ReleasesOwnersInTheThreadsThatCallIt) {
   pair[0].send(1, sent, kTag, owner(0));
   pair[1].receive(0, got, kTag, owner(1));
   std::this_thread::sleep_for(300ms);  // the threads move the message meanwhile
-  pair[1].wait(0, Direction::kReceive, 1, 10s);
-  pair[0].wait(1, Direction::kSend, 1, 10s);
+  pair[1].wait(0, MessageDirection::kReceive, 1, 10s);
+  pair[0].wait(1, MessageDirection::kSend, 1, 10s);
   EXPECT_EQ(got, sent);
   EXPECT_EQ(released[0], std::this_thread::get_id());
   EXPECT_EQ(released[1], std::this_thread::get_id());

@@ -32,17 +32,17 @@ class Pair {
  public:
   Pair() {
     const std::string name = unique_name();
-    ranks_[0] = std::make_unique<HostExchange>(name, 0, 2, true);
-    ranks_[1] = std::make_unique<HostExchange>(name, 1, 2, false);
-    HostSegment::unlink(name);
+    ranks_[0] = std::make_unique<CrossProcessTransport>(name, 0, 2, true);
+    ranks_[1] = std::make_unique<CrossProcessTransport>(name, 1, 2, false);
+    SharedMemorySegment::unlink(name);
     connected_ = ranks_[0]->connect() && ranks_[1]->connect();
   }
-  HostExchange& operator[](int rank) { return *ranks_[rank]; }
+  CrossProcessTransport& operator[](int rank) { return *ranks_[rank]; }
   void close(int rank) { ranks_[rank].reset(); }
   bool connected() const { return connected_; }
 
  private:
-  std::unique_ptr<HostExchange> ranks_[2];
+  std::unique_ptr<CrossProcessTransport> ranks_[2];
   bool connected_ = false;
 };
 

@@ -18,7 +18,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-TEST(HostExchange, DeliversInOrderBothWays) {
+TEST(CrossProcessTransport, DeliversInOrderBothWays) {
   Pair pair;
   ASSERT_TRUE(pair.connected());
   std::mt19937 random(std::random_device{}());
@@ -33,13 +33,13 @@ TEST(HostExchange, DeliversInOrderBothWays) {
     pair[from].send(1 - from, sent[message], kTag, nullptr);
   }
   for (int rank = 0; rank < 2; ++rank) {
-    pair[rank].wait(1 - rank, Direction::kReceive, 20, 10s);
-    pair[rank].wait(1 - rank, Direction::kSend, 20, 10s);
+    pair[rank].wait(1 - rank, MessageDirection::kReceive, 20, 10s);
+    pair[rank].wait(1 - rank, MessageDirection::kSend, 20, 10s);
   }
   EXPECT_EQ(sent, got);
 }
 
-TEST(HostExchange, HoldsMoreMessagesThanItsRing) {
+TEST(CrossProcessTransport, HoldsMoreMessagesThanItsRing) {
   Pair pair;
   constexpr std::size_t kMessages = 5 * kDescriptorsInFlight + 3;
   std::vector<std::uint32_t> sent(kMessages), got(kMessages, 0);
@@ -48,12 +48,12 @@ TEST(HostExchange, HoldsMoreMessagesThanItsRing) {
     pair[0].send(1, std::as_bytes(std::span(&value, 1)), kTag, nullptr);
   for (auto& value : got)
     pair[1].receive(0, std::as_writable_bytes(std::span(&value, 1)), kTag, nullptr);
-  pair[1].wait(0, Direction::kReceive, kMessages, 10s);
-  pair[0].wait(1, Direction::kSend, kMessages, 10s);
+  pair[1].wait(0, MessageDirection::kReceive, kMessages, 10s);
+  pair[0].wait(1, MessageDirection::kSend, kMessages, 10s);
   EXPECT_EQ(sent, got);
 }
 
-TEST(HostExchange, KeepsOwnersUntilTheMessageIsThrough) {
+TEST(CrossProcessTransport, KeepsOwnersUntilTheMessageIsThrough) {
   Pair pair;
   auto owner = std::make_shared<Bytes>(1000, std::byte{7});
   const std::weak_ptr<Bytes> alive = owner;
@@ -62,52 +62,52 @@ TEST(HostExchange, KeepsOwnersUntilTheMessageIsThrough) {
   EXPECT_FALSE(alive.expired());
   Bytes got(1000);
   pair[1].receive(0, got, kTag, nullptr);
-  pair[1].wait(0, Direction::kReceive, 1, 10s);
-  pair[0].wait(1, Direction::kSend, 1, 10s);
+  pair[1].wait(0, MessageDirection::kReceive, 1, 10s);
+  pair[0].wait(1, MessageDirection::kSend, 1, 10s);
   EXPECT_TRUE(alive.expired());
   EXPECT_EQ(got, Bytes(1000, std::byte{7}));
 }
 
-TEST(HostExchange, RefusesAMessageOfAnotherSize) {
+TEST(CrossProcessTransport, RefusesAMessageOfAnotherSize) {
   Pair pair;
   const Bytes sent(8);
   Bytes got(9, std::byte{1});
   pair[0].send(1, sent, kTag, nullptr);
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 10s), std::runtime_error);
+  EXPECT_THROW(pair[1].wait(0, MessageDirection::kReceive, 1, 10s), std::runtime_error);
   EXPECT_EQ(got, Bytes(9, std::byte{1}));
 }
 
-TEST(HostExchange, RefusesAMessageOfAnotherTag) {
+TEST(CrossProcessTransport, RefusesAMessageOfAnotherTag) {
   Pair pair;
   const Bytes sent(8);
   Bytes got(8, std::byte{1});
   pair[0].send(1, sent, kTag + 1, nullptr);
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 10s), std::runtime_error);
+  EXPECT_THROW(pair[1].wait(0, MessageDirection::kReceive, 1, 10s), std::runtime_error);
   EXPECT_EQ(got, Bytes(8, std::byte{1}));
 }
 
-TEST(HostExchange, GivesUpAfterTheTimeout) {
+TEST(CrossProcessTransport, GivesUpAfterTheTimeout) {
   Pair pair;
   Bytes got(8);
   pair[1].receive(0, got, kTag, nullptr);
-  EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 50ms), std::runtime_error);
+  EXPECT_THROW(pair[1].wait(0, MessageDirection::kReceive, 1, 50ms), std::runtime_error);
 }
 
-TEST(HostExchange, TellsWhyAPeerGaveUp) {
+TEST(CrossProcessTransport, TellsWhyAPeerGaveUp) {
   Pair pair;
   ASSERT_TRUE(pair.connected());
   Bytes before(8, std::byte{3}), got(8), never(8);
   pair[0].send(1, before, kTag, nullptr);
-  pair[0].give_up("rank 0: no more" + std::string(5000, '.'));
-  pair[0].give_up("a second reason");
+  pair[0].abort("rank 0: no more" + std::string(5000, '.'));
+  pair[0].abort("a second reason");
   pair[1].receive(0, got, kTag, nullptr);
-  pair[1].wait(0, Direction::kReceive, 1, 10s);
+  pair[1].wait(0, MessageDirection::kReceive, 1, 10s);
   EXPECT_EQ(got, before);
   pair[1].receive(0, never, kTag, nullptr);
   pair[1].send(0, before, kTag, nullptr);
-  for (const Direction direction : {Direction::kReceive, Direction::kSend}) {
+  for (const MessageDirection direction : {MessageDirection::kReceive, MessageDirection::kSend}) {
     try {
       pair[1].wait(0, direction, 2, 30s);
       ADD_FAILURE() << "a rank that gave up went on";
@@ -118,17 +118,17 @@ TEST(HostExchange, TellsWhyAPeerGaveUp) {
   }
 }
 
-TEST(HostExchange, CutsALongReasonBetweenCharacters) {
+TEST(CrossProcessTransport, CutsALongReasonBetweenCharacters) {
   for (const std::size_t shift : {0U, 1U, 2U}) {
     Pair pair;
     ASSERT_TRUE(pair.connected());
     std::string reason(shift, '.');
     while (reason.size() < 2 * kReasonBytes) reason += "\u2026";
-    pair[0].give_up(reason);
+    pair[0].abort(reason);
     Bytes never(8);
     pair[1].receive(0, never, kTag, nullptr);
     try {
-      pair[1].wait(0, Direction::kReceive, 1, 30s);
+      pair[1].wait(0, MessageDirection::kReceive, 1, 30s);
       ADD_FAILURE() << "a rank that gave up went on";
     } catch (const std::runtime_error& error) {
       const std::string heard = error.what();
@@ -139,25 +139,25 @@ TEST(HostExchange, CutsALongReasonBetweenCharacters) {
   }
 }
 
-TEST(HostExchange, RefusesPeersThatDoNotExist) {
+TEST(CrossProcessTransport, RefusesPeersThatDoNotExist) {
   Pair pair;
   Bytes bytes(1);
   for (const int peer : {-1, 0, 2}) {
     EXPECT_THROW(pair[0].send(peer, bytes, kTag, nullptr), std::runtime_error);
     EXPECT_THROW(pair[0].receive(peer, bytes, kTag, nullptr), std::runtime_error);
-    EXPECT_THROW(pair[0].wait(peer, Direction::kSend, 0, 1s), std::runtime_error);
+    EXPECT_THROW(pair[0].wait(peer, MessageDirection::kSend, 0, 1s), std::runtime_error);
   }
 }
 
-TEST(HostExchange, TellsThatAPeersProcessEnded) {
+TEST(CrossProcessTransport, TellsThatAPeersProcessEnded) {
   const std::string name = unique_name();
-  HostExchange self(name, 0, 2, true);
+  CrossProcessTransport self(name, 0, 2, true);
   int joined[2];
   int leave[2];
   ASSERT_EQ(::pipe(joined) | ::pipe(leave), 0);
   const pid_t child = ::fork();
   if (child == 0) {
-    const auto* const other = std::make_unique<HostExchange>(name, 1, 2, false).release();
+    const auto* const other = std::make_unique<CrossProcessTransport>(name, 1, 2, false).release();
     const char yes = other != nullptr ? 1 : 0;
     char go = 0;
     const bool told = ::write(joined[1], &yes, 1) == 1 && ::read(leave[0], &go, 1) == 1;
@@ -165,13 +165,13 @@ TEST(HostExchange, TellsThatAPeersProcessEnded) {
   }
   char answer = 0;
   ASSERT_EQ(::read(joined[0], &answer, 1), 1);
-  HostSegment::unlink(name);
+  SharedMemorySegment::unlink(name);
   ASSERT_TRUE(self.connect());
   Bytes got(8);
   self.receive(1, got, kTag, nullptr);
   ASSERT_EQ(::write(leave[1], &answer, 1), 1);
   try {
-    self.wait(1, Direction::kReceive, 1, 30s);
+    self.wait(1, MessageDirection::kReceive, 1, 30s);
     ADD_FAILURE() << "a dead process sent a message";
   } catch (const std::runtime_error& error) {
     EXPECT_NE(std::string(error.what()).find("has ended"), std::string::npos) << error.what();
@@ -180,13 +180,13 @@ TEST(HostExchange, TellsThatAPeersProcessEnded) {
   for (const int end : {joined[0], joined[1], leave[0], leave[1]}) ::close(end);
 }
 
-TEST(HostExchange, NamesTheSegmentItCannotJoin) {
-  EXPECT_THROW(HostExchange("/zero_ext-test-absent", 1, 2, false), std::runtime_error);
+TEST(CrossProcessTransport, NamesTheSegmentItCannotJoin) {
+  EXPECT_THROW(CrossProcessTransport("/zero_ext-test-absent", 1, 2, false), std::runtime_error);
   const std::string name = unique_name();
-  HostExchange first(name, 0, 2, true);
-  EXPECT_THROW(HostExchange(name, 0, 2, true), std::runtime_error);
-  EXPECT_THROW(HostExchange(name, 1, 3, false), std::runtime_error);
-  HostSegment::unlink(name);
+  CrossProcessTransport first(name, 0, 2, true);
+  EXPECT_THROW(CrossProcessTransport(name, 0, 2, true), std::runtime_error);
+  EXPECT_THROW(CrossProcessTransport(name, 1, 3, false), std::runtime_error);
+  SharedMemorySegment::unlink(name);
 }
 
 }  // namespace

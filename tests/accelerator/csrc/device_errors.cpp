@@ -37,10 +37,10 @@ const at::Tensor& argument(const c10::OperatorHandle& op, const torch::jit::Stac
   return stack[stack.size() - schema.arguments().size() + place].toTensor();
 }
 
-void take_device_error(const at::Tensor& record) {
+void pop_device_error(const at::Tensor& record) {
   const OnDevice guard(record.device());
   current_stream(record.device().index()).drain();
-  cuda::TakeDeviceError{record_of(record), memory_of<std::int64_t>(record)}(0, 1);
+  cuda::PopDeviceError{record_of(record), memory_of<std::int64_t>(record)}(0, 1);
 }
 
 // A step whose settings are refused changes nothing.
@@ -54,7 +54,8 @@ void run_step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   current_stream(master.device().index()).drain();
   const auto* const bounds = memory_of<const std::int64_t>(segments);
   const std::int64_t count = segments.size(0);
-  std::vector<core::StepSegment<typename Hyper::Factors>> prepared(static_cast<std::size_t>(count));
+  std::vector<core::OptimizerSegment<typename Hyper::Coefficients>> prepared(
+      static_cast<std::size_t>(count));
   const std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
   cuda::PrepareSegments<Hyper>{core::device_op(name),
                                record_of(master),
@@ -79,7 +80,7 @@ torch::CppFunction step() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zero_ext, PrivateUse1, library) {
-  library.impl("take_device_error_", &take_device_error);
+  library.impl("take_device_error_", &pop_device_error);
   library.impl("adam_step_", step<core::AdamHyper>());
   library.impl("adam_step_8bit_", step<core::AdamHyper>());
   library.impl("lamb_norms_", step<core::LambHyper>());

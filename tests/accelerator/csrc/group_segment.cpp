@@ -20,9 +20,9 @@ namespace stand_in {
 struct GroupSegment::Header {
   std::atomic<std::uint32_t> failure;  // 0 none, 1 being written, 2 there
   std::array<char, 2048> reason;
-  std::array<std::atomic<std::uint32_t>, kMostRanks> bells;
-  std::array<std::atomic<bool>, kMostRanks> left;
-  std::array<std::array<std::atomic<bool>, kMostRanks>, kMostRanks> waits;  // of a rank for another
+  std::array<std::atomic<std::uint32_t>, kMaxRanks> bells;
+  std::array<std::atomic<bool>, kMaxRanks> left;
+  std::array<std::array<std::atomic<bool>, kMaxRanks>, kMaxRanks> waits;  // of a rank for another
 };
 
 namespace {
@@ -160,7 +160,7 @@ void GroupSegment::move(std::vector<Transfer>& transfers, std::chrono::milliseco
     const std::uint32_t rung = bell;
     check();
     bool moved = false, open = false;
-    std::array<std::array<bool, 2>, kMostRanks> busy{};  // with an earlier transfer
+    std::array<std::array<bool, 2>, kMaxRanks> busy{};  // with an earlier transfer
     for (Transfer& transfer : transfers) {
       const auto peer = static_cast<std::size_t>(transfer.peer);
       bool& taken = busy.at(peer).at(transfer.sends ? 1 : 0);

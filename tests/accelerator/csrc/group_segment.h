@@ -13,9 +13,9 @@ namespace stand_in {
 
 constexpr std::size_t kPipeBytes = std::size_t{64} << 10;
 constexpr std::size_t kLaunchesKept = 512;  // how far a rank may run ahead of the others
-constexpr std::size_t kMostChannels = 64;   // that a process uses at a time
+constexpr std::size_t kMaxChannels = 64;    // that a process uses at a time
 constexpr std::size_t kTextBytes = 160;
-constexpr int kMostRanks = 8;
+constexpr int kMaxRanks = 8;
 
 // Bytes on their way from one rank to another.
 struct Pipe {
@@ -35,10 +35,10 @@ struct ChannelCount {
 struct Launch {
   std::atomic<std::uint64_t> number;  // from 1 on; 0 while it is written
   std::array<char, kTextBytes> text;
-  std::array<std::uint64_t, kMostRanks> sends;     // bytes to each rank where these may differ
-  std::array<std::uint64_t, kMostRanks> receives;  // and from each
+  std::array<std::uint64_t, kMaxRanks> sends;     // bytes to each rank where these may differ
+  std::array<std::uint64_t, kMaxRanks> receives;  // and from each
   std::uint32_t count;
-  std::array<ChannelCount, kMostChannels> channels;
+  std::array<ChannelCount, kMaxChannels> channels;
 };
 
 // One rank's end of a transfer.

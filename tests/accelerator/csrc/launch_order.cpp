@@ -63,7 +63,7 @@ void write(Launch& launch, const LaunchText& work, std::uint64_t number) {
   std::copy(work.receives.begin(), work.receives.end(), launch.receives.begin());
   launch.count = 0;
   for (const auto& [key, channel] : launches().channels) {
-    if (launch.count == kMostChannels) {
+    if (launch.count == kMaxChannels) {
       throw std::runtime_error("stand_in_ccl: more channels are in use than can be compared");
     }
     launch.channels.at(launch.count++) = {key, channel.before, channel.through};

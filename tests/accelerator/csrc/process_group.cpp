@@ -104,7 +104,7 @@ void refuse_communicators(std::int64_t after) { formations_left = after; }
 ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            std::chrono::milliseconds timeout)
     : Backend(rank, size), store_(std::move(store)), timeout_(timeout) {
-  TORCH_CHECK(size <= kMostRanks, "stand_in_ccl: ", size, " ranks, at most ", kMostRanks);
+  TORCH_CHECK(size <= kMaxRanks, "stand_in_ccl: ", size, " ranks, at most ", kMaxRanks);
 }
 
 ProcessGroup::~ProcessGroup() { abort(); }

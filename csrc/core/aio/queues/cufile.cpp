@@ -42,7 +42,7 @@ void check(const CuFileStatus& status, const std::string& action) {
 class Registrations {
  public:
   Registrations(std::shared_ptr<CuFileDriver> driver,
-                const std::vector<std::shared_ptr<File>>& files)
+                const std::vector<std::shared_ptr<IoFile>>& files)
       : driver_(std::move(driver)) {
     try {
       for (const auto& file : files) add(file);
@@ -59,7 +59,7 @@ class Registrations {
   void* of(int descriptor) const { return handles_.at(descriptor); }
 
  private:
-  void add(const std::shared_ptr<File>& file) {
+  void add(const std::shared_ptr<IoFile>& file) {
     CuFileDescription description;
     description.file.descriptor = file->descriptor(file->direct());
     void* handle = nullptr;
@@ -76,7 +76,7 @@ class Registrations {
   }
 
   const std::shared_ptr<CuFileDriver> driver_;
-  std::vector<std::shared_ptr<File>> files_;
+  std::vector<std::shared_ptr<IoFile>> files_;
   std::vector<void*> registered_;
   std::unordered_map<int, void*> handles_;
 };
@@ -133,7 +133,7 @@ CuFileDriver::~CuFileDriver() {
 }
 
 BlockMover cufile_mover(std::shared_ptr<CuFileDriver> driver,
-                        const std::vector<std::shared_ptr<File>>& files) {
+                        const std::vector<std::shared_ptr<IoFile>>& files) {
   void* context = nullptr;
   const int error = driver->calls().context_get(&context);
   if (error != 0 || context == nullptr) {

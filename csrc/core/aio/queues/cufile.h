@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../file.h"
+#include "../io_file.h"
 #include "io_queue.h"
 
 namespace zero_ext::core {
@@ -83,6 +83,6 @@ class CuFileDriver {
 // Moves blocks of `files`, which are registered with cuFile as long as the mover lives, from and to
 // memory of the GPU that is current in this thread. Throws std::runtime_error naming the path.
 BlockMover cufile_mover(std::shared_ptr<CuFileDriver> driver,
-                        const std::vector<std::shared_ptr<File>>& files);
+                        const std::vector<std::shared_ptr<IoFile>>& files);
 
 }  // namespace zero_ext::core

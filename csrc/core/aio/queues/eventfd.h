@@ -12,9 +12,9 @@
 
 namespace zero_ext::core {
 
-class EventCounter {
+class EventFd {
  public:
-  EventCounter() : descriptor_(::eventfd(0, EFD_CLOEXEC)) {
+  EventFd() : descriptor_(::eventfd(0, EFD_CLOEXEC)) {
     if (!descriptor_.valid()) {
       throw std::runtime_error("eventfd: " + std::generic_category().message(errno));
     }
@@ -22,7 +22,7 @@ class EventCounter {
 
   int descriptor() const { return descriptor_.get(); }
 
-  void ring() const {
+  void signal() const {
     const std::uint64_t one = 1;
     while (::write(descriptor_.get(), &one, sizeof one) < 0 && errno == EINTR) {
     }
@@ -30,13 +30,13 @@ class EventCounter {
 
   // Returns at once if it was rung since the last time.
   void wait() const {
-    std::uint64_t rung = 0;
-    while (::read(descriptor_.get(), &rung, sizeof rung) < 0 && errno == EINTR) {
+    std::uint64_t count = 0;
+    while (::read(descriptor_.get(), &count, sizeof count) < 0 && errno == EINTR) {
     }
   }
 
  private:
-  Descriptor descriptor_;
+  UniqueFd descriptor_;
 };
 
 }  // namespace zero_ext::core

@@ -31,15 +31,15 @@ struct BlockCompletion {
 using BlockMover = std::function<BlockCompletion(const BlockRequest&)>;
 
 // Used by one thread, but for wake(). Throws std::runtime_error when the queue itself breaks.
-class BlockQueue {
+class IoQueue {
  public:
-  explicit BlockQueue(std::size_t room) : room_(room) {}
-  BlockQueue(const BlockQueue&) = delete;
-  BlockQueue& operator=(const BlockQueue&) = delete;
-  virtual ~BlockQueue() = default;
+  explicit IoQueue(std::size_t capacity) : capacity_(capacity) {}
+  IoQueue(const IoQueue&) = delete;
+  IoQueue& operator=(const IoQueue&) = delete;
+  virtual ~IoQueue() = default;
 
   // Most requests it holds at once, those in flight among them.
-  std::size_t room() const { return room_; }
+  std::size_t capacity() const { return capacity_; }
 
   // Takes all of them; with those that have not been reaped they are no more than there is room
   // for.
@@ -52,13 +52,13 @@ class BlockQueue {
   virtual void wake() = 0;
 
  private:
-  const std::size_t room_;
+  const std::size_t capacity_;
 };
 
 // Each throws with the reason where its kind is not to be had.
-std::unique_ptr<BlockQueue> make_io_uring_queue(int depth);
-std::unique_ptr<BlockQueue> make_libaio_queue(int depth);
-std::unique_ptr<BlockQueue> make_thread_queue(int depth);  // pread and pwrite
-std::unique_ptr<BlockQueue> make_thread_queue(int depth, BlockMover mover);
+std::unique_ptr<IoQueue> make_io_uring_queue(int depth);
+std::unique_ptr<IoQueue> make_libaio_queue(int depth);
+std::unique_ptr<IoQueue> make_thread_queue(int depth);  // pread and pwrite
+std::unique_ptr<IoQueue> make_thread_queue(int depth, BlockMover mover);
 
 }  // namespace zero_ext::core

@@ -39,7 +39,7 @@ constexpr long kRegisterCall = 427;
 constexpr std::uint64_t kWakeMark = ~std::uint64_t{0};
 
 // The kernel is short of memory for requests: what takes longer than this is no passing state.
-constexpr int kMostRefusals = 1000;
+constexpr int kMaxRefusals = 1000;
 
 std::string setup_refusal(int reason) {
   const std::string text = std::generic_category().message(reason);
@@ -56,9 +56,9 @@ std::string setup_refusal(int reason) {
 }
 
 // Shared memory of a ring.
-class Mapping {
+class RingMapping {
  public:
-  Mapping(int descriptor, std::size_t bytes, std::int64_t what)
+  RingMapping(int descriptor, std::size_t bytes, std::int64_t what)
       : bytes_(bytes),
         base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor,
                      what)) {
@@ -66,9 +66,9 @@ class Mapping {
       throw std::runtime_error("mapping a ring: " + std::generic_category().message(errno));
     }
   }
-  ~Mapping() { ::munmap(base_, bytes_); }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
+  ~RingMapping() { ::munmap(base_, bytes_); }
+  RingMapping(const RingMapping&) = delete;
+  RingMapping& operator=(const RingMapping&) = delete;
 
   template <class T>
   T* at(std::size_t offset) const {
@@ -81,16 +81,16 @@ class Mapping {
 };
 
 // A counter that the kernel reads or writes too.
-std::atomic_ref<std::uint32_t> counter(std::uint32_t* where) {
-  return std::atomic_ref<std::uint32_t>(*where);
+std::atomic_ref<std::uint32_t> counter(std::uint32_t* address) {
+  return std::atomic_ref<std::uint32_t>(*address);
 }
 
-class Ring {
+class IoUring {
  public:
-  explicit Ring(int depth) {
+  explicit IoUring(int depth) {
     const auto made = static_cast<int>(::syscall(kSetupCall, depth, &parameters_));
     if (made < 0) throw std::runtime_error(setup_refusal(errno));
-    descriptor_ = Descriptor(made);
+    descriptor_ = UniqueFd(made);
   }
   int descriptor() const { return descriptor_.get(); }
   const io_uring_params& parameters() const { return parameters_; }
@@ -113,28 +113,28 @@ class Ring {
 
  private:
   io_uring_params parameters_{};
-  Descriptor descriptor_;
+  UniqueFd descriptor_;
 };
 
-class IoUringQueue final : public BlockQueue {
+class IoUringQueue final : public IoQueue {
  public:
   // One entry more than blocks: the wait for wake().
   explicit IoUringQueue(int depth)
-      : BlockQueue(static_cast<std::size_t>(depth)),
+      : IoQueue(static_cast<std::size_t>(depth)),
         ring_(depth + 1),
         rings_(ring_.descriptor(), rings_bytes(ring_.parameters()), IORING_OFF_SQ_RING),
         entries_(ring_.descriptor(), ring_.parameters().sq_entries * sizeof(io_uring_sqe),
                  IORING_OFF_SQES) {
     ring_.check_age();
-    const auto& places = ring_.parameters();
-    submission_tail_ = rings_.at<std::uint32_t>(places.sq_off.tail);
-    submission_mask_ = *rings_.at<std::uint32_t>(places.sq_off.ring_mask);
-    completion_head_ = rings_.at<std::uint32_t>(places.cq_off.head);
-    completion_tail_ = rings_.at<std::uint32_t>(places.cq_off.tail);
-    completion_mask_ = *rings_.at<std::uint32_t>(places.cq_off.ring_mask);
-    completions_ = rings_.at<io_uring_cqe>(places.cq_off.cqes);
-    auto* const order = rings_.at<std::uint32_t>(places.sq_off.array);
-    for (std::uint32_t i = 0; i < places.sq_entries; ++i) order[i] = i;
+    const auto& offsets = ring_.parameters();
+    submission_tail_ = rings_.at<std::uint32_t>(offsets.sq_off.tail);
+    submission_mask_ = *rings_.at<std::uint32_t>(offsets.sq_off.ring_mask);
+    completion_head_ = rings_.at<std::uint32_t>(offsets.cq_off.head);
+    completion_tail_ = rings_.at<std::uint32_t>(offsets.cq_off.tail);
+    completion_mask_ = *rings_.at<std::uint32_t>(offsets.cq_off.ring_mask);
+    completions_ = rings_.at<io_uring_cqe>(offsets.cq_off.cqes);
+    auto* const order = rings_.at<std::uint32_t>(offsets.sq_off.array);
+    for (std::uint32_t i = 0; i < offsets.sq_entries; ++i) order[i] = i;
   }
 
   void submit(std::span<const BlockRequest> requests) override {
@@ -159,12 +159,12 @@ class IoUringQueue final : public BlockQueue {
     }
   }
 
-  void wake() override { bell_.ring(); }
+  void wake() override { event_.signal(); }
 
  private:
-  static std::size_t rings_bytes(const io_uring_params& places) {
-    return std::max(places.sq_off.array + places.sq_entries * sizeof(std::uint32_t),
-                    places.cq_off.cqes + places.cq_entries * sizeof(io_uring_cqe));
+  static std::size_t rings_bytes(const io_uring_params& offsets) {
+    return std::max(offsets.sq_off.array + offsets.sq_entries * sizeof(std::uint32_t),
+                    offsets.cq_off.cqes + offsets.cq_entries * sizeof(io_uring_cqe));
   }
 
   void add(const io_uring_sqe& entry) {
@@ -178,7 +178,7 @@ class IoUringQueue final : public BlockQueue {
   void watch() {
     io_uring_sqe entry{};
     entry.opcode = IORING_OP_POLL_ADD;
-    entry.fd = bell_.descriptor();
+    entry.fd = event_.descriptor();
     entry.poll_events = POLLIN;
     entry.user_data = kWakeMark;
     add(entry);
@@ -195,7 +195,7 @@ class IoUringQueue final : public BlockQueue {
       return;
     }
     if (errno == EINTR) return;
-    if ((errno != EAGAIN && errno != EBUSY) || ++refusals_ > kMostRefusals) {
+    if ((errno != EAGAIN && errno != EBUSY) || ++refusals_ > kMaxRefusals) {
       throw std::runtime_error("io_uring_enter: " + std::generic_category().message(errno));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -209,7 +209,7 @@ class IoUringQueue final : public BlockQueue {
     for (; head != tail; ++head) {
       const io_uring_cqe& entry = completions_[head & completion_mask_];
       if (entry.user_data == kWakeMark) {
-        bell_.wait();
+        event_.wait();
         watching_ = false;
       } else {
         into.push_back({static_cast<std::uint32_t>(entry.user_data), entry.res});
@@ -219,10 +219,10 @@ class IoUringQueue final : public BlockQueue {
     return any;
   }
 
-  const EventCounter bell_;
-  const Ring ring_;
-  const Mapping rings_;
-  const Mapping entries_;
+  const EventFd event_;
+  const IoUring ring_;
+  const RingMapping rings_;
+  const RingMapping entries_;
   std::uint32_t* submission_tail_;
   std::uint32_t submission_mask_;
   std::uint32_t* completion_head_;
@@ -236,7 +236,7 @@ class IoUringQueue final : public BlockQueue {
 
 }  // namespace
 
-std::unique_ptr<BlockQueue> make_io_uring_queue(int depth) {
+std::unique_ptr<IoQueue> make_io_uring_queue(int depth) {
   return std::make_unique<IoUringQueue>(depth);
 }
 
@@ -246,7 +246,7 @@ std::unique_ptr<BlockQueue> make_io_uring_queue(int depth) {
 
 namespace zero_ext::core {
 
-std::unique_ptr<BlockQueue> make_io_uring_queue(int /*depth*/) {
+std::unique_ptr<IoQueue> make_io_uring_queue(int /*depth*/) {
   throw std::runtime_error("this build was made without the kernel headers of Linux 5.6 or later");
 }
 

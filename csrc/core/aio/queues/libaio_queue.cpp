@@ -33,10 +33,10 @@ std::string setup_refusal(int reason) {
          " are taken: " + text;
 }
 
-class LibaioQueue final : public BlockQueue {
+class LibaioQueue final : public IoQueue {
  public:
   explicit LibaioQueue(int depth)
-      : BlockQueue(static_cast<std::size_t>(depth)),
+      : IoQueue(static_cast<std::size_t>(depth)),
         blocks_(static_cast<std::size_t>(depth)),
         events_(static_cast<std::size_t>(depth)) {
     if (::syscall(SYS_io_setup, depth, &context_) != 0) {
@@ -60,7 +60,7 @@ class LibaioQueue final : public BlockQueue {
       block.aio_nbytes = request.memory.size();
       block.aio_offset = request.offset;
       block.aio_flags = IOCB_FLAG_RESFD;
-      block.aio_resfd = static_cast<std::uint32_t>(bell_.descriptor());
+      block.aio_resfd = static_cast<std::uint32_t>(event_.descriptor());
       unsent_.push_back(&block);
     }
   }
@@ -69,7 +69,7 @@ class LibaioQueue final : public BlockQueue {
   void reap(std::vector<BlockCompletion>& into) override {
     send();
     if (refused_.empty()) {
-      bell_.wait();
+      event_.wait();
     } else {
       into.insert(into.end(), refused_.begin(), refused_.end());
       refused_.clear();
@@ -77,7 +77,7 @@ class LibaioQueue final : public BlockQueue {
     collect(into);
   }
 
-  void wake() override { bell_.ring(); }
+  void wake() override { event_.signal(); }
 
  private:
   // Gives the kernel what it takes; a block it refuses ends with the reason.
@@ -103,7 +103,7 @@ class LibaioQueue final : public BlockQueue {
     const auto ended =
         ::syscall(SYS_io_getevents, context_, 0, events_.size(), events_.data(), nullptr);
     if (ended < 0 && errno == EINTR) {
-      bell_.ring();
+      event_.signal();
       return;
     }
     if (ended < 0) {
@@ -115,7 +115,7 @@ class LibaioQueue final : public BlockQueue {
     }
   }
 
-  const EventCounter bell_;
+  const EventFd event_;
   aio_context_t context_ = 0;
   std::vector<iocb> blocks_;  // by slot
   std::vector<iocb*> unsent_;
@@ -126,7 +126,7 @@ class LibaioQueue final : public BlockQueue {
 
 }  // namespace
 
-std::unique_ptr<BlockQueue> make_libaio_queue(int depth) {
+std::unique_ptr<IoQueue> make_libaio_queue(int depth) {
   return std::make_unique<LibaioQueue>(depth);
 }
 
@@ -136,7 +136,7 @@ std::unique_ptr<BlockQueue> make_libaio_queue(int depth) {
 
 namespace zero_ext::core {
 
-std::unique_ptr<BlockQueue> make_libaio_queue(int /*depth*/) {
+std::unique_ptr<IoQueue> make_libaio_queue(int /*depth*/) {
   throw std::runtime_error("this build was made without the kernel header linux/aio_abi.h");
 }
 

@@ -17,7 +17,7 @@ namespace zero_ext::core {
 namespace {
 
 // Past this a device gains nothing, and the machine loses to switching.
-constexpr std::size_t kMostThreads = 64;
+constexpr std::size_t kMaxThreads = 64;
 
 BlockCompletion move_through_host(const BlockRequest& request) {
   const auto& memory = request.memory;
@@ -28,12 +28,12 @@ BlockCompletion move_through_host(const BlockRequest& request) {
   return {request.slot, moved < 0 ? -errno : moved, ""};
 }
 
-class ThreadQueue final : public BlockQueue {
+class ThreadQueue final : public IoQueue {
  public:
   // As many requests wait as are in flight: a thread that ended one finds its next here, where the
   // submitter would be two switches of threads away.
   ThreadQueue(std::size_t threads, BlockMover mover)
-      : BlockQueue(2 * threads), mover_(std::move(mover)), most_threads_(threads) {
+      : IoQueue(2 * threads), mover_(std::move(mover)), max_threads_(threads) {
     start_thread();
   }
 
@@ -49,7 +49,7 @@ class ThreadQueue final : public BlockQueue {
   void submit(std::span<const BlockRequest> requests) override {
     const std::lock_guard lock(mutex_);
     work_.insert(work_.end(), requests.begin(), requests.end());
-    while (threads_.size() - busy_ < work_.size() && threads_.size() < most_threads_ &&
+    while (threads_.size() - busy_ < work_.size() && threads_.size() < max_threads_ &&
            try_start_thread()) {
     }
     for (std::size_t i = 0; i < requests.size(); ++i) work_added_.notify_one();
@@ -102,7 +102,7 @@ class ThreadQueue final : public BlockQueue {
   }
 
   const BlockMover mover_;
-  const std::size_t most_threads_;
+  const std::size_t max_threads_;
   std::mutex mutex_;
   std::condition_variable work_added_;
   std::condition_variable ended_changed_;
@@ -116,12 +116,12 @@ class ThreadQueue final : public BlockQueue {
 
 }  // namespace
 
-std::unique_ptr<BlockQueue> make_thread_queue(int depth) {
+std::unique_ptr<IoQueue> make_thread_queue(int depth) {
   return make_thread_queue(depth, &move_through_host);
 }
 
-std::unique_ptr<BlockQueue> make_thread_queue(int depth, BlockMover mover) {
-  const auto threads = std::min(kMostThreads, static_cast<std::size_t>(depth));
+std::unique_ptr<IoQueue> make_thread_queue(int depth, BlockMover mover) {
+  const auto threads = std::min(kMaxThreads, static_cast<std::size_t>(depth));
   return std::make_unique<ThreadQueue>(threads, std::move(mover));
 }
 

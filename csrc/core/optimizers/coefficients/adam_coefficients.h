@@ -4,7 +4,7 @@
 namespace zero_ext::core {
 
 // Double hyper-parameters of one segment, before any rounding.
-struct AdamHyperParameters {
+struct AdamHyperparameters {
   double lr;
   double beta1;
   double beta2;
@@ -15,8 +15,8 @@ struct AdamHyperParameters {
   bool maximize;
 };
 
-// Float32 factors of one segment, prepared once from its double hyper-parameters.
-struct AdamFactors {
+// Float32 coefficients of one segment, prepared once from its double hyper-parameters.
+struct AdamCoefficients {
   float gradient_scale;   // unscale x clip, negative to maximize
   float coupled_decay;    // weight_decay of Adam, 0 for AdamW
   float decoupled_decay;  // lr * weight_decay of AdamW, 0 for Adam
@@ -30,7 +30,7 @@ struct AdamFactors {
   float step_size;  // lr / (1 - beta1^step)
 };
 
-// The factors for gradients that are multiplied by `gradient_scale` first.
-AdamFactors adam_factors(const AdamHyperParameters& hyper, float gradient_scale);
+// The coefficients for gradients that are multiplied by `gradient_scale` first.
+AdamCoefficients adam_coefficients(const AdamHyperparameters& hyper, float gradient_scale);
 
 }  // namespace zero_ext::core

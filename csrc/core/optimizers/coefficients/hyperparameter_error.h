@@ -6,10 +6,10 @@
 
 namespace zero_ext::core {
 
-struct HyperFault {
+struct HyperparameterError {
   DeviceField field = DeviceField::none;
   double value = 0;
-  WantedValue wanted = WantedValue::finite;
+  ExpectedValue expected = ExpectedValue::finite;
 };
 
 ZERO_EXT_HOST_DEVICE bool is_finite(double value) { return value - value == 0; }

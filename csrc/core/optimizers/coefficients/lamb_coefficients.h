@@ -4,7 +4,7 @@
 namespace zero_ext::core {
 
 // Double hyper-parameters of one segment, before any rounding.
-struct LambHyperParameters {
+struct LambHyperparameters {
   double lr;
   double beta1;
   double beta2;
@@ -17,8 +17,8 @@ struct LambHyperParameters {
   double trust_ratio;
 };
 
-// Float32 factors of one segment, prepared once from its double hyper-parameters.
-struct LambFactors {
+// Float32 coefficients of one segment, prepared once from its double hyper-parameters.
+struct LambCoefficients {
   float gradient_scale;  // unscale x clip, negative to maximize
   float average_weight;  // 1 - beta1
   float beta1;
@@ -33,7 +33,7 @@ struct LambFactors {
   float step_size;  // lr * trust_ratio
 };
 
-// The factors for gradients that are multiplied by `gradient_scale` first.
-LambFactors lamb_factors(const LambHyperParameters& hyper, float gradient_scale);
+// The coefficients for gradients that are multiplied by `gradient_scale` first.
+LambCoefficients lamb_coefficients(const LambHyperparameters& hyper, float gradient_scale);
 
 }  // namespace zero_ext::core

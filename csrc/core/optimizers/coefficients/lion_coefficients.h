@@ -4,7 +4,7 @@
 namespace zero_ext::core {
 
 // Double hyper-parameters of one segment, before any rounding.
-struct LionHyperParameters {
+struct LionHyperparameters {
   double lr;
   double beta1;
   double beta2;
@@ -12,8 +12,8 @@ struct LionHyperParameters {
   bool maximize;
 };
 
-// Float32 factors of one segment, prepared once from its double hyper-parameters.
-struct LionFactors {
+// Float32 coefficients of one segment, prepared once from its double hyper-parameters.
+struct LionCoefficients {
   float gradient_scale;  // unscale x clip, negative to maximize
   float beta1;
   float direction_weight;  // 1 - beta1
@@ -23,7 +23,7 @@ struct LionFactors {
   float lr;
 };
 
-// The factors for gradients that are multiplied by `gradient_scale` first.
-LionFactors lion_factors(const LionHyperParameters& hyper, float gradient_scale);
+// The coefficients for gradients that are multiplied by `gradient_scale` first.
+LionCoefficients lion_coefficients(const LionHyperparameters& hyper, float gradient_scale);
 
 }  // namespace zero_ext::core

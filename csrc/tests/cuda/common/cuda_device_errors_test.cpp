@@ -18,14 +18,14 @@ DeviceError numbered(std::int64_t i) {
           i,
           static_cast<DeviceField>(i % 15),
           0.5 * static_cast<double>(i),
-          static_cast<WantedValue>(i % 12)};
+          static_cast<ExpectedValue>(i % 12)};
 }
 
 bool is_numbered(const DeviceErrorRecord& record) {
-  const DeviceError wanted = numbered(record.error.index);
-  return record.state == DeviceErrorRecord::complete && record.error.op == wanted.op &&
-         record.error.argument == wanted.argument && record.error.field == wanted.field &&
-         record.error.value == wanted.value && record.error.wanted == wanted.wanted;
+  const DeviceError expected = numbered(record.error.index);
+  return record.state == DeviceErrorRecord::complete && record.error.op == expected.op &&
+         record.error.argument == expected.argument && record.error.field == expected.field &&
+         record.error.value == expected.value && record.error.expected == expected.expected;
 }
 
 using Words = std::array<std::int64_t, core::kDeviceErrorWords>;
@@ -33,9 +33,9 @@ using Words = std::array<std::int64_t, core::kDeviceErrorWords>;
 DeviceErrorRecord taken(DeviceErrorRecord& record) {
   Words words;
   words.fill(0x5A5A5A5A5A5A5A5A);
-  TakeDeviceError{&record, words.data()}(1, 2);  // one thread does it
+  PopDeviceError{&record, words.data()}(1, 2);  // one thread does it
   EXPECT_EQ(words.front(), 0x5A5A5A5A5A5A5A5A);
-  TakeDeviceError{&record, words.data()}(0, 2);
+  PopDeviceError{&record, words.data()}(0, 2);
   DeviceErrorRecord found;
   std::memcpy(&found, words.data(), sizeof(found));
   return found;
@@ -76,7 +76,7 @@ TEST(CudaDeviceErrors, ThreadsThatRecordAndTakeNeverMixErrors) {
   std::set<std::int64_t> seen;
   const auto take = [&] {
     Words words{};
-    TakeDeviceError{&record, words.data()}(0, 1);
+    PopDeviceError{&record, words.data()}(0, 1);
     DeviceErrorRecord found;
     std::memcpy(&found, words.data(), sizeof(found));
     if (found.state == DeviceErrorRecord::empty) return;

@@ -5,22 +5,22 @@
 namespace zero_ext::cuda {
 namespace {
 
-constexpr GpuFacts gpu(int major, int minor) { return {1, major, minor, 49152, 65536}; }
+constexpr GpuProperties gpu(int major, int minor) { return {1, major, minor, 49152, 65536}; }
 
 bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
 TEST(CudaLaunchFault, NamesTheGpuWhatItHasAndWhatToDo) {
-  const std::string old = explain(LaunchFault::no_code, gpu(7, 5));
+  const std::string old = explain(LaunchError::no_code, gpu(7, 5));
   EXPECT_TRUE(holds(old, "cuda:1, of compute capability 7.5") && holds(old, "need 8.0 or higher"))
       << old;
-  const std::string missing = explain(LaunchFault::no_code, gpu(8, 6));
+  const std::string missing = explain(LaunchError::no_code, gpu(8, 6));
   EXPECT_TRUE(holds(missing, "8.6") && holds(missing, "build the module again")) << missing;
   EXPECT_FALSE(holds(missing, "need 8.0")) << missing;
-  const std::string driver = explain(LaunchFault::old_driver, gpu(12, 0));
+  const std::string driver = explain(LaunchError::old_driver, gpu(12, 0));
   EXPECT_TRUE(holds(driver, "12.0") && holds(driver, "update the driver")) << driver;
-  const std::string resources = explain(LaunchFault::resources, gpu(8, 0));
+  const std::string resources = explain(LaunchError::resources, gpu(8, 0));
   EXPECT_TRUE(holds(resources, "49152 bytes of shared memory")) << resources;
   EXPECT_TRUE(holds(resources, "65536 registers")) << resources;
 }

@@ -10,9 +10,9 @@
 namespace zero_ext::cuda {
 namespace {
 
+using core::FlatSegment;
+using core::FlatSegments;
 using core::NumericType;
-using core::Piece;
-using core::Pieces;
 using core::testing::fresh_generator;
 using zero_ext::testing::emulate_launch;
 
@@ -32,7 +32,7 @@ std::vector<std::byte> normal_bytes(std::int64_t count, NumericType type,
 struct Problem {
   std::vector<std::byte> flat;
   std::vector<std::vector<std::byte>> tensors;
-  Pieces layout;
+  FlatSegments layout;
 
   Problem(NumericType flat_type, int count, std::mt19937_64& generator) {
     layout.flat_type = flat_type;
@@ -51,8 +51,8 @@ struct Problem {
   }
 
   // With the addresses of this copy of the buffers.
-  Pieces pieces() {
-    Pieces result = layout;
+  FlatSegments segments() {
+    FlatSegments result = layout;
     result.flat = flat.data();
     for (std::size_t i = 0; i < tensors.size(); ++i) result.list[i].tensor = tensors[i].data();
     return result;
@@ -60,12 +60,12 @@ struct Problem {
 };
 
 template <class Move>
-void emulate_move(const Pieces& pieces, std::int64_t threads, std::mt19937_64& generator) {
-  with_type(pieces.flat_type, [&]<class Flat>(std::type_identity<Flat>) {
+void emulate_move(const FlatSegments& segments, std::int64_t threads, std::mt19937_64& generator) {
+  with_type(segments.flat_type, [&]<class Flat>(std::type_identity<Flat>) {
     for (const NumericType type : kTypes) {
       with_type(type, [&]<class Element>(std::type_identity<Element>) {
         for_each_batch<Flat, Element, Move>(
-            pieces, type, [&](const auto& batch) { emulate_launch(batch, threads, generator); });
+            segments, type, [&](const auto& batch) { emulate_launch(batch, threads, generator); });
       });
     }
   });
@@ -78,14 +78,14 @@ void expect_the_bits_of_the_cpu(const Reference& reference) {
     for (const int count : {0, 1, 40, 700}) {  // the last fills batches of every type
       const Problem start(flat_type, count, generator);
       Problem wanted = start;
-      const Pieces pieces = wanted.pieces();
-      for (const Piece& piece : pieces.list) {
-        reference(pieces.flat + piece.offset * core::element_size(flat_type), flat_type,
-                  piece.tensor, piece.type, piece.numel);
+      const FlatSegments segments = wanted.segments();
+      for (const FlatSegment& segment : segments.list) {
+        reference(segments.flat + segment.offset * core::element_size(flat_type), flat_type,
+                  segment.tensor, segment.type, segment.numel);
       }
       for (const std::int64_t threads : {1, 33, 3000}) {
         Problem problem = start;
-        emulate_move<Move>(problem.pieces(), threads, generator);
+        emulate_move<Move>(problem.segments(), threads, generator);
         EXPECT_TRUE(problem.flat == wanted.flat && problem.tensors == wanted.tensors)
             << "flat type " << static_cast<int>(flat_type) << ", " << count << " tensors, "
             << threads << " threads";

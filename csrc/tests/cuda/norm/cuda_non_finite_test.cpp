@@ -154,7 +154,7 @@ TEST(CudaNonFinite, AdamRaisesTheFlag) {
   expect_the_flag<core::AdamHyper>(kAdam, [](Problem& problem, const auto& segments,
                                              std::int64_t threads, std::mt19937_64& generator) {
     emulate_launch(
-        FlatStep<core::AdamRule, float, core::BFloat16, core::BFloat16>::of(
+        OptimizerStep<core::AdamRule, float, core::BFloat16, core::BFloat16>::of(
             problem.adam(), kCount, segments.data(), static_cast<std::int64_t>(segments.size())),
         threads, generator);
   });
@@ -174,7 +174,7 @@ TEST(CudaNonFinite, LionRaisesTheFlag) {
   expect_the_flag<core::LionHyper>(
       {1e-2, 0.9, 0.99, 0.1, 0},
       [](Problem& problem, const auto& segments, std::int64_t threads, std::mt19937_64& generator) {
-        emulate_launch(FlatStep<core::LionRule, float, core::BFloat16, core::BFloat16>::of(
+        emulate_launch(OptimizerStep<core::LionRule, float, core::BFloat16, core::BFloat16>::of(
                            problem.lion(), kCount, segments.data(),
                            static_cast<std::int64_t>(segments.size())),
                        threads, generator);
@@ -185,7 +185,7 @@ TEST(CudaNonFinite, LambRaisesTheFlag) {
   expect_the_flag<core::LambHyper>(
       {1e-3, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0, 0, 1},
       [](Problem& problem, const auto& segments, std::int64_t threads, std::mt19937_64& generator) {
-        emulate_launch(FlatStep<core::LambRule, float, core::BFloat16, core::BFloat16>::of(
+        emulate_launch(OptimizerStep<core::LambRule, float, core::BFloat16, core::BFloat16>::of(
                            problem.lamb(), kCount, segments.data(),
                            static_cast<std::int64_t>(segments.size())),
                        threads, generator);

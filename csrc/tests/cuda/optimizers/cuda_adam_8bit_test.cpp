@@ -103,14 +103,14 @@ TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
         const auto plan = testing::random_plan<core::AdamHyper>(count, kRows, generator, 4000);
         const auto segments = plan.prepared(count);
         const Problem start(count, shift, grad, param_type, generator);
-        Problem wanted = start;
-        cpu_step(wanted, segments);
-        EXPECT_FALSE(wanted == start && testing::total_of(segments) > 0);
+        Problem expected = start;
+        cpu_step(expected, segments);
+        EXPECT_FALSE(expected == start && testing::total_of(segments) > 0);
         for (const std::int64_t warps : {1, 3, 64}) {
           Problem problem = start;
           emulate_step(problem, segments, warps, generator);
-          EXPECT_TRUE(problem == wanted) << "grad " << static_cast<int>(grad) << " param " << param
-                                         << " shift " << shift << " warps " << warps;
+          EXPECT_TRUE(problem == expected) << "grad " << static_cast<int>(grad) << " param "
+                                           << param << " shift " << shift << " warps " << warps;
         }
       }
     }
@@ -128,11 +128,11 @@ TEST(CudaAdam8Bit, BlocksThatNoSegmentTouchesStay) {
   plan.add(1030, 1280, kRows[0]);
   const auto segments = plan.prepared(1500);
   const Problem start(1500, 0, NumericType::bfloat16, NumericType::bfloat16, generator);
-  Problem wanted = start;
-  cpu_step(wanted, segments);
+  Problem expected = start;
+  cpu_step(expected, segments);
   Problem problem = start;
   emulate_step(problem, segments, 5, generator);
-  EXPECT_TRUE(problem == wanted);
+  EXPECT_TRUE(problem == expected);
   for (const std::int64_t untouched : {256, 767, 1023, 1280, 1499}) {
     EXPECT_EQ(problem.codes[0][untouched], start.codes[0][untouched]);
     EXPECT_EQ(problem.scales[1][untouched / 256], start.scales[1][untouched / 256]);
@@ -157,15 +157,15 @@ TEST(CudaAdam8Bit, ANaNTakesItsBlockAsOnTheCpu) {
   const auto segments = plan.prepared(600);
   Problem start(600, 0, NumericType::float32, std::nullopt, generator);
   static_cast<float*>(start.grad.data())[300] = std::numeric_limits<float>::quiet_NaN();
-  Problem wanted = start;
-  cpu_step(wanted, segments);
+  Problem expected = start;
+  cpu_step(expected, segments);
   Problem problem = start;
   emulate_step(problem, segments, 2, generator);
   for (int moment = 0; moment < 2; ++moment) {
-    EXPECT_EQ(problem.codes[moment], wanted.codes[moment]);
+    EXPECT_EQ(problem.codes[moment], expected.codes[moment]);
     EXPECT_TRUE(std::isnan(problem.scales[moment][1]));
-    EXPECT_EQ(problem.scales[moment][0], wanted.scales[moment][0]);
-    EXPECT_EQ(problem.scales[moment][2], wanted.scales[moment][2]);
+    EXPECT_EQ(problem.scales[moment][0], expected.scales[moment][0]);
+    EXPECT_EQ(problem.scales[moment][2], expected.scales[moment][2]);
   }
 }
 

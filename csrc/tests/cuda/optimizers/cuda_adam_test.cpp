@@ -71,7 +71,7 @@ void emulate_step(Problem& problem, std::int64_t numel, const std::vector<AdamSe
   const auto run = [&]<class Moment, class Grad, class Param>(std::type_identity<Moment>,
                                                               std::type_identity<Grad>,
                                                               std::type_identity<Param>) {
-    emulate_launch(FlatStep<core::AdamRule, Moment, Grad, Param>::of(
+    emulate_launch(OptimizerStep<core::AdamRule, Moment, Grad, Param>::of(
                        buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
                    threads, generator);
   };
@@ -99,12 +99,12 @@ TEST(CudaAdam, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
           const AdamPlan plan = random_plan(numel, generator);
           const std::vector<AdamSegment> segments = plan.prepared(numel);
           const Problem start(numel, types, shift, generator);
-          Problem wanted = start;
-          core::adam_step(wanted.buffers(), segments, 0, numel);
+          Problem expected = start;
+          core::adam_step(expected.buffers(), segments, 0, numel);
           for (const std::int64_t threads : {1, 7, 1000}) {
             Problem problem = start;
             emulate_step(problem, numel, segments, threads, generator);
-            EXPECT_TRUE(problem == wanted)
+            EXPECT_TRUE(problem == expected)
                 << "moments " << static_cast<int>(moments) << " grad " << static_cast<int>(grad)
                 << " param " << param << " shift " << shift << " threads " << threads;
           }
@@ -121,10 +121,10 @@ TEST(CudaAdam, PreparesTheSegmentsThatTheCpuReads) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     EXPECT_EQ(segments[i].begin, plan.bounds[2 * i]);
     EXPECT_EQ(segments[i].end, plan.bounds[2 * i + 1]);
-    const auto wanted = core::adam_factors(
-        core::adam_hyper_parameters(plan.hyper.data() + core::kAdamHyperParameters * i), 0.37F);
-    EXPECT_EQ(segments[i].factors.step_size, wanted.step_size);
-    EXPECT_EQ(segments[i].factors.gradient_scale, wanted.gradient_scale);
+    const auto expected = core::adam_coefficients(
+        core::adam_hyperparameters(plan.hyper.data() + core::kAdamHyperparameters * i), 0.37F);
+    EXPECT_EQ(segments[i].coefficients.step_size, expected.step_size);
+    EXPECT_EQ(segments[i].coefficients.gradient_scale, expected.gradient_scale);
   }
 }
 
@@ -146,14 +146,15 @@ TEST(CudaAdam, AScaleThatIsNotFiniteChangesNothing) {
 TEST(CudaAdam, RecordsSegmentsAndHyperParametersOutsideTheirRangeAndChangesNothing) {
   auto generator = fresh_generator();
   const Types types{NumericType::float32, NumericType::bfloat16, NumericType::bfloat16};
-  const auto expect = [&](std::int64_t begin, std::int64_t end, double beta1, const char* wanted) {
+  const auto expect = [&](std::int64_t begin, std::int64_t end, double beta1,
+                          const char* expected) {
     AdamPlan plan;
     plan.add(0, 10, kDecoupled);
     std::vector<double> second = kDecoupled;
     second[1] = beta1;
     plan.add(begin, end, second);
     const auto [segments, error] = plan.attempted(100);
-    EXPECT_EQ(error, wanted);
+    EXPECT_EQ(error, expected);
     const Problem start(100, types, 0, generator);
     Problem problem = start;
     emulate_step(problem, 100, segments, 40, generator);

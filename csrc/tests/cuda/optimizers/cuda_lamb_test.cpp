@@ -75,7 +75,7 @@ void emulate_step(Problem& problem, std::int64_t numel,
       buffers, [&]<class Moment, class Grad>(std::type_identity<Moment>, std::type_identity<Grad>) {
         const auto run = [&]<class Param>(std::type_identity<Param>) {
           emulate_launch(
-              FlatStep<core::LambRule, Moment, Grad, Param>::of(
+              OptimizerStep<core::LambRule, Moment, Grad, Param>::of(
                   buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
               threads, generator);
         };
@@ -139,13 +139,13 @@ TEST(CudaLamb, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
           const auto plan = testing::random_plan<core::LambHyper>(numel, kRows, generator, 900);
           const auto segments = plan.prepared(numel);
           const Problem start(numel, types, shift, generator);
-          Problem wanted = start;
-          core::lamb_step(wanted.buffers(), segments, 0, testing::total_of(segments));
-          EXPECT_FALSE(wanted == start && testing::total_of(segments) > 0);
+          Problem expected = start;
+          core::lamb_step(expected.buffers(), segments, 0, testing::total_of(segments));
+          EXPECT_FALSE(expected == start && testing::total_of(segments) > 0);
           for (const std::int64_t threads : {1, 7, 1000}) {
             Problem problem = start;
             emulate_step(problem, numel, segments, threads, generator);
-            EXPECT_TRUE(problem == wanted)
+            EXPECT_TRUE(problem == expected)
                 << "moments " << static_cast<int>(moments) << " grad " << static_cast<int>(grad)
                 << " param " << param << " shift " << shift << " threads " << threads;
           }

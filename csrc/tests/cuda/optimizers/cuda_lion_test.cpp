@@ -60,7 +60,7 @@ void emulate_step(Problem& problem, std::int64_t numel,
   const auto run = [&]<class Moment, class Grad, class Param>(std::type_identity<Moment>,
                                                               std::type_identity<Grad>,
                                                               std::type_identity<Param>) {
-    emulate_launch(FlatStep<core::LionRule, Moment, Grad, Param>::of(
+    emulate_launch(OptimizerStep<core::LionRule, Moment, Grad, Param>::of(
                        buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
                    threads, generator);
   };
@@ -88,13 +88,13 @@ TEST(CudaLion, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
           const auto plan = testing::random_plan<core::LionHyper>(numel, kRows, generator, 900);
           const auto segments = plan.prepared(numel);
           const Problem start(numel, types, shift, generator);
-          Problem wanted = start;
-          core::lion_step(wanted.buffers(), segments, 0, testing::total_of(segments));
-          EXPECT_FALSE(wanted == start && testing::total_of(segments) > 0);
+          Problem expected = start;
+          core::lion_step(expected.buffers(), segments, 0, testing::total_of(segments));
+          EXPECT_FALSE(expected == start && testing::total_of(segments) > 0);
           for (const std::int64_t threads : {1, 7, 1000}) {
             Problem problem = start;
             emulate_step(problem, numel, segments, threads, generator);
-            EXPECT_TRUE(problem == wanted)
+            EXPECT_TRUE(problem == expected)
                 << "moments " << static_cast<int>(moments) << " grad " << static_cast<int>(grad)
                 << " param " << param << " shift " << shift << " threads " << threads;
           }

@@ -47,7 +47,7 @@ class Buffer {
 // Segments as the op gets them, in tensors.
 template <class Hyper>
 struct Plan {
-  using Segment = core::StepSegment<typename Hyper::Factors>;
+  using Segment = core::OptimizerSegment<typename Hyper::Coefficients>;
 
   std::vector<std::int64_t> bounds;
   std::vector<double> hyper;
@@ -93,8 +93,8 @@ Plan<Hyper> random_plan(std::int64_t numel, const std::vector<std::vector<double
   return plan;
 }
 
-template <class Factors>
-std::int64_t total_of(const std::vector<core::StepSegment<Factors>>& segments) {
+template <class Coefficients>
+std::int64_t total_of(const std::vector<core::OptimizerSegment<Coefficients>>& segments) {
   std::int64_t total = 0;
   for (const auto& each : segments) total += each.end - each.begin;
   return total;

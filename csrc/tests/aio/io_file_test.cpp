@@ -1,7 +1,8 @@
 // Files: direct or not, and why; what is refused.
+#include "../../core/aio/io_file.h"
+
 #include <sys/stat.h>
 
-#include "../../core/aio/file.h"
 #include "aio_support.h"
 
 namespace zero_ext::core {
@@ -16,7 +17,7 @@ using testing::ScratchFolder;
 TEST(AioFile, CreatesAPrivateFileOnce) {
   const ScratchFolder folder;
   const std::string path = folder.file("made");
-  const auto file = File::open(path, File::Mode::kCreate, true);
+  const auto file = IoFile::open(path, IoFile::Mode::kCreate, true);
   EXPECT_EQ(file->path(), path);
   EXPECT_TRUE(file->writable());
   EXPECT_EQ(file->size(), 0);
@@ -24,43 +25,43 @@ TEST(AioFile, CreatesAPrivateFileOnce) {
   ASSERT_EQ(::stat(path.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 07777, 0600U);
   expect_in("creating '" + path + "': File exists (errno 17)",
-            error_of([&] { File::open(path, File::Mode::kCreate, true); }));
+            error_of([&] { IoFile::open(path, IoFile::Mode::kCreate, true); }));
 }
 
 TEST(AioFile, DirectTransfersNeedWholePages) {
   const ScratchFolder folder;
-  const auto file = File::open(folder.file("a"), File::Mode::kCreate, true);
-  ASSERT_TRUE(file->direct()) << file->why_not_direct();
+  const auto file = IoFile::open(folder.file("a"), IoFile::Mode::kCreate, true);
+  ASSERT_TRUE(file->direct()) << file->direct_io_refusal();
   EXPECT_EQ(file->alignment() % ::sysconf(_SC_PAGESIZE), 0);
-  EXPECT_TRUE(file->why_not_direct().empty());
+  EXPECT_TRUE(file->direct_io_refusal().empty());
 }
 
 TEST(AioFile, SaysWhyItIsBuffered) {
   const ScratchFolder folder;
   const ScratchFolder in_memory("/dev/shm");
-  const auto tmpfs = File::open(in_memory.file("a"), File::Mode::kCreate, true);
+  const auto tmpfs = IoFile::open(in_memory.file("a"), IoFile::Mode::kCreate, true);
   EXPECT_FALSE(tmpfs->direct());
   EXPECT_EQ(tmpfs->alignment(), 1);
-  expect_in("tmpfs", tmpfs->why_not_direct());
-  const auto unasked = File::open(folder.file("a"), File::Mode::kCreate, false);
+  expect_in("tmpfs", tmpfs->direct_io_refusal());
+  const auto unasked = IoFile::open(folder.file("a"), IoFile::Mode::kCreate, false);
   EXPECT_FALSE(unasked->direct());
-  expect_in("not asked for", unasked->why_not_direct());
+  expect_in("not asked for", unasked->direct_io_refusal());
 }
 
 TEST(AioFile, KnowsItsSizeAndMode) {
   const ScratchFolder folder;
   fill_file(folder.file("a"), testing::Bytes(12345));
-  const auto file = File::open(folder.file("a"), File::Mode::kRead, true);
+  const auto file = IoFile::open(folder.file("a"), IoFile::Mode::kRead, true);
   EXPECT_EQ(file->size(), 12345);
   EXPECT_FALSE(file->writable());
-  EXPECT_TRUE(File::open(folder.file("a"), File::Mode::kReadWrite, true)->writable());
+  EXPECT_TRUE(IoFile::open(folder.file("a"), IoFile::Mode::kReadWrite, true)->writable());
   EXPECT_EQ(content(folder.file("a")).size(), 12345U);
 }
 
 TEST(AioFile, NoticesWhenItsPathLeadsElsewhere) {
   const ScratchFolder folder;
   const std::string path = folder.file("a");
-  const auto file = File::open(path, File::Mode::kCreate, true);
+  const auto file = IoFile::open(path, IoFile::Mode::kCreate, true);
   EXPECT_FALSE(file->replaced());
   std::filesystem::remove(path);
   EXPECT_TRUE(file->replaced());
@@ -74,11 +75,11 @@ TEST(AioFile, RefusesWhatHoldsNoBytes) {
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   for (const std::string& path : {pipe, folder.file(""), std::string("/dev/null")}) {
     expect_in("'" + path + "': a regular file or a block device is wanted",
-              error_of([&] { File::open(path, File::Mode::kRead, true); }));
+              error_of([&] { IoFile::open(path, IoFile::Mode::kRead, true); }));
   }
   const std::string missing = folder.file("missing");
   expect_in("opening '" + missing + "': No such file or directory (errno 2)",
-            error_of([&] { File::open(missing, File::Mode::kReadWrite, true); }));
+            error_of([&] { IoFile::open(missing, IoFile::Mode::kReadWrite, true); }));
 }
 
 }  // namespace

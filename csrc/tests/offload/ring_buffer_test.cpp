@@ -1,4 +1,4 @@
-#include "../../core/offload/ring.h"
+#include "../../core/offload/ring_buffer.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -8,10 +8,10 @@
 namespace zero_ext::core {
 namespace {
 
-TEST(Ring, SpansAreAlignedDisjointAndInsideOneAllocation) {
+TEST(RingBuffer, SpansAreAlignedDisjointAndInsideOneAllocation) {
   auto generator = testing::fresh_generator();
-  constexpr std::int64_t kBytes = 40 * Ring::kAlignment;
-  Ring ring(kBytes + 123);
+  constexpr std::int64_t kBytes = 40 * RingBuffer::kAlignment;
+  RingBuffer ring(kBytes + 123);
   EXPECT_EQ(ring.bytes(), kBytes);
   EXPECT_EQ(live_host_bytes(), kBytes);
   std::deque<std::span<std::byte>> held;
@@ -20,9 +20,9 @@ TEST(Ring, SpansAreAlignedDisjointAndInsideOneAllocation) {
   std::deque<std::byte> marks;
   for (int round = 0; round < 3000; ++round) {
     const auto bytes = std::uniform_int_distribution<std::int64_t>(1, kBytes / 3)(generator);
-    if (const auto span = ring.take(bytes)) {
+    if (const auto span = ring.acquire(bytes)) {
       ASSERT_EQ(span->size(), static_cast<std::size_t>(bytes));
-      ASSERT_EQ(reinterpret_cast<std::uintptr_t>(span->data()) % Ring::kAlignment, 0U);
+      ASSERT_EQ(reinterpret_cast<std::uintptr_t>(span->data()) % RingBuffer::kAlignment, 0U);
       if (lowest == nullptr) lowest = span->data();
       ASSERT_GE(span->data(), lowest);
       ASSERT_LE(span->data() + span->size(), lowest + kBytes);
@@ -41,25 +41,25 @@ TEST(Ring, SpansAreAlignedDisjointAndInsideOneAllocation) {
   }
 }
 
-TEST(Ring, GivesAllOfItselfAgainAndAgain) {
-  Ring ring(4 * Ring::kAlignment);
+TEST(RingBuffer, GivesAllOfItselfAgainAndAgain) {
+  RingBuffer ring(4 * RingBuffer::kAlignment);
   for (int round = 0; round < 3; ++round) {
-    ASSERT_TRUE(ring.take(4 * Ring::kAlignment));
-    EXPECT_FALSE(ring.take(1));
+    ASSERT_TRUE(ring.acquire(4 * RingBuffer::kAlignment));
+    EXPECT_FALSE(ring.acquire(1));
     ring.release();
   }
-  EXPECT_FALSE(ring.take(4 * Ring::kAlignment + 1));
+  EXPECT_FALSE(ring.acquire(4 * RingBuffer::kAlignment + 1));
   // Nothing of a full ring that has wrapped is given twice.
-  ASSERT_TRUE(ring.take(2 * Ring::kAlignment));
-  ASSERT_TRUE(ring.take(2 * Ring::kAlignment));
+  ASSERT_TRUE(ring.acquire(2 * RingBuffer::kAlignment));
+  ASSERT_TRUE(ring.acquire(2 * RingBuffer::kAlignment));
   ring.release();
-  ASSERT_TRUE(ring.take(2 * Ring::kAlignment));
-  EXPECT_FALSE(ring.take(1));
+  ASSERT_TRUE(ring.acquire(2 * RingBuffer::kAlignment));
+  EXPECT_FALSE(ring.acquire(1));
 }
 
-TEST(Ring, TooSmallOrTooLargeIsRefused) {
-  EXPECT_THROW(Ring(Ring::kAlignment - 1), std::runtime_error);
-  EXPECT_THROW(Ring(std::int64_t{1} << 60), std::runtime_error);
+TEST(RingBuffer, TooSmallOrTooLargeIsRefused) {
+  EXPECT_THROW(RingBuffer(RingBuffer::kAlignment - 1), std::runtime_error);
+  EXPECT_THROW(RingBuffer(std::int64_t{1} << 60), std::runtime_error);
   EXPECT_EQ(live_host_bytes(), 0);
 }
 

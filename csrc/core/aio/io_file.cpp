@@ -1,4 +1,4 @@
-#include "file.h"
+#include "io_file.h"
 
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -14,12 +14,12 @@
 
 namespace zero_ext::core {
 
-struct File::Opened {
+struct IoFile::Opened {
   std::string path;
   bool writable = false;
-  Descriptor buffered;
-  Descriptor direct;
-  std::string why_not_direct;
+  UniqueFd buffered;
+  UniqueFd direct;
+  std::string direct_io_refusal;
   std::int64_t alignment = 1;
   std::int64_t memory_alignment = 1;
 };
@@ -46,7 +46,7 @@ void check_kind(const std::string& path) {
   if (!holds_bytes(status)) throw wrong_kind(path);
 }
 
-struct stat status_of(const Descriptor& descriptor, const std::string& path) {
+struct stat status_of(const UniqueFd& descriptor, const std::string& path) {
   struct stat status{};
   if (::fstat(descriptor.get(), &status) != 0) throw failure("examining", path, errno);
   return status;
@@ -64,7 +64,7 @@ struct Alignments {
 
 // What the kernel asks of direct transfers. Those that cannot say get the page, which serves every
 // device in use.
-Alignments direct_alignments(const Descriptor& direct) {
+Alignments direct_alignments(const UniqueFd& direct) {
   Alignments found;
   found.transfer = found.memory = std::max<std::int64_t>(4096, ::sysconf(_SC_PAGESIZE));
   struct stat node{};
@@ -93,66 +93,66 @@ Alignments direct_alignments(const Descriptor& direct) {
 
 }  // namespace
 
-std::shared_ptr<File> File::open(const std::string& path, Mode mode, bool prefer_direct) {
+std::shared_ptr<IoFile> IoFile::open(const std::string& path, Mode mode, bool prefer_direct) {
   Opened opened;
   opened.path = path;
   opened.writable = mode != Mode::kRead;
   if (mode != Mode::kCreate) check_kind(path);
   const int access = (opened.writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
   const int creation = mode == Mode::kCreate ? O_CREAT | O_EXCL : 0;
-  opened.buffered = Descriptor(::open(path.c_str(), access | creation, 0600));
+  opened.buffered = UniqueFd(::open(path.c_str(), access | creation, 0600));
   if (!opened.buffered.valid()) {
     throw failure(mode == Mode::kCreate ? "creating" : "opening", path, errno);
   }
   const struct stat status = status_of(opened.buffered, path);
   if (!holds_bytes(status)) throw wrong_kind(path);
   if (!prefer_direct) {
-    opened.why_not_direct = "direct transfers were not asked for";
-    return std::make_shared<File>(std::move(opened));
+    opened.direct_io_refusal = "direct transfers were not asked for";
+    return std::make_shared<IoFile>(std::move(opened));
   }
-  Descriptor direct(::open(path.c_str(), access | O_DIRECT));
+  UniqueFd direct(::open(path.c_str(), access | O_DIRECT));
   if (!direct.valid() && errno != EINVAL) throw failure("opening", path, errno);
   if (!direct.valid()) {
-    opened.why_not_direct = "the file system refuses O_DIRECT";
-    return std::make_shared<File>(std::move(opened));
+    opened.direct_io_refusal = "the file system refuses O_DIRECT";
+    return std::make_shared<IoFile>(std::move(opened));
   }
   if (!same_file(status_of(direct, path), status)) {
     throw std::runtime_error("opening '" + path + "': it was replaced by another file meanwhile");
   }
   Alignments alignments = direct_alignments(direct);
   if (!alignments.refusal.empty()) {
-    opened.why_not_direct = std::move(alignments.refusal);
-    return std::make_shared<File>(std::move(opened));
+    opened.direct_io_refusal = std::move(alignments.refusal);
+    return std::make_shared<IoFile>(std::move(opened));
   }
   opened.alignment = alignments.transfer;
   opened.memory_alignment = alignments.memory;
   opened.direct = std::move(direct);
   // Read-ahead would fill the cache with pages that direct transfers then have to drop.
   ::posix_fadvise(opened.buffered.get(), 0, 0, POSIX_FADV_RANDOM);
-  return std::make_shared<File>(std::move(opened));
+  return std::make_shared<IoFile>(std::move(opened));
 }
 
-File::File(Opened&& opened)
+IoFile::IoFile(Opened&& opened)
     : path_(std::move(opened.path)),
       writable_(opened.writable),
       buffered_(std::move(opened.buffered)),
       direct_(std::move(opened.direct)),
-      why_not_direct_(std::move(opened.why_not_direct)),
+      why_not_direct_(std::move(opened.direct_io_refusal)),
       alignment_(opened.alignment),
       memory_alignment_(opened.memory_alignment) {}
 
-bool File::reaches(std::span<const std::byte> memory) const {
+bool IoFile::is_dma_aligned(std::span<const std::byte> memory) const {
   return reinterpret_cast<std::uintptr_t>(memory.data()) %
              static_cast<std::uintptr_t>(memory_alignment_) ==
          0;
 }
 
-bool File::replaced() const {
+bool IoFile::replaced() const {
   struct stat there{};
   return ::stat(path_.c_str(), &there) != 0 || !same_file(there, status_of(buffered_, path_));
 }
 
-std::int64_t File::size() const {
+std::int64_t IoFile::size() const {
   const struct stat status = status_of(buffered_, path_);
   if (!S_ISBLK(status.st_mode)) return status.st_size;
   std::uint64_t bytes = 0;

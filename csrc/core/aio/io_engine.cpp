@@ -1,4 +1,4 @@
-#include "engine.h"
+#include "io_engine.h"
 
 #include <unistd.h>
 
@@ -13,8 +13,8 @@
 
 namespace zero_ext::core {
 
-struct Engine::Parts {
-  EngineOptions options;
+struct IoEngine::Components {
+  IoEngineOptions options;
   std::shared_ptr<FaultPlan> faults;
   std::vector<std::unique_ptr<Submitter>> submitters;
 };
@@ -27,7 +27,7 @@ constexpr std::int64_t kLargestBlock = std::int64_t{1} << 30;
 struct BackendKind {
   Backend backend;
   std::string_view name;
-  std::unique_ptr<BlockQueue> (*make_queue)(int depth);
+  std::unique_ptr<IoQueue> (*make_queue)(int depth);
 };
 
 constexpr std::array<BackendKind, 3> kBackends = {{
@@ -77,7 +77,7 @@ std::vector<BackendReport> probe_backends() {
   return reports;
 }
 
-void check_options(const EngineOptions& options) {
+void check_options(const IoEngineOptions& options) {
   check_range("queue_depth", options.queue_depth, 1, 1024);
   check_range("submitters", options.submitters, 1, 16);
   check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
@@ -87,7 +87,7 @@ void check_options(const EngineOptions& options) {
   }
 }
 
-std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
+std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
   check_options(options);
   const BackendKind& kind = kind_of(options.backend);
   try {
@@ -98,41 +98,42 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
   }
 }
 
-std::shared_ptr<Engine> Engine::make(const EngineOptions& options, const BlockMover& mover) {
+std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options, const BlockMover& mover) {
   check_options(options);
   return make_of(options, [&](int depth) { return make_thread_queue(depth, mover); });
 }
 
-std::shared_ptr<Engine> Engine::make_of(const EngineOptions& options,
-                                        const QueueMaker& make_queue) {
-  Parts parts{options, std::make_shared<FaultPlan>(), {}};
+std::shared_ptr<IoEngine> IoEngine::make_of(const IoEngineOptions& options,
+                                            const QueueMaker& make_queue) {
+  Components components{options, std::make_shared<FaultPlan>(), {}};
   for (int i = 0; i < options.submitters; ++i) {
-    parts.submitters.push_back(
-        std::make_unique<Submitter>(make_queue(options.queue_depth), parts.faults));
+    components.submitters.push_back(
+        std::make_unique<Submitter>(make_queue(options.queue_depth), components.faults));
   }
-  return std::make_shared<Engine>(std::move(parts));
+  return std::make_shared<IoEngine>(std::move(components));
 }
 
-Engine::Engine(Parts&& parts)
-    : options_(parts.options),
+IoEngine::IoEngine(Components&& components)
+    : options_(components.options),
       process_(::getpid()),
-      faults_(std::move(parts.faults)),
-      submitters_(std::move(parts.submitters)) {}
+      faults_(std::move(components.faults)),
+      submitters_(std::move(components.submitters)) {}
 
-Engine::~Engine() {
+IoEngine::~IoEngine() {
   if (::getpid() == process_) return;
   // A forked child has none of the threads that could be joined; its exit frees what is left.
   for (auto& submitter : submitters_) static_cast<void>(submitter.release());
 }
 
-std::shared_ptr<Ticket> Engine::read(std::shared_ptr<File> file, std::int64_t offset,
-                                     std::span<std::byte> into, std::shared_ptr<void> owner) {
+std::shared_ptr<TransferHandle> IoEngine::read(std::shared_ptr<IoFile> file, std::int64_t offset,
+                                               std::span<std::byte> into,
+                                               std::shared_ptr<void> owner) {
   return start({std::move(file), IoDirection::kRead, offset, into, std::move(owner)});
 }
 
-std::shared_ptr<Ticket> Engine::write(std::shared_ptr<File> file, std::int64_t offset,
-                                      std::span<const std::byte> from,
-                                      std::shared_ptr<void> owner) {
+std::shared_ptr<TransferHandle> IoEngine::write(std::shared_ptr<IoFile> file, std::int64_t offset,
+                                                std::span<const std::byte> from,
+                                                std::shared_ptr<void> owner) {
   if (file && !file->writable()) {
     throw std::runtime_error("writing '" + file->path() + "': it was opened for reading only");
   }
@@ -140,7 +141,7 @@ std::shared_ptr<Ticket> Engine::write(std::shared_ptr<File> file, std::int64_t o
   return start({std::move(file), IoDirection::kWrite, offset, memory, std::move(owner)});
 }
 
-std::shared_ptr<Ticket> Engine::start(TransferRequest&& request) {
+std::shared_ptr<TransferHandle> IoEngine::start(TransferRequest&& request) {
   check_process();
   if (!request.file) throw std::runtime_error("I/O engine: a transfer needs a file");
   const auto most = std::numeric_limits<std::int64_t>::max() - kLargestBlock;
@@ -160,12 +161,12 @@ std::shared_ptr<Ticket> Engine::start(TransferRequest&& request) {
   return transfer;
 }
 
-void Engine::inject_fault(FaultRule rule) {
+void IoEngine::inject_fault(FaultRule rule) {
   check_process();
   faults_->add(rule);
 }
 
-void Engine::check_process() const {
+void IoEngine::check_process() const {
   if (::getpid() != process_) {
     throw std::runtime_error("this I/O engine belongs to process " + std::to_string(process_) +
                              ", and its threads did not follow into the forked child " +

@@ -17,7 +17,7 @@ namespace zero_ext::core {
 // direct write. That holds for pages, so alignment() is never below a page, and no page of a direct
 // transfer is shared with a buffered one that does not overlap it. What went through the page cache
 // reaches the device later; errors of that write-back are the kernel's to log.
-class File {
+class IoFile {
   struct Opened;
 
  public:
@@ -25,22 +25,22 @@ class File {
 
   // kCreate makes a file that nobody else may read (0600) and fails if there is one. Throws
   // std::runtime_error naming the path and the kernel's reason.
-  static std::shared_ptr<File> open(const std::string& path, Mode mode, bool prefer_direct);
+  static std::shared_ptr<IoFile> open(const std::string& path, Mode mode, bool prefer_direct);
 
-  explicit File(Opened&& opened);
+  explicit IoFile(Opened&& opened);
 
   // Whether aligned transfers go past the page cache.
   bool direct() const { return direct_.valid(); }
 
   // Empty if direct().
-  const std::string& why_not_direct() const { return why_not_direct_; }
+  const std::string& direct_io_refusal() const { return why_not_direct_; }
 
   // What offset and length of a direct transfer are multiples of; memory so aligned always serves.
   // 1 when buffered.
   std::int64_t alignment() const { return alignment_; }
 
   // Whether the device can reach this memory by itself; it often takes less than alignment().
-  bool reaches(std::span<const std::byte> memory) const;
+  bool is_dma_aligned(std::span<const std::byte> memory) const;
 
   // Whether its path leads to another file by now, or to none.
   bool replaced() const;
@@ -55,8 +55,8 @@ class File {
  private:
   const std::string path_;
   const bool writable_;
-  const Descriptor buffered_;
-  const Descriptor direct_;
+  const UniqueFd buffered_;
+  const UniqueFd direct_;
   const std::string why_not_direct_;
   const std::int64_t alignment_;
   const std::int64_t memory_alignment_;

@@ -1,10 +1,11 @@
 // Transfers through every backend of this machine, against a model in memory.
+#include "../../core/aio/io_engine.h"
+
 #include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <thread>
 
-#include "../../core/aio/engine.h"
 #include "../test_support.h"
 #include "aio_support.h"
 
@@ -23,12 +24,12 @@ using testing::ScratchFolder;
 
 class AioEngine : public ::testing::TestWithParam<Backend> {
  protected:
-  std::shared_ptr<Engine> make(int queue_depth = 8, std::int64_t block_bytes = 16384,
-                               int submitters = 2) const {
-    return Engine::make({GetParam(), queue_depth, block_bytes, submitters});
+  std::shared_ptr<IoEngine> make(int queue_depth = 8, std::int64_t block_bytes = 16384,
+                                 int submitters = 2) const {
+    return IoEngine::make({GetParam(), queue_depth, block_bytes, submitters});
   }
-  std::shared_ptr<File> create(const std::string& name, bool direct = true) const {
-    return File::open(folder_.file(name), File::Mode::kCreate, direct);
+  std::shared_ptr<IoFile> create(const std::string& name, bool direct = true) const {
+    return IoFile::open(folder_.file(name), IoFile::Mode::kCreate, direct);
   }
 
   const ScratchFolder folder_;
@@ -55,26 +56,26 @@ TEST_P(AioEngine, RandomTransfersMatchAModel) {
     Bytes model(200'000 + generator() % 200'000);
     for (int pass = 0; pass < 2; ++pass) {
       std::vector<Memory> sources;
-      std::vector<std::shared_ptr<Ticket>> tickets;
+      std::vector<std::shared_ptr<TransferHandle>> handles;
       const auto cuts = random_cuts(generator, model.size());
       for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
         const Bytes bytes = random_bytes(generator, cuts[i + 1] - cuts[i]);
         std::ranges::copy(bytes, model.begin() + static_cast<std::ptrdiff_t>(cuts[i]));
         const std::size_t shift = generator() % 2 == 0 ? cuts[i] % 4096 : generator() % 64;
         sources.emplace_back(bytes, shift);
-        tickets.push_back(
+        handles.push_back(
             engine->write(file, static_cast<std::int64_t>(cuts[i]), sources.back().span()));
       }
-      for (const auto& ticket : tickets) ticket->wait();
+      for (const auto& handle : handles) handle->wait();
     }
     Memory read(model.size(), generator() % 2 * 512);
-    std::vector<std::shared_ptr<Ticket>> tickets;
+    std::vector<std::shared_ptr<TransferHandle>> handles;
     const auto cuts = random_cuts(generator, model.size());
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
-      tickets.push_back(engine->read(file, static_cast<std::int64_t>(cuts[i]),
+      handles.push_back(engine->read(file, static_cast<std::int64_t>(cuts[i]),
                                      read.span().subspan(cuts[i], cuts[i + 1] - cuts[i])));
     }
-    for (const auto& ticket : tickets) ticket->wait();
+    for (const auto& handle : handles) handle->wait();
     ASSERT_EQ(read.copy(), model) << "round " << round;
     ASSERT_EQ(content(file->path()), model) << "round " << round;
   }
@@ -103,9 +104,9 @@ TEST_P(AioEngine, ThreadsShareOneEngine) {
 
 TEST_P(AioEngine, AnEmptyTransferIsDone) {
   const auto engine = make();
-  const auto ticket = engine->write(create("empty"), 10, {});
-  EXPECT_TRUE(ticket->done());
-  ticket->wait();
+  const auto handle = engine->write(create("empty"), 10, {});
+  EXPECT_TRUE(handle->done());
+  handle->wait();
 }
 
 TEST_P(AioEngine, KeepsTheOwnerUntilWaitedFor) {
@@ -114,11 +115,11 @@ TEST_P(AioEngine, KeepsTheOwnerUntilWaitedFor) {
   auto owner = std::make_shared<Memory>(100'000);
   const std::weak_ptr<Memory> watch = owner;
   const auto bytes = owner->span();
-  const auto ticket = engine->write(file, 0, bytes, std::move(owner));
+  const auto handle = engine->write(file, 0, bytes, std::move(owner));
   EXPECT_FALSE(watch.expired());
-  while (!ticket->done()) std::this_thread::yield();
+  while (!handle->done()) std::this_thread::yield();
   EXPECT_FALSE(watch.expired());
-  ticket->wait();
+  handle->wait();
   EXPECT_TRUE(watch.expired());
 }
 
@@ -146,13 +147,13 @@ TEST_P(AioEngine, EveryErrnoIsReportedAndEndsOnlyItsTransfer) {
                        : engine->write(file, 0, memory.span());
       };
       engine->inject_fault({direction, 5, -error, 1});
-      const auto ticket = transfer();
-      const std::string text = error_of([&] { ticket->wait(); });
+      const auto handle = transfer();
+      const std::string text = error_of([&] { handle->wait(); });
       expect_in(reading ? "reading 4096 bytes at offset " : "writing 4096 bytes at offset ", text);
       expect_in("'" + file->path() + "' failed: " + std::generic_category().message(error), text);
       expect_in("(errno " + std::to_string(error) + ")", text);
-      EXPECT_TRUE(ticket->done());
-      EXPECT_EQ(error_of([&] { ticket->wait(); }), text);
+      EXPECT_TRUE(handle->done());
+      EXPECT_EQ(error_of([&] { handle->wait(); }), text);
       transfer()->wait();
     }
   }
@@ -164,8 +165,8 @@ TEST_P(AioEngine, TheFirstErrorStays) {
   const Memory memory(4 * 4096);
   engine->inject_fault({IoDirection::kWrite, 0, -ENOSPC, 1});
   engine->inject_fault({IoDirection::kWrite, 1, -EIO, 3});
-  const auto ticket = engine->write(file, 0, memory.span());
-  expect_in("(errno 28)", error_of([&] { ticket->wait(); }));
+  const auto handle = engine->write(file, 0, memory.span());
+  expect_in("(errno 28)", error_of([&] { handle->wait(); }));
 }
 
 TEST_P(AioEngine, RetriesWhatPassesByItself) {
@@ -209,7 +210,7 @@ TEST_P(AioEngine, AReadPastTheEndIsAnError) {
   for (const bool direct : {true, false}) {
     const std::string path = folder_.file(direct ? "direct" : "buffered");
     fill_file(path, Bytes(50'000));
-    const auto file = File::open(path, File::Mode::kRead, direct);
+    const auto file = IoFile::open(path, IoFile::Mode::kRead, direct);
     Memory memory(4096 * 16);
     const auto engine = make();
     expect_in("the file ends (it has 50000 bytes)",
@@ -238,7 +239,7 @@ TEST_P(AioEngine, RefusesImpossibleTransfers) {
   const auto engine = make();
   const std::string path = folder_.file("fixed");
   fill_file(path, Bytes(100));
-  const auto file = File::open(path, File::Mode::kRead, true);
+  const auto file = IoFile::open(path, IoFile::Mode::kRead, true);
   Memory memory(100);
   expect_in("writing '" + path + "': it was opened for reading only",
             error_of([&] { engine->write(file, 0, memory.span()); }));
@@ -253,14 +254,14 @@ TEST_P(AioEngine, AForkedChildIsToldRatherThanKeptWaiting) {
   auto engine = make();
   const auto file = create("forked");
   const Memory memory(1 << 20);
-  const auto ticket = engine->write(file, 0, memory.span());
+  const auto handle = engine->write(file, 0, memory.span());
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(10);
     int told = 0;
     for (const bool waiting : {true, false}) {
       try {
-        waiting ? ticket->wait() : static_cast<void>(engine->write(file, 0, memory.span()));
+        waiting ? handle->wait() : static_cast<void>(engine->write(file, 0, memory.span()));
       } catch (const std::runtime_error&) {
         ++told;
       }
@@ -272,7 +273,7 @@ TEST_P(AioEngine, AForkedChildIsToldRatherThanKeptWaiting) {
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status)) << "the child was stopped by signal " << WTERMSIG(status);
   EXPECT_EQ(WEXITSTATUS(status), 2);
-  ticket->wait();
+  handle->wait();
   engine->write(file, 0, memory.span())->wait();
 }
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fault_injection.h"
-#include "file.h"
+#include "io_file.h"
 #include "queues/io_queue.h"
 #include "transfer_handle.h"
 
@@ -37,7 +37,7 @@ struct BackendReport {
 // What this process may use on this kernel, the preferred one first.
 std::vector<BackendReport> probe_backends();
 
-struct EngineOptions {
+struct IoEngineOptions {
   Backend backend = Backend::kThreads;
   int queue_depth = 32;                // blocks in flight a submitter, 1 to 1024
   std::int64_t block_bytes = 1 << 20;  // a multiple of 4096, at most 1 GiB
@@ -45,52 +45,53 @@ struct EngineOptions {
 };
 
 // Throws std::runtime_error that names the option out of range, the value seen and those wanted.
-void check_options(const EngineOptions& options);
+void check_options(const IoEngineOptions& options);
 
 // Transfers are cut into blocks, which are spread over the submitters and end in any order:
 // transfers that overlap must be waited for in between. All methods may be called from any thread;
 // failures throw std::runtime_error. A forked child must make an engine of its own: there these
 // methods throw.
-class Engine {
-  struct Parts;
-  using QueueMaker = std::function<std::unique_ptr<BlockQueue>(int depth)>;
+class IoEngine {
+  struct Components;
+  using QueueMaker = std::function<std::unique_ptr<IoQueue>(int depth)>;
 
  public:
   // Throws if an option is out of range, or with the kernel's reason if it refuses the backend.
-  static std::shared_ptr<Engine> make(const EngineOptions& options);
+  static std::shared_ptr<IoEngine> make(const IoEngineOptions& options);
 
   // Instead of the backend, threads move the blocks by `mover`.
-  static std::shared_ptr<Engine> make(const EngineOptions& options, const BlockMover& mover);
+  static std::shared_ptr<IoEngine> make(const IoEngineOptions& options, const BlockMover& mover);
 
-  explicit Engine(Parts&& parts);
+  explicit IoEngine(Components&& components);
 
   // Waits until all transfers have ended. Must not run on a thread of the engine: no owner of a
   // transfer may hold its engine.
-  ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
+  ~IoEngine();
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
 
-  // Fills `into` with the bytes from `offset`; the ticket fails if the file ends before. Memory and
-  // `owner` belong to the transfer until its ticket was waited for, or until it ended if nobody
-  // keeps the ticket.
-  std::shared_ptr<Ticket> read(std::shared_ptr<File> file, std::int64_t offset,
-                               std::span<std::byte> into, std::shared_ptr<void> owner = nullptr);
-  std::shared_ptr<Ticket> write(std::shared_ptr<File> file, std::int64_t offset,
-                                std::span<const std::byte> from,
-                                std::shared_ptr<void> owner = nullptr);
+  // Fills `into` with the bytes from `offset`; the handle fails if the file ends before. Memory and
+  // `owner` belong to the transfer until its handle was waited for, or until it ended if nobody
+  // keeps the handle.
+  std::shared_ptr<TransferHandle> read(std::shared_ptr<IoFile> file, std::int64_t offset,
+                                       std::span<std::byte> into,
+                                       std::shared_ptr<void> owner = nullptr);
+  std::shared_ptr<TransferHandle> write(std::shared_ptr<IoFile> file, std::int64_t offset,
+                                        std::span<const std::byte> from,
+                                        std::shared_ptr<void> owner = nullptr);
 
-  const EngineOptions& options() const { return options_; }
+  const IoEngineOptions& options() const { return options_; }
 
   // For tests of what lies above: counts the completions from now on.
   void inject_fault(FaultRule rule);
 
  private:
-  static std::shared_ptr<Engine> make_of(const EngineOptions& options,
-                                         const QueueMaker& make_queue);
-  std::shared_ptr<Ticket> start(TransferRequest&& request);
+  static std::shared_ptr<IoEngine> make_of(const IoEngineOptions& options,
+                                           const QueueMaker& make_queue);
+  std::shared_ptr<TransferHandle> start(TransferRequest&& request);
   void check_process() const;
 
-  const EngineOptions options_;
+  const IoEngineOptions options_;
   const std::int64_t process_;
   const std::shared_ptr<FaultPlan> faults_;
   std::vector<std::unique_ptr<Submitter>> submitters_;

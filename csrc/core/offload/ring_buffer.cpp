@@ -1,4 +1,4 @@
-#include "ring.h"
+#include "ring_buffer.h"
 
 #include <cerrno>
 #include <stdexcept>
@@ -9,7 +9,7 @@
 
 namespace zero_ext::core {
 
-Ring::Ring(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
+RingBuffer::RingBuffer(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
   if (bytes < kAlignment) {
     throw std::runtime_error("ring: ring_bytes is " + std::to_string(bytes) +
                              "; the smallest ring has " + std::to_string(kAlignment) + " bytes");
@@ -22,10 +22,10 @@ Ring::Ring(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
   }
 }
 
-std::optional<std::int64_t> Ring::place(std::int64_t bytes) const {
-  if (taken_.empty()) return bytes <= bytes_ ? std::optional<std::int64_t>(0) : std::nullopt;
-  const std::int64_t front = taken_.front().begin;
-  const std::int64_t back = taken_.back().end;
+std::optional<std::int64_t> RingBuffer::find_space(std::int64_t bytes) const {
+  if (acquired_.empty()) return bytes <= bytes_ ? std::optional<std::int64_t>(0) : std::nullopt;
+  const std::int64_t front = acquired_.front().begin;
+  const std::int64_t back = acquired_.back().end;
   const bool wrapped = back <= front;
   const std::int64_t limit = wrapped ? front : bytes_;
   if (bytes <= limit - back) return back;
@@ -33,14 +33,14 @@ std::optional<std::int64_t> Ring::place(std::int64_t bytes) const {
   return std::nullopt;
 }
 
-std::optional<std::span<std::byte>> Ring::take(std::int64_t bytes) {
+std::optional<std::span<std::byte>> RingBuffer::acquire(std::int64_t bytes) {
   const std::int64_t length = round_up(bytes, kAlignment);
-  const std::optional<std::int64_t> begin = place(length);
+  const std::optional<std::int64_t> begin = find_space(length);
   if (!begin) return std::nullopt;
-  taken_.push_back({*begin, *begin + length});
+  acquired_.push_back({*begin, *begin + length});
   return std::span(memory_.get() + *begin, static_cast<std::size_t>(bytes));
 }
 
-void Ring::release() { taken_.pop_front(); }
+void RingBuffer::release() { acquired_.pop_front(); }
 
 }  // namespace zero_ext::core
