@@ -22,11 +22,11 @@ void check_layout(const Tensor& tensor, const Argument& argument) {
                   " is not contiguous; pass tensor.contiguous() or a contiguous view");
 }
 
-void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType wanted) {
+void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType expected) {
   check_layout(tensor, argument);
-  STD_TORCH_CHECK(tensor.scalar_type() == wanted, label(argument), "has dtype ",
+  STD_TORCH_CHECK(tensor.scalar_type() == expected, label(argument), "has dtype ",
                   torch::headeronly::toString(tensor.scalar_type()), "; it must be ",
-                  torch::headeronly::toString(wanted));
+                  torch::headeronly::toString(expected));
 }
 
 core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) {

@@ -38,7 +38,7 @@ void check_device(const Tensor& tensor, const Argument& argument);
 void check_layout(const Tensor& tensor, const Argument& argument);
 
 // On the module's device, contiguous and of exactly this dtype.
-void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType wanted);
+void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType expected);
 
 // On the module's device and contiguous, with dtype float32, bfloat16 or float16, which is
 // returned.

@@ -20,8 +20,8 @@ void swap_memory(c10::StorageImpl& one, c10::StorageImpl& other) {
   TORCH_CHECK(one_nbytes == other_nbytes || one_nbytes == 0 || other_nbytes == 0,
               "swap: storages of ", one_nbytes, " and ", other_nbytes,
               " bytes; they must be equal, or one of them empty");
-  c10::DataPtr kept = one.set_data_ptr(c10::DataPtr());
-  one.set_data_ptr_noswap(other.set_data_ptr(std::move(kept)));
+  c10::DataPtr saved = one.set_data_ptr(c10::DataPtr());
+  one.set_data_ptr_noswap(other.set_data_ptr(std::move(saved)));
   one.set_nbytes(other_nbytes);
   other.set_nbytes(one_nbytes);
   c10::Allocator* const allocator = one.allocator();

@@ -1,4 +1,4 @@
-// Faults that tests put in place of what the kernel answered.
+// Faults that tests inject instead of the kernel's results.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Which way a transfer goes, seen from memory.
+// The direction of a transfer, seen from memory.
 #pragma once
 
 namespace zero_ext::core {

@@ -15,9 +15,9 @@ namespace zero_ext::core {
 namespace {
 
 // Floats at the start of a cache line.
-class Floats {
+class AlignedFloats {
  public:
-  explicit Floats(std::int64_t count) : memory_(allocate(count)) {}
+  explicit AlignedFloats(std::int64_t count) : memory_(allocate(count)) {}
   float* data() const { return memory_.get(); }
 
  private:
@@ -34,26 +34,26 @@ class Floats {
   std::unique_ptr<float[], Free> memory_;
 };
 
-const AttentionKernels::OfType& kernels_for(const AttentionProblem& problem) {
-  return active_attention().of_type[static_cast<int>(problem.type)];
+const AttentionKernels::OfType& kernels_for(const AttentionArgs& args) {
+  return active_attention().of_type[static_cast<int>(args.type)];
 }
 
 std::int64_t ceil_divide(std::int64_t value, std::int64_t step) {
   return (value + step - 1) / step;
 }
 
-std::int64_t row_tiles(const AttentionProblem& problem) {
-  return ceil_divide(problem.query_length, tile_length(problem));
+std::int64_t row_tiles(const AttentionArgs& args) {
+  return ceil_divide(args.query_length, tile_length(args));
 }
 
 // Calls visit(item, scratch) for items [0, items), which workers take one by one. Scratch is made
 // before they start, so that no thread can fail for want of memory.
 template <class Visit>
-void share_out(const Workers& workers, std::int64_t items, std::int64_t scratch_floats,
-               const Visit& visit) {
+void distribute_items(const Workers& workers, std::int64_t items, std::int64_t scratch_floats,
+                      const Visit& visit) {
   const std::int64_t count = std::clamp<std::int64_t>(items, 0, workers.count);
   if (count == 0) return;
-  std::vector<Floats> scratch;
+  std::vector<AlignedFloats> scratch;
   for (std::int64_t i = 0; i < count; ++i) scratch.emplace_back(scratch_floats);
   std::atomic<std::int64_t> next{0};
   workers.run(count, [&](std::int64_t worker) {
@@ -66,12 +66,12 @@ void share_out(const Workers& workers, std::int64_t items, std::int64_t scratch_
 // one worker busy when the others have done.
 class TileOrder {
  public:
-  explicit TileOrder(const AttentionProblem& problem) {
-    const BlockRows& layout = problem.layout;
-    const std::int64_t tiles = row_tiles(problem);
-    const std::int64_t per_block = layout.block / tile_length(problem);
+  explicit TileOrder(const AttentionArgs& args) {
+    const BlockRows& layout = args.layout;
+    const std::int64_t tiles = row_tiles(args);
+    const std::int64_t per_block = layout.block / tile_length(args);
     std::vector<Tile> light;
-    for (std::int64_t head = 0; head < problem.heads; ++head) {
+    for (std::int64_t head = 0; head < args.heads; ++head) {
       const std::int32_t* pointers =
           layout.pointers + (layout.heads == 1 ? 0 : head) * (layout.row_blocks + 1);
       const std::int64_t blocks = pointers[layout.row_blocks] - pointers[0];
@@ -89,12 +89,12 @@ class TileOrder {
 
   std::int64_t count() const { return static_cast<std::int64_t>(tiles_.size()); }
 
-  struct Place {
+  struct TilePosition {
     std::int64_t batch, head, index;
   };
   // The item-th of all batch entries' tiles.
-  Place at(const AttentionProblem& problem, std::int64_t item) const {
-    const std::int64_t all_heavy = heavy_ * problem.batch;
+  TilePosition at(const AttentionArgs& args, std::int64_t item) const {
+    const std::int64_t all_heavy = heavy_ * args.batch;
     const bool heavy = item < all_heavy;
     const std::int64_t first = heavy ? 0 : heavy_;
     const std::int64_t each = heavy ? heavy_ : count() - heavy_;
@@ -114,21 +114,20 @@ class TileOrder {
 
 class Backward {
  public:
-  Backward(const AttentionProblem& problem, const AttentionGradients& gradients,
-           const Workers& workers)
-      : problem_(problem),
+  Backward(const AttentionArgs& args, const AttentionGradArgs& gradients, const Workers& workers)
+      : args_(args),
         gradients_(gradients),
         workers_(workers),
-        kernels_(kernels_for(problem)),
-        dim_(padded_dim(problem.head_dim)),
-        scratch_(round_to(kernels_.backward_floats(problem.head_dim), 16)) {}
+        kernels_(kernels_for(args)),
+        dim_(padded_dim(args.head_dim)),
+        scratch_(round_to(kernels_.backward_floats(args.head_dim), 16)) {}
 
   // One pass makes five products of a tile but has only as many items as there are key heads; two
   // passes make seven, in any number of items. The bits are the same.
   void run() const {
-    const std::int64_t owners = problem_.batch * problem_.key_heads;
+    const std::int64_t owners = args_.batch * args_.key_heads;
     if (gradients_.bias != nullptr) {
-      const std::int64_t* sizes = problem_.bias.sizes;
+      const std::int64_t* sizes = args_.bias.sizes;
       std::fill_n(gradients_.bias, sizes[0] * sizes[1] * sizes[2] * sizes[3], 0.0F);
     }
     if (owners > 0) {
@@ -136,7 +135,7 @@ class Backward {
       if (5 * rounds * workers_.count <= 7 * owners || workers_.count == 1) {
         keys(1, true);
       } else {
-        keys(ceil_divide(kItemsOfAWorker * workers_.count, owners), false);
+        keys(ceil_divide(kItemsPerWorker * workers_.count, owners), false);
         queries();
       }
     }
@@ -144,98 +143,99 @@ class Backward {
   }
 
  private:
-  static constexpr std::int64_t kItemsOfAWorker = 4;
+  static constexpr std::int64_t kItemsPerWorker = 4;
 
   // Whether no two row tiles add to one entry of the bias's gradient: the passes above add it up.
   bool bias_has_owners() const {
-    const std::int64_t* sizes = problem_.bias.sizes;
-    return gradients_.bias != nullptr && sizes[0] == problem_.batch && sizes[1] == problem_.heads &&
-           sizes[2] == problem_.query_length;
+    const std::int64_t* sizes = args_.bias.sizes;
+    return gradients_.bias != nullptr && sizes[0] == args_.batch && sizes[1] == args_.heads &&
+           sizes[2] == args_.query_length;
   }
 
   std::size_t bytes_of_rows(std::int64_t rows) const {
-    return static_cast<std::size_t>(rows * problem_.head_dim * element_size(problem_.type));
+    return static_cast<std::size_t>(rows * args_.head_dim * element_size(args_.type));
   }
 
-  // Keys' and values' gradients, in `parts` ranges of each key head.
-  void keys(std::int64_t parts, bool with_queries) const {
-    const std::int64_t block = problem_.layout.block;
-    const std::int64_t blocks = ceil_divide(problem_.key_length, block);
+  // Keys' and values' gradients, in `splits` ranges of each key head.
+  void keys(std::int64_t splits, bool with_queries) const {
+    const std::int64_t block = args_.layout.block;
+    const std::int64_t blocks = ceil_divide(args_.key_length, block);
     const std::int64_t length =
-        std::max(ceil_divide(blocks, std::max<std::int64_t>(parts, 1)), std::int64_t{1}) * block;
+        std::max(ceil_divide(blocks, std::max<std::int64_t>(splits, 1)), std::int64_t{1}) * block;
     // Without keys there is still the queries' gradient to write.
-    const std::int64_t ranges = std::max(ceil_divide(problem_.key_length, length), std::int64_t{1});
-    const std::int64_t sums = std::min(length, problem_.key_length) * dim_;
-    const std::int64_t group = problem_.group();
-    share_out(workers_, problem_.batch * problem_.key_heads * ranges, scratch_ + 2 * sums,
-              [&](std::int64_t item, float* memory) {
-                const std::int64_t owner = item / ranges;
-                const std::int64_t batch = owner / problem_.key_heads;
-                const std::int64_t key_head = owner % problem_.key_heads;
-                const std::int64_t first = item % ranges * length;
-                const std::int64_t end = std::min(first + length, problem_.key_length);
-                float* const key_sums = memory + scratch_;
-                float* const value_sums = key_sums + sums;
-                std::fill_n(key_sums, 2 * sums, 0.0F);
-                kernels_.backward(
-                    problem_, gradients_,
-                    {batch, key_head * group, (key_head + 1) * group, 0, row_tiles(problem_), first,
-                     end, with_queries, with_queries && bias_has_owners(), key_sums, value_sums},
-                    memory);
-                const std::int64_t row = owner * problem_.key_length + first;
-                kernels_.write_rows(key_sums, end - first, problem_.head_dim, problem_.scale,
-                                    static_cast<char*>(gradients_.key) + bytes_of_rows(row));
-                kernels_.write_rows(value_sums, end - first, problem_.head_dim, 1.0F,
-                                    static_cast<char*>(gradients_.value) + bytes_of_rows(row));
-              });
+    const std::int64_t ranges = std::max(ceil_divide(args_.key_length, length), std::int64_t{1});
+    const std::int64_t sums = std::min(length, args_.key_length) * dim_;
+    const std::int64_t group = args_.group();
+    distribute_items(
+        workers_, args_.batch * args_.key_heads * ranges, scratch_ + 2 * sums,
+        [&](std::int64_t item, float* memory) {
+          const std::int64_t owner = item / ranges;
+          const std::int64_t batch = owner / args_.key_heads;
+          const std::int64_t key_head = owner % args_.key_heads;
+          const std::int64_t first = item % ranges * length;
+          const std::int64_t end = std::min(first + length, args_.key_length);
+          float* const key_sums = memory + scratch_;
+          float* const value_sums = key_sums + sums;
+          std::fill_n(key_sums, 2 * sums, 0.0F);
+          kernels_.backward(
+              args_, gradients_,
+              {batch, key_head * group, (key_head + 1) * group, 0, row_tiles(args_), first, end,
+               with_queries, with_queries && bias_has_owners(), key_sums, value_sums},
+              memory);
+          const std::int64_t row = owner * args_.key_length + first;
+          kernels_.write_rows(key_sums, end - first, args_.head_dim, args_.scale,
+                              static_cast<char*>(gradients_.key) + bytes_of_rows(row));
+          kernels_.write_rows(value_sums, end - first, args_.head_dim, 1.0F,
+                              static_cast<char*>(gradients_.value) + bytes_of_rows(row));
+        });
   }
 
   void queries() const {
-    const TileOrder order(problem_);
-    share_out(workers_, order.count() * problem_.batch, scratch_,
-              [&](std::int64_t item, float* memory) {
-                const auto [batch, head, index] = order.at(problem_, item);
-                kernels_.backward(problem_, gradients_,
-                                  {batch, head, head + 1, index, index + 1, 0, problem_.key_length,
-                                   true, bias_has_owners(), nullptr, nullptr},
-                                  memory);
-              });
+    const TileOrder order(args_);
+    distribute_items(
+        workers_, order.count() * args_.batch, scratch_, [&](std::int64_t item, float* memory) {
+          const auto [batch, head, index] = order.at(args_, item);
+          kernels_.backward(args_, gradients_,
+                            {batch, head, head + 1, index, index + 1, 0, args_.key_length, true,
+                             bias_has_owners(), nullptr, nullptr},
+                            memory);
+        });
   }
 
   // Every item owns entries of the bias's gradient and adds up all that they were added to.
   void bias() const {
-    const std::int64_t* sizes = problem_.bias.sizes;
-    const std::int64_t tiles = row_tiles(problem_);
-    const std::int64_t block = problem_.layout.block;
-    const std::int64_t blocks = ceil_divide(problem_.key_length, block);
-    const std::int64_t row_parts = sizes[2] == 1 ? 1 : tiles;
-    const std::int64_t wanted =
-        ceil_divide(kItemsOfAWorker * workers_.count, std::max<std::int64_t>(sizes[1], 1));
-    const std::int64_t key_parts =
-        sizes[2] != 1 || sizes[3] == 1 ? 1 : std::clamp<std::int64_t>(blocks, 1, wanted);
-    const std::int64_t length = std::max<std::int64_t>(ceil_divide(blocks, key_parts), 1) * block;
+    const std::int64_t* sizes = args_.bias.sizes;
+    const std::int64_t tiles = row_tiles(args_);
+    const std::int64_t block = args_.layout.block;
+    const std::int64_t blocks = ceil_divide(args_.key_length, block);
+    const std::int64_t row_splits = sizes[2] == 1 ? 1 : tiles;
+    const std::int64_t max_splits =
+        ceil_divide(kItemsPerWorker * workers_.count, std::max<std::int64_t>(sizes[1], 1));
+    const std::int64_t key_splits =
+        sizes[2] != 1 || sizes[3] == 1 ? 1 : std::clamp<std::int64_t>(blocks, 1, max_splits);
+    const std::int64_t length = std::max<std::int64_t>(ceil_divide(blocks, key_splits), 1) * block;
     const auto range = [](std::int64_t size, std::int64_t all, std::int64_t index) {
       return size == 1 ? std::pair{std::int64_t{0}, all} : std::pair{index, index + 1};
     };
-    share_out(workers_, sizes[0] * sizes[1] * row_parts * key_parts, scratch_,
-              [&](std::int64_t item, float* memory) {
-                const std::int64_t keys = item % key_parts;
-                const std::int64_t rows = item / key_parts % row_parts;
-                const std::int64_t outer = item / key_parts / row_parts;
-                const auto batch = range(sizes[0], problem_.batch, outer / sizes[1]);
-                const auto head = range(sizes[1], problem_.heads, outer % sizes[1]);
-                const auto tile = range(sizes[2], tiles, rows);
-                const std::int64_t end =
-                    keys + 1 == key_parts ? problem_.key_length : (keys + 1) * length;
-                kernels_.bias(problem_, gradients_,
-                              {batch.first, batch.second, head.first, head.second, tile.first,
-                               tile.second, keys * length, std::min(end, problem_.key_length)},
-                              memory);
-              });
+    distribute_items(
+        workers_, sizes[0] * sizes[1] * row_splits * key_splits, scratch_,
+        [&](std::int64_t item, float* memory) {
+          const std::int64_t keys = item % key_splits;
+          const std::int64_t rows = item / key_splits % row_splits;
+          const std::int64_t outer = item / key_splits / row_splits;
+          const auto batch = range(sizes[0], args_.batch, outer / sizes[1]);
+          const auto head = range(sizes[1], args_.heads, outer % sizes[1]);
+          const auto tile = range(sizes[2], tiles, rows);
+          const std::int64_t end = keys + 1 == key_splits ? args_.key_length : (keys + 1) * length;
+          kernels_.bias(args_, gradients_,
+                        {batch.first, batch.second, head.first, head.second, tile.first,
+                         tile.second, keys * length, std::min(end, args_.key_length)},
+                        memory);
+        });
   }
 
-  const AttentionProblem& problem_;
-  const AttentionGradients& gradients_;
+  const AttentionArgs& args_;
+  const AttentionGradArgs& gradients_;
   const Workers& workers_;
   const AttentionKernels::OfType& kernels_;
   const std::int64_t dim_;
@@ -260,20 +260,20 @@ const AttentionKernels& active_attention() {
   return kScalarAttention;
 }
 
-void attention_forward(const AttentionProblem& problem, const AttentionResult& result,
+void attention_forward(const AttentionArgs& args, const AttentionResult& result,
                        const Workers& workers) {
-  const AttentionKernels::OfType& kernels = kernels_for(problem);
-  const TileOrder order(problem);
-  share_out(workers, order.count() * problem.batch, kernels.forward_floats(problem.head_dim),
-            [&](std::int64_t item, float* memory) {
-              const auto [batch, head, index] = order.at(problem, item);
-              kernels.forward(problem, result, batch, head, index, memory);
-            });
+  const AttentionKernels::OfType& kernels = kernels_for(args);
+  const TileOrder order(args);
+  distribute_items(workers, order.count() * args.batch, kernels.forward_floats(args.head_dim),
+                   [&](std::int64_t item, float* memory) {
+                     const auto [batch, head, index] = order.at(args, item);
+                     kernels.forward(args, result, batch, head, index, memory);
+                   });
 }
 
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+void attention_backward(const AttentionArgs& args, const AttentionGradArgs& gradients,
                         const Workers& workers) {
-  Backward(problem, gradients, workers).run();
+  Backward(args, gradients, workers).run();
 }
 
 }  // namespace zero_ext::core

@@ -22,13 +22,13 @@ struct Workers {
 
 // What is wrong with the pointers and columns of a layout, each of which must lie in its range and
 // ascend; empty if nothing is.
-std::string layout_fault(const BlockRows& layout, std::int64_t total_blocks,
+std::string layout_error(const BlockRows& layout, std::int64_t total_blocks,
                          std::int64_t column_blocks);
 
 // The same bits for any number of workers.
-void attention_forward(const AttentionProblem& problem, const AttentionResult& result,
+void attention_forward(const AttentionArgs& args, const AttentionResult& result,
                        const Workers& workers);
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+void attention_backward(const AttentionArgs& args, const AttentionGradArgs& gradients,
                         const Workers& workers);
 
 }  // namespace zero_ext::core

@@ -37,7 +37,7 @@ struct BlockRows {
   std::int64_t block = 0;  // tokens of a block: 16, 32, 64 or 128
 };
 
-struct AttentionProblem {
+struct AttentionArgs {
   NumericType type = NumericType::float32;
   std::int64_t batch = 0;
   std::int64_t heads = 0;
@@ -66,7 +66,7 @@ struct AttentionResult {
   float* logsumexp = nullptr;  // [batch, heads, query length], in base 2
 };
 
-struct AttentionGradients {
+struct AttentionGradArgs {
   RowsView grad_output;
   RowsView output;
   const float* logsumexp = nullptr;  // [batch, heads, query length], in base 2

@@ -9,7 +9,7 @@ namespace zero_ext::core {
 
 // What one call of the backward kernel works through: row tiles of consecutive query heads of one
 // key head, and the keys of a range. Row tiles are runs of tile_length() queries.
-struct BackwardPart {
+struct BackwardWork {
   std::int64_t batch;
   std::int64_t first_head;  // query heads
   std::int64_t end_head;
@@ -26,7 +26,7 @@ struct BackwardPart {
 
 // What one call of the bias kernel works through: all row tiles and keys of a range, for all
 // batches and heads in ranges, whose score gradients are added up in the bias's gradient.
-struct BiasPart {
+struct BiasWork {
   std::int64_t first_batch;
   std::int64_t end_batch;
   std::int64_t first_head;
@@ -40,13 +40,12 @@ struct BiasPart {
 struct AttentionKernels {
   struct OfType {
     std::int64_t (*forward_floats)(std::int64_t head_dim);
-    void (*forward)(const AttentionProblem&, const AttentionResult&, std::int64_t batch,
+    void (*forward)(const AttentionArgs&, const AttentionResult&, std::int64_t batch,
                     std::int64_t head, std::int64_t tile, float* scratch);
     std::int64_t (*backward_floats)(std::int64_t head_dim);
-    void (*backward)(const AttentionProblem&, const AttentionGradients&, const BackwardPart&,
+    void (*backward)(const AttentionArgs&, const AttentionGradArgs&, const BackwardWork&,
                      float* scratch);
-    void (*bias)(const AttentionProblem&, const AttentionGradients&, const BiasPart&,
-                 float* scratch);
+    void (*bias)(const AttentionArgs&, const AttentionGradArgs&, const BiasWork&, float* scratch);
     // Writes `rows` sums of the padded head dim, times a factor, as rows of the type.
     void (*write_rows)(const float* sums, std::int64_t rows, std::int64_t head_dim, float factor,
                        void* target);

@@ -9,18 +9,18 @@ namespace zero_ext::core {
 namespace {
 
 // A matrix of units by two strides.
-struct Left {
+struct LeftOperand {
   const Unit* data;
   std::int64_t row;    // units from one row to the next
   std::int64_t depth;  // units from one step of the summed dimension to the next
 };
 
 // Units [depth, lanes] and floats [rows, lanes], lanes with stride 1.
-struct Right {
+struct RightOperand {
   const Unit* data;
   std::int64_t depth;
 };
-struct Target {
+struct GemmTarget {
   float* data;
   std::int64_t row;
 };
@@ -29,11 +29,12 @@ struct Target {
 // sum over depth, from zero and then added to the target, is the same for every element wherever
 // it lies in its tile.
 template <class U, bool Add>
-struct Product {
+struct MicroGemm {
   using V = typename U::V;
 
   template <int Rows, int Wide>
-  static void tile(const Left& left, const Right& right, const Target& target, std::int64_t depth) {
+  static void tile(const LeftOperand& left, const RightOperand& right, const GemmTarget& target,
+                   std::int64_t depth) {
     typename V::Float sums[Rows][Wide];
     for (int m = 0; m < Rows; ++m) {
       for (int n = 0; n < Wide; ++n) sums[m][n] = V::set(0.0F);
@@ -58,8 +59,8 @@ struct Product {
 
   // What is left below a whole tile's rows.
   template <int Rows, int Wide>
-  static void last_rows(const Left& left, const Right& right, const Target& target,
-                        std::int64_t rows, std::int64_t depth) {
+  static void last_rows(const LeftOperand& left, const RightOperand& right,
+                        const GemmTarget& target, std::int64_t rows, std::int64_t depth) {
     if constexpr (Rows > 0) {
       if (rows == Rows) return tile<Rows, Wide>(left, right, target, depth);
       last_rows<Rows - 1, Wide>(left, right, target, rows, depth);
@@ -67,8 +68,8 @@ struct Product {
   }
 
   template <int Rows, int Wide>
-  static void column_of_tiles(Left left, const Right& right, Target target, std::int64_t rows,
-                              std::int64_t depth) {
+  static void column_of_tiles(LeftOperand left, const RightOperand& right, GemmTarget target,
+                              std::int64_t rows, std::int64_t depth) {
     for (; rows >= Rows; rows -= Rows) {
       tile<Rows, Wide>(left, right, target, depth);
       left.data += Rows * left.row;
@@ -78,7 +79,7 @@ struct Product {
   }
 
   // `lanes` is a multiple of the vector's width.
-  static void run(const Left& left, Right right, Target target, std::int64_t rows,
+  static void run(const LeftOperand& left, RightOperand right, GemmTarget target, std::int64_t rows,
                   std::int64_t lanes, std::int64_t depth) {
     constexpr std::int64_t wide = V::kWide * V::width;
     for (; lanes >= wide; lanes -= wide) {

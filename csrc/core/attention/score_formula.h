@@ -1,6 +1,6 @@
 // What becomes of one score between the product of query and key and the weight of the value.
 //
-// Scores are kept in base 2: weights are exp2 of them, and exp2 is what machines have. A score is
+// Scores are kept in base 2: weights are exp2 of them, and exp2 is what processors have. A score is
 //   product * scale * log2(e) + bias * log2(e),
 // or minus infinity where the query may not see the key.
 //

@@ -21,8 +21,8 @@ constexpr std::int64_t round_to(std::int64_t value, std::int64_t step) {
 constexpr std::int64_t padded_dim(std::int64_t head_dim) { return round_to(head_dim, 16); }
 
 // Queries of a row tile; the last one may have fewer.
-inline std::int64_t tile_length(const AttentionProblem& problem) {
-  return std::min(problem.layout.block, kTile);
+inline std::int64_t tile_length(const AttentionArgs& args) {
+  return std::min(args.layout.block, kTile);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #else
 #define ZERO_EXT_HOST_DEVICE inline __attribute__((always_inline))
 #define ZERO_EXT_FUNCTION
-// Of a kernel that is written on a machine: the device, or the one that emulates it in the tests.
+// Of a kernel over a thread block: the device's, or the one that the tests emulate.
 #define ZERO_EXT_DEVICE inline
 #endif
 

@@ -25,6 +25,6 @@ ZERO_EXT_HOST_DEVICE bool scale_divides(float scale) {
 }
 
 // The scale that is kept of a block whose codes are all zero's.
-ZERO_EXT_HOST_DEVICE float scale_of_zeros(float scale) { return scale != scale ? scale : 0.0F; }
+ZERO_EXT_HOST_DEVICE float stored_scale(float scale) { return scale != scale ? scale : 0.0F; }
 
 }  // namespace zero_ext::core

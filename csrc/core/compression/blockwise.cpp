@@ -1,6 +1,6 @@
 #include "blockwise.h"
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 
 namespace zero_ext::core {
 

@@ -57,7 +57,7 @@ struct BlockCodec {
     const float scale = scale_of(block.values);
     if (!scale_divides(scale)) {
       std::fill(codes, codes + count, Code::zero);
-      return scale_of_zeros(scale);
+      return stored_scale(scale);
     }
     if (count == kBlock) {
       encode_whole(block.values, 1 / scale, codes);

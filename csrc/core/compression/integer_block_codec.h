@@ -31,9 +31,9 @@ inline __attribute__((always_inline)) void prefetch_past(const void* source, std
       reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(source) + bytes));
 }
 
-// The block of each message that starts at word `first_word` and has number `number`.
-struct BlockOfMessages {
-  std::span<const MessageSource> messages;
+// The block of each payload that starts at word `first_word` and has number `number`.
+struct PayloadBlocks {
+  std::span<const PayloadSource> payloads;
   std::int64_t first_word;
   std::int64_t number;
 };
@@ -49,7 +49,7 @@ struct IntegerBlock {
   static constexpr bool kIsLookedUp = Code::kBits == 4 && requires { V::template lookup_field<0>; };
   // Between reading a block and the next one there is arithmetic enough to let memory wait.
   static constexpr std::int64_t kPrefetchBytes = 4096;
-  static constexpr std::int64_t kMessagePrefetchBytes = 1024;
+  static constexpr std::int64_t kPayloadPrefetchBytes = 1024;
   static constexpr std::int64_t kScalesPrefetchBytes = 256;
   // 2^23 plus each code of four bits.
   alignas(64) static constexpr float kNumbers[16] = {
@@ -60,11 +60,11 @@ struct IntegerBlock {
   static inline __attribute__((always_inline)) auto extremes_of(const T* values,
                                                                 std::int64_t count) {
     using Range = BlockRange<V, Code, T>;
-    constexpr int together = 4;
+    constexpr int vectors_at_once = 4;
     Range range;
-    for (std::int64_t i = 0; i < count; i += together * Range::lanes) {
-      typename Range::Vector some[together];
-      each_field<together>([&](auto v) __attribute__((always_inline)) {
+    for (std::int64_t i = 0; i < count; i += vectors_at_once * Range::lanes) {
+      typename Range::Vector some[vectors_at_once];
+      each_field<vectors_at_once>([&](auto v) __attribute__((always_inline)) {
         const T* const at = values + i + v * Range::lanes;
         prefetch_past(at, kPrefetchBytes);
         some[v] = Range::read(at);
@@ -165,9 +165,10 @@ struct IntegerBlock {
           visit(v, field, V::template lookup_field<kShift>(table, packed));
         } else {
           // The lower half of a word fits into a number's fraction: it is shifted once, if at all.
-          constexpr int kPlace = kShift % 16;
-          const Float number = V::template get_field<kShift - kPlace, kPlace>(packed, Code::kMask);
-          visit(v, field, Code::template decode<V, kPlace>(number, scale, lowest));
+          constexpr int kBitOffset = kShift % 16;
+          const Float number =
+              V::template get_field<kShift - kBitOffset, kBitOffset>(packed, Code::kMask);
+          visit(v, field, Code::template decode<V, kBitOffset>(number, scale, lowest));
         }
       });
     });
@@ -194,21 +195,21 @@ struct IntegerBlock {
   // Calls use(w, sums), of the words of `Count` vectors from word w of the block on, all fields of
   // a vector in a row.
   template <int Count, bool Ahead, class Use>
-  static inline __attribute__((always_inline)) void sum_words(const BlockOfMessages& of,
+  static inline __attribute__((always_inline)) void sum_words(const PayloadBlocks& of,
                                                               std::int64_t w, const Use& use) {
     Float sums[Count * kFields];
-    const auto over = [&](const MessageSource& message,
+    const auto over = [&](const PayloadSource& payload,
                           const auto& visit) __attribute__((always_inline)) {
-      const std::uint32_t* const words = message.words + of.first_word + w;
+      const std::uint32_t* const words = payload.words + of.first_word + w;
       each_field<Count>([&](auto v) __attribute__((always_inline)) {
-        prefetch_past(words + v * V::width, kMessagePrefetchBytes);
+        prefetch_past(words + v * V::width, kPayloadPrefetchBytes);
       });
-      decode<Count, Ahead>(words, message.scales + of.number * Code::kScales, visit);
+      decode<Count, Ahead>(words, payload.scales + of.number * Code::kScales, visit);
     };
-    over(of.messages[0], [&](int v, int field, Float value)
+    over(of.payloads[0], [&](int v, int field, Float value)
                              __attribute__((always_inline)) { sums[v * kFields + field] = value; });
-    for (const MessageSource& message : of.messages.subspan(1)) {
-      over(message, [&](int v, int field, Float value) __attribute__((always_inline)) {
+    for (const PayloadSource& payload : of.payloads.subspan(1)) {
+      over(payload, [&](int v, int field, Float value) __attribute__((always_inline)) {
         sums[v * kFields + field] = V::add(sums[v * kFields + field], value);
       });
     }
@@ -218,20 +219,20 @@ struct IntegerBlock {
   // What decode() makes of a block's scale is the same for all of its words: more of them at a
   // time, as many as there are registers for, spare making it.
   template <bool Ahead, class Use>
-  static inline __attribute__((always_inline)) void each_sum(const BlockOfMessages& of,
+  static inline __attribute__((always_inline)) void each_sum(const PayloadBlocks& of,
                                                              std::int64_t words, const Use& use) {
-    constexpr int together = V::width == 16 ? 16 / kFields : 1;
+    constexpr int vectors_at_once = V::width == 16 ? 16 / kFields : 1;
     std::int64_t w = 0;
-    if constexpr (together > 1) {
-      for (; w + together * V::width <= words; w += together * V::width) {
-        sum_words<together, Ahead>(of, w, use);
+    if constexpr (vectors_at_once > 1) {
+      for (; w + vectors_at_once * V::width <= words; w += vectors_at_once * V::width) {
+        sum_words<vectors_at_once, Ahead>(of, w, use);
       }
     }
     for (; w < words; w += V::width) sum_words<1, Ahead>(of, w, use);
   }
 
   template <bool Streamed>
-  static void sum(const BlockOfMessages& of, std::int64_t words, float factor, bool accumulate,
+  static void sum(const PayloadBlocks& of, std::int64_t words, float factor, bool accumulate,
                   float* out) {
     const auto write = [&]<int Count>(std::int64_t w,
                                       const Float(&sums)[Count]) __attribute__((always_inline)) {
@@ -245,9 +246,9 @@ struct IntegerBlock {
   }
 
   // Leaves the sum in `out`, or factor * the sum if it is not plain; returns its extremes in format
-  // To. More words of the messages follow.
+  // To. More words of the payloads follow.
   template <class To>
-  static inline __attribute__((always_inline)) auto sum_and_extremes(const BlockOfMessages& of,
+  static inline __attribute__((always_inline)) auto sum_and_extremes(const PayloadBlocks& of,
                                                                      std::int64_t words,
                                                                      float factor, bool is_plain,
                                                                      float* out) {
@@ -267,25 +268,25 @@ struct IntegerBlock {
     return range.extremes();
   }
 
-  // Whether the sums of these blocks of the messages, whatever their codes, may be multiplied by
+  // Whether the sums of these blocks of the payloads, whatever their codes, may be multiplied by
   // the factor after they are quantized, in the scales, with the same bits: all is exact then. The
   // factor is a power of two, sums are below 2^120 and multiples of 2^-84, and so are no scales
   // subnormal.
-  static bool sums_are_plain(std::span<const MessageSource> messages, std::int64_t first_block,
+  static bool sums_are_plain(std::span<const PayloadSource> payloads, std::int64_t first_block,
                              std::int64_t blocks, float factor) {
     const bool is_power = (std::bit_cast<std::uint32_t>(factor) & 0x7FFFFFU) == 0;
     if (!is_power || factor < 0x1p-30F || factor > 0x1p30F) return false;
     Magnitudes<V> vectors;
     Magnitudes<ScalarVector> rest;
-    for (const MessageSource& message : messages) {
-      const float* const scales = message.scales + first_block * Code::kScales;
+    for (const PayloadSource& payload : payloads) {
+      const float* const scales = payload.scales + first_block * Code::kScales;
       const std::int64_t count = blocks * Code::kScales;
       std::int64_t i = 0;
       for (; i + V::width <= count; i += V::width) vectors.include(scales + i);
       for (; i < count; ++i) rest.include(scales + i);
     }
     return vectors.are_between(0x1p-60F, 0x1p50F) && rest.are_between(0x1p-60F, 0x1p50F) &&
-           messages.size() <= (std::size_t{1} << 20);
+           payloads.size() <= (std::size_t{1} << 20);
   }
 };
 

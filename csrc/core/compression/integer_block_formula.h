@@ -9,7 +9,7 @@
 // number e / W counted from the lowest. So neighbouring elements are in neighbouring words, and a
 // vector or a warp packs without crossing lanes.
 //
-// A message: the words of its blocks, the last of which may be short; then for each block its scale
+// A payload: the words of its blocks, the last of which may be short; then for each block its scale
 // and, if asymmetric, its lowest element.
 //
 // A block that holds a NaN or an infinity, or whose range is beyond float32's, gets the scale NaN
@@ -115,12 +115,12 @@ struct IntegerCode {
     return V::fma(value, V::set(by.inverse), V::set(0x1.8p23F + kZero));
   }
 
-  // From 2^(23 - Place) plus the code, whose lowest bit is number `Place`.
-  template <class V, int Place>
+  // From 2^(23 - BitOffset) plus the code, whose lowest bit is number `BitOffset`.
+  template <class V, int BitOffset>
   static ZERO_EXT_HOST_DEVICE typename V::Float decode(typename V::Float number,
                                                        typename V::Float scale,
                                                        typename V::Float lowest) {
-    constexpr float kBase = static_cast<float>(1 << (23 - Place));
+    constexpr float kBase = static_cast<float>(1 << (23 - BitOffset));
     const auto steps = V::sub(number, V::set(kBase + kZero));
     if constexpr (IsSymmetric) return V::mul(steps, scale);
     return V::fma(steps, scale, lowest);

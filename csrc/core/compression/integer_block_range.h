@@ -243,7 +243,7 @@ template <class V, class Extremes>
 class GroupScales {
  public:
   GroupScales() : extremes_{}, scale_{}, lowest_{}, inverse_{} {}
-  void put(std::int64_t b, const Extremes& of) { extremes_[b] = of; }
+  void set(std::int64_t b, const Extremes& of) { extremes_[b] = of; }
   BlockScale operator[](std::int64_t b) const { return {scale_[b], lowest_[b], inverse_[b]}; }
   void find() {
     const BlockScales<V> found = Extremes::scales(extremes_);
@@ -251,7 +251,7 @@ class GroupScales {
     V::store(lowest_, found.lowest);
     V::store(inverse_, found.inverse);
   }
-  // Writes factor * the first `count` blocks' as a message has them.
+  // Writes factor * the first `count` blocks' as a payload has them.
   template <class Code>
   void write(std::int64_t count, float factor, float* target) const {
     for (std::int64_t b = 0; b < count; ++b) {

@@ -1,4 +1,4 @@
-// Messages of blocks of integers. See optimizer_kernel.h on inclusion.
+// Payloads of blocks of integers. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +15,12 @@
 namespace zero_ext::core {
 namespace {
 
-// All blocks of a message, the last of which may be short.
+// All blocks of a payload, the last of which may be short.
 template <class V, class Code>
 struct IntegerBlocks {
-  using Whole = IntegerBlock<V, Code>;
+  using FullBlock = IntegerBlock<V, Code>;
   // Short blocks have any number of words, and fields past their last element.
-  using Short = IntegerBlock<ScalarVector, Code>;
+  using ShortBlock = IntegerBlock<ScalarVector, Code>;
   static constexpr int kFields = Code::kFields;
 
   static constexpr std::int64_t words_of(std::int64_t count) {
@@ -47,7 +47,7 @@ struct IntegerBlocks {
       const std::int64_t count = std::min(group, blocks - first);
       const float factor = count > 0 ? begin(first, count) : 1.0F;
       for (std::int64_t b = 0; b < group; ++b) {
-        if (b < count) scales.put(b, extremes_of(first + b, slot));
+        if (b < count) scales.set(b, extremes_of(first + b, slot));
         slot = slot == group ? 0 : slot + 1;
         const std::int64_t previous = first + b - group;
         if (previous >= 0 && previous < blocks) encode(previous, slot, scales[b]);
@@ -61,14 +61,14 @@ struct IntegerBlocks {
 
   template <class T>
   static void quantize(const void* values, std::int64_t count, std::int64_t block,
-                       MessageTarget message) {
+                       PayloadTarget payload) {
     const auto* source = static_cast<const T*>(values);
     const std::int64_t whole = count / block;
-    if (are_streamed<V>(message.words, words_of(count))) {
-      quantize_blocks<Whole, true>(source, whole, block, message);
+    if (use_non_temporal<V>(payload.words, words_of(count))) {
+      quantize_blocks<FullBlock, true>(source, whole, block, payload);
       V::fence();
     } else {
-      quantize_blocks<Whole, false>(source, whole, block, message);
+      quantize_blocks<FullBlock, false>(source, whole, block, payload);
     }
     const std::int64_t rest = count % block;
     if (rest == 0) return;
@@ -77,37 +77,37 @@ struct IntegerBlocks {
     std::copy(source, source + rest, padded);
     const std::int64_t padded_count = words_of(rest) * kFields;
     std::fill(padded + rest, padded + padded_count, source[0]);
-    quantize_blocks<Short, false>(
+    quantize_blocks<ShortBlock, false>(
         padded, 1, padded_count,
-        {message.words + whole * words_of(block), message.scales + whole * Code::kScales});
+        {payload.words + whole * words_of(block), payload.scales + whole * Code::kScales});
   }
 
   template <class Block, bool Streamed, class T>
   static void quantize_blocks(const T* values, std::int64_t blocks, std::int64_t block,
-                              MessageTarget message) {
+                              PayloadTarget payload) {
     const std::int64_t words = words_of(block);
     const std::int64_t group = std::min<std::int64_t>(group_of(block), Block::Vectors::width);
     two_passes<Block>(
-        blocks, group, message.scales, [](std::int64_t, std::int64_t) { return 1.0F; },
+        blocks, group, payload.scales, [](std::int64_t, std::int64_t) { return 1.0F; },
         [&](std::int64_t b, std::int64_t) __attribute__((always_inline)) {
           return Block::extremes_of(values + b * block, block);
         },
         [&](std::int64_t b, std::int64_t, const BlockScale& by) __attribute__((always_inline)) {
           Block::template encode<Streamed>(values + b * block, words, by,
-                                           message.words + b * words);
+                                           payload.words + b * words);
         });
   }
 
   template <class T>
-  static void dequantize(MessageSource message, std::int64_t count, std::int64_t block, void* out) {
+  static void dequantize(PayloadSource payload, std::int64_t count, std::int64_t block, void* out) {
     auto* target = static_cast<T*>(out);
-    auto [words, scales] = message;
-    const bool streamed = are_streamed<V>(target, count);
+    auto [words, scales] = payload;
+    const bool streamed = use_non_temporal<V>(target, count);
     for (; count >= block; count -= block) {
       if (streamed) {
-        Whole::template dequantize<true>(words, scales, words_of(block), target);
+        FullBlock::template dequantize<true>(words, scales, words_of(block), target);
       } else {
-        Whole::template dequantize<false>(words, scales, words_of(block), target);
+        FullBlock::template dequantize<false>(words, scales, words_of(block), target);
       }
       target += block;
       words += words_of(block);
@@ -116,21 +116,21 @@ struct IntegerBlocks {
     if (streamed) V::fence();
     if (count == 0) return;
     T padded[kMaxIntegerBlock];
-    Short::template dequantize<false>(words, scales, words_of(count), padded);
+    ShortBlock::template dequantize<false>(words, scales, words_of(count), padded);
     std::copy(padded, padded + count, target);
   }
 
-  static void sum(std::span<const MessageSource> messages, std::int64_t first_block,
+  static void sum(std::span<const PayloadSource> payloads, std::int64_t first_block,
                   std::int64_t count, std::int64_t block, float factor, bool accumulate,
                   float* out) {
-    const bool streamed = are_streamed<V>(out, count);
+    const bool streamed = use_non_temporal<V>(out, count);
     const std::int64_t words = words_of(block);
-    BlockOfMessages of{messages, first_block * words, first_block};
+    PayloadBlocks of{payloads, first_block * words, first_block};
     for (; count >= block; count -= block) {
       if (streamed) {
-        Whole::template sum<true>(of, words, factor, accumulate, out);
+        FullBlock::template sum<true>(of, words, factor, accumulate, out);
       } else {
-        Whole::template sum<false>(of, words, factor, accumulate, out);
+        FullBlock::template sum<false>(of, words, factor, accumulate, out);
       }
       out += block;
       of.first_word += words;
@@ -140,59 +140,59 @@ struct IntegerBlocks {
     if (count == 0) return;
     float padded[kMaxIntegerBlock];
     std::copy(out, out + count, padded);
-    Short::template sum<false>(of, words_of(count), factor, accumulate, padded);
+    ShortBlock::template sum<false>(of, words_of(count), factor, accumulate, padded);
     std::copy(padded, padded + count, out);
   }
 
   // The last whole block goes with the rest: what comes before it may be read ahead.
   template <class To>
-  static void requantize(std::span<const MessageSource> messages, std::int64_t first_block,
+  static void requantize(std::span<const PayloadSource> payloads, std::int64_t first_block,
                          std::int64_t count, std::int64_t block, float factor,
-                         MessageTarget message) {
+                         PayloadTarget payload) {
     using Target = IntegerBlocks<V, To>;
     const std::int64_t blocks = std::max<std::int64_t>(count / block - 1, 0);
-    if (are_streamed<V>(message.words, Target::words_of(count))) {
-      requantize_blocks<To, true>(messages, first_block, blocks, block, factor, message);
+    if (use_non_temporal<V>(payload.words, Target::words_of(count))) {
+      requantize_blocks<To, true>(payloads, first_block, blocks, block, factor, payload);
       V::fence();
     } else {
-      requantize_blocks<To, false>(messages, first_block, blocks, block, factor, message);
+      requantize_blocks<To, false>(payloads, first_block, blocks, block, factor, payload);
     }
     alignas(64) float sums[2 * kMaxIntegerBlock];
     const std::int64_t rest = count - blocks * block;
-    sum(messages, first_block + blocks, rest, block, factor, false, sums);
+    sum(payloads, first_block + blocks, rest, block, factor, false, sums);
     Target::template quantize<float>(
         sums, rest, block,
-        {message.words + blocks * Target::words_of(block), message.scales + blocks * To::kScales});
+        {payload.words + blocks * Target::words_of(block), payload.scales + blocks * To::kScales});
   }
 
   template <class To, bool Streamed>
-  static void requantize_blocks(std::span<const MessageSource> messages, std::int64_t first_block,
+  static void requantize_blocks(std::span<const PayloadSource> payloads, std::int64_t first_block,
                                 std::int64_t blocks, std::int64_t block, float factor,
-                                MessageTarget message) {
+                                PayloadTarget payload) {
     using Target = IntegerBlock<V, To>;
     const std::int64_t words = words_of(block);
     const std::int64_t target_words = IntegerBlocks<V, To>::words_of(block);
     const std::int64_t group = group_of(block);
     // Slots are no whole pages apart: a load waits for stores to the same place of another page.
-    constexpr std::int64_t apart = 32;
-    alignas(64) float sums[2 * (kMaxIntegerBlock + apart)];
-    const auto at = [&](std::int64_t slot) { return sums + slot * (block + apart); };
+    constexpr std::int64_t stride_words = 32;
+    alignas(64) float sums[2 * (kMaxIntegerBlock + stride_words)];
+    const auto at = [&](std::int64_t slot) { return sums + slot * (block + stride_words); };
     bool is_plain = false;
     two_passes<Target>(
-        blocks, group, message.scales,
+        blocks, group, payload.scales,
         [&](std::int64_t first, std::int64_t several) {
-          is_plain = Whole::sums_are_plain(messages, first_block + first, several, factor);
+          is_plain = FullBlock::sums_are_plain(payloads, first_block + first, several, factor);
           return is_plain ? factor : 1.0F;
         },
         [&](std::int64_t b, std::int64_t slot) __attribute__((always_inline)) {
           const std::int64_t number = first_block + b;
-          return Whole::template sum_and_extremes<To>({messages, number * words, number}, words,
-                                                      factor, is_plain, at(slot));
+          return FullBlock::template sum_and_extremes<To>({payloads, number * words, number}, words,
+                                                          factor, is_plain, at(slot));
         },
         [&](std::int64_t b, std::int64_t slot, const BlockScale& by)
             __attribute__((always_inline)) {
               Target::template encode<Streamed>(at(slot), target_words, by,
-                                                message.words + b * target_words);
+                                                payload.words + b * target_words);
             });
   }
 };

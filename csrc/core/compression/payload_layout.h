@@ -1,4 +1,4 @@
-// Messages of compressed elements: 32-bit words of codes, and behind them float32 scales.
+// Payloads of compressed elements: 32-bit words of codes, and behind them float32 scales.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,13 @@ constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t divisor) {
   return (count + divisor - 1) / divisor;
 }
 
-// Where a message, or its blocks from one of them on, is read and where it is written.
-struct MessageSource {
+// Where a payload, or its blocks from one of them on, is read and where it is written.
+struct PayloadSource {
   const std::uint32_t* words;
   const float* scales;
 };
 
-struct MessageTarget {
+struct PayloadTarget {
   std::uint32_t* words;
   float* scales;
 };
@@ -28,13 +28,13 @@ inline constexpr std::int64_t kSignLanes = 256;
 
 constexpr std::int64_t sign_words(std::int64_t count) { return ceil_div(count, 32); }
 constexpr std::int64_t sign_blocks(std::int64_t count) { return ceil_div(count, kSignBlock); }
-constexpr std::int64_t sign_message_bytes(std::int64_t count) {
+constexpr std::int64_t sign_payload_bytes(std::int64_t count) {
   return 4 * (sign_words(count) + sign_blocks(count));
 }
 
 // --- To integers; see integer_block_formula.h ---
 
-// Blocks are padded to a multiple of this many elements: so messages of the same elements have the
+// Blocks are padded to a multiple of this many elements: so payloads of the same elements have the
 // same padding in every format, and need no count beside them to be turned from one to another.
 inline constexpr std::int64_t kIntegerPadding = 8;
 
@@ -56,24 +56,24 @@ struct BlockFormat {
     return ceil_div(count, kIntegerPadding) * (kIntegerPadding * bits / 32);
   }
   constexpr std::int64_t blocks(std::int64_t count) const { return ceil_div(count, block); }
-  constexpr std::int64_t message_bytes(std::int64_t count) const {
+  constexpr std::int64_t payload_bytes(std::int64_t count) const {
     return 4 * (words(count) + scales() * blocks(count));
   }
-  // The most elements, padding included, whose message has this size; -1 if none has it.
+  // The most elements, padding included, whose payload has this size; -1 if none has it.
   constexpr std::int64_t max_elements(std::int64_t bytes) const {
-    const std::int64_t whole_block = message_bytes(block);
+    const std::int64_t whole_block = payload_bytes(block);
     const std::int64_t rest = bytes % whole_block;
     const std::int64_t count = bytes / whole_block * block;
     if (rest == 0) return count;
     const std::int64_t padded = (rest / 4 - scales()) * fields();
-    return padded > 0 && message_bytes(count + padded) == bytes ? count + padded : -1;
+    return padded > 0 && payload_bytes(count + padded) == bytes ? count + padded : -1;
   }
 };
 
 // Calls visit(part, first, last) for the blocks [first, last) of each part that lie in [begin, end)
 // when the blocks of all parts, `blocks` each, are counted through.
 template <class Visit>
-void over_parts(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
+void for_each_part(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
   while (begin < end) {
     const std::int64_t part = begin / blocks;
     const std::int64_t stop = std::min(end, (part + 1) * blocks);

@@ -1,4 +1,4 @@
-// Compression to signs and back; see sign_formula.h for the message and the arithmetic.
+// Compression to signs and back; see sign_formula.h for the payload and the arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -10,23 +10,23 @@
 namespace zero_ext::core {
 
 // Every function takes `count` elements from the start of a block on: pointers to values, errors,
-// words and scales are those of the first of them, but for `messages`, which are whole and of which
+// words and scales are those of the first of them, but for `payloads`, which are whole and of which
 // the blocks from `first_block` on are read.
 
 // Compresses values * factor + error; the error becomes what that left behind.
 void compress_signs(const void* values, NumericType type, float factor, std::int64_t count,
-                    float* error, MessageTarget message);
+                    float* error, PayloadTarget payload);
 
-// out = factor * what the message stands for [+ out].
-void expand_signs(MessageSource message, std::int64_t count, float factor, bool accumulate,
+// out = factor * what the payload stands for [+ out].
+void expand_signs(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
                   void* out, NumericType type);
 
-// out = factor * sum of what the messages stand for, in their order [+ out].
-void sum_signs(std::span<const MessageSource> messages, std::int64_t first_block,
+// out = factor * sum of what the payloads stand for, in their order [+ out].
+void sum_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
                std::int64_t count, float factor, bool accumulate, float* out);
 
 // Compresses factor * that sum + error; the error becomes what that left behind.
-void reduce_signs(std::span<const MessageSource> messages, std::int64_t first_block,
-                  std::int64_t count, float factor, float* error, MessageTarget message);
+void reduce_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
+                  std::int64_t count, float factor, float* error, PayloadTarget payload);
 
 }  // namespace zero_ext::core

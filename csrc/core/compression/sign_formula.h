@@ -3,14 +3,14 @@
 // What a block stands for is +-scale, the scale being the mean magnitude of its corrected elements;
 // the difference is left behind, and added to the next values.
 //
-// A message of n elements: ceil(n / 32) words, in which bit i % 32 of word i / 32 is set where
+// A payload of n elements: ceil(n / 32) words, in which bit i % 32 of word i / 32 is set where
 // element i is zero or more and bits past the last element are clear; ceil(n / 8192) scales.
 //
 // The sum of a block's magnitudes has one order, so that all instruction sets and devices agree bit
 // for bit: lane l of 256 adds elements l, l + 256, l + 512 ... in that order to zero; then, for
 // span = 128, 64 ... 1, each lane below the span adds the lane `span` further on.
 //
-// The sum of what messages stand for starts from zero and adds +-scale in the order of messages;
+// The sum of what payloads stand for starts from zero and adds +-scale in the order of payloads;
 // then it is multiplied by the factor, and added to what is there.
 //
 // Source: Tang, Gan, Awan, Rajbhandari et al., "1-bit Adam", section 4.2 (arXiv 2102.02888).
@@ -35,7 +35,7 @@ struct SignRule {
   static ZERO_EXT_HOST_DEVICE std::uint32_t bits(Float corrected) {
     return V::lanes_at_least(corrected, V::set(0.0F));
   }
-  static ZERO_EXT_HOST_DEVICE Float left_behind(Float corrected, float scale) {
+  static ZERO_EXT_HOST_DEVICE Float residual(Float corrected, float scale) {
     return V::sub(corrected,
                   V::if_at_least(corrected, V::set(0.0F), V::set(scale), V::set(-scale)));
   }

@@ -26,20 +26,20 @@ struct SignValues {
   }
 };
 
-// The sum of what messages stand for.
+// The sum of what payloads stand for.
 struct SignSum {
-  std::span<const MessageSource> messages;
+  std::span<const PayloadSource> payloads;
   std::int64_t block;
 
   template <class W, int Count>
   inline __attribute__((always_inline)) void read(std::int64_t i,
                                                   typename W::Float (&terms)[Count]) const {
     for (int v = 0; v < Count; ++v) terms[v] = W::set(0.0F);
-    for (const MessageSource& message : messages) {
-      const std::uint32_t* words = message.words + block * (kSignBlock / 32);
+    for (const PayloadSource& payload : payloads) {
+      const std::uint32_t* words = payload.words + block * (kSignBlock / 32);
       for (int v = 0; v < Count; ++v) {
         terms[v] =
-            W::add_signed(terms[v], W::load_lanes(words, i + v * W::width), message.scales[block]);
+            W::add_signed(terms[v], W::load_lanes(words, i + v * W::width), payload.scales[block]);
       }
     }
   }
@@ -116,9 +116,9 @@ struct SignBlock {
     *scale = pack(terms, factor, count, error, words);
     std::int64_t i = 0;
     for (; i + V::width <= count; i += V::width) {
-      V::store(error + i, SignRule<V>::left_behind(V::load(error + i), *scale));
+      V::store(error + i, SignRule<V>::residual(V::load(error + i), *scale));
     }
-    for (; i < count; ++i) error[i] = SignRule<ScalarVector>::left_behind(error[i], *scale);
+    for (; i < count; ++i) error[i] = SignRule<ScalarVector>::residual(error[i], *scale);
   }
 
   // out = factor * terms [+ out], of a few vectors of type W from element i on.
@@ -145,7 +145,7 @@ struct SignBlock {
     for (; i < count; ++i) write_group<ScalarVector, 1, false>(terms, factor, accumulate, out, i);
   }
 
-  // out = either of two values, by the bits of one message.
+  // out = either of two values, by the bits of one payload.
   template <bool Streamed, class T>
   static void choose(const std::uint32_t* words, std::int64_t count, T then, T otherwise, T* out) {
     std::int64_t i = 0;
@@ -165,7 +165,7 @@ struct SignBlock {
 
 // Calls visit(block, begin, count) for the blocks of `count` elements.
 template <class Visit>
-inline void over_sign_blocks(std::int64_t count, const Visit& visit) {
+inline void for_each_sign_block(std::int64_t count, const Visit& visit) {
   for (std::int64_t begin = 0; begin < count; begin += kSignBlock) {
     visit(begin / kSignBlock, begin, std::min(kSignBlock, count - begin));
   }
@@ -174,7 +174,7 @@ inline void over_sign_blocks(std::int64_t count, const Visit& visit) {
 // Calls write(std::bool_constant<whether to stream>).
 template <class V, class T, class Write>
 inline void write_streamed(const T* out, std::int64_t count, const Write& write) {
-  if (are_streamed<V>(out, count)) {
+  if (use_non_temporal<V>(out, count)) {
     write(std::true_type());
     V::fence();
   } else {
@@ -184,39 +184,39 @@ inline void write_streamed(const T* out, std::int64_t count, const Write& write)
 
 template <class V, class T>
 void run_compress_signs(const void* values, float factor, std::int64_t count, float* error,
-                        MessageTarget message) {
-  over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+                        PayloadTarget payload) {
+  for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
     const SignValues<T> terms{static_cast<const T*>(values) + begin};
-    SignBlock<V>::compress(terms, factor, length, error + begin, message.words + begin / 32,
-                           message.scales + block);
+    SignBlock<V>::compress(terms, factor, length, error + begin, payload.words + begin / 32,
+                           payload.scales + block);
   });
 }
 
 template <class V>
-void run_reduce_signs(std::span<const MessageSource> messages, std::int64_t first_block,
-                      float factor, std::int64_t count, float* error, MessageTarget message) {
-  over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-    const SignSum terms{messages, first_block + block};
-    SignBlock<V>::compress(terms, factor, length, error + begin, message.words + begin / 32,
-                           message.scales + block);
+void run_reduce_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
+                      float factor, std::int64_t count, float* error, PayloadTarget payload) {
+  for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+    const SignSum terms{payloads, first_block + block};
+    SignBlock<V>::compress(terms, factor, length, error + begin, payload.words + begin / 32,
+                           payload.scales + block);
   });
 }
 
 template <class V, class T>
-void run_expand_signs(MessageSource message, std::int64_t count, float factor, bool accumulate,
+void run_expand_signs(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
                       void* out) {
   T* const target = static_cast<T*>(out);
   if (accumulate) {
-    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-      SignBlock<V>::template write<false>({{&message, 1}, block}, length, factor, true,
+    for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      SignBlock<V>::template write<false>({{&payload, 1}, block}, length, factor, true,
                                           target + begin);
     });
     return;
   }
   write_streamed<V>(target, count, [&]<bool Streamed>(std::bool_constant<Streamed>) {
-    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-      const float value = message.scales[block] * factor;
-      SignBlock<V>::template choose<Streamed>(message.words + begin / 32, length,
+    for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      const float value = payload.scales[block] * factor;
+      SignBlock<V>::template choose<Streamed>(payload.words + begin / 32, length,
                                               from_float<T>(value), from_float<T>(-value),
                                               target + begin);
     });
@@ -224,11 +224,11 @@ void run_expand_signs(MessageSource message, std::int64_t count, float factor, b
 }
 
 template <class V>
-void run_sum_signs(std::span<const MessageSource> messages, std::int64_t first_block,
+void run_sum_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
                    std::int64_t count, float factor, bool accumulate, float* out) {
   write_streamed<V>(out, count, [&]<bool Streamed>(std::bool_constant<Streamed>) {
-    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-      SignBlock<V>::template write<Streamed>({messages, first_block + block}, length, factor,
+    for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      SignBlock<V>::template write<Streamed>({payloads, first_block + block}, length, factor,
                                              accumulate, out + begin);
     });
   });

@@ -1,6 +1,6 @@
 #include "flat_buffer.h"
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 
 namespace zero_ext::core {
 

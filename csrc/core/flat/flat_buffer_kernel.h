@@ -7,7 +7,7 @@
 #include <span>
 #include <type_traits>
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 
 namespace zero_ext::core {
 namespace {

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstddef>
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 
 namespace zero_ext::core {
 

@@ -2,8 +2,8 @@
 
 #include <cstddef>
 
+#include "../dispatch/kernels.h"
 #include "../simd/fp_mode_guard.h"
-#include "../simd/kernels.h"
 
 namespace zero_ext::core {
 

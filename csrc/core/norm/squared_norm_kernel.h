@@ -12,7 +12,7 @@
 
 #include "../base/host_device.h"
 #include "../base/numeric_types.h"
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 #include "superaccumulator.h"
 #include "superaccumulator_formula.h"
 

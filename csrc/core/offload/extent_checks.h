@@ -1,4 +1,4 @@
-// What is checked about extents before any byte of them moves.
+// Checks of extents before any byte of them moves.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "adam.h"
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 #include "coefficients/adam_coefficients_math.h"
 
 namespace zero_ext::core {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 
 namespace zero_ext::core {
 

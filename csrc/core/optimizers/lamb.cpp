@@ -1,7 +1,7 @@
 #include "lamb.h"
 
+#include "../dispatch/kernels.h"
 #include "../simd/fp_mode_guard.h"
-#include "../simd/kernels.h"
 #include "coefficients/lamb_coefficients_math.h"
 
 namespace zero_ext::core {

@@ -1,6 +1,6 @@
 #include "lion.h"
 
-#include "../simd/kernels.h"
+#include "../dispatch/kernels.h"
 #include "coefficients/lion_coefficients_math.h"
 
 namespace zero_ext::core {

@@ -12,7 +12,7 @@ inline constexpr std::int64_t kStreamedElements = std::int64_t{1} << 18;
 
 // Whether `count` elements from `target` on are; whole vectors of float32 are aligned then.
 template <class V>
-bool are_streamed(const void* target, std::int64_t count) {
+bool use_non_temporal(const void* target, std::int64_t count) {
   return count >= kStreamedElements &&
          reinterpret_cast<std::uintptr_t>(target) % (V::width * sizeof(float)) == 0;
 }

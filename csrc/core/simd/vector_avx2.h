@@ -139,11 +139,11 @@ struct Avx2Vector {
   static void stream_words(std::uint32_t* target, Bits value) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(target), value);
   }
-  template <int Shift, int Place>
+  template <int Shift, int BitOffset>
   static Float get_field(Bits words, std::uint32_t mask) {
     const __m256i field =
-        _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask << Place));
-    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(Place) << 23);
+        _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask << BitOffset));
+    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(BitOffset) << 23);
     return _mm256_castsi256_ps(_mm256_or_si256(field, set_bits<float>(base)));
   }
   template <int First, int Second>

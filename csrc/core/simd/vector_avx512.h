@@ -131,11 +131,12 @@ struct Avx512Vector {
   }
   // The last argument of a ternary operation is its truth table: (a & b) | c, then a | (b & c);
   // below, a ^ (b | c) and a ^ (~b | c).
-  template <int Shift, int Place>
+  template <int Shift, int BitOffset>
   static Float get_field(Bits words, std::uint32_t mask) {
-    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(Place) << 23);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-        shifted_right<Shift>(words), set_bits<float>(mask << Place), set_bits<float>(base), 0xEA));
+    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(BitOffset) << 23);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted_right<Shift>(words),
+                                                         set_bits<float>(mask << BitOffset),
+                                                         set_bits<float>(base), 0xEA));
   }
   template <int Shift>
   static Bits shifted_right(Bits words) {

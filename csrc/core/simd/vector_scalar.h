@@ -98,11 +98,11 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE void stream_words(std::uint32_t* target, Bits value) {
     store_words(target, value);
   }
-  // 2^(23 - Place) plus the field of a word, shifted right, that starts at bit `Place`.
-  template <int Shift, int Place>
+  // 2^(23 - BitOffset) plus the field of a word, shifted right, that starts at bit `BitOffset`.
+  template <int Shift, int BitOffset>
   static ZERO_EXT_HOST_DEVICE Float get_field(Bits words, std::uint32_t mask) {
-    return std::bit_cast<float>(((words >> Shift) & (mask << Place)) |
-                                (0x4B000000U - (static_cast<std::uint32_t>(Place) << 23)));
+    return std::bit_cast<float>(((words >> Shift) & (mask << BitOffset)) |
+                                (0x4B000000U - (static_cast<std::uint32_t>(BitOffset) << 23)));
   }
   // Combines words and the bits of two numbers, shifted, by exclusive or.
   template <int First, int Second>

@@ -14,8 +14,8 @@ inline constexpr std::int64_t kSignatureBytes = 1 << 20;
 // zeros, or the signature and zeros; or if the device is too small to have anything between them.
 void check_signatures(const std::string& path, int descriptor, std::int64_t device_bytes);
 
-// Writes the signature that tells a later store that the device holds nothing but scratch bytes, or
-// takes it away; whether that succeeded (else errno says why not).
+// Writes or erases the signature by which a later store recognises a device that holds nothing but
+// scratch bytes. Returns whether that succeeded; errno has the reason if not.
 bool write_signature(int descriptor);
 bool erase_signature(int descriptor);
 

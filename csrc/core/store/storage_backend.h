@@ -1,4 +1,4 @@
-// What a store keeps its bytes on: a file of its own, or a whole block device.
+// The storage behind a store: a file of its own, or a whole block device.
 #pragma once
 
 #include <cstdint>

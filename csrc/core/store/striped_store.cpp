@@ -210,16 +210,16 @@ std::shared_ptr<TransferHandle> StripedStore::write(std::int64_t offset,
 }
 
 void StripedStore::check_range(const char* action, std::int64_t offset, std::size_t bytes) const {
-  const std::string wanted = std::string("store: ") + action + " of " + std::to_string(bytes) +
+  const std::string prefix = std::string("store: ") + action + " of " + std::to_string(bytes) +
                              " bytes at offset " + std::to_string(offset) + ": ";
   const auto length = static_cast<std::int64_t>(bytes);
   if (offset % alignment_ != 0 || length % alignment_ != 0) {
-    throw std::runtime_error(wanted + "offset and length must be multiples of " +
+    throw std::runtime_error(prefix + "offset and length must be multiples of " +
                              std::to_string(alignment_));
   }
   const std::lock_guard lock(mutex_);
   if (!arena_.contains(offset, length)) {
-    throw std::runtime_error(wanted + "it does not lie inside one allocated extent");
+    throw std::runtime_error(prefix + "it does not lie inside one allocated extent");
   }
 }
 

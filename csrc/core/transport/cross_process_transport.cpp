@@ -234,7 +234,7 @@ bool CrossProcessTransport::reap_sent(int rank) {
   return moved;
 }
 
-// Whether this rank waits in vain for one that has given up, or closed its exchange.
+// Whether this rank waits for one that has aborted, or closed its transport.
 bool CrossProcessTransport::detect_peer_exit(int rank) {
   const Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const bool withdrawn = withdrew(rank);

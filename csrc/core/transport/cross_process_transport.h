@@ -20,16 +20,16 @@
 
 namespace zero_ext::core {
 
-// Which way a message goes, seen from this rank.
+// The direction of a message, seen from this rank.
 enum class MessageDirection { kSend, kReceive };
 
-// The exchange of one rank with all others of its group. Messages between two ranks arrive in the
+// The transport of one rank with all others of its group. Messages between two ranks arrive in the
 // order they were sent. All methods may be called from any thread; failures throw
 // std::runtime_error.
 //
 // A process writes to no memory but its own. It writes to that of a message that it receives until
 // the message is complete or its `wait` has thrown, never later. It reads that of a peer, and
-// rejects what it has read if the peer withdrew it meanwhile. A peer does that before it lets go of
+// rejects what it has read if the peer withdrew it meanwhile. A peer does that before it releases
 // the memory.
 class CrossProcessTransport {
  public:
@@ -57,9 +57,9 @@ class CrossProcessTransport {
   void wait(int peer, MessageDirection direction, std::uint64_t count,
             std::chrono::duration<double> timeout);
 
-  // Tells the others that this rank takes part no longer: whoever waits for it then throws
-  // `reason`, of which 1023 bytes are kept, and so do all methods here. What was sent before still
-  // arrives while this object lives.
+  // Publishes that this rank no longer takes part. Ranks that wait for it then throw `reason`, of
+  // which 1023 bytes are stored, and so do all methods of this object. Messages sent before still
+  // arrive while this object lives.
   void abort(const std::string& reason);
 
  private:

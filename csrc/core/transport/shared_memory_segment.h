@@ -1,5 +1,4 @@
-// The shared memory through which the processes of one host tell each other where their messages
-// are.
+// The shared memory in which the processes of one host publish the addresses of their messages.
 #pragma once
 
 #include <sys/types.h>
@@ -33,8 +32,8 @@ struct Channel {
   std::array<MessageDescriptor, kDescriptorsInFlight> ring;
 };
 
-// What a rank tells of itself. `token` is somewhere in its own memory, for others to try and read.
-// `reason`, a text with a zero at its end, is there once the rank has given up.
+// The state that a rank publishes. `token` is in its own memory, for others to try to read.
+// `reason`, a zero-terminated text, is valid once the rank has aborted.
 struct Member {
   alignas(kCacheLine) std::atomic<std::uint32_t> doorbell;
   std::uint32_t process;

@@ -36,14 +36,14 @@ struct BiasSums {
   }
 
   // Where queries share a bias and keys do not, columns are summed up, else rows.
-  static BiasSums of(const core::AttentionProblem& problem, const Tensor& like) {
-    const std::int64_t* sizes = problem.bias.sizes;
+  static BiasSums of(const core::AttentionArgs& args, const Tensor& like) {
+    const std::int64_t* sizes = args.bias.sizes;
     const bool by_columns = sizes[2] == 1 && sizes[3] > 1;
-    const std::int64_t rows = by_columns ? 1 : problem.query_length;
+    const std::int64_t rows = by_columns ? 1 : args.query_length;
     BiasSums result{zeros({sizes[0], sizes[1], rows, sizes[3]}, like),
                     {},
                     {},
-                    sizes[0] == 1 ? static_cast<std::int32_t>(problem.batch) : 1,
+                    sizes[0] == 1 ? static_cast<std::int32_t>(args.batch) : 1,
                     sizes[1] == 1};
     const BiasGradient target{
         result.sums.mutable_data_ptr<float>(), sizes[0] == 1 ? 0 : sizes[1] * rows * sizes[3],
@@ -67,7 +67,7 @@ struct BiasSums {
 
 // What of the backward does not depend on the types of kernels.
 struct Backward {
-  const core::AttentionProblem& problem;
+  const core::AttentionArgs& args;
   DeviceLayout by_rows;
   DeviceLayout by_columns;
   core::RowsView grad_output;
@@ -82,40 +82,40 @@ struct Backward {
 
   template <class T, int kDim>
   void run() const {
-    const AttentionRules rules = rules_of(problem);
+    const AttentionParams params = params_of(args);
     const PrepareGradients<T> prepare{
-        rules.sizes, heads_of<T>(grad_output), heads_of<T>(output), logsumexp, reference, delta};
+        params.sizes, heads_of<T>(grad_output), heads_of<T>(output), logsumexp, reference, delta};
     launch_warps(kOp, prepare, prepare.work());
-    const GradientInputs<T> inputs{rules,
-                                   heads_of<T>(problem.query),
-                                   heads_of<T>(problem.key),
-                                   heads_of<T>(problem.value),
+    const GradientInputs<T> inputs{params,
+                                   heads_of<T>(args.query),
+                                   heads_of<T>(args.key),
+                                   heads_of<T>(args.value),
                                    heads_of<T>(grad_output),
                                    reference,
                                    delta};
     const bool own = bias.by_rows.data != nullptr;
-    using RowKernel = AttentionRowGradient<T, kDim>;
-    const DeviceLayout::Unions rows = by_rows.unions(RowKernel::Shape::kRows, grad_query);
+    using RowKernel = AttentionDq<T, kDim>;
+    const DeviceLayout::Unions rows = by_rows.unions(RowKernel::Tiling::kRows, grad_query);
     launch_attention(kOp, RowKernel{{inputs, rows.lists, bias.by_rows, own ? bias.batches_each : 1,
-                                     own && bias.all_heads ? rules.sizes.query_heads : 1},
+                                     own && bias.all_heads ? params.sizes.query_heads : 1},
                                     output_rows<T>(grad_query)});
     if constexpr (kDim <= 128) {
-      columns<T, kDim, ColumnPart::both>(inputs);
+      columns<T, kDim, DkDvOutputs::both>(inputs);
     } else {
-      columns<T, kDim, ColumnPart::keys>(inputs);
-      columns<T, kDim, ColumnPart::values>(inputs);
+      columns<T, kDim, DkDvOutputs::keys>(inputs);
+      columns<T, kDim, DkDvOutputs::values>(inputs);
     }
   }
 
  private:
-  template <class T, int kDim, ColumnPart kPart>
+  template <class T, int kDim, DkDvOutputs kOutputs>
   void columns(const GradientInputs<T>& inputs) const {
     const bool own = bias.by_columns.data != nullptr;
-    using Kernel = AttentionColumnGradient<T, kDim, kPart>;
-    const DeviceLayout::Unions unions = by_columns.unions(Kernel::Shape::kRows, grad_key);
+    using Kernel = AttentionDkDv<T, kDim, kOutputs>;
+    const DeviceLayout::Unions unions = by_columns.unions(Kernel::Tiling::kRows, grad_key);
     launch_attention(kOp,
                      Kernel{{inputs, unions.lists, bias.by_columns, own ? bias.batches_each : 1,
-                             own && bias.all_heads ? inputs.rules.sizes.key_heads : 1},
+                             own && bias.all_heads ? inputs.params.sizes.key_heads : 1},
                             output_rows<T>(grad_key),
                             output_rows<T>(grad_value)});
   }
@@ -135,24 +135,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
                   ": a gradient is asked for the argument 'bias', which is None; pass the bias");
   const Tensor inputs[] = {with_aligned_rows(query), with_aligned_rows(key),
                            with_aligned_rows(value), with_aligned_rows(grad_output)};
-  const core::AttentionProblem problem = ops::read_attention(
+  const core::AttentionArgs args = ops::read_attention(
       kOp, {inputs[0], inputs[1], inputs[2], row_pointers, columns, key_padding, bias}, options);
   const ops::TransposedBlocks transposed =
-      ops::read_transposed(kOp, column_pointers, rows, problem, columns.numel());
+      ops::read_transposed(kOp, column_pointers, rows, args, columns.numel());
   const core::RowsView outputs = ops::read_rows_like_query(kOp, "output", output, query);
-  const float* sums = ops::read_logsumexp(kOp, logsumexp, problem);
+  const float* sums = ops::read_logsumexp(kOp, logsumexp, args);
   const Tensor grads[] = {ops::contiguous_like(query), ops::contiguous_like(key),
                           ops::contiguous_like(value)};
-  const BiasSums bias_sums = need_grad_bias ? BiasSums::of(problem, query) : BiasSums::none(query);
+  const BiasSums bias_sums = need_grad_bias ? BiasSums::of(args, query) : BiasSums::none(query);
   // Without a batch or a head all of them are empty.
-  if (problem.batch > 0 && problem.heads > 0) {
+  if (args.batch > 0 && args.heads > 0) {
     const std::int64_t count = logsumexp.numel();
     const Tensor scratch =
         torch::stable::empty({2, count}, ops::ScalarType::Float, std::nullopt, query.device());
     float* reference = scratch.mutable_data_ptr<float>();
-    const Backward run{problem,
-                       DeviceLayout::by_rows(kOp, problem, columns.numel()),
-                       DeviceLayout::by_columns(kOp, problem, transposed, columns.numel()),
+    const Backward run{args,
+                       DeviceLayout::by_rows(kOp, args, columns.numel()),
+                       DeviceLayout::by_columns(kOp, args, transposed, columns.numel()),
                        ops::read_rows_like_query(kOp, "grad_output", inputs[3], query),
                        outputs,
                        sums,
@@ -162,8 +162,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
                        grads[1],
                        grads[2],
                        bias_sums};
-    with_type(problem.type, [&]<class T>(std::type_identity<T>) {
-      with_head_dim(problem.head_dim,
+    with_type(args.type, [&]<class T>(std::type_identity<T>) {
+      with_head_dim(args.head_dim,
                     [&]<int kDim>(std::integral_constant<int, kDim>) { run.run<T, kDim>(); });
     });
   }

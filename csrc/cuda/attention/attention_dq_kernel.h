@@ -9,29 +9,30 @@
 namespace zero_ext::cuda {
 
 template <class T, int kDim>
-struct AttentionRowGradient : AttentionGradient<T, kDim, AttentionPass::row_gradient> {
-  using Base = AttentionGradient<T, kDim, AttentionPass::row_gradient>;
+struct AttentionDq : AttentionGradient<T, kDim, AttentionPass::dq> {
+  using Base = AttentionGradient<T, kDim, AttentionPass::dq>;
   using Base::grad_bias;
   using Base::inputs;
   using Base::kBands;
   using Base::lists;
   using typename Base::Rows;
+  using typename Base::ScorePositions;
   using typename Base::Scores;
-  using typename Base::Shape;
   using typename Base::Sums;
-  using typename Base::TilePlaces;
-  template <class Machine>
-  using Stream = typename Base::template Stream<Machine>;
-  template <class Machine>
-  using Multiply = typename Base::template Multiply<Machine>;
+  using typename Base::Tiling;
+  template <class ThreadBlock>
+  using Loader = typename Base::template Loader<ThreadBlock>;
+  template <class ThreadBlock>
+  using Mma = typename Base::template Mma<ThreadBlock>;
 
   OutputRows<T> grad_query;
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    this->each_head(machine,
-                    [&](Stream<Machine>& stream, std::int32_t batch, std::int32_t head,
-                        std::int32_t first) { one_head(machine, stream, batch, head, first); });
+  template <class ThreadBlock>
+  ZERO_EXT_DEVICE void operator()(const ThreadBlock& thread_block) const {
+    this->each_head(thread_block, [&](Loader<ThreadBlock>& loader, std::int32_t batch,
+                                      std::int32_t head, std::int32_t first) {
+      one_head(thread_block, loader, batch, head, first);
+    });
   }
 
  private:
@@ -43,32 +44,33 @@ struct AttentionRowGradient : AttentionGradient<T, kDim, AttentionPass::row_grad
     Registers<float, 2> bias[kBands];  // sums over the keys that this lane has
   };
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void one_head(const Machine& machine, Stream<Machine>& stream, std::int32_t batch,
-                                std::int32_t head, std::int32_t first) const {
+  template <class ThreadBlock>
+  ZERO_EXT_DEVICE void one_head(const ThreadBlock& thread_block, Loader<ThreadBlock>& loader,
+                                std::int32_t batch, std::int32_t head, std::int32_t first) const {
     const auto index = [&](int row) { return first + row; };
-    T* queries = reinterpret_cast<T*>(machine.memory());
-    T* grads = reinterpret_cast<T*>(machine.memory() + Rows::bytes(Shape::kRows));
-    copy_rows<kDim>(machine, inputs.queries(inputs.query, batch, head), Shape::kRows, index,
+    T* queries = reinterpret_cast<T*>(thread_block.shared_memory());
+    T* grads = reinterpret_cast<T*>(thread_block.shared_memory() + Rows::bytes(Tiling::kRows));
+    copy_rows<kDim>(thread_block, inputs.queries(inputs.query, batch, head), Tiling::kRows, index,
                     queries);
-    copy_rows<kDim>(machine, inputs.queries(inputs.grad_output, batch, head), Shape::kRows, index,
-                    grads);
-    stream.begin(lists.of(head, first), inputs.keys(inputs.key, batch, head),
+    copy_rows<kDim>(thread_block, inputs.queries(inputs.grad_output, batch, head), Tiling::kRows,
+                    index, grads);
+    loader.begin(lists.of(head, first), inputs.keys(inputs.key, batch, head),
                  inputs.keys(inputs.value, batch, head), {{nullptr, 0}});
-    const int place = machine.warp() * kBands;
+    const int band_index = thread_block.warp() * kBands;
     float* const bias = this->bias_of(batch, head);
     State state;
-    begin(inputs.first_row(batch, head), first + place * kBandRows, state);
-    pass(machine, stream, inputs.rules.of(batch, head), inputs.rules.dropout_of(batch, head), first,
-         bias, state);
-    stream.end();
+    begin(inputs.first_row(batch, head), first + band_index * kBandRows, state);
+    pass(thread_block, loader, inputs.params.of(batch, head), inputs.params.dropout_of(batch, head),
+         first, bias, state);
+    loader.end();
     Registers<float, 2> factors;
-    factors.fill(inputs.rules.scale);
+    factors.fill(inputs.params.scale);
     ZERO_EXT_UNROLL
     for (int band = 0; band < kBands; ++band) {
-      const std::int32_t band_first = first + (place + band) * kBandRows;
-      grad_query.template store<kDim>(machine, batch, head, band_first, factors, state.sums[band],
-                                      queries + (place + band) * Rows::kBandElements);
+      const std::int32_t band_first = first + (band_index + band) * kBandRows;
+      grad_query.template store<kDim>(thread_block, batch, head, band_first, factors,
+                                      state.sums[band],
+                                      queries + (band_index + band) * Rows::kBandElements);
       if (bias != nullptr && grad_bias.key_stride == 0) {
         finish_bias(band_first, state.bias[band], bias);
       }
@@ -80,88 +82,89 @@ struct AttentionRowGradient : AttentionGradient<T, kDim, AttentionPass::row_grad
     for (int band = 0; band < kBands; ++band) {
       state.sums[band].fill(0.0F);
       state.bias[band].fill(0.0F);
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         ZERO_EXT_UNROLL
         for (int row = 0; row < 2; ++row) {
           const std::int32_t index = first + band * kBandRows + lane / 4 + 8 * row;
-          const bool there = index < inputs.rules.sizes.query_length;
-          state.reference[band].at[here][row] = there ? inputs.reference[first_row + index] : 0.0F;
-          state.delta[band].at[here][row] = there ? inputs.delta[first_row + index] : 0.0F;
+          const bool there = index < inputs.params.sizes.query_length;
+          state.reference[band].at[local][row] = there ? inputs.reference[first_row + index] : 0.0F;
+          state.delta[band].at[local][row] = there ? inputs.delta[first_row + index] : 0.0F;
         }
       });
     }
   }
 
   // Over the tiles of keys and values.
-  template <class Machine>
-  ZERO_EXT_DEVICE void pass(const Machine& machine, Stream<Machine>& stream, const HeadRules& rules,
-                            const HeadDropout& dropout, std::int32_t first, float* bias,
-                            State& state) const {
-    const int place = machine.warp() * kBands;
-    const T* queries = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
-    const T* grads = queries + Shape::kRows * Rows::kStride;
-    float* const scratch = Base::scratch(machine);
-    for (std::int32_t i = 0; i < stream.tiles(); ++i) {
-      stream.take(i);
-      Wanted wanted[kBands];
-      stream.wanted(i, place, wanted);
+  template <class ThreadBlock>
+  ZERO_EXT_DEVICE void pass(const ThreadBlock& thread_block, Loader<ThreadBlock>& loader,
+                            const HeadParams& params, const HeadDropout& dropout,
+                            std::int32_t first, float* bias, State& state) const {
+    const int band_index = thread_block.warp() * kBands;
+    const T* queries =
+        reinterpret_cast<const T*>(thread_block.shared_memory()) + band_index * Rows::kBandElements;
+    const T* grads = queries + Tiling::kRows * Rows::kStride;
+    float* const scratch = Base::scratch(thread_block);
+    for (std::int32_t i = 0; i < loader.tiles(); ++i) {
+      loader.acquire(i);
+      GroupMask masks[kBands];
+      loader.masks(i, band_index, masks);
       Scores scores[kBands];
       Scores gradient[kBands];
-      Multiply<Machine>::scores(machine, queries, stream.first(i), wanted, scores);
-      Multiply<Machine>::scores(machine, grads, stream.second(i), wanted, gradient);
+      Mma<ThreadBlock>::scores(thread_block, queries, loader.first(i), masks, scores);
+      Mma<ThreadBlock>::scores(thread_block, grads, loader.second(i), masks, gradient);
       ZERO_EXT_UNROLL
       for (int band = 0; band < kBands; ++band) {
-        if (wanted[band] == 0) continue;
-        const TilePlaces places =
-            stream.template places<false>(i, first + (place + band) * kBandRows, wanted[band]);
-        make_scores(rules, places, scores[band]);
-        differentiate(dropout, places, state, band, scores[band], gradient[band]);
+        if (masks[band] == 0) continue;
+        const ScorePositions positions = loader.template positions<false>(
+            i, first + (band_index + band) * kBandRows, masks[band]);
+        make_scores(params, positions, scores[band]);
+        differentiate(dropout, positions, state, band, scores[band], gradient[band]);
         if (bias != nullptr) {
-          add_to_bias(rules, places, gradient[band], bias, state.bias[band]);
+          add_to_bias(params, positions, gradient[band], bias, state.bias[band]);
         }
       }
-      Multiply<Machine>::add(machine, gradient, stream.first(i), scratch, wanted, state.sums);
-      stream.release(i);
+      Mma<ThreadBlock>::add(thread_block, gradient, loader.first(i), scratch, masks, state.sums);
+      loader.release(i);
     }
   }
 
   // The gradient of the dropped weights becomes that of the scores.
-  static ZERO_EXT_DEVICE void differentiate(const HeadDropout& dropout, const TilePlaces& places,
-                                            const State& state, int band, const Scores& scores,
-                                            Scores& gradient) {
-    each_factor(dropout, places, [&](int here, int i, float factor) {
+  static ZERO_EXT_DEVICE void differentiate(const HeadDropout& dropout,
+                                            const ScorePositions& positions, const State& state,
+                                            int band, const Scores& scores, Scores& gradient) {
+    each_factor(dropout, positions, [&](int local, int i, float factor) {
       const int row = i % 4 / 2;
-      const float weight = fast_exp2(scores.at[here][i] - state.reference[band].at[here][row]);
-      float& value = gradient.at[here][i];
-      value = score_gradient(weight, value, factor, state.delta[band].at[here][row]);
+      const float weight = fast_exp2(scores.at[local][i] - state.reference[band].at[local][row]);
+      float& value = gradient.at[local][i];
+      value = score_gradient(weight, value, factor, state.delta[band].at[local][row]);
     });
   }
 
   // One warp alone adds to an element, in one order: its lanes may change from head to head.
-  ZERO_EXT_DEVICE void add_to_bias(const HeadRules& rules, const TilePlaces& places,
+  ZERO_EXT_DEVICE void add_to_bias(const HeadParams& params, const ScorePositions& positions,
                                    const Scores& gradient, float* bias,
                                    Registers<float, 2>& sums) const {
-    places.each_score([&](int here, int lane, int i) {
-      const std::int32_t query = places.query(lane, i);
-      const std::int32_t key = places.key(lane, i);
+    positions.each_score([&](int local, int lane, int i) {
+      const std::int32_t query = positions.query(lane, i);
+      const std::int32_t key = positions.key(lane, i);
       if (grad_bias.key_stride == 0) {
-        sums.at[here][i % 4 / 2] += gradient.at[here][i];
-      } else if (query < rules.query_length && key < rules.key_length) {
-        bias[query * grad_bias.query_stride + key * grad_bias.key_stride] += gradient.at[here][i];
+        sums.at[local][i % 4 / 2] += gradient.at[local][i];
+      } else if (query < params.query_length && key < params.key_length) {
+        bias[query * grad_bias.query_stride + key * grad_bias.key_stride] += gradient.at[local][i];
       }
     });
-    meet_in_warp();
+    sync_warp();
   }
 
   ZERO_EXT_DEVICE void finish_bias(std::int32_t first, Registers<float, 2>& sums,
                                    float* bias) const {
     sum_of_quad(sums);
-    each_lane([&](int here, int lane) {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
         const std::int32_t index = first + lane / 4 + 8 * row;
-        if (lane % 4 != 0 || index >= inputs.rules.sizes.query_length) continue;
-        bias[index * grad_bias.query_stride] += sums.at[here][row];
+        if (lane % 4 != 0 || index >= inputs.params.sizes.query_length) continue;
+        bias[index * grad_bias.query_stride] += sums.at[local][row];
       }
     });
   }

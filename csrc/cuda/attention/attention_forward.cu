@@ -24,20 +24,20 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   const Tensor queries = with_aligned_rows(query);
   const Tensor keys = with_aligned_rows(key);
   const Tensor values = with_aligned_rows(value);
-  const core::AttentionProblem problem = ops::read_attention(
+  const core::AttentionArgs args = ops::read_attention(
       kOp, {queries, keys, values, row_pointers, columns, key_padding, bias}, options);
   const Tensor output = ops::contiguous_like(query);
   const Tensor logsumexp =
-      torch::stable::empty({problem.batch, problem.heads, problem.query_length},
-                           ops::ScalarType::Float, std::nullopt, query.device());
+      torch::stable::empty({args.batch, args.heads, args.query_length}, ops::ScalarType::Float,
+                           std::nullopt, query.device());
   if (logsumexp.numel() == 0) return {output, logsumexp};
-  const DeviceLayout layout = DeviceLayout::by_rows(kOp, problem, columns.numel());
-  with_type(problem.type, [&]<class T>(std::type_identity<T>) {
-    with_head_dim(problem.head_dim, [&]<int kDim>(std::integral_constant<int, kDim>) {
+  const DeviceLayout layout = DeviceLayout::by_rows(kOp, args, columns.numel());
+  with_type(args.type, [&]<class T>(std::type_identity<T>) {
+    with_head_dim(args.head_dim, [&]<int kDim>(std::integral_constant<int, kDim>) {
       using Kernel = AttentionForward<T, kDim>;
-      const DeviceLayout::Unions rows = layout.unions(Kernel::Shape::kRows, query);
-      launch_attention(kOp, Kernel{rules_of(problem), rows.lists, heads_of<T>(problem.query),
-                                   heads_of<T>(problem.key), heads_of<T>(problem.value),
+      const DeviceLayout::Unions rows = layout.unions(Kernel::Tiling::kRows, query);
+      launch_attention(kOp, Kernel{params_of(args), rows.lists, heads_of<T>(args.query),
+                                   heads_of<T>(args.key), heads_of<T>(args.value),
                                    output_rows<T>(output), logsumexp.mutable_data_ptr<float>()});
     });
   });

@@ -1,4 +1,4 @@
-// What the kernels of both gradients share: what they are given, the heads that they take, and the
+// The base of both backward kernels: their arguments, the heads that a block processes, and the
 // gradients of scores.
 //
 // Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning"
@@ -21,7 +21,7 @@ namespace zero_ext::cuda {
 
 template <class T>
 struct GradientInputs {
-  AttentionRules rules;
+  AttentionParams params;
   Heads<const T> query;
   Heads<const T> key;
   Heads<const T> value;
@@ -31,25 +31,26 @@ struct GradientInputs {
 
   ZERO_EXT_FUNCTION Matrix<const T> queries(const Heads<const T>& of, std::int32_t batch,
                                             std::int32_t head) const {
-    return {of.of(batch, head), of.row_stride, rules.sizes.query_length, rules.sizes.dim};
+    return {of.of(batch, head), of.row_stride, params.sizes.query_length, params.sizes.dim};
   }
   // Of the key head that a query head shares.
   ZERO_EXT_FUNCTION Matrix<const T> keys(const Heads<const T>& of, std::int32_t batch,
                                          std::int32_t head) const {
-    const std::int32_t own = head / (rules.sizes.query_heads / rules.sizes.key_heads);
-    return {of.of(batch, own), of.row_stride, rules.sizes.key_length, rules.sizes.dim};
+    const std::int32_t own = head / (params.sizes.query_heads / params.sizes.key_heads);
+    return {of.of(batch, own), of.row_stride, params.sizes.key_length, params.sizes.dim};
   }
   ZERO_EXT_FUNCTION std::int64_t first_row(std::int32_t batch, std::int32_t head) const {
-    return (std::int64_t{batch} * rules.sizes.query_heads + head) * rules.sizes.query_length;
+    return (std::int64_t{batch} * params.sizes.query_heads + head) * params.sizes.query_length;
   }
 };
 
 // Gradient of one score, in natural units: of weight p, its value's product with the output's
-// gradient, and delta, the sum of output times its gradient over the row. `kept` is
-// 1 / (1 - probability) for a weight that was kept, 0 for a dropped one, 1 without dropout.
-ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, float kept,
+// gradient, and delta, the sum of output times its gradient over the row. `dropout_scale` is
+// 1 / (1 - probability) for a weight that was kept, 0 for a dropped one, 1 without
+// dropout.
+ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, float dropout_scale,
                                           float delta) {
-  return weight * std::fmaf(value_product, kept, -delta);
+  return weight * std::fmaf(value_product, dropout_scale, -delta);
 }
 
 // For every row of queries: what its scores are compared with (the logarithm of the sum of
@@ -79,13 +80,15 @@ struct PrepareGradients {
   std::int64_t work() const { return heads() * runs_of_head(); }
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    over_places(warp, warps, heads(), runs_of_head(), [&](std::int64_t number, std::int64_t run) {
-      const auto batch = static_cast<std::int32_t>(number) / sizes.query_heads;
-      const std::int32_t head = static_cast<std::int32_t>(number) - batch * sizes.query_heads;
-      const auto first = static_cast<std::int32_t>(run) * kWarpLanes;
-      const LaneWords sums = sum_rows(grad_output.of(batch, head), output.of(batch, head), first);
-      write(number * sizes.query_length + first, sizes.query_length - first, sums);
-    });
+    for_each_nested(
+        warp, warps, heads(), runs_of_head(), [&](std::int64_t number, std::int64_t run) {
+          const auto batch = static_cast<std::int32_t>(number) / sizes.query_heads;
+          const std::int32_t head = static_cast<std::int32_t>(number) - batch * sizes.query_heads;
+          const auto first = static_cast<std::int32_t>(run) * kWarpLanes;
+          const LaneWords sums =
+              sum_rows(grad_output.of(batch, head), output.of(batch, head), first);
+          write(number * sizes.query_length + first, sizes.query_length - first, sums);
+        });
   }
 
   // Lanes that have a row: a power of two.
@@ -101,25 +104,25 @@ struct PrepareGradients {
     const int lanes = lanes_of_row();
     const int at_once = kWarpLanes / lanes;
     LaneWords result;
-    each_lane([&](int here, int) { result.at[here] = 0; });
+    each_lane([&](int local, int) { result.at[local] = 0; });
     ZERO_EXT_UNROLL_LOADS_BY(2)
     for (int step = 0; step < lanes; ++step) {
-      double sums[kLanesHere];
-      each_lane([&](int here, int lane) {
+      double sums[kThreadLanes];
+      each_lane([&](int local, int lane) {
         const std::int64_t row = first + step * at_once + lane / lanes;
-        sums[here] = row < sizes.query_length
-                         ? sum_some(grads + row * grad_output.row_stride,
-                                    outputs + row * output.row_stride, lane % lanes, lanes)
-                         : 0.0;
+        sums[local] = row < sizes.query_length
+                          ? sum_some(grads + row * grad_output.row_stride,
+                                     outputs + row * output.row_stride, lane % lanes, lanes)
+                          : 0.0;
       });
       sum_of_group(sums, lanes);
       LaneWords own;
-      each_lane([&](int here, int) {
-        own.at[here] = std::bit_cast<std::uint32_t>(static_cast<float>(sums[here]));
+      each_lane([&](int local, int) {
+        own.at[local] = std::bit_cast<std::uint32_t>(static_cast<float>(sums[local]));
       });
-      const LaneWords given = words_from(own, [&](int lane) { return lane % at_once * lanes; });
-      each_lane([&](int here, int lane) {
-        if (lane / at_once == step) result.at[here] = given.at[here];
+      const LaneWords received = shuffle(own, [&](int lane) { return lane % at_once * lanes; });
+      each_lane([&](int local, int lane) {
+        if (lane / at_once == step) result.at[local] = received.at[local];
       });
     }
     return result;
@@ -153,24 +156,24 @@ struct PrepareGradients {
     if (wide) {
       totals = load_lane_words(logsumexp + begin);
     } else {
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         const float total = lane < count ? logsumexp[begin + lane] : 0.0F;
-        totals.at[here] = std::bit_cast<std::uint32_t>(total);
+        totals.at[local] = std::bit_cast<std::uint32_t>(total);
       });
     }
-    each_lane([&](int here, int) {
-      if (std::bit_cast<float>(totals.at[here]) != kMasked) return;
-      totals.at[here] = core::kInfinityBits<float>;
+    each_lane([&](int local, int) {
+      if (std::bit_cast<float>(totals.at[local]) != kMasked) return;
+      totals.at[local] = core::kInfinityBits<float>;
     });
     if (wide) {
       store_lane_words(delta + begin, sums);
       store_lane_words(reference + begin, totals);
       return;
     }
-    each_lane([&](int here, int lane) {
+    each_lane([&](int local, int lane) {
       if (lane >= count) return;
-      delta[begin + lane] = std::bit_cast<float>(sums.at[here]);
-      reference[begin + lane] = std::bit_cast<float>(totals.at[here]);
+      delta[begin + lane] = std::bit_cast<float>(sums.at[local]);
+      reference[begin + lane] = std::bit_cast<float>(totals.at[local]);
     });
   }
 
@@ -188,19 +191,19 @@ struct PrepareGradients {
 template <class T, int kDim, AttentionPass kPass>
 struct AttentionGradient {
   static_assert(kPass != AttentionPass::forward);
-  static constexpr bool kByRows = kPass == AttentionPass::row_gradient;
-  using Shape = AttentionShape<T, kDim, kPass>;
+  static constexpr bool kByRows = kPass == AttentionPass::dq;
+  using Tiling = AttentionTiling<T, kDim, kPass>;
   using Rows = TileRows<T, kDim>;
-  static constexpr int kTile = Shape::kTile;
-  static constexpr int kBands = Shape::kBands;
+  static constexpr int kTile = Tiling::kTile;
+  static constexpr int kBands = Tiling::kBands;
   using Scores = Registers<float, kTile / 2>;
   using Sums = Registers<float, kDim / 2>;
-  using TilePlaces = Places<!kByRows, kTile / 16>;
-  // The numbers of queries, reference and delta, pass by with them.
-  template <class Machine>
-  using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, kByRows ? 0 : 2>;
-  template <class Machine>
-  using Multiply = Product<Machine, T, kDim, kTile, kBands>;
+  using ScorePositions = TilePositions<!kByRows, kTile / 16>;
+  // The scalars of queries, reference and delta, pass by with them.
+  template <class ThreadBlock>
+  using Loader = TileLoader<ThreadBlock, T, kDim, kTile, Tiling::kStages, kByRows ? 0 : 2>;
+  template <class ThreadBlock>
+  using Mma = WarpMma<ThreadBlock, T, kDim, kTile, kBands>;
 
   GradientInputs<T> inputs;
   BlockLists lists;  // by rows or by columns, as the pass
@@ -211,49 +214,51 @@ struct AttentionGradient {
   std::int32_t heads_each;
 
   ZERO_EXT_FUNCTION std::int32_t heads() const {
-    return kByRows ? inputs.rules.sizes.query_heads : inputs.rules.sizes.key_heads;
+    return kByRows ? inputs.params.sizes.query_heads : inputs.params.sizes.key_heads;
   }
   ZERO_EXT_FUNCTION std::int32_t row_tiles() const {
-    const AttentionSizes& sizes = inputs.rules.sizes;
+    const AttentionSizes& sizes = inputs.params.sizes;
     const std::int32_t length = kByRows ? sizes.query_length : sizes.key_length;
-    return (length + Shape::kRows - 1) / Shape::kRows;
+    return (length + Tiling::kRows - 1) / Tiling::kRows;
   }
   ZERO_EXT_FUNCTION std::int32_t groups() const {
-    return inputs.rules.sizes.batch / batches_each * (heads() / heads_each);
+    return inputs.params.sizes.batch / batches_each * (heads() / heads_each);
   }
   std::int64_t blocks() const { return std::int64_t{row_tiles()} * groups(); }
-  template <class Machine>
+  template <class ThreadBlock>
   static constexpr int shared_bytes() {
-    return 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes +
-           Shape::kWarps * Multiply<Machine>::kScratch * 4;
+    return 2 * Rows::bytes(Tiling::kRows) + Loader<ThreadBlock>::kBytes +
+           Tiling::kWarps * Mma<ThreadBlock>::kScratch * 4;
   }
 
   // Calls visit(stream, batch, head, first row) for the heads of the running block of threads.
-  template <class Machine, class Visit>
-  ZERO_EXT_DEVICE void each_head(const Machine& machine, const Visit& visit) const {
-    const auto number = static_cast<std::int32_t>(machine.block());
+  template <class ThreadBlock, class Visit>
+  ZERO_EXT_DEVICE void each_head(const ThreadBlock& thread_block, const Visit& visit) const {
+    const auto number = static_cast<std::int32_t>(thread_block.block());
     const std::int32_t group = number % groups();
     // Of causal layouts the last rows and the first columns have most blocks: they begin first.
     const std::int32_t turn = number / groups();
-    const bool reversed = kByRows && inputs.rules.causal;
-    const std::int32_t first = (reversed ? row_tiles() - 1 - turn : turn) * Shape::kRows;
+    const bool reversed = kByRows && inputs.params.causal;
+    const std::int32_t first = (reversed ? row_tiles() - 1 - turn : turn) * Tiling::kRows;
     const std::int32_t head_groups = heads() / heads_each;
     const std::int32_t first_batch = group / head_groups * batches_each;
     const std::int32_t first_head = group % head_groups * heads_each;
-    Stream<Machine> stream(machine, machine.memory() + 2 * Rows::bytes(Shape::kRows));
+    Loader<ThreadBlock> loader(thread_block,
+                               thread_block.shared_memory() + 2 * Rows::bytes(Tiling::kRows));
     for (std::int32_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
       for (std::int32_t head = first_head; head < first_head + heads_each; ++head) {
-        visit(stream, batch, head, first);
-        machine.meet();  // before the next head's rows are copied
+        visit(loader, batch, head, first);
+        thread_block.sync();  // before the next head's rows are copied
       }
     }
   }
 
   // Shared memory of the running warp alone, see Product::add.
-  template <class Machine>
-  static ZERO_EXT_DEVICE float* scratch(const Machine& machine) {
-    std::byte* behind = machine.memory() + 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes;
-    return reinterpret_cast<float*>(behind) + machine.warp() * Multiply<Machine>::kScratch;
+  template <class ThreadBlock>
+  static ZERO_EXT_DEVICE float* scratch(const ThreadBlock& thread_block) {
+    std::byte* behind =
+        thread_block.shared_memory() + 2 * Rows::bytes(Tiling::kRows) + Loader<ThreadBlock>::kBytes;
+    return reinterpret_cast<float*>(behind) + thread_block.warp() * Mma<ThreadBlock>::kScratch;
   }
 
   // Of a batch and query head, or null if it is not asked for.

@@ -20,10 +20,10 @@
 namespace zero_ext::cuda {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Shape::kThreads, Kernel::Shape::kMinBlocks)
+__global__ void __launch_bounds__(Kernel::Tiling::kThreads, Kernel::Tiling::kMinBlocks)
     run_attention(const __grid_constant__ Kernel kernel) {
   extern __shared__ __align__(16) std::byte memory[];
-  kernel(DeviceMachine(memory));
+  kernel(DeviceThreadBlock(memory));
 }
 
 template <class Kernel>
@@ -33,13 +33,13 @@ void launch_attention(const char* op, const Kernel& kernel) {
   STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": the layout has ", blocks,
                   " pieces over all batches and heads, and a launch takes at most ", INT32_MAX,
                   "; split the batch");
-  constexpr int bytes = Kernel::template shared_bytes<DeviceMachine>();
+  constexpr int bytes = Kernel::template shared_bytes<DeviceThreadBlock>();
   static_assert(bytes <= kMaxSharedBytes);
   const Launcher launcher(op);
   check(op, cudaFuncSetAttribute(run_attention<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  bytes));
   run_attention<Kernel>
-      <<<static_cast<unsigned>(blocks), Kernel::Shape::kThreads, bytes, launcher.stream>>>(kernel);
+      <<<static_cast<unsigned>(blocks), Kernel::Tiling::kThreads, bytes, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }
 
@@ -77,52 +77,50 @@ OutputRows<T> output_rows(const ops::Tensor& tensor) {
           static_cast<std::int32_t>(tensor.size(2)), static_cast<std::int32_t>(tensor.size(3))};
 }
 
-inline AttentionRules rules_of(const core::AttentionProblem& problem) {
-  const core::BiasView& bias = problem.bias;
+inline AttentionParams params_of(const core::AttentionArgs& args) {
+  const core::BiasView& bias = args.bias;
   return {
-      {static_cast<std::int32_t>(problem.batch), static_cast<std::int32_t>(problem.heads),
-       static_cast<std::int32_t>(problem.key_heads),
-       static_cast<std::int32_t>(problem.query_length),
-       static_cast<std::int32_t>(problem.key_length), static_cast<std::int32_t>(problem.head_dim)},
-      problem.scale,
-      problem.causal,
-      problem.key_padding,
-      problem.key_padding_stride,
+      {static_cast<std::int32_t>(args.batch), static_cast<std::int32_t>(args.heads),
+       static_cast<std::int32_t>(args.key_heads), static_cast<std::int32_t>(args.query_length),
+       static_cast<std::int32_t>(args.key_length), static_cast<std::int32_t>(args.head_dim)},
+      args.scale,
+      args.causal,
+      args.key_padding,
+      args.key_padding_stride,
       {bias.data, bias.type, bias.strides[0], bias.strides[1], bias.strides[2], bias.strides[3]},
-      {problem.dropout, problem.seed, problem.offset}};
+      {args.dropout, args.seed, args.offset}};
 }
 
-inline int shift_of(const core::AttentionProblem& problem) {
+inline int shift_of(const core::AttentionArgs& args) {
   int shift = 4;
-  while (1 << shift < problem.layout.block) ++shift;
+  while (1 << shift < args.layout.block) ++shift;
   return shift;
 }
 
 // One of the two copies of a layout, which the device checks before it is used.
 class DeviceLayout {
  public:
-  DeviceLayout(const char* op, const CheckLists& layout, const core::AttentionProblem& problem)
-      : op_(op), layout_(layout), shift_(shift_of(problem)) {
+  DeviceLayout(const char* op, const CheckLists& layout, const core::AttentionArgs& args)
+      : op_(op), layout_(layout), shift_(shift_of(args)) {
     launch(op, layout, layout.heads * layout.count);
   }
 
-  static DeviceLayout by_rows(const char* op, const core::AttentionProblem& problem,
-                              std::int64_t total) {
-    const core::BlockRows& layout = problem.layout;
+  static DeviceLayout by_rows(const char* op, const core::AttentionArgs& args, std::int64_t total) {
+    const core::BlockRows& layout = args.layout;
     return {op,
             {core::device_op(op), DeviceArgument::row_pointers, DeviceArgument::columns,
              device_errors(op), layout.pointers, layout.columns, layout.heads, layout.row_blocks,
-             total, ops::blocks_of(problem.key_length, layout.block)},
-            problem};
+             total, ops::blocks_of(args.key_length, layout.block)},
+            args};
   }
-  static DeviceLayout by_columns(const char* op, const core::AttentionProblem& problem,
+  static DeviceLayout by_columns(const char* op, const core::AttentionArgs& args,
                                  const ops::TransposedBlocks& blocks, std::int64_t total) {
-    const core::BlockRows& layout = problem.layout;
+    const core::BlockRows& layout = args.layout;
     return {op,
             {core::device_op(op), DeviceArgument::column_pointers, DeviceArgument::rows,
              device_errors(op), blocks.column_pointers, blocks.rows, layout.heads,
-             ops::blocks_of(problem.key_length, layout.block), total, layout.row_blocks},
-            problem};
+             ops::blocks_of(args.key_length, layout.block), total, layout.row_blocks},
+            args};
   }
 
   struct Unions {

@@ -19,8 +19,8 @@ namespace zero_ext::cuda {
 inline constexpr std::int32_t kAbsent = 1 << 30;
 
 // Rows of a block of threads come in bands of 16, at most four of them. An entry of a union is a
-// block times 16, plus a bit for each band that has the block in its list. So is a place: the first
-// of 16 rows, which is a multiple of 16, plus the bits.
+// block times 16, plus a bit for each band that has the block in its list. So is a position: the
+// first of 16 rows, which is a multiple of 16, plus the bits.
 inline constexpr std::int32_t kBandBits = 15;
 
 // The union of the lists of some rows (or columns) of blocks, whose rows are at most 2^30.
@@ -33,12 +33,12 @@ struct BlockList {
   ZERO_EXT_FUNCTION std::int32_t tiles() const {
     return ((count << shift) + kTile - 1) / kTile;
   }
-  // Place of the `group`th 16 rows of the blocks, counted over all of them.
-  ZERO_EXT_FUNCTION std::int32_t place(std::int32_t group) const {
-    const std::int32_t position = group * 16;
-    const std::int32_t slot = position >> shift;
+  // Position of the `group`th 16 rows of the blocks, counted over all of them.
+  ZERO_EXT_FUNCTION std::int32_t position(std::int32_t group) const {
+    const std::int32_t row = group * 16;
+    const std::int32_t slot = row >> shift;
     if (slot >= count) return kAbsent;
-    const std::int32_t inside = position & ((1 << shift) - 1);
+    const std::int32_t inside = row & ((1 << shift) - 1);
     const std::int32_t entry = entries[slot];
     return (((entry & ~kBandBits) >> 4) << shift) + inside + (entry & kBandBits);
   }
@@ -73,7 +73,7 @@ struct CheckLists {
   std::int64_t limit;
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t threads) const {
-    over_places(thread, threads, heads, count, [&](std::int64_t head, std::int64_t list) {
+    for_each_nested(thread, threads, heads, count, [&](std::int64_t head, std::int64_t list) {
       const std::int64_t at = head * (count + 1) + list;
       const std::int64_t begin = pointers[at];
       const std::int64_t end = pointers[at + 1];
@@ -132,21 +132,23 @@ struct MergeLists {
   ZERO_EXT_FUNCTION std::int64_t unions() const { return (layout.count + lists - 1) / lists; }
   std::int64_t blocks() const { return (layout.heads * unions() + kWarps - 1) / kWarps; }
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    const std::int64_t number = machine.block() * (machine.threads() / kWarpLanes) + machine.warp();
+  template <class ThreadBlock>
+  ZERO_EXT_DEVICE void operator()(const ThreadBlock& thread_block) const {
+    const std::int64_t number =
+        thread_block.block() * (thread_block.threads() / kWarpLanes) + thread_block.warp();
     if (number >= layout.heads * unions()) return;
     const bool refused = has_error(layout.errors);
     const std::int64_t first = number % unions() * lists;
     const std::int32_t* own = layout.pointers + number / unions() * (layout.count + 1) + first;
-    Rest rest[kMax];
+    ListCursor cursors[kMax];
     ZERO_EXT_UNROLL
     for (int list = 0; list < kMax; ++list) {
       const bool there = !refused && list < lists && first + list < layout.count;
-      rest[list] = {there ? within(own[list]) : 0, there ? within(own[list + 1]) : 0};
+      cursors[list] = {there ? clamp_offset(own[list]) : 0,
+                       there ? clamp_offset(own[list + 1]) : 0};
     }
-    const std::int32_t begin = rest[0].next;
-    const std::int32_t found = merge(rest, entries + begin, within(layout.total) - begin);
+    const std::int32_t begin = cursors[0].next;
+    const std::int32_t found = merge(cursors, entries + begin, clamp_offset(layout.total) - begin);
     each_lane([&](int, int lane) {
       if (lane < 2) extents[2 * number + lane] = lane == 0 ? begin : found;
     });
@@ -154,33 +156,33 @@ struct MergeLists {
 
  private:
   // What is left of a list.
-  struct Rest {
+  struct ListCursor {
     std::int32_t next;
     std::int32_t end;
   };
 
-  ZERO_EXT_FUNCTION std::int32_t within(std::int64_t offset) const {
+  ZERO_EXT_FUNCTION std::int32_t clamp_offset(std::int64_t offset) const {
     return static_cast<std::int32_t>(offset < 0              ? 0
                                      : offset < layout.total ? offset
                                                              : layout.total);
   }
 
-  // The number of entries, at most `room`.
-  ZERO_EXT_DEVICE std::int32_t merge(Rest (&rest)[kMax], std::int32_t* to,
-                                     std::int32_t room) const {
+  // The number of entries, at most `capacity`.
+  ZERO_EXT_DEVICE std::int32_t merge(ListCursor (&cursors)[kMax], std::int32_t* to,
+                                     std::int32_t capacity) const {
     std::int32_t found = 0;
-    while (found < room) {
-      const std::int32_t lowest = lowest_of(rest);
+    while (found < capacity) {
+      const std::int32_t lowest = lowest_of(cursors);
       if (lowest >= layout.limit) break;
       std::uint32_t windows[kMax];
       std::uint32_t any = 0;
       ZERO_EXT_UNROLL
       for (int list = 0; list < kMax; ++list) {
-        any |= windows[list] = window(lowest, rest[list]);
+        any |= windows[list] = window(lowest, cursors[list]);
       }
       each_lane([&](int, int lane) {
         const std::int32_t at = found + count_bits(any & ((1U << lane) - 1));
-        if ((any >> lane & 1) == 0 || at >= room) return;
+        if ((any >> lane & 1) == 0 || at >= capacity) return;
         std::int32_t entry = (lowest + lane) << 4;
         ZERO_EXT_UNROLL
         for (int list = 0; list < kMax; ++list) {
@@ -190,14 +192,14 @@ struct MergeLists {
       });
       found += count_bits(any);
     }
-    return found < room ? found : room;
+    return found < capacity ? found : capacity;
   }
 
   // The lowest block that any list still has, or the limit. A list ends where it leaves the bounds.
-  ZERO_EXT_FUNCTION std::int32_t lowest_of(Rest (&rest)[kMax]) const {
+  ZERO_EXT_FUNCTION std::int32_t lowest_of(ListCursor (&cursors)[kMax]) const {
     auto lowest = static_cast<std::int32_t>(layout.limit);
     ZERO_EXT_UNROLL
-    for (Rest& each : rest) {
+    for (ListCursor& each : cursors) {
       if (each.next >= each.end) continue;
       const std::int32_t block = layout.blocks[each.next];
       if (block < 0 || block >= layout.limit) {
@@ -210,17 +212,17 @@ struct MergeLists {
   }
 
   // Takes the blocks of a list from `lowest` on to 31 above: a bit each.
-  ZERO_EXT_DEVICE std::uint32_t window(std::int32_t lowest, Rest& rest) const {
+  ZERO_EXT_DEVICE std::uint32_t window(std::int32_t lowest, ListCursor& cursors) const {
     Registers<std::uint32_t, 1> bits;
-    each_lane([&](int here, int lane) {
-      bits.at[here][0] = 0;
-      if (lane >= rest.end - rest.next) return;
-      const std::int32_t block = layout.blocks[rest.next + lane];
+    each_lane([&](int local, int lane) {
+      bits.at[local][0] = 0;
+      if (lane >= cursors.end - cursors.next) return;
+      const std::int32_t block = layout.blocks[cursors.next + lane];
       if (block < lowest || block >= layout.limit || block - lowest >= kWarpLanes) return;
-      bits.at[here][0] = 1U << (block - lowest);
+      bits.at[local][0] = 1U << (block - lowest);
     });
     or_of_warp(bits);
-    rest.next += count_bits(bits.at[0][0]);
+    cursors.next += count_bits(bits.at[0][0]);
     return bits.at[0][0];
   }
 };

@@ -20,22 +20,22 @@ struct OutputRows {
   // Writes the sums of a band whose first row is `first`, each row times its factor: those of a
   // lane are rows lane / 4 and 8 below. They pass through `staging`, shared memory of 16 rows of
   // tiles that no other warp uses.
-  template <int kDim, class Machine>
-  ZERO_EXT_DEVICE void store(const Machine& machine, std::int32_t batch, std::int32_t head,
+  template <int kDim, class ThreadBlock>
+  ZERO_EXT_DEVICE void store(const ThreadBlock& thread_block, std::int32_t batch, std::int32_t head,
                              std::int32_t first, const Registers<float, 2>& factors,
                              const Registers<float, kDim / 2>& sums, T* staging) const {
     using Rows = TileRows<T, kDim>;
-    meet_in_warp();  // what was read of the staging before
-    each_lane([&](int here, int lane) {
+    sync_warp();  // what was read of the staging before
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 0; i < kDim / 2; i += 2) {
         const int row = i % 4 / 2;
         T* to = staging + (lane / 4 + 8 * row) * Rows::kStride + i / 4 * 8 + 2 * (lane % 4);
-        const float factor = factors.at[here][row];
-        store_pair(to, sums.at[here][i] * factor, sums.at[here][i + 1] * factor);
+        const float factor = factors.at[local][row];
+        store_pair(to, sums.at[local][i] * factor, sums.at[local][i + 1] * factor);
       }
     });
-    meet_in_warp();
+    sync_warp();
     T* band = data + ((batch * heads + head) * rows + first) * dim;
     each_lane([&](int, int lane) {
       ZERO_EXT_UNROLL
@@ -44,8 +44,8 @@ struct OutputRows {
         const int row = chunk / Rows::kChunks;
         const int column = chunk % Rows::kChunks * Rows::kChunk;
         if (first + row >= rows || column >= dim) continue;
-        machine.write16(band + std::int64_t{row} * dim + column,
-                        staging + row * Rows::kStride + column);
+        thread_block.write16(band + std::int64_t{row} * dim + column,
+                             staging + row * Rows::kStride + column);
       }
     });
   }

@@ -1,4 +1,4 @@
-// What the attention kernels are told: tensors by address and strides, sizes, the layout.
+// Arguments of the attention kernels: tensors by address and strides, sizes, and the layout.
 #pragma once
 
 #include <cstdint>

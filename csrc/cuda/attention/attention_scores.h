@@ -14,8 +14,8 @@ namespace zero_ext::cuda {
 using core::kLog2E;
 inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-// The rules of one batch and query head.
-struct HeadRules {
+// The parameters of one batch and query head.
+struct HeadParams {
   float scale;  // of products, in units of log2 e
   bool causal;
   std::int32_t shift;  // a query i sees keys up to i + shift
@@ -24,13 +24,13 @@ struct HeadRules {
   const bool* key_padding;  // [key length], or null: no key is padding
   AttentionBias bias;       // its data is this head's
 
-  // Whether all pairs of 16 queries and 16 keys are there and none is masked by its place.
-  ZERO_EXT_FUNCTION bool is_whole(std::int32_t query, std::int32_t key) const {
+  // Whether all pairs of 16 queries and 16 keys are there and none is masked by its position.
+  ZERO_EXT_FUNCTION bool is_unmasked(std::int32_t query, std::int32_t key) const {
     return query + 16 <= query_length && key + 16 <= key_length &&
            (!causal || key + 15 <= query + shift);
   }
   ZERO_EXT_FUNCTION bool is_plain() const { return key_padding == nullptr && bias.data == nullptr; }
-  ZERO_EXT_FUNCTION bool sees(std::int32_t query, std::int32_t key) const {
+  ZERO_EXT_FUNCTION bool is_visible(std::int32_t query, std::int32_t key) const {
     return query < query_length && key < key_length && (!causal || key <= query + shift) &&
            (key_padding == nullptr || key_padding[key]);
   }
@@ -47,13 +47,13 @@ struct HeadRules {
     return 0.0F;
   }
   ZERO_EXT_FUNCTION float score(std::int32_t query, std::int32_t key, float product) const {
-    if (!sees(query, key)) return kMasked;
+    if (!is_visible(query, key)) return kMasked;
     const float scaled = product * scale;
     return bias.data == nullptr ? scaled : std::fmaf(bias_of(query, key), kLog2E, scaled);
   }
 };
 
-struct AttentionRules {
+struct AttentionParams {
   AttentionSizes sizes;
   float scale;
   bool causal;
@@ -62,20 +62,20 @@ struct AttentionRules {
   AttentionBias bias;
   Dropout dropout;
 
-  ZERO_EXT_FUNCTION HeadRules of(std::int32_t batch, std::int32_t head) const {
-    HeadRules rules{scale * kLog2E,
-                    causal,
-                    sizes.key_length - sizes.query_length,
-                    sizes.query_length,
-                    sizes.key_length,
-                    key_padding == nullptr ? nullptr : key_padding + batch * key_padding_stride,
-                    bias};
+  ZERO_EXT_FUNCTION HeadParams of(std::int32_t batch, std::int32_t head) const {
+    HeadParams params{scale * kLog2E,
+                      causal,
+                      sizes.key_length - sizes.query_length,
+                      sizes.query_length,
+                      sizes.key_length,
+                      key_padding == nullptr ? nullptr : key_padding + batch * key_padding_stride,
+                      bias};
     if (bias.data != nullptr) {
       const std::int64_t bytes = core::element_size(bias.type);
       const std::int64_t offset = batch * bias.batch_stride + head * bias.head_stride;
-      rules.bias.data = static_cast<const char*>(bias.data) + offset * bytes;
+      params.bias.data = static_cast<const char*>(bias.data) + offset * bytes;
     }
-    return rules;
+    return params;
   }
   ZERO_EXT_FUNCTION HeadDropout dropout_of(std::int32_t batch, std::int32_t head) const {
     return dropout.of(batch * sizes.query_heads + head);
@@ -83,14 +83,14 @@ struct AttentionRules {
 };
 
 // Which query and key each score of a band belongs to: its 16 rows are queries, `first` and the
-// following, and the tile's columns keys; the other way round if kKeysDown.
-template <bool kKeysDown, int kGroups>
-struct Places {
+// following, and the tile's columns keys; the other way round if kKeysAreRows.
+template <bool kKeysAreRows, int kGroups>
+struct TilePositions {
   static constexpr int kScores = 8 * kGroups;  // of a lane
 
   std::int32_t first;
   std::int32_t starts[kGroups];  // of each 16 columns
-  Wanted wanted;
+  GroupMask mask;
 
   static ZERO_EXT_DEVICE int row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
   static ZERO_EXT_DEVICE int column(int lane, int i) { return i / 4 * 8 + 2 * (lane % 4) + i % 2; }
@@ -100,69 +100,72 @@ struct Places {
     return starts[i / 8] + column(lane, i) % 16;
   }
   ZERO_EXT_DEVICE std::int32_t query(int lane, int i) const {
-    return kKeysDown ? across(lane, i) : down(lane, i);
+    return kKeysAreRows ? across(lane, i) : down(lane, i);
   }
   ZERO_EXT_DEVICE std::int32_t key(int lane, int i) const {
-    return kKeysDown ? down(lane, i) : across(lane, i);
+    return kKeysAreRows ? down(lane, i) : across(lane, i);
   }
 
-  // Calls visit(group) for the groups of 16 columns that the band wants.
+  // Calls visit(group) for the groups of 16 columns in the band's mask.
   template <class Visit>
   ZERO_EXT_DEVICE void each_group(const Visit& visit) const {
     ZERO_EXT_UNROLL
     for (int group = 0; group < kGroups; ++group) {
-      if (wants(wanted, group)) visit(group);
+      if (has_group(mask, group)) visit(group);
     }
   }
-  // Calls visit(here, lane, i) for the scores in them.
+  // Calls visit(local, lane, i) for the scores in them.
   template <class Visit>
   ZERO_EXT_DEVICE void each_score(const Visit& visit) const {
     each_group([&](int group) {
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         ZERO_EXT_UNROLL
-        for (int i = 8 * group; i < 8 * group + 8; ++i) visit(here, lane, i);
+        for (int i = 8 * group; i < 8 * group + 8; ++i) visit(local, lane, i);
       });
     });
   }
 };
 
 // Products become scores.
-template <bool kKeysDown, int kGroups>
-ZERO_EXT_DEVICE void make_scores(const HeadRules& rules, const Places<kKeysDown, kGroups>& places,
+template <bool kKeysAreRows, int kGroups>
+ZERO_EXT_DEVICE void make_scores(const HeadParams& params,
+                                 const TilePositions<kKeysAreRows, kGroups>& positions,
                                  Registers<float, 8 * kGroups>& products) {
-  const bool plain = rules.is_plain();
-  places.each_group([&](int group) {
-    const std::int32_t start = places.starts[group];
-    const bool whole =
-        plain && rules.is_whole(kKeysDown ? start : places.first, kKeysDown ? places.first : start);
-    each_lane([&](int here, int lane) {
+  const bool plain = params.is_plain();
+  positions.each_group([&](int group) {
+    const std::int32_t start = positions.starts[group];
+    const bool whole = plain && params.is_unmasked(kKeysAreRows ? start : positions.first,
+                                                   kKeysAreRows ? positions.first : start);
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; ++i) {
-        float& product = products.at[here][i];
-        product = whole ? product * rules.scale
-                        : rules.score(places.query(lane, i), places.key(lane, i), product);
+        float& product = products.at[local][i];
+        product = whole ? product * params.scale
+                        : params.score(positions.query(lane, i), positions.key(lane, i), product);
       }
     });
   });
 }
 
-// Calls visit(here, i, factor) for every weight that a band wants: what dropout multiplies it with.
-template <bool kKeysDown, int kGroups, class Visit>
+// Calls visit(local, i, factor) for every weight that a band wants: what dropout multiplies it
+// with.
+template <bool kKeysAreRows, int kGroups, class Visit>
 ZERO_EXT_DEVICE void each_factor(const HeadDropout& dropout,
-                                 const Places<kKeysDown, kGroups>& places, const Visit& visit) {
-  places.each_group([&](int group) {
-    each_lane([&](int here, int lane) {
+                                 const TilePositions<kKeysAreRows, kGroups>& positions,
+                                 const Visit& visit) {
+  positions.each_group([&](int group) {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; i += 2) {
         float pair[2] = {1.0F, 1.0F};
-        if (dropout.drops && !kKeysDown) {
-          dropout.factors(places.query(lane, i), places.key(lane, i), pair);
+        if (dropout.drops && !kKeysAreRows) {
+          dropout.factors(positions.query(lane, i), positions.key(lane, i), pair);
         } else if (dropout.drops) {
-          pair[0] = dropout.factor(places.query(lane, i), places.key(lane, i));
-          pair[1] = dropout.factor(places.query(lane, i + 1), places.key(lane, i + 1));
+          pair[0] = dropout.factor(positions.query(lane, i), positions.key(lane, i));
+          pair[1] = dropout.factor(positions.query(lane, i + 1), positions.key(lane, i + 1));
         }
-        visit(here, i, pair[0]);
-        visit(here, i + 1, pair[1]);
+        visit(local, i, pair[0]);
+        visit(local, i + 1, pair[1]);
       }
     });
   });

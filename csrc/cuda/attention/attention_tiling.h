@@ -1,4 +1,4 @@
-// How attention is cut into blocks of threads: rows that a block keeps, and rows of the tiles that
+// How attention is cut into blocks of threads: rows that a block holds, and rows of the tiles that
 // pass through its shared memory.
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace zero_ext::cuda {
 
-enum class AttentionPass : std::uint8_t { forward, row_gradient, column_gradient };
+enum class AttentionPass : std::uint8_t { forward, dq, dkdv };
 
 template <class T, int kDim, AttentionPass kPass>
-struct AttentionShape {
+struct AttentionTiling {
   static constexpr bool kWide = std::is_same_v<T, float>;
   static constexpr bool kForward = kPass == AttentionPass::forward;
-  static constexpr bool kColumns = kPass == AttentionPass::column_gradient;
+  static constexpr bool kColumns = kPass == AttentionPass::dkdv;
   // Registers and shared memory bound all of them; docs/cuda_kernels.md lists what is taken.
   //
   // Bands of 16 rows of a warp: a fragment that it loads from a tile is multiplied with all of

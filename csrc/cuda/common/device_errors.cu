@@ -1,4 +1,4 @@
-// zero_ext::take_device_error_ on CUDA devices, and the records that it takes from.
+// zero_ext::take_device_error_ on CUDA devices, and the records that it empties.
 #include "../../ops/device_error_arg_checks.h"
 #include "device_errors.cuh"
 #include "launch.cuh"

@@ -13,7 +13,7 @@ namespace zero_ext::cuda {
 
 // One of two words, as one instruction: the compiler would else choose between what it loads them
 // from, and load them one by one.
-ZERO_EXT_HOST_DEVICE std::uint32_t choose(bool first, std::uint32_t one, std::uint32_t two) {
+ZERO_EXT_HOST_DEVICE std::uint32_t select(bool first, std::uint32_t one, std::uint32_t two) {
 #if defined(__CUDA_ARCH__)
   std::uint32_t chosen;
   asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.b32 %0, %1, %2, p; }"

@@ -1,5 +1,5 @@
-// The device as kernels of whole blocks of threads see it: their shared memory, copies to it and
-// products of matrices. What lanes give each other is in warp_shuffle.h.
+// A thread block of the device, for kernels that whole blocks run: shared memory, copies to it and
+// products of matrices. Exchanges between lanes are in warp_shuffle.h.
 // csrc/tests/cuda/thread_block_emulator.h has the same members for the host.
 #pragma once
 
@@ -13,17 +13,17 @@
 
 namespace zero_ext::cuda {
 
-class DeviceMachine {
+class DeviceThreadBlock {
  public:
-  __device__ __forceinline__ explicit DeviceMachine(std::byte* memory) : memory_(memory) {}
+  __device__ __forceinline__ explicit DeviceThreadBlock(std::byte* memory) : memory_(memory) {}
 
   __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpLanes; }
   __device__ __forceinline__ int threads() const { return blockDim.x; }
   __device__ __forceinline__ std::int64_t block() const { return blockIdx.x; }
-  __device__ __forceinline__ std::byte* memory() const { return memory_; }
+  __device__ __forceinline__ std::byte* shared_memory() const { return memory_; }
 
   // All threads of the block see what the others wrote before.
-  __device__ __forceinline__ void meet() const { __syncthreads(); }
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
 
   // Begins to copy kBytes to shared memory, or to fill them with zeros. Both addresses are
   // multiples of kBytes; what was begun before a commit is there after the wait that covers it.

@@ -1,5 +1,5 @@
-// What a kernel does about values that only it sees, because the host does not wait for them: it
-// records the first that it cannot use and makes what follows harmless. The host raises later.
+// Recording of invalid values that only the device reads, because the host does not wait for them.
+// A kernel records the first one and makes what follows harmless. The host raises later.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ ZERO_EXT_HOST_DEVICE void order_error() {
 #endif
 }
 
-// The first error stays until it is taken.
+// The first error stays until it is popped.
 ZERO_EXT_HOST_DEVICE void record_error(DeviceErrorRecord* record, const DeviceError& error) {
   if (compare_exchange_state(record, DeviceErrorRecord::empty, DeviceErrorRecord::busy) !=
       DeviceErrorRecord::empty) {
@@ -65,14 +65,14 @@ struct PopDeviceError {
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t) const {
     if (thread != 0) return;
-    auto* const taken = reinterpret_cast<DeviceErrorRecord*>(target);
-    *taken = {};
+    auto* const popped = reinterpret_cast<DeviceErrorRecord*>(target);
+    *popped = {};
     if (compare_exchange_state(record, DeviceErrorRecord::complete, DeviceErrorRecord::busy) !=
         DeviceErrorRecord::complete) {
       return;
     }
     order_error();
-    *taken = {DeviceErrorRecord::complete, record->error};
+    *popped = {DeviceErrorRecord::complete, record->error};
     order_error();
     compare_exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::empty);
   }

@@ -84,10 +84,10 @@ struct Launcher {
     stream = static_cast<cudaStream_t>(current);
   }
 
-  // As many blocks of kThreads as run at once, or fewer if fewer are expected: grids stride.
+  // As many blocks of kThreads as run at once, or fewer if fewer are needed: grids stride.
   template <auto kFunction>
-  unsigned blocks(std::int64_t wanted) const {
-    return static_cast<unsigned>(std::min(expected, processors * resident_blocks<kFunction>()));
+  unsigned blocks(std::int64_t needed) const {
+    return static_cast<unsigned>(std::min(needed, processors * resident_blocks<kFunction>()));
   }
 
  private:

@@ -6,7 +6,7 @@
 
 namespace zero_ext::cuda {
 
-// What the messages tell of a GPU.
+// Properties of a GPU that error messages name.
 struct GpuProperties {
   int device;
   int major;  // compute capability

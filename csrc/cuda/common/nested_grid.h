@@ -1,5 +1,5 @@
-// The places of a nested grid that a warp comes to, without a division for each: those take a
-// device some hundred instructions.
+// Strides over a nested grid without a division per step: a 64-bit division takes a device some
+// hundred instructions.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +8,23 @@
 
 namespace zero_ext::cuda {
 
-// Calls visit(part, place) for the numbers `first`, `step` further on and so on of all parts'
-// places, `places` each, counted through.
+// Visits the items of a grid of `outer` groups of `inner` items each, numbered through: calls
+// visit(group, item) for number `first` and every `step`-th number after it.
 template <class Visit>
-ZERO_EXT_HOST_DEVICE void over_places(std::int64_t first, std::int64_t step, std::int64_t parts,
-                                      std::int64_t places, const Visit& visit) {
-  if (places == 0) return;
-  const std::int64_t parts_further = step / places;
-  const std::int64_t places_further = step - parts_further * places;
-  std::int64_t part = first / places;
-  std::int64_t place = first - part * places;
-  while (part < parts) {
-    visit(part, place);
-    part += parts_further;
-    place += places_further;
-    if (place >= places) {
-      place -= places;
-      ++part;
+ZERO_EXT_HOST_DEVICE void for_each_nested(std::int64_t first, std::int64_t step, std::int64_t outer,
+                                          std::int64_t inner, const Visit& visit) {
+  if (inner == 0) return;
+  const std::int64_t group_step = step / inner;
+  const std::int64_t item_step = step - group_step * inner;
+  std::int64_t group = first / inner;
+  std::int64_t item = first - group * inner;
+  while (group < outer) {
+    visit(group, item);
+    group += group_step;
+    item += item_step;
+    if (item >= inner) {
+      item -= inner;
+      ++group;
     }
   }
 }

@@ -1,5 +1,6 @@
-// Launches of kernels that whole blocks of threads run: called with the machine, see
-// device_thread_block.cuh, they say how many blocks, threads and bytes of shared memory they take.
+// Launches of kernels that whole blocks of threads run: called with the thread block, see
+// device_thread_block.cuh, they define how many blocks, threads and bytes of shared memory they
+// use.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +17,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, kMinBlocksOfProcessor)
   static_assert(Kernel::kSharedBytes <= kSharedBytes);
   if constexpr (Kernel::kSharedBytes > 0) {
     __shared__ __align__(16) std::byte memory[Kernel::kSharedBytes];
-    kernel(DeviceMachine(memory));
+    kernel(DeviceThreadBlock(memory));
   } else {
-    kernel(DeviceMachine(nullptr));
+    kernel(DeviceThreadBlock(nullptr));
   }
 }
 

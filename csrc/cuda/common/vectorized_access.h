@@ -35,7 +35,7 @@ ZERO_EXT_HOST_DEVICE void store_words(void* target, const AccessWords& words) {
 }
 
 // To global memory, in one instruction: the compiler splits some of the stores above.
-ZERO_EXT_HOST_DEVICE void store_words_globally(void* target, const AccessWords& words) {
+ZERO_EXT_HOST_DEVICE void store_words_global(void* target, const AccessWords& words) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)),
                "r"(words.at[0]), "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3])

@@ -9,23 +9,23 @@ namespace zero_ext::cuda {
 inline constexpr int kWarpLanes = 32;
 
 #if defined(__CUDA_ARCH__)
-inline constexpr int kLanesHere = 1;  // lanes that the running thread stands for
+inline constexpr int kThreadLanes = 1;  // lanes that the running thread stands for
 #else
-inline constexpr int kLanesHere = kWarpLanes;
+inline constexpr int kThreadLanes = kWarpLanes;
 #endif
 
-// Number of the running thread's lane `here`, counted from 0 to kLanesHere.
-ZERO_EXT_HOST_DEVICE int lane_number(int here) {
+// Number of the running thread's lane `local`, counted from 0 to kThreadLanes.
+ZERO_EXT_HOST_DEVICE int lane_number(int local) {
 #if defined(__CUDA_ARCH__)
-  return here + static_cast<int>(threadIdx.x % kWarpLanes);
+  return local + static_cast<int>(threadIdx.x % kWarpLanes);
 #else
-  return here;
+  return local;
 #endif
 }
 
 template <class T, int kCount>
 struct Registers {
-  T at[kLanesHere][kCount];
+  T at[kThreadLanes][kCount];
 
   ZERO_EXT_HOST_DEVICE void fill(T value) {
     ZERO_EXT_UNROLL
@@ -36,11 +36,11 @@ struct Registers {
   }
 };
 
-// Calls visit(here, lane) for each lane of a warp: its place in Registers and its number.
+// Calls visit(local, lane) for each lane of a warp: its index in Registers and its number.
 template <class Visit>
 ZERO_EXT_HOST_DEVICE void each_lane(const Visit& visit) {
   ZERO_EXT_UNROLL
-  for (int here = 0; here < kLanesHere; ++here) visit(here, lane_number(here));
+  for (int local = 0; local < kThreadLanes; ++local) visit(local, lane_number(local));
 }
 
 // Calls visit.operator()<i>() for every i below kCount, each with code of its own.

@@ -1,4 +1,4 @@
-// What the lanes of a warp give each other, for all kernels: see warp_registers.h on lanes.
+// Exchanges between the lanes of a warp, for all kernels. See warp_registers.h on lanes.
 #pragma once
 
 #include <bit>
@@ -38,11 +38,11 @@ ZERO_EXT_HOST_DEVICE double sum_of_warp(double value) {
 
 // One word of each lane.
 struct LaneWords {
-  std::uint32_t at[kLanesHere];
+  std::uint32_t at[kThreadLanes];
 };
 
 // What each lane gets of the one whose number differs in the bit `distance`.
-ZERO_EXT_HOST_DEVICE LaneWords words_across(const LaneWords& words, int distance) {
+ZERO_EXT_HOST_DEVICE LaneWords shuffle_xor(const LaneWords& words, int distance) {
 #if defined(__CUDA_ARCH__)
   return {{__shfl_xor_sync(0xFFFFFFFFU, words.at[0], distance)}};
 #else
@@ -54,7 +54,7 @@ ZERO_EXT_HOST_DEVICE LaneWords words_across(const LaneWords& words, int distance
 
 // What each lane gets of lane source(lane).
 template <class Source>
-ZERO_EXT_HOST_DEVICE LaneWords words_from(const LaneWords& words, const Source& source) {
+ZERO_EXT_HOST_DEVICE LaneWords shuffle(const LaneWords& words, const Source& source) {
 #if defined(__CUDA_ARCH__)
   return {{__shfl_sync(0xFFFFFFFFU, words.at[0], source(lane_number(0)))}};
 #else
@@ -66,17 +66,18 @@ ZERO_EXT_HOST_DEVICE LaneWords words_from(const LaneWords& words, const Source& 
 
 // Combines each register with that of the lane whose number differs in the bit `distance`.
 template <class T, int kCount, class Combine>
-ZERO_EXT_HOST_DEVICE void combine_across(Registers<T, kCount>& values, int distance,
-                                         const Combine& combine) {
+ZERO_EXT_HOST_DEVICE void combine_xor(Registers<T, kCount>& values, int distance,
+                                      const Combine& combine) {
   static_assert(sizeof(T) == sizeof(std::uint32_t));
   ZERO_EXT_UNROLL
   for (int k = 0; k < kCount; ++k) {
     LaneWords words;
-    each_lane(
-        [&](int here, int) { words.at[here] = std::bit_cast<std::uint32_t>(values.at[here][k]); });
-    words = words_across(words, distance);
-    each_lane([&](int here, int) {
-      values.at[here][k] = combine(values.at[here][k], std::bit_cast<T>(words.at[here]));
+    each_lane([&](int local, int) {
+      words.at[local] = std::bit_cast<std::uint32_t>(values.at[local][k]);
+    });
+    words = shuffle_xor(words, distance);
+    each_lane([&](int local, int) {
+      values.at[local][k] = combine(values.at[local][k], std::bit_cast<T>(words.at[local]));
     });
   }
 }
@@ -85,7 +86,7 @@ ZERO_EXT_HOST_DEVICE void combine_across(Registers<T, kCount>& values, int dista
 ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1>& values) {
   ZERO_EXT_UNROLL
   for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
-    combine_across(values, distance, [](float own, float other) { return own + other; });
+    combine_xor(values, distance, [](float own, float other) { return own + other; });
   }
 }
 
@@ -93,14 +94,14 @@ ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1>& values) {
 template <int kCount>
 ZERO_EXT_HOST_DEVICE void max_of_quad(Registers<float, kCount>& values) {
   const auto highest = [](float own, float other) { return ::fmaxf(own, other); };
-  combine_across(values, 1, highest);
-  combine_across(values, 2, highest);
+  combine_xor(values, 1, highest);
+  combine_xor(values, 2, highest);
 }
 template <int kCount>
 ZERO_EXT_HOST_DEVICE void sum_of_quad(Registers<float, kCount>& values) {
   const auto sum = [](float own, float other) { return own + other; };
-  combine_across(values, 1, sum);
-  combine_across(values, 2, sum);
+  combine_xor(values, 1, sum);
+  combine_xor(values, 2, sum);
 }
 
 // Every lane gets the bits that any lane has.
@@ -115,7 +116,7 @@ ZERO_EXT_HOST_DEVICE void or_of_warp(Registers<std::uint32_t, 1>& values) {
 }
 
 // Of `lanes` neighbouring lanes, a power of two; every lane gets its group's.
-ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kLanesHere], int lanes) {
+ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kThreadLanes], int lanes) {
   for (int distance = 1; distance < lanes; distance *= 2) {
 #if defined(__CUDA_ARCH__)
     values[0] += __shfl_xor_sync(0xFFFFFFFFU, values[0], distance);
@@ -133,14 +134,13 @@ template <int kGroup, int kCount>
 ZERO_EXT_HOST_DEVICE void max_of_group(Registers<std::uint32_t, kCount>& values) {
   ZERO_EXT_UNROLL
   for (int distance = 1; distance < kGroup; distance *= 2) {
-    combine_across(values, distance, [](std::uint32_t own, std::uint32_t other) {
-      return other > own ? other : own;
-    });
+    combine_xor(values, distance,
+                [](std::uint32_t own, std::uint32_t other) { return other > own ? other : own; });
   }
 }
 
 // Lanes see what the others wrote before.
-ZERO_EXT_HOST_DEVICE void meet_in_warp() {
+ZERO_EXT_HOST_DEVICE void sync_warp() {
 #if defined(__CUDA_ARCH__)
   __syncwarp();
 #endif

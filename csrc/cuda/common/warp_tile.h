@@ -21,12 +21,13 @@
 
 namespace zero_ext::cuda {
 
-// Calls visit(here, i) for the numbers `begin` + lane, 32 further on and so on, below `end`.
+// Calls visit(local, i) for the numbers `begin` + lane, 32 further on and so on, below `end`.
 template <class Visit>
-ZERO_EXT_HOST_DEVICE void each_by_lanes(std::int64_t begin, std::int64_t end, const Visit& visit) {
-  each_lane([&](int here, int lane) {
+ZERO_EXT_HOST_DEVICE void for_each_strided(std::int64_t begin, std::int64_t end,
+                                           const Visit& visit) {
+  each_lane([&](int local, int lane) {
     ZERO_EXT_UNROLL_BY(1)
-    for (std::int64_t i = begin + lane; i < end; i += kWarpLanes) visit(here, i);
+    for (std::int64_t i = begin + lane; i < end; i += kWarpLanes) visit(local, i);
   });
 }
 
@@ -34,34 +35,34 @@ ZERO_EXT_HOST_DEVICE void each_by_lanes(std::int64_t begin, std::int64_t end, co
 // address that is a multiple of kAccessBytes.
 ZERO_EXT_HOST_DEVICE void store_lane_words(void* target, const LaneWords& words) {
   constexpr int kOfAccess = static_cast<int>(kAccessBytes / sizeof(std::uint32_t));
-  AccessWords gathered[kLanesHere];
+  AccessWords gathered[kThreadLanes];
   ZERO_EXT_UNROLL
   for (int k = 0; k < kOfAccess; ++k) {
-    const LaneWords given =
-        words_from(words, [&](int lane) { return (lane * kOfAccess + k) % kWarpLanes; });
-    each_lane([&](int here, int) { gathered[here].at[k] = given.at[here]; });
+    const LaneWords received =
+        shuffle(words, [&](int lane) { return (lane * kOfAccess + k) % kWarpLanes; });
+    each_lane([&](int local, int) { gathered[local].at[k] = received.at[local]; });
   }
-  each_lane([&](int here, int lane) {
+  each_lane([&](int local, int lane) {
     if (lane >= kWarpLanes / kOfAccess) return;
-    store_words_globally(static_cast<std::uint32_t*>(target) + lane * kOfAccess, gathered[here]);
+    store_words_global(static_cast<std::uint32_t*>(target) + lane * kOfAccess, gathered[local]);
   });
 }
 
 ZERO_EXT_HOST_DEVICE LaneWords load_lane_words(const void* source) {
   constexpr int kOfAccess = static_cast<int>(kAccessBytes / sizeof(std::uint32_t));
-  AccessWords own[kLanesHere] = {};
-  each_lane([&](int here, int lane) {
+  AccessWords own[kThreadLanes] = {};
+  each_lane([&](int local, int lane) {
     if (lane >= kWarpLanes / kOfAccess) return;
-    own[here] = load_words(static_cast<const std::uint32_t*>(source) + lane * kOfAccess);
+    own[local] = load_words(static_cast<const std::uint32_t*>(source) + lane * kOfAccess);
   });
   LaneWords result;
   ZERO_EXT_UNROLL
   for (int k = 0; k < kOfAccess; ++k) {
     LaneWords words;
-    each_lane([&](int here, int) { words.at[here] = own[here].at[k]; });
-    const LaneWords given = words_from(words, [](int lane) { return lane / kOfAccess; });
-    each_lane([&](int here, int lane) {
-      if (lane % kOfAccess == k) result.at[here] = given.at[here];
+    each_lane([&](int local, int) { words.at[local] = own[local].at[k]; });
+    const LaneWords received = shuffle(words, [](int lane) { return lane / kOfAccess; });
+    each_lane([&](int local, int lane) {
+      if (lane % kOfAccess == k) result.at[local] = received.at[local];
     });
   }
   return result;
@@ -73,101 +74,101 @@ struct WarpTile {
   static constexpr int kRows = kRowCount;
   static constexpr int kRow = kRowLanes * kGroup;
   static constexpr int kElements = kWarpLanes * kGroup * kRows;
-  static constexpr int kHeld = kGroup * kRows;  // elements of a lane
+  static constexpr int kPerLane = kGroup * kRows;  // elements of a lane
 
   template <class T>
-  using Held = Registers<T, kHeld>;
+  using Fragment = Registers<T, kPerLane>;
   template <class T>
   static constexpr int kSpan = static_cast<int>(kAccessBytes / sizeof(T)) / kGroup;
 
-  // The place in the tile of a lane's element.
-  static ZERO_EXT_HOST_DEVICE int place(int lane, int held) {
-    return (lane / kRowLanes * kRows + held / kGroup) * kRow + lane % kRowLanes * kGroup +
-           held % kGroup;
+  // The position in the tile of a lane's element.
+  static ZERO_EXT_HOST_DEVICE int position(int lane, int element) {
+    return (lane / kRowLanes * kRows + element / kGroup) * kRow + lane % kRowLanes * kGroup +
+           element % kGroup;
   }
 
   // Of rows that begin `stride` elements apart. Needs addresses that are multiples of kAccessBytes.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void load(const T* source, Held<T>& to, std::int64_t stride = kRow) {
+  static ZERO_EXT_HOST_DEVICE void load(const T* source, Fragment<T>& to,
+                                        std::int64_t stride = kRow) {
     ZERO_EXT_UNROLL
     for (int row = 0; row < kRows; row += kSpan<T>) {
       Words words;
-      each_lane([&](int here, int lane) {
-        const AccessWords bits = load_words(source + place_of_access<T>(row, lane, stride));
+      each_lane([&](int local, int lane) {
+        const AccessWords bits = load_words(source + access_offset<T>(row, lane, stride));
         ZERO_EXT_UNROLL
-        for (int w = 0; w < kWords; ++w) words.at[here][w] = bits.at[w];
+        for (int w = 0; w < kWords; ++w) words.at[local][w] = bits.at[w];
       });
       swap_groups<kSpan<T>>(words);
-      each_lane([&](int here, int) {
+      each_lane([&](int local, int) {
         AccessWords bits;
         ZERO_EXT_UNROLL
-        for (int w = 0; w < kWords; ++w) bits.at[w] = words.at[here][w];
+        for (int w = 0; w < kWords; ++w) bits.at[w] = words.at[local][w];
         const auto groups = std::bit_cast<Access<T>>(bits);
         ZERO_EXT_UNROLL
-        for (int k = 0; k < kSpan<T> * kGroup; ++k) to.at[here][row * kGroup + k] = groups.at[k];
+        for (int k = 0; k < kSpan<T> * kGroup; ++k) to.at[local][row * kGroup + k] = groups.at[k];
       });
     }
   }
 
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void store(T* target, const Held<T>& from) {
+  static ZERO_EXT_HOST_DEVICE void store(T* target, const Fragment<T>& from) {
     ZERO_EXT_UNROLL
     for (int row = 0; row < kRows; row += kSpan<T>) {
       Words words;
-      each_lane([&](int here, int) {
+      each_lane([&](int local, int) {
         Access<T> groups;
         ZERO_EXT_UNROLL
-        for (int k = 0; k < kSpan<T> * kGroup; ++k) groups.at[k] = from.at[here][row * kGroup + k];
+        for (int k = 0; k < kSpan<T> * kGroup; ++k) groups.at[k] = from.at[local][row * kGroup + k];
         const auto bits = std::bit_cast<AccessWords>(groups);
         ZERO_EXT_UNROLL
-        for (int w = 0; w < kWords; ++w) words.at[here][w] = bits.at[w];
+        for (int w = 0; w < kWords; ++w) words.at[local][w] = bits.at[w];
       });
       swap_groups<kSpan<T>>(words);
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         AccessWords bits;
         ZERO_EXT_UNROLL
-        for (int w = 0; w < kWords; ++w) bits.at[w] = words.at[here][w];
-        store_words_globally(target + place_of_access<T>(row, lane, kRow), bits);
+        for (int w = 0; w < kWords; ++w) bits.at[w] = words.at[local][w];
+        store_words_global(target + access_offset<T>(row, lane, kRow), bits);
       });
     }
   }
 
   // To shared memory, of the widest type.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void store_shared(T* target, const Held<T>& from) {
+  static ZERO_EXT_HOST_DEVICE void store_shared(T* target, const Fragment<T>& from) {
     static_assert(kSpan<T> == 1);
-    each_lane([&](int here, int lane) {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < kRows; ++row) {
         Access<T> group;
         ZERO_EXT_UNROLL
-        for (int k = 0; k < kGroup; ++k) group.at[k] = from.at[here][row * kGroup + k];
-        store_words(target + place_of_access<T>(row, lane, kRow),
-                    std::bit_cast<AccessWords>(group));
+        for (int k = 0; k < kGroup; ++k) group.at[k] = from.at[local][row * kGroup + k];
+        store_words(target + access_offset<T>(row, lane, kRow), std::bit_cast<AccessWords>(group));
       }
     });
   }
 
-  // Element by element those whose places are in [first, last); the others are `otherwise`.
+  // Element by element those whose positions are in [first, last); the others are `otherwise`.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void load_some(const T* source, std::int64_t first, std::int64_t last,
-                                             T otherwise, Held<T>& to) {
-    each_lane([&](int here, int lane) {
+  static ZERO_EXT_HOST_DEVICE void load_partial(const T* source, std::int64_t first,
+                                                std::int64_t last, T otherwise, Fragment<T>& to) {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kHeld; ++k) {
-        const int at = place(lane, k);
-        to.at[here][k] = first <= at && at < last ? source[at] : otherwise;
+      for (int k = 0; k < kPerLane; ++k) {
+        const int at = position(lane, k);
+        to.at[local][k] = first <= at && at < last ? source[at] : otherwise;
       }
     });
   }
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void store_some(T* target, std::int64_t first, std::int64_t last,
-                                              const Held<T>& from) {
-    each_lane([&](int here, int lane) {
+  static ZERO_EXT_HOST_DEVICE void store_partial(T* target, std::int64_t first, std::int64_t last,
+                                                 const Fragment<T>& from) {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kHeld; ++k) {
-        const int at = place(lane, k);
-        if (first <= at && at < last) target[at] = from.at[here][k];
+      for (int k = 0; k < kPerLane; ++k) {
+        const int at = position(lane, k);
+        if (first <= at && at < last) target[at] = from.at[local][k];
       }
     });
   }
@@ -182,7 +183,7 @@ struct WarpTile {
 
   // First element of a lane's access among those of kSpan rows from `row` on.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE std::int64_t place_of_access(int row, int lane, std::int64_t stride) {
+  static ZERO_EXT_HOST_DEVICE std::int64_t access_offset(int row, int lane, std::int64_t stride) {
     static_assert(kSpan<T> >= 1 && kRows % kSpan<T> == 0 && kRowLanes % kSpan<T> == 0);
     const int own = lane % kSpan<T>;
     return (lane / kRowLanes * kRows + row + own) * stride + (lane % kRowLanes - own) * kGroup;
@@ -199,15 +200,15 @@ struct WarpTile {
       for (int low = 0; low < kWords; ++low) {
         if ((low / kOfGroup & bit) != 0) continue;
         const int high = low + bit * kOfGroup;
-        LaneWords given;
-        each_lane([&](int here, int lane) {
-          given.at[here] = choose((lane & bit) != 0, words.at[here][low], words.at[here][high]);
+        LaneWords sent;
+        each_lane([&](int local, int lane) {
+          sent.at[local] = select((lane & bit) != 0, words.at[local][low], words.at[local][high]);
         });
-        const LaneWords taken = words_across(given, bit);
-        each_lane([&](int here, int lane) {
+        const LaneWords received = shuffle_xor(sent, bit);
+        each_lane([&](int local, int lane) {
           const bool upper = (lane & bit) != 0;
-          words.at[here][low] = choose(upper, taken.at[here], words.at[here][low]);
-          words.at[here][high] = choose(upper, words.at[here][high], taken.at[here]);
+          words.at[local][low] = select(upper, received.at[local], words.at[local][low]);
+          words.at[local][high] = select(upper, words.at[local][high], received.at[local]);
         });
       }
     }

@@ -13,20 +13,20 @@ namespace zero_ext::cuda {
 
 struct WarpVector {
   static constexpr int kOwnElements = 8;  // of a lane
-  static constexpr int kHere = kLanesHere * kOwnElements;
+  static constexpr int kThreadElements = kThreadLanes * kOwnElements;
   static constexpr int width = kWarpLanes * kOwnElements;
   static constexpr int halves = 1;
   template <class T>
   static constexpr int lanes = width;
 
   struct Float {
-    float at[kHere];
+    float at[kThreadElements];
   };
   struct Double {
-    double at[kHere];
+    double at[kThreadElements];
   };
   struct Bits {
-    std::uint32_t at[kHere];
+    std::uint32_t at[kThreadElements];
   };
 
   // The running thread's elements of `width` aligned ones: sums and extremes have no order.
@@ -34,14 +34,14 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE Result each_loaded(const T* source, const Convert& convert) {
     using Tile = WarpTile<static_cast<int>(kAccessBytes / sizeof(T)),
                           width / (kWarpLanes * static_cast<int>(kAccessBytes / sizeof(T)))>;
-    static_assert(Tile::kHeld == kOwnElements);
-    typename Tile::template Held<T> own;
+    static_assert(Tile::kPerLane == kOwnElements);
+    typename Tile::template Fragment<T> own;
     Tile::load(source, own);
     Result result;
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
       for (int k = 0; k < kOwnElements; ++k) {
-        result.at[here * kOwnElements + k] = convert(own.at[here][k]);
+        result.at[local * kOwnElements + k] = convert(own.at[local][k]);
       }
     });
     return result;
@@ -51,7 +51,7 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE Result each(const Compute& compute) {
     Result result;
     ZERO_EXT_UNROLL
-    for (int i = 0; i < kHere; ++i) result.at[i] = compute(i);
+    for (int i = 0; i < kThreadElements; ++i) result.at[i] = compute(i);
     return result;
   }
 
@@ -84,7 +84,7 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE double sum(const Double& value) {
     double total = 0;
     ZERO_EXT_UNROLL
-    for (int i = 0; i < kHere; ++i) total += value.at[i];
+    for (int i = 0; i < kThreadElements; ++i) total += value.at[i];
     return sum_of_warp(total);
   }
 
@@ -114,14 +114,14 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE core::UnsignedOf<T> highest(const Bits& value) {
     std::uint32_t result = value.at[0];
     ZERO_EXT_UNROLL
-    for (int i = 1; i < kHere; ++i) result = value.at[i] > result ? value.at[i] : result;
+    for (int i = 1; i < kThreadElements; ++i) result = value.at[i] > result ? value.at[i] : result;
     return static_cast<core::UnsignedOf<T>>(max_of_warp(result));
   }
   template <class T>
   static ZERO_EXT_HOST_DEVICE core::UnsignedOf<T> lowest(const Bits& value) {
     std::uint32_t result = value.at[0];
     ZERO_EXT_UNROLL
-    for (int i = 1; i < kHere; ++i) result = value.at[i] < result ? value.at[i] : result;
+    for (int i = 1; i < kThreadElements; ++i) result = value.at[i] < result ? value.at[i] : result;
     return static_cast<core::UnsignedOf<T>>(min_of_warp(result));
   }
 };

@@ -23,20 +23,20 @@ struct QuantizeBlocks {
   // The lowest value that a lane has met, if that is negative.
   struct Lowest {
     float value;
-    std::int64_t place;
+    std::int64_t position;
   };
-  using LowestOfLanes = Lowest[kLanesHere];
+  using LowestOfLanes = Lowest[kThreadLanes];
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
     LowestOfLanes lowest{};
-    over_runs(
+    for_each_run(
         warp, warps, count, aligned, [&](std::int64_t i) { run(i, lowest); },
         [&](std::int64_t i) { block(i, lowest); });
     // Behind the loops, which so have no other accesses than those of their tiles.
-    each_lane([&](int here, int) {
-      const Lowest& own = lowest[here];
+    each_lane([&](int local, int) {
+      const Lowest& own = lowest[local];
       if (own.value < 0.0F) {
-        record_error(errors, {DeviceOp::quantize_blockwise, DeviceArgument::values, own.place,
+        record_error(errors, {DeviceOp::quantize_blockwise, DeviceArgument::values, own.position,
                               DeviceField::entry, own.value, ExpectedValue::not_negative_unsigned});
       }
     });
@@ -54,8 +54,8 @@ struct QuantizeBlocks {
         BlockLanes own;
         BlockTile::load(values + first, own);
         check(own, first, lowest);
-        found.at[0] = LaneCodec<Code>::encode(own, which, pair_codes);
-        turn(found);
+        found.at[0] = WarpBlockCodec<Code>::encode(own, which, pair_codes);
+        rotate(found);
       }
       store_codes(codes + begin, pair_codes);
     }
@@ -65,9 +65,9 @@ struct QuantizeBlocks {
   ZERO_EXT_HOST_DEVICE void block(std::int64_t number, LowestOfLanes& lowest) const {
     const std::int64_t begin = number * core::kQuantizationBlock;
     BlockLanes own;
-    BlockTile::load_some(values + begin, 0, count - begin, 0.0F, own);
+    BlockTile::load_partial(values + begin, 0, count - begin, 0.0F, own);
     check(own, begin, lowest);
-    const float scale = LaneCodec<Code>::store_block(own, count - begin, codes + begin);
+    const float scale = WarpBlockCodec<Code>::store_block(own, count - begin, codes + begin);
     if (lane_number(0) == 0) scales[number] = scale;
   }
 
@@ -75,16 +75,16 @@ struct QuantizeBlocks {
   ZERO_EXT_HOST_DEVICE void check(BlockLanes& own, std::int64_t begin,
                                   LowestOfLanes& lowest) const {
     if constexpr (!Code::is_signed) {
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         int at = -1;
         ZERO_EXT_UNROLL
-        for (int k = 0; k < BlockTile::kHeld; ++k) {
-          float& value = own.at[here][k];
-          at = value < lowest[here].value ? k : at;
-          lowest[here].value = value < lowest[here].value ? value : lowest[here].value;
+        for (int k = 0; k < BlockTile::kPerLane; ++k) {
+          float& value = own.at[local][k];
+          at = value < lowest[local].value ? k : at;
+          lowest[local].value = value < lowest[local].value ? value : lowest[local].value;
           value = value < 0.0F ? std::numeric_limits<float>::quiet_NaN() : value;
         }
-        if (at >= 0) lowest[here].place = begin + BlockTile::place(lane, at);
+        if (at >= 0) lowest[local].position = begin + BlockTile::position(lane, at);
       });
     }
   }
@@ -99,7 +99,7 @@ struct DequantizeBlocks {
   bool aligned;  // codes, scales and values start at multiples of kAccessBytes
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    over_runs(
+    for_each_run(
         warp, warps, count, aligned, [&](std::int64_t i) { run(i); },
         [&](std::int64_t i) { block(i); });
   }
@@ -114,8 +114,8 @@ struct DequantizeBlocks {
       ZERO_EXT_UNROLL
       for (int which = 0; which < 2; ++which) {
         BlockLanes own;
-        LaneCodec<Code>::decode(pair_codes, which, by.at[0], own);
-        turn(by);
+        WarpBlockCodec<Code>::decode(pair_codes, which, by.at[0], own);
+        rotate(by);
         BlockTile::store(values + begin + which * core::kQuantizationBlock, own);
       }
     }
@@ -124,8 +124,8 @@ struct DequantizeBlocks {
   ZERO_EXT_HOST_DEVICE void block(std::int64_t number) const {
     const std::int64_t begin = number * core::kQuantizationBlock;
     BlockLanes own;
-    LaneCodec<Code>::load_block(codes + begin, count - begin, scales[number], own);
-    BlockTile::store_some(values + begin, 0, count - begin, own);
+    WarpBlockCodec<Code>::load_block(codes + begin, count - begin, scales[number], own);
+    BlockTile::store_partial(values + begin, 0, count - begin, own);
   }
 };
 

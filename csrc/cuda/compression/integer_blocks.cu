@@ -32,14 +32,14 @@ void with_bits(const BlockFormat& format, const Visit& visit) {
   visit(std::integral_constant<int, 8>{});
 }
 
-IntegerMessages<std::uint8_t> target_of(const ops::Messages& messages, const BlockFormat& format,
-                                        std::int64_t share) {
-  return {reinterpret_cast<std::uint8_t*>(messages.data), format, share};
+IntegerPayloads<std::uint8_t> target_of(const ops::Payloads& payloads, const BlockFormat& format,
+                                        std::int64_t part_numel) {
+  return {reinterpret_cast<std::uint8_t*>(payloads.data), format, part_numel};
 }
 
-IntegerMessages<const std::uint8_t> source_of(const ops::Messages& messages,
-                                              const BlockFormat& format, std::int64_t share) {
-  return {reinterpret_cast<const std::uint8_t*>(messages.data), format, share};
+IntegerPayloads<const std::uint8_t> source_of(const ops::Payloads& payloads,
+                                              const BlockFormat& format, std::int64_t part_numel) {
+  return {reinterpret_cast<const std::uint8_t*>(payloads.data), format, part_numel};
 }
 
 template <class T>
@@ -56,62 +56,62 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
   return result;
 }
 
-void quantise(const Tensor& messages, const Tensor& values, std::int64_t bits, bool symmetric,
+void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
               std::int64_t block, std::int64_t parts, std::vector<std::int64_t> order) {
   constexpr const char* op = "quantise_";
-  const torch::stable::accelerator::DeviceGuard guard(messages.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockConversion of =
-      ops::read_quantise(messages, values, format, parts, std::move(order));
+      ops::read_quantize(payloads, values, format, parts, std::move(order));
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const IntegerValues<T> source = values_of<T>(of);
     with_code(format, [&]<class Code>(Code) {
       const QuantizeIntegers<IntegerValues<T>, Code> kernel{
-          source, target_of(of.messages, format, of.part_numel), parts};
+          source, target_of(of.payloads, format, of.part_numel), parts};
       launch_warps(op, kernel, kernel.work());
     });
   });
 }
 
-void dequantise(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                 std::int64_t block, std::int64_t parts) {
   constexpr const char* op = "dequantise_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockConversion of = ops::read_dequantise(out, messages, format, parts);
+  const ops::BlockConversion of = ops::read_dequantize(out, payloads, format, parts);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     with_bits(format, [&](auto width) {
       using Sum = IntegerSum<width, true>;
-      const Sum sum{source_of(of.messages, format, of.part_numel), 1, 0, 1, 1.0F};
+      const Sum sum{source_of(of.payloads, format, of.part_numel), 1, 0, 1, 1.0F};
       const WriteIntegers<Sum, T> kernel{sum, parts, false, reinterpret_cast<T*>(of.values)};
       launch_warps(op, kernel, kernel.work());
     });
   });
 }
 
-void sum_quantised(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                    std::int64_t block, double factor, bool accumulate) {
   constexpr const char* op = "sum_quantised_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockSum of = ops::read_sum_quantised(out, messages, format, factor);
+  const ops::BlockSum of = ops::read_sum_quantized(out, payloads, format, factor);
   with_bits(format, [&](auto width) {
     using Sum = IntegerSum<width>;
-    const Sum sum{source_of(of.messages, format, of.numel), 0, 1, of.messages.count, of.factor};
+    const Sum sum{source_of(of.payloads, format, of.numel), 0, 1, of.payloads.count, of.factor};
     const WriteIntegers<Sum, float> kernel{sum, 1, accumulate, of.out};
     launch_warps(op, kernel, kernel.work());
   });
 }
 
-void requantise(const Tensor& messages_out, const Tensor& messages_in, std::int64_t bits,
+void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
                 std::int64_t out_block, double factor, std::int64_t parts) {
   constexpr const char* op = "requantise_";
-  const torch::stable::accelerator::DeviceGuard guard(messages_out.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(payloads_out.get_device_index());
   const BlockFormat from = ops::check_format(op, bits, symmetric, block);
   const BlockFormat to = ops::check_format(op, out_bits, out_symmetric, out_block);
   const ops::BlockReduction of =
-      ops::read_requantise(messages_out, messages_in, from, to, factor, parts);
+      ops::read_requantize(payloads_out, payloads_in, from, to, factor, parts);
   with_bits(from, [&](auto width) {
     const IntegerSum<width> sum{source_of(of.in, from, of.part_numel), 1, parts,
                                 of.in.count / parts, of.factor};
@@ -126,10 +126,10 @@ void requantise(const Tensor& messages_out, const Tensor& messages_in, std::int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
-  library.impl("quantise_", TORCH_BOX(&quantise));
-  library.impl("dequantise_", TORCH_BOX(&dequantise));
-  library.impl("sum_quantised_", TORCH_BOX(&sum_quantised));
-  library.impl("requantise_", TORCH_BOX(&requantise));
+  library.impl("quantise_", TORCH_BOX(&quantize));
+  library.impl("dequantise_", TORCH_BOX(&dequantize));
+  library.impl("sum_quantised_", TORCH_BOX(&sum_quantized));
+  library.impl("requantise_", TORCH_BOX(&requantize));
 }
 
 }  // namespace zero_ext::cuda

@@ -1,10 +1,10 @@
 // Blocks of elements to integers of 4 or 8 bits, and back: see
-// ../../core/compression/integer_block_formula.h for the message and the arithmetic.
+// ../../core/compression/integer_block_formula.h for the payload and the arithmetic.
 //
-// A warp takes runs of kRunBlocks neighbouring blocks of kHeldBlock elements, which it has in
+// A warp takes runs of kRunBlocks neighbouring blocks of kRegisterBlock elements, which it has in
 // registers: what is quantized is read once. Eight lanes have a block, as rows of 32 elements, of
 // which each has four neighbours. A word's fields are of one lane then, whatever their bits, and
-// elements, words and scales move in accesses of 16 bytes, if messages begin at multiples of those;
+// elements, words and scales move in accesses of 16 bytes, if payloads begin at multiples of those;
 // else words and scales move one by one. Blocks of other sizes and the last ones of parts go
 // element by element and are read twice.
 #pragma once
@@ -22,51 +22,52 @@ namespace zero_ext::cuda {
 
 // What is quantized or written: `load` gives a run of a part, `element` any of any block.
 
-// The values themselves; message p is made of part order[p].
+// The values themselves; payload p is made of part order[p].
 template <class T>
 struct IntegerValues {
   static constexpr int kMax = 1024;  // parts whose order travels with the launch
 
   const T* values;
-  std::int64_t share;
+  std::int64_t part_numel;
   bool is_ordered;
   std::int16_t order[kMax];
 
   ZERO_EXT_HOST_DEVICE const T* of(std::int64_t part) const {
-    return values + (is_ordered ? order[part] : part) * share;
+    return values + (is_ordered ? order[part] : part) * part_numel;
   }
   ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const { return is_aligned(of(part)); }
-  ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
+  ZERO_EXT_HOST_DEVICE float element(const IntegerBlockPosition& at, int i) const {
     return core::to_float(of(at.part)[at.begin + i]);
   }
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
-    const T* const source = of(part) + run * kHeldRun;
-    IntegerTile::Held<T> own;
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run,
+                                 IntegerLanes& fragment) const {
+    const T* const source = of(part) + run * kRegisterRun;
+    IntegerTile::Fragment<T> own;
     if (kIsWide || is_aligned(source)) {
       IntegerTile::load(source, own);
     } else {
-      IntegerTile::load_some(source, 0, kHeldRun, T{}, own);
+      IntegerTile::load_partial(source, 0, kRegisterRun, T{}, own);
     }
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < IntegerTile::kHeld; ++k) {
-        held.at[here][k] = core::to_float(own.at[here][k]);
+      for (int k = 0; k < IntegerTile::kPerLane; ++k) {
+        fragment.at[local][k] = core::to_float(own.at[local][k]);
       }
     });
   }
 };
 
-// factor * sum of messages of `Bits` bits: of part p those of numbers p * step, and `stride`
+// factor * sum of payloads of `Bits` bits: of part p those of numbers p * step, and `stride`
 // further on each, `count` of them, in that order. The compiler knows if there is only one.
 template <int Bits, bool kIsOne = false>
 struct IntegerSum {
   using Words = IntegerWords<Bits>;
-  using RunWords = typename Words::template Held<std::uint32_t>;
+  using RunWords = typename Words::template Fragment<std::uint32_t>;
   static constexpr std::uint32_t kMask = (1U << Bits) - 1;
-  static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // messages whose scales lanes have
+  static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // payloads whose scales lanes have
 
-  IntegerMessages<const std::uint8_t> messages;
+  IntegerPayloads<const std::uint8_t> payloads;
   std::int64_t step;
   std::int64_t stride;
   std::int64_t count;
@@ -74,8 +75,8 @@ struct IntegerSum {
 
   ZERO_EXT_HOST_DEVICE std::int64_t terms() const { return kIsOne ? 1 : count; }
   ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const {
-    if constexpr (kIsOne) return messages.aligned(part * step);
-    return is_aligned(messages.bytes) && messages.message_bytes % std::int64_t{kAccessBytes} == 0;
+    if constexpr (kIsOne) return payloads.aligned(part * step);
+    return is_aligned(payloads.bytes) && payloads.payload_bytes % std::int64_t{kAccessBytes} == 0;
   }
 
   template <bool kIsSymmetric>
@@ -86,20 +87,20 @@ struct IntegerSum {
     return Code::template decode<core::ScalarVector, 0>(number, scale, lowest);
   }
 
-  ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
-    const int own = static_cast<int>(messages.format.words(at.length));
+  ZERO_EXT_HOST_DEVICE float element(const IntegerBlockPosition& at, int i) const {
+    const int own = static_cast<int>(payloads.format.words(at.length));
     const int shift = Bits * (i / own);
-    const std::int64_t place = messages.format.words(at.begin) + i % own;
-    const std::int64_t by = at.block * messages.format.scales();
+    const std::int64_t position = payloads.format.words(at.begin) + i % own;
+    const std::int64_t by = at.block * payloads.format.scales();
     float sum = 0;
     const std::int64_t last = terms();
     ZERO_EXT_UNROLL_BY(1)
     for (std::int64_t m = 0; m < last; ++m) {
-      const std::int64_t message = at.part * step + m * stride;
-      const std::uint32_t word = messages.words(message)[place];
-      const std::uint32_t* const scales = messages.scales(message) + by;
+      const std::int64_t payload = at.part * step + m * stride;
+      const std::uint32_t word = payloads.words(payload)[position];
+      const std::uint32_t* const scales = payloads.scales(payload) + by;
       const auto scale = std::bit_cast<float>(scales[0]);
-      const float value = messages.format.is_symmetric
+      const float value = payloads.format.is_symmetric
                               ? decode<true>(word, shift, scale, 0.0F)
                               : decode<false>(word, shift, scale, std::bit_cast<float>(scales[1]));
       sum = m == 0 ? value : sum + value;
@@ -108,61 +109,65 @@ struct IntegerSum {
   }
 
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run,
+                                 IntegerLanes& fragment) const {
     // Adding to it keeps every bit, also a zero's sign.
-    held.fill(-0.0F);
-    if (messages.format.is_symmetric) {
-      add_all<kIsWide, true>(part, run, held);
+    fragment.fill(-0.0F);
+    if (payloads.format.is_symmetric) {
+      add_all<kIsWide, true>(part, run, fragment);
     } else {
-      add_all<kIsWide, false>(part, run, held);
+      add_all<kIsWide, false>(part, run, fragment);
     }
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (float& value : held.at[here]) value = value * factor;
+      for (float& value : fragment.at[local]) value = value * factor;
     });
   }
 
   template <bool kIsWide, bool kIsSymmetric>
-  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t part, std::int64_t run,
+                                    IntegerLanes& fragment) const {
     const std::int64_t first = part * step;
-    const std::uint32_t* words = messages.words(first) + run * Words::kElements;
+    const std::uint32_t* words = payloads.words(first) + run * Words::kElements;
     const std::uint32_t* scales =
-        messages.scales(first) + run * kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+        payloads.scales(first) + run * kBlocksOfRun * (kIsSymmetric ? 1 : 2);
     if constexpr (kIsOne) {
-      add<kIsSymmetric>(load_run<kIsWide>(words), load_scales<kIsSymmetric>(scales, kIsWide), held);
+      add<kIsSymmetric>(load_run<kIsWide>(words), load_scales<kIsSymmetric>(scales, kIsWide),
+                        fragment);
     } else {
-      add_each<kIsWide, kIsSymmetric>(words, scales, stride * (messages.message_bytes / 4), held);
+      add_each<kIsWide, kIsSymmetric>(words, scales, stride * (payloads.payload_bytes / 4),
+                                      fragment);
     }
   }
 
-  // The run of each message, whose words and scales are `apart` words from the last one's.
+  // The run of each payload, whose words and scales are `stride_words` words from the last one's.
   template <bool kIsWide, bool kIsSymmetric>
   ZERO_EXT_HOST_DEVICE void add_each(const std::uint32_t* words, const std::uint32_t* scales,
-                                     std::int64_t apart, IntegerLanes& held) const {
-    for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * apart) {
+                                     std::int64_t stride_words, IntegerLanes& fragment) const {
+    for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * stride_words) {
       const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
-      const LaneScales by = scales_of<kIsSymmetric>(scales, apart, last);
+      const LaneScales by = scales_of<kIsSymmetric>(scales, stride_words, last);
       ZERO_EXT_UNROLL_BY(1)
-      for (int m = 0; m < last; ++m, words += apart) {
+      for (int m = 0; m < last; ++m, words += stride_words) {
         const RunWords own = load_run<kIsWide>(words);
         const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
-        add<kIsSymmetric>(own, {words_from(by.scale, source), words_from(by.lowest, source)}, held);
+        add<kIsSymmetric>(own, {shuffle(by.scale, source), shuffle(by.lowest, source)}, fragment);
       }
     }
   }
 
-  // Of kLoads messages or fewer: lane L has those of message L / kBlocksOfRun and block
+  // Of kLoads payloads or fewer: lane L has those of payload L / kBlocksOfRun and block
   // L % kBlocksOfRun of the run.
   template <bool kIsSymmetric>
-  static ZERO_EXT_HOST_DEVICE LaneScales scales_of(const std::uint32_t* scales, std::int64_t apart,
-                                                   int messages) {
+  static ZERO_EXT_HOST_DEVICE LaneScales scales_of(const std::uint32_t* scales,
+                                                   std::int64_t stride_words, int payloads) {
     LaneScales result;
-    each_lane([&](int here, int lane) {
-      const bool there = lane / kBlocksOfRun < messages;
-      const std::uint32_t* const own =
-          scales + lane / kBlocksOfRun * apart + lane % kBlocksOfRun * (kIsSymmetric ? 1 : 2);
-      result.scale.at[here] = there ? own[0] : 0U;
-      result.lowest.at[here] = there && !kIsSymmetric ? own[1] : 0U;
+    each_lane([&](int local, int lane) {
+      const bool there = lane / kBlocksOfRun < payloads;
+      const std::uint32_t* const own = scales + lane / kBlocksOfRun * stride_words +
+                                       lane % kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+      result.scale.at[local] = there ? own[0] : 0U;
+      result.lowest.at[local] = there && !kIsSymmetric ? own[1] : 0U;
     });
     return result;
   }
@@ -173,21 +178,22 @@ struct IntegerSum {
     if constexpr (kIsWide) {
       Words::load(source, words);
     } else {
-      Words::load_some(source, 0, Words::kElements, 0U, words);
+      Words::load_partial(source, 0, Words::kElements, 0U, words);
     }
     return words;
   }
 
   template <bool kIsSymmetric>
   static ZERO_EXT_HOST_DEVICE void add(const RunWords& words, const LaneScales& by,
-                                       IntegerLanes& held) {
-    each_lane([&](int here, int) {
-      const auto scale = std::bit_cast<float>(by.scale.at[here]);
-      const auto lowest = std::bit_cast<float>(by.lowest.at[here]);
+                                       IntegerLanes& fragment) {
+    each_lane([&](int local, int) {
+      const auto scale = std::bit_cast<float>(by.scale.at[local]);
+      const auto lowest = std::bit_cast<float>(by.lowest.at[local]);
       ZERO_EXT_UNROLL
-      for (int k = 0; k < IntegerTile::kHeld; ++k) {
-        const std::uint32_t word = words.at[here][k % Words::kHeld];
-        held.at[here][k] += decode<kIsSymmetric>(word, Bits * (k / Words::kHeld), scale, lowest);
+      for (int k = 0; k < IntegerTile::kPerLane; ++k) {
+        const std::uint32_t word = words.at[local][k % Words::kPerLane];
+        fragment.at[local][k] +=
+            decode<kIsSymmetric>(word, Bits * (k / Words::kPerLane), scale, lowest);
       }
     });
   }
@@ -199,7 +205,7 @@ template <class Code>
 struct IntegerExtremes {
   static constexpr int kKeys = Code::kIsSymmetric ? 1 : 3;
 
-  static ZERO_EXT_HOST_DEVICE void take(float value, std::uint32_t (&keys)[kKeys]) {
+  static ZERO_EXT_HOST_DEVICE void include(float value, std::uint32_t (&keys)[kKeys]) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     highest(bits & 0x7FFFFFFFU, keys[0]);
     if constexpr (!Code::kIsSymmetric) {
@@ -227,21 +233,21 @@ struct IntegerExtremes {
 };
 
 // Calls run.operator()<is_wide>(part, run) for the runs of this warp, wide ones first, and
-// block(place) for the blocks behind those of each part.
-template <class Messages, class IsWide, class Run, class Block>
-ZERO_EXT_HOST_DEVICE void over_integer_runs(std::int64_t warp, std::int64_t warps,
-                                            const Messages& messages, std::int64_t parts,
-                                            const IsWide& is_wide, const Run& run,
-                                            const Block& block) {
-  const std::int64_t runs = messages.runs();
-  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+// block(position) for the blocks behind those of each part.
+template <class Payloads, class IsWide, class Run, class Block>
+ZERO_EXT_HOST_DEVICE void for_each_integer_run(std::int64_t warp, std::int64_t warps,
+                                               const Payloads& payloads, std::int64_t parts,
+                                               const IsWide& is_wide, const Run& run,
+                                               const Block& block) {
+  const std::int64_t runs = payloads.runs();
+  for_each_nested(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
     if (is_wide(part)) run.template operator()<true>(part, number);
   });
-  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+  for_each_nested(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
     if (!is_wide(part)) run.template operator()<false>(part, number);
   });
-  over_places(warp, warps, parts, messages.rest(), [&](std::int64_t part, std::int64_t number) {
-    block(messages.place(part, runs * kBlocksOfRun + number));
+  for_each_nested(warp, warps, parts, payloads.rest(), [&](std::int64_t part, std::int64_t number) {
+    block(payloads.position(part, runs * kBlocksOfRun + number));
   });
 }
 
@@ -253,54 +259,54 @@ struct QuantizeIntegers {
   using Extremes = IntegerExtremes<Code>;
 
   Source source;
-  IntegerMessages<std::uint8_t> messages;
+  IntegerPayloads<std::uint8_t> payloads;
   std::int64_t parts;
 
   // Warps that find something.
-  std::int64_t work() const { return parts * (messages.runs() + messages.rest()); }
+  std::int64_t work() const { return parts * (payloads.runs() + payloads.rest()); }
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    over_integer_runs(
-        warp, warps, messages, parts,
-        [&](std::int64_t part) { return source.aligned(part) && messages.aligned(part); },
+    for_each_integer_run(
+        warp, warps, payloads, parts,
+        [&](std::int64_t part) { return source.aligned(part) && payloads.aligned(part); },
         [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
-        [&](const IntegerPlace& at) { block(at); });
+        [&](const IntegerBlockPosition& at) { block(at); });
   }
 
   template <bool kIsWide>
   ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
-    IntegerLanes held;
-    source.template load<kIsWide>(part, number, held);
+    IntegerLanes fragment;
+    source.template load<kIsWide>(part, number, fragment);
     Registers<std::uint32_t, Extremes::kKeys> keys;
     keys.fill(0);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (const float& value : held.at[here]) Extremes::take(value, keys.at[here]);
+      for (const float& value : fragment.at[local]) Extremes::include(value, keys.at[local]);
     });
     max_of_group<kBlockLanes>(keys);
     LaneScales scales;
-    typename Words::template Held<std::uint32_t> words;
-    each_lane([&](int here, int) {
-      const core::BlockScale by = Extremes::scale(keys.at[here]);
-      scales.scale.at[here] = std::bit_cast<std::uint32_t>(by.scale);
-      scales.lowest.at[here] = std::bit_cast<std::uint32_t>(by.lowest);
+    typename Words::template Fragment<std::uint32_t> words;
+    each_lane([&](int local, int) {
+      const core::BlockScale by = Extremes::scale(keys.at[local]);
+      scales.scale.at[local] = std::bit_cast<std::uint32_t>(by.scale);
+      scales.lowest.at[local] = std::bit_cast<std::uint32_t>(by.lowest);
       ZERO_EXT_UNROLL
-      for (int w = 0; w < Words::kHeld; ++w) {
+      for (int w = 0; w < Words::kPerLane; ++w) {
         std::uint32_t word = 0;
         ZERO_EXT_UNROLL
         for (int f = 0; f < Code::kFields; ++f) {
-          word |= field_of(held.at[here][f * Words::kHeld + w], by, f);
+          word |= field_of(fragment.at[local][f * Words::kPerLane + w], by, f);
         }
-        words.at[here][w] = by.divides() ? word : Code::kZeroWord;
+        words.at[local][w] = by.divides() ? word : Code::kZeroWord;
       }
     });
-    std::uint32_t* const target = messages.words(part) + number * Words::kElements;
+    std::uint32_t* const target = payloads.words(part) + number * Words::kElements;
     if constexpr (kIsWide) {
       Words::store(target, words);
     } else {
-      Words::store_some(target, 0, Words::kElements, words);
+      Words::store_partial(target, 0, Words::kElements, words);
     }
-    store_scales<Code::kIsSymmetric>(messages.scales(part) + number * kBlocksOfRun * Code::kScales,
+    store_scales<Code::kIsSymmetric>(payloads.scales(part) + number * kBlocksOfRun * Code::kScales,
                                      scales, kIsWide);
   }
 
@@ -310,17 +316,17 @@ struct QuantizeIntegers {
     return (std::bit_cast<std::uint32_t>(number) & Code::kMask) << (field * Code::kBits);
   }
 
-  ZERO_EXT_HOST_DEVICE void block(const IntegerPlace& at) const {
+  ZERO_EXT_HOST_DEVICE void block(const IntegerBlockPosition& at) const {
     std::uint32_t keys[Extremes::kKeys] = {};
-    each_by_lanes(0, at.length, [&](int, std::int64_t i) {
-      Extremes::take(source.element(at, static_cast<int>(i)), keys);
+    for_each_strided(0, at.length, [&](int, std::int64_t i) {
+      Extremes::include(source.element(at, static_cast<int>(i)), keys);
     });
     ZERO_EXT_UNROLL
     for (std::uint32_t& key : keys) key = max_of_warp(key);
     const core::BlockScale by = Extremes::scale(keys);
-    const auto count = static_cast<int>(messages.format.words(at.length));
-    std::uint32_t* const target = messages.words(at.part) + messages.format.words(at.begin);
-    each_by_lanes(0, count, [&](int, std::int64_t w) {
+    const auto count = static_cast<int>(payloads.format.words(at.length));
+    std::uint32_t* const target = payloads.words(at.part) + payloads.format.words(at.begin);
+    for_each_strided(0, count, [&](int, std::int64_t w) {
       std::uint32_t word = 0;
       ZERO_EXT_UNROLL_BY(1)
       for (int f = 0; f < Code::kFields; ++f) {
@@ -330,7 +336,7 @@ struct QuantizeIntegers {
       target[w] = by.divides() ? word : Code::kZeroWord;
     });
     each_lane([&](int, int lane) {
-      std::uint32_t* const scales = messages.scales(at.part) + at.block * Code::kScales;
+      std::uint32_t* const scales = payloads.scales(at.part) + at.block * Code::kScales;
       if (lane < Code::kScales) {
         scales[lane] = std::bit_cast<std::uint32_t>(lane == 0 ? by.scale : by.lowest);
       }
@@ -347,38 +353,41 @@ struct WriteIntegers {
   T* out;
 
   // Warps that find something.
-  std::int64_t work() const { return parts * (sum.messages.runs() + sum.messages.rest()); }
+  std::int64_t work() const { return parts * (sum.payloads.runs() + sum.payloads.rest()); }
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    over_integer_runs(
-        warp, warps, sum.messages, parts,
+    for_each_integer_run(
+        warp, warps, sum.payloads, parts,
         [&](std::int64_t part) { return sum.aligned(part) && is_aligned(of(part)); },
         [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
-        [&](const IntegerPlace& at) {
+        [&](const IntegerBlockPosition& at) {
           T* const target = of(at.part) + at.begin;
-          each_by_lanes(0, at.length, [&](int, std::int64_t i) {
+          for_each_strided(0, at.length, [&](int, std::int64_t i) {
             finish(sum.element(at, static_cast<int>(i)), target[i]);
           });
         });
   }
 
-  ZERO_EXT_HOST_DEVICE T* of(std::int64_t part) const { return out + part * sum.messages.share; }
+  ZERO_EXT_HOST_DEVICE T* of(std::int64_t part) const {
+    return out + part * sum.payloads.part_numel;
+  }
 
   template <bool kIsWide>
   ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
-    IntegerLanes held;
-    sum.template load<kIsWide>(part, number, held);
-    T* const target = of(part) + number * kHeldRun;
+    IntegerLanes fragment;
+    sum.template load<kIsWide>(part, number, fragment);
+    T* const target = of(part) + number * kRegisterRun;
     const bool wide = kIsWide || is_aligned(target);
-    IntegerTile::Held<T> result;
+    IntegerTile::Fragment<T> result;
     if (accumulate && wide) IntegerTile::load(target, result);
-    if (accumulate && !wide) IntegerTile::load_some(target, 0, kHeldRun, T{}, result);
-    each_lane([&](int here, int) {
+    if (accumulate && !wide) IntegerTile::load_partial(target, 0, kRegisterRun, T{}, result);
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < IntegerTile::kHeld; ++k) finish(held.at[here][k], result.at[here][k]);
+      for (int k = 0; k < IntegerTile::kPerLane; ++k)
+        finish(fragment.at[local][k], result.at[local][k]);
     });
     if (wide) return IntegerTile::store(target, result);
-    IntegerTile::store_some(target, 0, kHeldRun, result);
+    IntegerTile::store_partial(target, 0, kRegisterRun, result);
   }
 
   ZERO_EXT_HOST_DEVICE void finish(float value, T& result) const {

@@ -9,54 +9,54 @@ namespace {
 
 using ops::Tensor;
 
-std::uint8_t* bytes_of(const ops::Messages& messages) {
-  return reinterpret_cast<std::uint8_t*>(messages.data);
+std::uint8_t* bytes_of(const ops::Payloads& payloads) {
+  return reinterpret_cast<std::uint8_t*>(payloads.data);
 }
 
-void compress_signs(const Tensor& messages, const Tensor& errors, const Tensor& values,
+void compress_signs(const Tensor& payloads, const Tensor& errors, const Tensor& values,
                     double factor, std::int64_t parts) {
-  const torch::stable::accelerator::DeviceGuard guard(messages.get_device_index());
-  const ops::SignCompression of = ops::read_compress_signs(messages, errors, values, factor, parts);
+  const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
+  const ops::SignCompression of = ops::read_compress_signs(payloads, errors, values, factor, parts);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     launch_blocks("compress_signs_",
                   CompressSigns<SignValues<T>>{{reinterpret_cast<const T*>(of.values)},
                                                of.factor,
                                                of.errors,
-                                               bytes_of(of.messages),
+                                               bytes_of(of.payloads),
                                                of.part_numel,
                                                parts});
   });
 }
 
-void expand_signs(const Tensor& out, const Tensor& messages, double factor, bool accumulate,
+void expand_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
                   std::int64_t parts) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const ops::SignExpansion of = ops::read_expand_signs(out, messages, factor, parts);
+  const ops::SignExpansion of = ops::read_expand_signs(out, payloads, factor, parts);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const ExpandSigns<T> kernel{
-        bytes_of(of.messages),       of.part_numel, parts, of.factor, accumulate,
+        bytes_of(of.payloads),       of.part_numel, parts, of.factor, accumulate,
         reinterpret_cast<T*>(of.out)};
     launch_warps("expand_signs_", kernel, kernel.work());
   });
 }
 
-void sum_signs(const Tensor& out, const Tensor& messages, double factor, bool accumulate) {
+void sum_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const ops::SignSumArguments of = ops::read_sum_signs(out, messages, factor);
+  const ops::SignSumArguments of = ops::read_sum_signs(out, payloads, factor);
   const SumSigns kernel{
-      {bytes_of(of.messages), of.numel, of.messages.count}, of.factor, accumulate, of.out};
+      {bytes_of(of.payloads), of.numel, of.payloads.count}, of.factor, accumulate, of.out};
   launch_warps("sum_signs_", kernel, kernel.work());
 }
 
-void reduce_signs(const Tensor& message, const Tensor& error, const Tensor& messages,
+void reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
                   double factor) {
-  const torch::stable::accelerator::DeviceGuard guard(message.get_device_index());
-  const ops::SignReduction of = ops::read_reduce_signs(message, error, messages, factor);
+  const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
+  const ops::SignReduction of = ops::read_reduce_signs(payload, error, payloads, factor);
   launch_blocks("reduce_signs_",
-                CompressSigns<SignSum>{{{bytes_of(of.messages), of.numel, of.messages.count}},
+                CompressSigns<SignSum>{{{bytes_of(of.payloads), of.numel, of.payloads.count}},
                                        of.factor,
                                        of.error,
-                                       bytes_of(of.message),
+                                       bytes_of(of.payload),
                                        of.numel,
                                        1});
 }

@@ -1,8 +1,8 @@
 // Compression to signs, and back: see ../../core/compression/sign_formula.h for the arithmetic.
 //
 // A warp takes tiles of kSignTile elements, whose bits are a word of each lane: elements move in
-// accesses of 16 bytes, and so do the words of four messages, or of four tiles of one. Lanes then
-// fetch the bits of the elements that they hold from each other. Words of messages that do not
+// accesses of 16 bytes, and so do the words of four payloads, or of four tiles of one. Lanes then
+// fetch the bits of the elements that they hold from each other. Words of payloads that do not
 // begin at multiples of 16 bytes move one by one.
 //
 // A block of threads compresses a block of elements, which it keeps in registers between the sum of
@@ -22,42 +22,44 @@ namespace zero_ext::cuda {
 
 using ScalarSignRule = core::SignRule<core::ScalarVector>;
 
-// What is compressed: values, or the sum of messages. load() gives a tile of a block, all of which
+// What is compressed: values, or the sum of payloads. load() gives a tile of a block, all of which
 // is there, element() one element of a block.
 using CompressTile = WarpTile<4, 8>;
-using CompressTerms = CompressTile::Held<float>;
+using CompressTerms = CompressTile::Fragment<float>;
 
 template <class T>
 struct SignValues {
   const T* values;
 
-  ZERO_EXT_HOST_DEVICE bool aligned(const SignPlace& at) const {
+  ZERO_EXT_HOST_DEVICE bool aligned(const SignBlockPosition& at) const {
     return is_aligned(values + at.offset);
   }
-  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, CompressTerms& terms) const {
-    CompressTile::Held<T> own;
+  ZERO_EXT_HOST_DEVICE void load(const SignBlockPosition& at, int first,
+                                 CompressTerms& terms) const {
+    CompressTile::Fragment<T> own;
     CompressTile::load(values + at.offset + first, own);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < CompressTile::kHeld; ++k) {
-        terms.at[here][k] = core::to_float(own.at[here][k]);
+      for (int k = 0; k < CompressTile::kPerLane; ++k) {
+        terms.at[local][k] = core::to_float(own.at[local][k]);
       }
     });
   }
-  ZERO_EXT_HOST_DEVICE float element(const SignPlace& at, std::int64_t i) const {
+  ZERO_EXT_HOST_DEVICE float element(const SignBlockPosition& at, std::int64_t i) const {
     return core::to_float(values[at.offset + i]);
   }
 };
 
 struct SignSum {
-  SignMessages messages;
+  SignPayloads payloads;
 
-  ZERO_EXT_HOST_DEVICE bool aligned(const SignPlace&) const { return true; }
-  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, CompressTerms& terms) const {
-    messages.sum<CompressTile>(at.block * core::kSignBlock + first, terms);
+  ZERO_EXT_HOST_DEVICE bool aligned(const SignBlockPosition&) const { return true; }
+  ZERO_EXT_HOST_DEVICE void load(const SignBlockPosition& at, int first,
+                                 CompressTerms& terms) const {
+    payloads.sum<CompressTile>(at.block * core::kSignBlock + first, terms);
   }
-  ZERO_EXT_HOST_DEVICE float element(const SignPlace& at, std::int64_t i) const {
-    return messages.element(at.block * core::kSignBlock + i);
+  ZERO_EXT_HOST_DEVICE float element(const SignBlockPosition& at, std::int64_t i) const {
+    return payloads.element(at.block * core::kSignBlock + i);
   }
 };
 
@@ -77,27 +79,27 @@ struct CompressSigns {
   Terms terms;
   float factor;
   float* errors;
-  std::uint8_t* messages;
-  std::int64_t share;  // elements of a part
+  std::uint8_t* payloads;
+  std::int64_t part_numel;  // elements of a part
   std::int64_t parts;
 
-  std::int64_t blocks() const { return parts * core::sign_blocks(share); }
+  std::int64_t blocks() const { return parts * core::sign_blocks(part_numel); }
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    Memory& memory = *reinterpret_cast<Memory*>(machine.memory());
-    const SignPlace at = SignPlace::of(machine.block(), share);
-    const int first = machine.warp() * kSignTile;
+  template <class ThreadBlock>
+  ZERO_EXT_DEVICE void operator()(const ThreadBlock& thread_block) const {
+    Memory& memory = *reinterpret_cast<Memory*>(thread_block.shared_memory());
+    const SignBlockPosition at = SignBlockPosition::of(thread_block.block(), part_numel);
+    const int first = thread_block.warp() * kSignTile;
     CompressTerms corrected;
     correct(at, first, corrected, memory.magnitudes + first);
-    machine.meet();
+    thread_block.sync();
     each_lane([&](int, int lane) {
-      const int own = machine.warp() * kWarpLanes + lane;
+      const int own = thread_block.warp() * kWarpLanes + lane;
       memory.lanes[own] = lane_sum(memory.magnitudes + own);
     });
-    machine.meet();
+    thread_block.sync();
     Registers<float, 1> sum;
-    each_lane([&](int here, int lane) { sum.at[here][0] = fold(memory.lanes + lane); });
+    each_lane([&](int local, int lane) { sum.at[local][0] = fold(memory.lanes + lane); });
     sum_of_lanes(sum);
     const float scale = core::sign_scale(sum.at[0][0], at.length);
     finish(at, first, scale, corrected, memory.magnitudes + first);
@@ -105,39 +107,39 @@ struct CompressSigns {
 
   // Whether all elements of a tile are there and may be moved at once. Others go one by one, by way
   // of the warp's part of the shared memory.
-  ZERO_EXT_HOST_DEVICE bool is_whole(const SignPlace& at, int first) const {
+  ZERO_EXT_HOST_DEVICE bool is_whole(const SignBlockPosition& at, int first) const {
     return first + kSignTile <= at.length && terms.aligned(at) && is_aligned(errors + at.offset);
   }
 
-  ZERO_EXT_HOST_DEVICE void correct(const SignPlace& at, int first, CompressTerms& corrected,
-                                    float* magnitudes) const {
+  ZERO_EXT_HOST_DEVICE void correct(const SignBlockPosition& at, int first,
+                                    CompressTerms& corrected, float* magnitudes) const {
     const float* const own_errors = errors + at.offset;
     if (is_whole(at, first)) {
       CompressTerms error;
       terms.load(at, first, corrected);
       Tile::load(own_errors + first, error);
-      each_lane([&](int here, int) {
+      each_lane([&](int local, int) {
         ZERO_EXT_UNROLL
-        for (int k = 0; k < Tile::kHeld; ++k) {
-          float& value = corrected.at[here][k];
-          value = ScalarSignRule::corrected(value, factor, error.at[here][k]);
+        for (int k = 0; k < Tile::kPerLane; ++k) {
+          float& value = corrected.at[local][k];
+          value = ScalarSignRule::corrected(value, factor, error.at[local][k]);
         }
       });
     } else {
-      each_by_lanes(0, kSignTile, [&](int, std::int64_t place) {
-        const std::int64_t i = first + place;
-        magnitudes[place] =
+      for_each_strided(0, kSignTile, [&](int, std::int64_t position) {
+        const std::int64_t i = first + position;
+        magnitudes[position] =
             i < at.length ? ScalarSignRule::corrected(terms.element(at, i), factor, own_errors[i])
                           : 0.0F;
       });
-      meet_in_warp();
+      sync_warp();
       Tile::load(magnitudes, corrected);
     }
     CompressTerms sizes;
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) {
-        sizes.at[here][k] = core::ScalarVector::abs(corrected.at[here][k]);
+      for (int k = 0; k < Tile::kPerLane; ++k) {
+        sizes.at[local][k] = core::ScalarVector::abs(corrected.at[local][k]);
       }
     });
     Tile::store_shared(magnitudes, sizes);
@@ -165,17 +167,17 @@ struct CompressSigns {
     return sums[0];
   }
 
-  ZERO_EXT_HOST_DEVICE void finish(const SignPlace& at, int first, float scale,
+  ZERO_EXT_HOST_DEVICE void finish(const SignBlockPosition& at, int first, float scale,
                                    const CompressTerms& corrected, float* shared) const {
     CompressTerms left;
     LaneWords bits;
-    each_lane([&](int here, int) {
-      bits.at[here] = 0;
+    each_lane([&](int local, int) {
+      bits.at[local] = 0;
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) {
-        const float value = corrected.at[here][k];
-        left.at[here][k] = ScalarSignRule::left_behind(value, scale);
-        bits.at[here] |= ScalarSignRule::bits(value) << k;
+      for (int k = 0; k < Tile::kPerLane; ++k) {
+        const float value = corrected.at[local][k];
+        left.at[local][k] = ScalarSignRule::residual(value, scale);
+        bits.at[local] |= ScalarSignRule::bits(value) << k;
       }
     });
     float* const own_errors = errors + at.offset;
@@ -183,33 +185,33 @@ struct CompressSigns {
       Tile::store(own_errors + first, left);
     } else {
       Tile::store_shared(shared, left);
-      meet_in_warp();
-      each_by_lanes(first, at.length < first + kSignTile ? at.length : first + kSignTile,
-                    [&](int, std::int64_t i) { own_errors[i] = shared[i - first]; });
+      sync_warp();
+      for_each_strided(first, at.length < first + kSignTile ? at.length : first + kSignTile,
+                       [&](int, std::int64_t i) { own_errors[i] = shared[i - first]; });
     }
     write(at, first, scale, words_of_nibbles(bits));
   }
 
   // The words of a tile, without the bits past the last element, and the block's scale.
-  ZERO_EXT_HOST_DEVICE void write(const SignPlace& at, int first, float scale,
+  ZERO_EXT_HOST_DEVICE void write(const SignBlockPosition& at, int first, float scale,
                                   LaneWords words) const {
-    auto* const message =
-        reinterpret_cast<std::uint32_t*>(messages + at.part * core::sign_message_bytes(share));
-    std::uint32_t* const target = message + (at.block * core::kSignBlock + first) / 32;
+    auto* const payload =
+        reinterpret_cast<std::uint32_t*>(payloads + at.part * core::sign_payload_bytes(part_numel));
+    std::uint32_t* const target = payload + (at.block * core::kSignBlock + first) / 32;
     const std::int64_t count = at.length - first;
     if (count >= kSignTile && is_aligned(target)) {
       store_lane_words(target, words);
     } else {
-      each_lane([&](int here, int lane) {
+      each_lane([&](int local, int lane) {
         const std::int64_t own = count - 32 * lane;
         if (own <= 0) return;
         const std::uint32_t there = own < 32 ? (1U << own) - 1 : 0xFFFFFFFFU;
-        target[lane] = words.at[here] & there;
+        target[lane] = words.at[local] & there;
       });
     }
     each_lane([&](int, int lane) {
       if (first + lane != 0) return;
-      message[core::sign_words(share) + at.block] = std::bit_cast<std::uint32_t>(scale);
+      payload[core::sign_words(part_numel) + at.block] = std::bit_cast<std::uint32_t>(scale);
     });
   }
 
@@ -223,19 +225,20 @@ struct CompressSigns {
       const std::uint32_t lower = kLower[i];
       const int distance = 1 << i;
       const int shift = 4 * distance;
-      LaneWords given;
-      each_lane([&](int here, int lane) {
-        given.at[here] = ((lane & distance) != 0 ? bits.at[here] : bits.at[here] >> shift) & lower;
+      LaneWords sent;
+      each_lane([&](int local, int lane) {
+        sent.at[local] =
+            ((lane & distance) != 0 ? bits.at[local] : bits.at[local] >> shift) & lower;
       });
-      const LaneWords taken = words_across(given, distance);
-      each_lane([&](int here, int lane) {
-        std::uint32_t& own = bits.at[here];
-        own = (lane & distance) != 0 ? (own & ~lower) | taken.at[here]
-                                     : (own & lower) | taken.at[here] << shift;
+      const LaneWords received = shuffle_xor(sent, distance);
+      each_lane([&](int local, int lane) {
+        std::uint32_t& own = bits.at[local];
+        own = (lane & distance) != 0 ? (own & ~lower) | received.at[local]
+                                     : (own & lower) | received.at[local] << shift;
       });
     }
     // Lane 8 c + i now has word 4 i + c.
-    return words_from(bits, [](int lane) { return lane % 4 * 8 + lane / 4; });
+    return shuffle(bits, [](int lane) { return lane % 4 * 8 + lane / 4; });
   }
 };
 
@@ -248,103 +251,106 @@ ZERO_EXT_HOST_DEVICE void finish_signs(float sum, float factor, bool accumulate,
 
 // The same for a tile whose elements begin at a multiple of kAccessBytes.
 template <class Tile, class T>
-ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Held<float>& terms,
+ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Fragment<float>& terms,
                                       float factor, bool accumulate, T* target) {
-  typename Tile::template Held<T> result;
+  typename Tile::template Fragment<T> result;
   if (accumulate) Tile::load(target, result);
-  each_lane([&](int here, int) {
+  each_lane([&](int local, int) {
     ZERO_EXT_UNROLL
-    for (int k = 0; k < Tile::kHeld; ++k) {
-      finish_signs(terms.at[here][k], factor, accumulate, result.at[here][k]);
+    for (int k = 0; k < Tile::kPerLane; ++k) {
+      finish_signs(terms.at[local][k], factor, accumulate, result.at[local][k]);
     }
   });
   Tile::store(target, result);
 }
 
-// out = factor * a part's message [+ out], part after part. A warp takes four tiles at a time.
+// out = factor * a part's payload [+ out], part after part. A warp takes four tiles at a time.
 template <class T>
 struct ExpandSigns {
   using Tile = SignTile<T>;
   static constexpr std::int64_t kRun = SignWords::kRows * kSignTile;
 
-  const std::uint8_t* messages;
-  std::int64_t share;
+  const std::uint8_t* payloads;
+  std::int64_t part_numel;
   std::int64_t parts;
   float factor;
   bool accumulate;
   T* out;
 
-  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_part() const { return core::ceil_div(share, kRun); }
+  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_part() const {
+    return core::ceil_div(part_numel, kRun);
+  }
   std::int64_t work() const { return parts * runs_of_part(); }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    over_places(warp, warps, parts, runs_of_part(), [&](std::int64_t part, std::int64_t run) {
-      const SignMessages own{messages + part * core::sign_message_bytes(share), share, 1};
+    for_each_nested(warp, warps, parts, runs_of_part(), [&](std::int64_t part, std::int64_t run) {
+      const SignPayloads own{payloads + part * core::sign_payload_bytes(part_numel), part_numel, 1};
       const std::int64_t begin = run * kRun;
-      T* const target = out + part * share;
-      if (begin + kRun <= share && is_aligned(target)) return expand(own, begin, target + begin);
-      const std::int64_t end = begin + kRun < share ? begin + kRun : share;
-      each_by_lanes(begin, end, [&](int, std::int64_t i) {
+      T* const target = out + part * part_numel;
+      if (begin + kRun <= part_numel && is_aligned(target))
+        return expand(own, begin, target + begin);
+      const std::int64_t end = begin + kRun < part_numel ? begin + kRun : part_numel;
+      for_each_strided(begin, end, [&](int, std::int64_t i) {
         finish_signs(own.element(i), factor, accumulate, target[i]);
       });
     });
   }
 
   // All elements of a run, which are of one block.
-  ZERO_EXT_HOST_DEVICE void expand(const SignMessages& message, std::int64_t begin,
+  ZERO_EXT_HOST_DEVICE void expand(const SignPayloads& payload, std::int64_t begin,
                                    T* target) const {
-    const std::uint32_t* const source = message.words(0, begin);
-    SignWords::Held<std::uint32_t> words;
+    const std::uint32_t* const source = payload.words(0, begin);
+    SignWords::Fragment<std::uint32_t> words;
     if (is_aligned(source)) {
       SignWords::load(source, words);
     } else {
-      SignWords::load_some(source, 0, SignWords::kElements, 0U, words);
+      SignWords::load_partial(source, 0, SignWords::kElements, 0U, words);
     }
     LaneWords scales;
-    each_lane([&](int here, int) { scales.at[here] = *message.scale(0, begin); });
+    each_lane([&](int local, int) { scales.at[local] = *payload.scale(0, begin); });
     ZERO_EXT_UNROLL_BY(1)
     for (int k = 0; k < SignWords::kRows; ++k, target += kSignTile) {
-      typename Tile::template Held<float> terms;
+      typename Tile::template Fragment<float> terms;
       terms.fill(0.0F);
-      add_signs<Tile>(SignMessages::row_of(words, 0), scales, terms);
-      turn(words);
+      add_signs<Tile>(SignPayloads::row_of(words, 0), scales, terms);
+      rotate(words);
       finish_tile<Tile>(terms, factor, accumulate, target);
     }
   }
 
   // The next tile's words come to the front.
-  static ZERO_EXT_HOST_DEVICE void turn(SignWords::Held<std::uint32_t>& words) {
-    each_lane([&](int here, int) {
+  static ZERO_EXT_HOST_DEVICE void rotate(SignWords::Fragment<std::uint32_t>& words) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k + 1 < SignWords::kRows; ++k) words.at[here][k] = words.at[here][k + 1];
+      for (int k = 0; k + 1 < SignWords::kRows; ++k) words.at[local][k] = words.at[local][k + 1];
     });
   }
 };
 
-// out = factor * sum of all messages [+ out].
+// out = factor * sum of all payloads [+ out].
 struct SumSigns {
   using Tile = SignTile<float>;
 
-  SignMessages messages;
+  SignPayloads payloads;
   float factor;
   bool accumulate;
   float* out;
 
-  std::int64_t work() const { return core::ceil_div(messages.share, kSignTile); }
+  std::int64_t work() const { return core::ceil_div(payloads.part_numel, kSignTile); }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    for (std::int64_t begin = warp * kSignTile; begin < messages.share;
+    for (std::int64_t begin = warp * kSignTile; begin < payloads.part_numel;
          begin += warps * kSignTile) {
-      if (begin + kSignTile <= messages.share && is_aligned(out)) {
-        Tile::Held<float> terms;
-        messages.sum<Tile>(begin, terms);
+      if (begin + kSignTile <= payloads.part_numel && is_aligned(out)) {
+        Tile::Fragment<float> terms;
+        payloads.sum<Tile>(begin, terms);
         finish_tile<Tile>(terms, factor, accumulate, out + begin);
         continue;
       }
       const std::int64_t end =
-          begin + kSignTile < messages.share ? begin + kSignTile : messages.share;
-      each_by_lanes(begin, end, [&](int, std::int64_t i) {
-        finish_signs(messages.element(i), factor, accumulate, out[i]);
+          begin + kSignTile < payloads.part_numel ? begin + kSignTile : payloads.part_numel;
+      for_each_strided(begin, end, [&](int, std::int64_t i) {
+        finish_signs(payloads.element(i), factor, accumulate, out[i]);
       });
     }
   }

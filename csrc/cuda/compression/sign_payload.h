@@ -1,4 +1,4 @@
-// Messages of signs as a warp reads them: see sign_kernel.h.
+// Payloads of signs as a warp reads them: see sign_kernel.h.
 #pragma once
 
 #include <bit>
@@ -19,20 +19,20 @@ using SignTile = WarpTile<static_cast<int>(kAccessBytes / sizeof(T)),
                           kSignTile / kWarpLanes / static_cast<int>(kAccessBytes / sizeof(T))>;
 
 // A block of elements among those of all parts.
-struct SignPlace {
+struct SignBlockPosition {
   std::int64_t part;
   std::int64_t block;   // of the part
   std::int64_t length;  // elements
   std::int64_t offset;  // of its first element from that of the first part
 
-  // The block of that number when the blocks of all parts, `share` elements each, are counted
+  // The block of that number when the blocks of all parts, `part_numel` elements each, are counted
   // through.
-  static ZERO_EXT_HOST_DEVICE SignPlace of(std::int64_t number, std::int64_t share) {
-    const std::int64_t blocks = core::sign_blocks(share);
-    SignPlace at{number / blocks, number % blocks, share, 0};
+  static ZERO_EXT_HOST_DEVICE SignBlockPosition of(std::int64_t number, std::int64_t part_numel) {
+    const std::int64_t blocks = core::sign_blocks(part_numel);
+    SignBlockPosition at{number / blocks, number % blocks, part_numel, 0};
     const std::int64_t begin = at.block * core::kSignBlock;
-    at.length = share - begin < core::kSignBlock ? share - begin : core::kSignBlock;
-    at.offset = at.part * share + begin;
+    at.length = part_numel - begin < core::kSignBlock ? part_numel - begin : core::kSignBlock;
+    at.offset = at.part * part_numel + begin;
     return at;
   }
 };
@@ -40,83 +40,83 @@ struct SignPlace {
 // Adds what a tile's bits stand for, of which lane L has word L, to its terms.
 template <class Tile>
 ZERO_EXT_HOST_DEVICE void add_signs(const LaneWords& words, const LaneWords& scales,
-                                    typename Tile::template Held<float>& terms) {
+                                    typename Tile::template Fragment<float>& terms) {
   constexpr int kGroup = Tile::kGroup;
   static_assert(Tile::kElements == kSignTile);
   ZERO_EXT_UNROLL
   for (int row = 0; row < Tile::kRows; ++row) {
     const LaneWords bits =
-        words_from(words, [&](int lane) { return row * kGroup + lane * kGroup / kWarpLanes; });
-    each_lane([&](int here, int lane) {
-      const std::uint32_t own = bits.at[here] >> (lane * kGroup % kWarpLanes);
-      const float scale = std::bit_cast<float>(scales.at[here]);
+        shuffle(words, [&](int lane) { return row * kGroup + lane * kGroup / kWarpLanes; });
+    each_lane([&](int local, int lane) {
+      const std::uint32_t own = bits.at[local] >> (lane * kGroup % kWarpLanes);
+      const float scale = std::bit_cast<float>(scales.at[local]);
       ZERO_EXT_UNROLL
       for (int k = 0; k < kGroup; ++k) {
-        float& term = terms.at[here][row * kGroup + k];
+        float& term = terms.at[local][row * kGroup + k];
         term = core::ScalarVector::add_signed(term, own >> k & 1U, scale);
       }
     });
   }
 }
 
-// Messages of `share` elements each, one behind the other.
-struct SignMessages {
+// Payloads of `part_numel` elements each, one behind the other.
+struct SignPayloads {
   const std::uint8_t* bytes;
-  std::int64_t share;
+  std::int64_t part_numel;
   std::int64_t count;
 
   // Where the word of element `first` is, and its scale.
-  ZERO_EXT_HOST_DEVICE const std::uint32_t* words(std::int64_t message, std::int64_t first) const {
+  ZERO_EXT_HOST_DEVICE const std::uint32_t* words(std::int64_t payload, std::int64_t first) const {
     return reinterpret_cast<const std::uint32_t*>(bytes +
-                                                  message * core::sign_message_bytes(share)) +
+                                                  payload * core::sign_payload_bytes(part_numel)) +
            first / 32;
   }
-  ZERO_EXT_HOST_DEVICE const std::uint32_t* scale(std::int64_t message, std::int64_t first) const {
-    return words(message, 0) + core::sign_words(share) + first / core::kSignBlock;
+  ZERO_EXT_HOST_DEVICE const std::uint32_t* scale(std::int64_t payload, std::int64_t first) const {
+    return words(payload, 0) + core::sign_words(part_numel) + first / core::kSignBlock;
   }
 
-  // Adds up, in their order, what all messages stand for in a tile from element `first` on. Lanes
-  // have the scales of as many messages.
+  // Adds up, in their order, what all payloads stand for in a tile from element `first` on. Lanes
+  // have the scales of as many payloads.
   template <class Tile>
   ZERO_EXT_HOST_DEVICE void sum(std::int64_t first,
-                                typename Tile::template Held<float>& terms) const {
-    const std::int64_t step = core::sign_message_bytes(share) / 4;
+                                typename Tile::template Fragment<float>& terms) const {
+    const std::int64_t step = core::sign_payload_bytes(part_numel) / 4;
     const bool wide = is_aligned(words(0, first)) && step % 4 == 0;
     terms.fill(0.0F);
     for (std::int64_t begin = 0; begin < count; begin += kWarpLanes) {
       const auto last = static_cast<int>(count - begin < kWarpLanes ? count - begin : kWarpLanes);
       LaneWords scales;
-      each_lane([&](int here, int lane) {
-        scales.at[here] = lane < last ? *scale(begin + lane, first) : 0U;
+      each_lane([&](int local, int lane) {
+        scales.at[local] = lane < last ? *scale(begin + lane, first) : 0U;
       });
-      const auto add = [&](const LaneWords& bits, int message) {
-        add_signs<Tile>(bits, words_from(scales, [&](int) { return message; }), terms);
+      const auto add = [&](const LaneWords& bits, int payload) {
+        add_signs<Tile>(bits, shuffle(scales, [&](int) { return payload; }), terms);
       };
       const std::uint32_t* source = words(begin, first);
-      int message = 0;
+      int payload = 0;
       if (wide) {
         ZERO_EXT_UNROLL_BY(1)
-        for (; message + SignWords::kRows <= last; message += SignWords::kRows) {
-          SignWords::Held<std::uint32_t> bits;
+        for (; payload + SignWords::kRows <= last; payload += SignWords::kRows) {
+          SignWords::Fragment<std::uint32_t> bits;
           SignWords::load(source, bits, step);
           source += SignWords::kRows * step;
           ZERO_EXT_UNROLL
-          for (int k = 0; k < SignWords::kRows; ++k) add(row_of(bits, k), message + k);
+          for (int k = 0; k < SignWords::kRows; ++k) add(row_of(bits, k), payload + k);
         }
       }
       ZERO_EXT_UNROLL_BY(1)
-      for (; message < last; ++message, source += step) {
+      for (; payload < last; ++payload, source += step) {
         LaneWords bits;
-        each_lane([&](int here, int lane) { bits.at[here] = source[lane]; });
-        add(bits, message);
+        each_lane([&](int local, int lane) { bits.at[local] = source[lane]; });
+        add(bits, payload);
       }
     }
   }
 
-  static ZERO_EXT_HOST_DEVICE LaneWords row_of(const SignWords::Held<std::uint32_t>& bits,
+  static ZERO_EXT_HOST_DEVICE LaneWords row_of(const SignWords::Fragment<std::uint32_t>& bits,
                                                int row) {
     LaneWords result;
-    each_lane([&](int here, int) { result.at[here] = bits.at[here][row]; });
+    each_lane([&](int local, int) { result.at[local] = bits.at[local][row]; });
     return result;
   }
 
@@ -124,9 +124,9 @@ struct SignMessages {
   ZERO_EXT_HOST_DEVICE float element(std::int64_t i) const {
     float sum = 0.0F;
     ZERO_EXT_UNROLL_BY(1)
-    for (std::int64_t message = 0; message < count; ++message) {
-      sum = core::ScalarVector::add_signed(sum, *words(message, i) >> (i % 32) & 1U,
-                                           std::bit_cast<float>(*scale(message, i)));
+    for (std::int64_t payload = 0; payload < count; ++payload) {
+      sum = core::ScalarVector::add_signed(sum, *words(payload, i) >> (i % 32) & 1U,
+                                           std::bit_cast<float>(*scale(payload, i)));
     }
     return sum;
   }

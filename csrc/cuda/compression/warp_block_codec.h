@@ -17,9 +17,9 @@ namespace zero_ext::cuda {
 using BlockTile = WarpTile<4, 2>;  // of a block's elements
 using CodeTile =
     WarpTile<1, 4>;  // of two blocks' codes, four in a word as a group is four elements
-using BlockLanes = BlockTile::Held<float>;
-using CodeLanes = CodeTile::Held<std::uint32_t>;
-static_assert(BlockTile::kElements == core::kQuantizationBlock && CodeTile::kHeld == 4);
+using BlockLanes = BlockTile::Fragment<float>;
+using CodeLanes = CodeTile::Fragment<std::uint32_t>;
+static_assert(BlockTile::kElements == core::kQuantizationBlock && CodeTile::kPerLane == 4);
 
 inline constexpr int kRunBlocks = 4;
 inline constexpr std::int64_t kRunElements = kRunBlocks * core::kQuantizationBlock;
@@ -29,7 +29,7 @@ struct alignas(kAccessBytes) RunScales {
 };
 
 // The next block's scale comes to the front; after kRunBlocks turns all are where they were.
-ZERO_EXT_HOST_DEVICE void turn(RunScales& scales) {
+ZERO_EXT_HOST_DEVICE void rotate(RunScales& scales) {
   const float first = scales.at[0];
   ZERO_EXT_UNROLL
   for (int k = 0; k + 1 < kRunBlocks; ++k) scales.at[k] = scales.at[k + 1];
@@ -47,8 +47,8 @@ ZERO_EXT_HOST_DEVICE void store_codes(std::uint8_t* target, const CodeLanes& cod
 // Calls run(number) for the runs of this warp that are whole, and block(number) for the blocks of
 // the others.
 template <class Run, class Block>
-ZERO_EXT_HOST_DEVICE void over_runs(std::int64_t warp, std::int64_t warps, std::int64_t elements,
-                                    bool aligned, const Run& run, const Block& block) {
+ZERO_EXT_HOST_DEVICE void for_each_run(std::int64_t warp, std::int64_t warps, std::int64_t elements,
+                                       bool aligned, const Run& run, const Block& block) {
   const std::int64_t whole = aligned ? elements / kRunElements : 0;
   for (std::int64_t i = warp; i < whole; i += warps) run(i);
   const std::int64_t blocks = core::block_count(elements);
@@ -63,9 +63,9 @@ ZERO_EXT_HOST_DEVICE std::int64_t run_count(std::int64_t elements) {
 // The value of a block's largest magnitude, in every lane; see scale_of_key.
 ZERO_EXT_HOST_DEVICE float scale_of(const BlockLanes& block) {
   std::uint32_t highest = 0;
-  each_lane([&](int here, int) {
+  each_lane([&](int local, int) {
     ZERO_EXT_UNROLL
-    for (const float& value : block.at[here]) {
+    for (const float& value : block.at[local]) {
       const std::uint32_t key = core::ScalarVector::magnitude_keys(&value);
       highest = key > highest ? key : highest;
     }
@@ -75,17 +75,17 @@ ZERO_EXT_HOST_DEVICE float scale_of(const BlockLanes& block) {
 
 // `which` is 0 or 1: a block of the two whose codes lanes hold.
 template <class Code>
-struct LaneCodec {
+struct WarpBlockCodec {
   using Scalar = core::ScalarVector;
 
   static ZERO_EXT_HOST_DEVICE void decode(const CodeLanes& codes, int which, float scale,
                                           BlockLanes& block) {
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        const std::uint32_t word = codes.at[here][which * BlockTile::kRows + k / 4];
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        const std::uint32_t word = codes.at[local][which * BlockTile::kRows + k / 4];
         const auto code = static_cast<float>(word >> (8 * (k % 4)) & 0xFFU);
-        block.at[here][k] = Scalar::mul(core::decode_dynamic<Scalar, Code>(code), scale);
+        block.at[local][k] = Scalar::mul(core::decode_dynamic<Scalar, Code>(code), scale);
       }
     });
   }
@@ -95,30 +95,30 @@ struct LaneCodec {
     const float scale = scale_of(block);
     const bool divides = core::scale_divides(scale);
     const float inverse = divides ? 1 / scale : 0.0F;
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        const float value = Scalar::mul(block.at[here][k], inverse);
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        const float value = Scalar::mul(block.at[local][k], inverse);
         const float code = core::encode_dynamic<Scalar, Code>(divides ? value : 0.0F);
         const std::uint32_t byte = divides ? static_cast<std::uint32_t>(code) : Code::zero;
-        std::uint32_t& word = codes.at[here][which * BlockTile::kRows + k / 4];
+        std::uint32_t& word = codes.at[local][which * BlockTile::kRows + k / 4];
         word = k % 4 == 0 ? byte : word | byte << (8 * (k % 4));
       }
     });
-    return divides ? scale : core::scale_of_zeros(scale);
+    return divides ? scale : core::stored_scale(scale);
   }
 
   // One block alone, of `count` elements; the others become zeros, and their codes are not stored.
   static ZERO_EXT_HOST_DEVICE void load_block(const std::uint8_t* codes, std::int64_t count,
                                               float scale, BlockLanes& block) {
-    BlockTile::Held<std::uint8_t> own;
-    BlockTile::load_some(codes, 0, count, Code::zero, own);
+    BlockTile::Fragment<std::uint8_t> own;
+    BlockTile::load_partial(codes, 0, count, Code::zero, own);
     CodeLanes pair;
     pair.fill(0);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        pair.at[here][k / 4] |= std::uint32_t{own.at[here][k]} << (8 * (k % 4));
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        pair.at[local][k / 4] |= std::uint32_t{own.at[local][k]} << (8 * (k % 4));
       }
     });
     decode(pair, 0, scale, block);
@@ -127,14 +127,14 @@ struct LaneCodec {
                                                 std::uint8_t* codes) {
     CodeLanes pair;
     const float scale = encode(block, 0, pair);
-    BlockTile::Held<std::uint8_t> own;
-    each_lane([&](int here, int) {
+    BlockTile::Fragment<std::uint8_t> own;
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        own.at[here][k] = static_cast<std::uint8_t>(pair.at[here][k / 4] >> (8 * (k % 4)));
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        own.at[local][k] = static_cast<std::uint8_t>(pair.at[local][k / 4] >> (8 * (k % 4)));
       }
     });
-    BlockTile::store_some(codes, 0, count, own);
+    BlockTile::store_partial(codes, 0, count, own);
     return scale;
   }
 };

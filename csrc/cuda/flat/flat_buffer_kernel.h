@@ -80,8 +80,8 @@ struct MoveSegments {
       // Of the same tensor; behind its end there is nothing, and the tile is another's.
       if (begin < numel) {
         const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
-        each_by_lanes(begin, end,
-                      [&](int, std::int64_t at) { Move::move(flat_pointer[at], tensor[at]); });
+        for_each_strided(begin, end,
+                         [&](int, std::int64_t at) { Move::move(flat_pointer[at], tensor[at]); });
         i += warps;
       }
     }
@@ -103,13 +103,13 @@ struct MoveSegments {
 
   // Stores only what changed; the compiler then drops loads of what is not read.
   ZERO_EXT_HOST_DEVICE static void full_tile(Flat* flat_pointer, Element* tensor) {
-    typename Tile::template Held<Flat> flat;
-    typename Tile::template Held<Element> elements;
+    typename Tile::template Fragment<Flat> flat;
+    typename Tile::template Fragment<Element> elements;
     if constexpr (Move::reads_flat) Tile::load(flat_pointer, flat);
     if constexpr (Move::reads_element) Tile::load(tensor, elements);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) Move::move(flat.at[here][k], elements.at[here][k]);
+      for (int k = 0; k < Tile::kPerLane; ++k) Move::move(flat.at[local][k], elements.at[local][k]);
     });
     if constexpr (Move::reads_element) {
       Tile::store(flat_pointer, flat);
@@ -177,34 +177,34 @@ struct SumShards {
         full_tile(begin);
       } else {
         const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
-        each_by_lanes(begin, end, [&](int, std::int64_t i) { element(i); });
+        for_each_strided(begin, end, [&](int, std::int64_t i) { element(i); });
       }
     }
   }
 
   ZERO_EXT_HOST_DEVICE void full_tile(std::int64_t begin) const {
-    typename Tile::template Held<float> sums;
+    typename Tile::template Fragment<float> sums;
     add<true>(sources[0] + begin, sums);
     for (int k = 1; k < count; ++k) add<false>(sources[k] + begin, sums);
-    typename Tile::template Held<Target> result;
+    typename Tile::template Fragment<Target> result;
     if (accumulate) Tile::load(target + begin, result);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) finish(sums.at[here][k], result.at[here][k]);
+      for (int k = 0; k < Tile::kPerLane; ++k) finish(sums.at[local][k], result.at[local][k]);
     });
     Tile::store(target + begin, result);
   }
 
   template <bool First>
   static ZERO_EXT_HOST_DEVICE void add(const Source* source,
-                                       typename Tile::template Held<float>& sums) {
-    typename Tile::template Held<Source> own;
+                                       typename Tile::template Fragment<float>& sums) {
+    typename Tile::template Fragment<Source> own;
     Tile::load(source, own);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) {
-        const float value = to_float(own.at[here][k]);
-        float& sum = sums.at[here][k];
+      for (int k = 0; k < Tile::kPerLane; ++k) {
+        const float value = to_float(own.at[local][k]);
+        float& sum = sums.at[local][k];
         sum = First ? value : sum + value;
       }
     });

@@ -28,26 +28,26 @@ struct FlagNonFinite {
 
   // Threads that raise the flag write the same value.
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    bool finite[kLanesHere];
-    each_lane([&](int here, int) { finite[here] = true; });
+    bool finite[kThreadLanes];
+    each_lane([&](int local, int) { finite[local] = true; });
     const std::int64_t whole = tiles();
     for (std::int64_t i = warp; i < whole; i += warps) {
-      typename Tile::template Held<T> own;
+      typename Tile::template Fragment<T> own;
       Tile::load(values + head + i * Tile::kElements, own);
-      each_lane([&](int here, int) {
+      each_lane([&](int local, int) {
         ZERO_EXT_UNROLL
-        for (const T& value : own.at[here]) finite[here] = finite[here] && is_finite(value);
+        for (const T& value : own.at[local]) finite[local] = finite[local] && is_finite(value);
       });
     }
     if (warp == 0) {
-      const auto look = [&](int here, std::int64_t i) {
-        finite[here] = finite[here] && is_finite(values[i]);
+      const auto look = [&](int local, std::int64_t i) {
+        finite[local] = finite[local] && is_finite(values[i]);
       };
-      each_by_lanes(0, head, look);
-      each_by_lanes(head + whole * Tile::kElements, count, look);
+      for_each_strided(0, head, look);
+      for_each_strided(head + whole * Tile::kElements, count, look);
     }
-    each_lane([&](int here, int) {
-      if (!finite[here]) *flag = 1;
+    each_lane([&](int local, int) {
+      if (!finite[local]) *flag = 1;
     });
   }
 

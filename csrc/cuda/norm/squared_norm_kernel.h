@@ -29,8 +29,8 @@ struct WarpTotal {
   template <class Visit>
   ZERO_EXT_FUNCTION void for_each(std::int64_t count, const Visit& visit) {
     LaneTotal own{entries};
-    for (int here = 0; here < kLanesHere; ++here) {
-      for (std::int64_t i = lane_number(here); i < count; i += kWarpLanes) visit(i, own);
+    for (int local = 0; local < kThreadLanes; ++local) {
+      for (std::int64_t i = lane_number(local); i < count; i += kWarpLanes) visit(i, own);
     }
   }
 
@@ -70,10 +70,10 @@ struct AddSquares {
   // `own` is memory of this warp alone.
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps,
                                     std::int64_t* own) const {
-    for (int here = 0; here < kLanesHere; ++here) {
-      for (int i = lane_number(here); i < kEntries; i += kWarpLanes) own[i] = 0;
+    for (int local = 0; local < kThreadLanes; ++local) {
+      for (int i = lane_number(local); i < kEntries; i += kWarpLanes) own[i] = 0;
     }
-    meet_in_warp();
+    sync_warp();
     WarpTotal total{own};
     const std::int64_t whole = (count - head) / Norm::kBlock;
     for (std::int64_t i = warp; i < whole; i += warps) {
@@ -84,11 +84,11 @@ struct AddSquares {
       Norm::one_by_one(values, head, total);
       Norm::one_by_one(values + done, count - done, total);
     }
-    meet_in_warp();
+    sync_warp();
     if (lane_number(0) == 0) core::carry_limbs(own);
-    meet_in_warp();
-    for (int here = 0; here < kLanesHere; ++here) {
-      for (int i = lane_number(here); i < kEntries; i += kWarpLanes) {
+    sync_warp();
+    for (int local = 0; local < kThreadLanes; ++local) {
+      for (int i = lane_number(local); i < kEntries; i += kWarpLanes) {
         if (own[i] != 0) add_shared(accumulator + i, own[i]);
       }
     }

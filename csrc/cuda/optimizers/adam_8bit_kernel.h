@@ -14,8 +14,8 @@ namespace zero_ext::cuda {
 template <class Grad, class Param>
 struct AdamBlocks {
   static constexpr bool has_param = !std::is_same_v<Param, NoParam>;
-  using ExpAvg = LaneCodec<core::SignedDynamicCode>;
-  using ExpAvgSq = LaneCodec<core::UnsignedDynamicCode>;
+  using ExpAvg = WarpBlockCodec<core::SignedDynamicCode>;
+  using ExpAvgSq = WarpBlockCodec<core::UnsignedDynamicCode>;
 
   std::int64_t numel;
   float* master;
@@ -52,8 +52,8 @@ struct AdamBlocks {
 
   // First the runs of blocks that are one segment's, then all other blocks.
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    float poisons[kLanesHere];
-    each_lane([&](int here, int) { poisons[here] = 0.0F; });
+    float poisons[kThreadLanes];
+    each_lane([&](int local, int) { poisons[local] = 0.0F; });
     for (std::int64_t i = warp; i < whole_runs();) {
       const std::int64_t s = segment_of(i);
       if (s == segment_count) {
@@ -71,7 +71,7 @@ struct AdamBlocks {
       const std::int64_t last = core::block_count(numel) - i * kRunBlocks;
       for (int k = 0; k < kRunBlocks && k < last; ++k) block(i * kRunBlocks + k, poisons);
     }
-    each_lane([&](int here, int) { report(poisons[here], non_finite); });
+    each_lane([&](int local, int) { report(poisons[local], non_finite); });
   }
 
   ZERO_EXT_HOST_DEVICE std::int64_t whole_runs() const {
@@ -89,7 +89,7 @@ struct AdamBlocks {
 
   // A run of blocks that are one segment's.
   ZERO_EXT_HOST_DEVICE void run(std::int64_t number, const core::AdamCoefficients& coefficients,
-                                float (&poisons)[kLanesHere]) const {
+                                float (&poisons)[kThreadLanes]) const {
     RunScales by = reinterpret_cast<const RunScales*>(exp_avg_scales)[number];
     RunScales by_sq = reinterpret_cast<const RunScales*>(exp_avg_sq_scales)[number];
     ZERO_EXT_UNROLL_BY(1)
@@ -111,8 +111,8 @@ struct AdamBlocks {
                      poisons);
         scale = ExpAvg::encode(exp_avg, which, codes);
         scale_sq = ExpAvgSq::encode(exp_avg_sq, which, codes_sq);
-        turn(by);
-        turn(by_sq);
+        rotate(by);
+        rotate(by_sq);
       }
       store_codes(exp_avg_codes + begin, codes);
       store_codes(exp_avg_sq_codes + begin, codes_sq);
@@ -126,18 +126,18 @@ struct AdamBlocks {
   ZERO_EXT_HOST_DEVICE void update_block(std::int64_t begin,
                                          const core::AdamCoefficients& coefficients,
                                          BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
-                                         float (&poisons)[kLanesHere]) const {
+                                         float (&poisons)[kThreadLanes]) const {
     BlockLanes masters;
-    BlockTile::Held<Grad> gradients;
-    BlockTile::Held<Param> params;
+    BlockTile::Fragment<Grad> gradients;
+    BlockTile::Fragment<Param> params;
     BlockTile::load(master + begin, masters);
     BlockTile::load(grad + begin, gradients);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        float* const moments[] = {&exp_avg.at[here][k], &exp_avg_sq.at[here][k]};
-        update_element<core::AdamRule>(masters.at[here][k], moments, gradients.at[here][k],
-                                       params.at[here][k], coefficients, poisons[here]);
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        float* const moments[] = {&exp_avg.at[local][k], &exp_avg_sq.at[local][k]};
+        update_element<core::AdamRule>(masters.at[local][k], moments, gradients.at[local][k],
+                                       params.at[local][k], coefficients, poisons[local]);
       }
     });
     BlockTile::store(master + begin, masters);
@@ -145,7 +145,7 @@ struct AdamBlocks {
   }
 
   // A block of which segments hold some elements.
-  ZERO_EXT_HOST_DEVICE void block(std::int64_t number, float (&poisons)[kLanesHere]) const {
+  ZERO_EXT_HOST_DEVICE void block(std::int64_t number, float (&poisons)[kThreadLanes]) const {
     const std::int64_t begin = number * core::kQuantizationBlock;
     const std::int64_t end = begin + core::kQuantizationBlock;
     std::int64_t i = first_ending_after(segments, segment_count, begin);
@@ -156,7 +156,7 @@ struct AdamBlocks {
     BlockLanes exp_avg_sq;
     ExpAvg::load_block(exp_avg_codes + begin, count, exp_avg_scales[number], exp_avg);
     ExpAvgSq::load_block(exp_avg_sq_codes + begin, count, exp_avg_sq_scales[number], exp_avg_sq);
-    for (; reaches(i, end); ++i) update_some(segments[i], begin, exp_avg, exp_avg_sq, poisons);
+    for (; reaches(i, end); ++i) update_partial(segments[i], begin, exp_avg, exp_avg_sq, poisons);
     const float scale = ExpAvg::store_block(exp_avg, count, exp_avg_codes + begin);
     const float scale_sq = ExpAvgSq::store_block(exp_avg_sq, count, exp_avg_sq_codes + begin);
     if (lane_number(0) != 0) return;
@@ -169,20 +169,20 @@ struct AdamBlocks {
   }
 
   // The elements that a segment has in a block.
-  ZERO_EXT_HOST_DEVICE void update_some(const core::AdamSegment& segment, std::int64_t begin,
-                                        BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
-                                        float (&poisons)[kLanesHere]) const {
-    each_lane([&](int here, int lane) {
+  ZERO_EXT_HOST_DEVICE void update_partial(const core::AdamSegment& segment, std::int64_t begin,
+                                           BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
+                                           float (&poisons)[kThreadLanes]) const {
+    each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < BlockTile::kHeld; ++k) {
-        const std::int64_t at = begin + BlockTile::place(lane, k);
+      for (int k = 0; k < BlockTile::kPerLane; ++k) {
+        const std::int64_t at = begin + BlockTile::position(lane, k);
         if (at < segment.begin || segment.end <= at) continue;
-        float* const moments[] = {&exp_avg.at[here][k], &exp_avg_sq.at[here][k]};
+        float* const moments[] = {&exp_avg.at[local][k], &exp_avg_sq.at[local][k]};
         Param unused;
         Param* target = &unused;
         if constexpr (has_param) target = param + at;
         update_element<core::AdamRule>(master[at], moments, grad[at], *target, segment.coefficients,
-                                       poisons[here]);
+                                       poisons[local]);
       }
     });
   }

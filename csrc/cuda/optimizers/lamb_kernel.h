@@ -65,10 +65,11 @@ struct AddLambSquares {
       if (i == segment_count) break;
       if (aligned && segments[i].begin <= chunk * kChunk) {
         const core::LambSegment segment = segments[i];
-        const std::int64_t whole = segment.end / kChunk < stop ? segment.end / kChunk : stop;
-        if (chunk < whole && i != current) flush(own, current);
-        if (chunk < whole) current = i;
-        for (; chunk < whole; ++chunk) add_whole(chunk * kChunk, segment.coefficients, own);
+        const std::int64_t full_tile = segment.end / kChunk < stop ? segment.end / kChunk : stop;
+        if (chunk < full_tile && i != current) flush(own, current);
+        if (chunk < full_tile) current = i;
+        for (; chunk < full_tile; ++chunk)
+          add_full_chunk(chunk * kChunk, segment.coefficients, own);
         if (chunk == stop) break;
       }
       const std::int64_t begin = chunk * kChunk;
@@ -79,7 +80,7 @@ struct AddLambSquares {
         if (first >= last) continue;
         if (i != current) flush(own, current);
         current = i;
-        add_some(first, static_cast<int>(last - first), segments[i].coefficients, own);
+        add_partial(first, static_cast<int>(last - first), segments[i].coefficients, own);
       }
       ++chunk;
     }
@@ -89,35 +90,37 @@ struct AddLambSquares {
   // Calls visit(i) for each of the lanes' numbers below `count`.
   template <class Visit>
   static ZERO_EXT_FUNCTION void each_of_warp(int count, const Visit& visit) {
-    for (int here = 0; here < kLanesHere; ++here) {
-      for (int i = lane_number(here); i < count; i += kWarpLanes) visit(i);
+    for (int local = 0; local < kThreadLanes; ++local) {
+      for (int i = lane_number(local); i < count; i += kWarpLanes) visit(i);
     }
   }
 
   static ZERO_EXT_FUNCTION void clear(Memory& own) {
     each_of_warp(2 * kEntries, [&own](int i) { own.totals[i] = 0; });
-    meet_in_warp();
+    sync_warp();
   }
 
   // A chunk that is one segment's.
-  ZERO_EXT_FUNCTION void add_whole(std::int64_t begin, const core::LambCoefficients& coefficients,
-                                   Memory& own) const {
+  ZERO_EXT_FUNCTION void add_full_chunk(std::int64_t begin,
+                                        const core::LambCoefficients& coefficients,
+                                        Memory& own) const {
     ZERO_EXT_UNROLL
     for (int first = 0; first < kChunk; first += Tile::kElements) {
-      typename Tile::template Held<float> weights;
-      typename Tile::template Held<float> updates;
-      typename Tile::template Held<Moment> averages;
-      typename Tile::template Held<Moment> squares;
-      typename Tile::template Held<Grad> gradients;
+      typename Tile::template Fragment<float> weights;
+      typename Tile::template Fragment<float> updates;
+      typename Tile::template Fragment<Moment> averages;
+      typename Tile::template Fragment<Moment> squares;
+      typename Tile::template Fragment<Grad> gradients;
       Tile::load(master + begin + first, weights);
       Tile::load(exp_avg + begin + first, averages);
       Tile::load(exp_avg_sq + begin + first, squares);
       Tile::load(grad + begin + first, gradients);
-      each_lane([&](int here, int) {
+      each_lane([&](int local, int) {
         ZERO_EXT_UNROLL
-        for (int k = 0; k < Tile::kHeld; ++k) {
-          updates.at[here][k] = direction(weights.at[here][k], averages.at[here][k],
-                                          squares.at[here][k], gradients.at[here][k], coefficients);
+        for (int k = 0; k < Tile::kPerLane; ++k) {
+          updates.at[local][k] =
+              direction(weights.at[local][k], averages.at[local][k], squares.at[local][k],
+                        gradients.at[local][k], coefficients);
         }
       });
       Tile::store_shared(own.weights + first, weights);
@@ -126,8 +129,9 @@ struct AddLambSquares {
     sum(own);
   }
 
-  ZERO_EXT_FUNCTION void add_some(std::int64_t first, int count,
-                                  const core::LambCoefficients& coefficients, Memory& own) const {
+  ZERO_EXT_FUNCTION void add_partial(std::int64_t first, int count,
+                                     const core::LambCoefficients& coefficients,
+                                     Memory& own) const {
     each_of_warp(kChunk, [&](int k) {
       const std::int64_t i = first + k;
       own.weights[k] = k < count ? master[i] : 0.0F;
@@ -138,12 +142,12 @@ struct AddLambSquares {
   }
 
   ZERO_EXT_FUNCTION static void sum(Memory& own) {
-    meet_in_warp();
+    sync_warp();
     WarpTotal weights{own.totals};
     WarpTotal updates{own.totals + kEntries};
     Norm::block(own.weights, kChunk, weights);
     Norm::block(own.updates, kChunk, updates);
-    meet_in_warp();
+    sync_warp();
   }
 
   static ZERO_EXT_HOST_DEVICE float direction(float weight, Moment exp_avg, Moment exp_avg_sq,
@@ -157,14 +161,14 @@ struct AddLambSquares {
 
   // Adds the sums to those of a segment, and begins new ones.
   ZERO_EXT_FUNCTION void flush(Memory& own, std::int64_t segment) const {
-    meet_in_warp();
+    sync_warp();
     each_of_warp(2, [&own](int k) { core::carry_limbs(own.totals + k * kEntries); });
-    meet_in_warp();
+    sync_warp();
     std::int64_t* const target = norms + segment * 2 * kEntries;
     each_of_warp(2 * kEntries, [&own, target](int i) {
       if (own.totals[i] != 0) add_shared(target + i, own.totals[i]);
     });
-    meet_in_warp();
+    sync_warp();
     clear(own);
   }
 };

@@ -73,17 +73,17 @@ struct OptimizerStep {
   bool aligned;
 
   OptimizerStep(const OptimizerPointers<Rule, Moment, Grad, Param>& pointers, std::int64_t elements,
-                const Segment* parts, std::int64_t count)
+                const Segment* prepared, std::int64_t count)
       : at(pointers),
         numel(elements),
-        segments(parts),
+        segments(prepared),
         segment_count(count),
         aligned(pointers.aligned()) {}
 
   // Over the buffers of the CPU's step, whose elements have these types. A rule of one moment has
   // no exp_avg_sq.
   template <class Buffers>
-  static OptimizerStep of(const Buffers& buffers, std::int64_t elements, const Segment* parts,
+  static OptimizerStep of(const Buffers& buffers, std::int64_t elements, const Segment* prepared,
                           std::int64_t count) {
     OptimizerPointers<Rule, Moment, Grad, Param> pointers{buffers.master,
                                                           {static_cast<Moment*>(buffers.exp_avg)},
@@ -91,14 +91,14 @@ struct OptimizerStep {
                                                           static_cast<Param*>(buffers.param),
                                                           buffers.non_finite};
     if constexpr (kMoments == 2) pointers.moments[1] = static_cast<Moment*>(buffers.exp_avg_sq);
-    return {pointers, elements, parts, count};
+    return {pointers, elements, prepared, count};
   }
 
   std::int64_t tiles() const { return (numel + Tile::kElements - 1) / Tile::kElements; }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    float poisons[kLanesHere];
-    each_lane([&](int here, int) { poisons[here] = 0.0F; });
+    float poisons[kThreadLanes];
+    each_lane([&](int local, int) { poisons[local] = 0.0F; });
     const std::int64_t stride = warps * Tile::kElements;
     for (std::int64_t begin = warp * Tile::kElements; begin < numel;) {
       const std::int64_t i = first_ending_after(segments, segment_count, begin);
@@ -106,47 +106,47 @@ struct OptimizerStep {
       const Segment current = segments[i];
       if (aligned && current.begin <= begin && begin + Tile::kElements <= current.end) {
         do {
-          whole(begin, current.coefficients, poisons);
+          full_tile(begin, current.coefficients, poisons);
           begin += stride;
         } while (begin + Tile::kElements <= current.end);
       } else {
-        parts(begin, i, poisons);
+        partial_tile(begin, i, poisons);
         begin += stride;
       }
     }
-    each_lane([&](int here, int) { report(poisons[here], at.non_finite); });
+    each_lane([&](int local, int) { report(poisons[local], at.non_finite); });
   }
 
   // What the segments from `i` on hold of the tile at `begin`.
-  ZERO_EXT_HOST_DEVICE void parts(std::int64_t begin, std::int64_t i,
-                                  float (&poisons)[kLanesHere]) const {
+  ZERO_EXT_HOST_DEVICE void partial_tile(std::int64_t begin, std::int64_t i,
+                                         float (&poisons)[kThreadLanes]) const {
     const std::int64_t end = begin + Tile::kElements;
     for (; i < segment_count && segments[i].begin < end; ++i) {
       const Segment current = segments[i];
-      each_by_lanes(
+      for_each_strided(
           current.begin > begin ? current.begin : begin, current.end < end ? current.end : end,
-          [&](int here, std::int64_t k) { element(k, current.coefficients, poisons[here]); });
+          [&](int local, std::int64_t k) { element(k, current.coefficients, poisons[local]); });
     }
   }
 
-  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Coefficients& coefficients,
-                                  float (&poisons)[kLanesHere]) const {
-    typename Tile::template Held<float> masters;
-    typename Tile::template Held<Moment> moments[kMoments];
-    typename Tile::template Held<Grad> gradients;
-    typename Tile::template Held<Param> params;
+  ZERO_EXT_HOST_DEVICE void full_tile(std::int64_t begin, const Coefficients& coefficients,
+                                      float (&poisons)[kThreadLanes]) const {
+    typename Tile::template Fragment<float> masters;
+    typename Tile::template Fragment<Moment> moments[kMoments];
+    typename Tile::template Fragment<Grad> gradients;
+    typename Tile::template Fragment<Param> params;
     Tile::load(at.master + begin, masters);
     ZERO_EXT_UNROLL
     for (int m = 0; m < kMoments; ++m) Tile::load(at.moments[m] + begin, moments[m]);
     Tile::load(at.grad + begin, gradients);
-    each_lane([&](int here, int) {
+    each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < Tile::kHeld; ++k) {
+      for (int k = 0; k < Tile::kPerLane; ++k) {
         Moment* own[kMoments];
         ZERO_EXT_UNROLL
-        for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].at[here][k];
-        update_element<Rule>(masters.at[here][k], own, gradients.at[here][k], params.at[here][k],
-                             coefficients, poisons[here]);
+        for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].at[local][k];
+        update_element<Rule>(masters.at[local][k], own, gradients.at[local][k], params.at[local][k],
+                             coefficients, poisons[local]);
       }
     });
     Tile::store(at.master + begin, masters);

@@ -21,13 +21,13 @@ core::Workers torch_workers() {
 }
 
 // The indices of a layout are read by the kernel, so their values are checked too.
-core::AttentionProblem read_with_values(const char* op, const AttentionTensors& tensors,
-                                        const AttentionOptions& options) {
-  const core::AttentionProblem problem = read_attention(op, tensors, options);
-  const std::string fault = core::layout_fault(problem.layout, tensors.columns.numel(),
-                                               blocks_of(problem.key_length, problem.layout.block));
-  STD_TORCH_CHECK(fault.empty(), op, ": ", fault);
-  return problem;
+core::AttentionArgs read_with_values(const char* op, const AttentionTensors& tensors,
+                                     const AttentionOptions& options) {
+  const core::AttentionArgs args = read_attention(op, tensors, options);
+  const std::string error = core::layout_error(args.layout, tensors.columns.numel(),
+                                               blocks_of(args.key_length, args.layout.block));
+  STD_TORCH_CHECK(error.empty(), op, ": ", error);
+  return args;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -36,23 +36,23 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
                                    const OptionalTensor& key_padding, const OptionalTensor& bias,
                                    std::int64_t block, bool causal, double scale, double dropout,
                                    std::int64_t seed, std::int64_t offset) {
-  const core::AttentionProblem problem =
+  const core::AttentionArgs args =
       read_with_values("block_sparse_attention_forward",
                        {query, key, value, row_pointers, columns, key_padding, bias},
                        {block, causal, scale, dropout, seed, offset});
   const Tensor output = contiguous_like(query);
   const Tensor logsumexp =
-      torch::stable::empty({problem.batch, problem.heads, problem.query_length}, ScalarType::Float);
-  core::attention_forward(problem, {output.mutable_data_ptr(), logsumexp.mutable_data_ptr<float>()},
+      torch::stable::empty({args.batch, args.heads, args.query_length}, ScalarType::Float);
+  core::attention_forward(args, {output.mutable_data_ptr(), logsumexp.mutable_data_ptr<float>()},
                           torch_workers());
   return {output, logsumexp};
 }
 
 // Rounds what was summed in float32 to the bias's dtype.
-Tensor rounded(const Tensor& sums, const core::AttentionProblem& problem, const Tensor& bias) {
-  if (problem.bias.type == core::NumericType::float32) return sums;
+Tensor rounded(const Tensor& sums, const core::AttentionArgs& args, const Tensor& bias) {
+  if (args.bias.type == core::NumericType::float32) return sums;
   const Tensor result = contiguous_like(bias);
-  core::copy_cast(result.mutable_data_ptr(), problem.bias.type, sums.const_data_ptr(),
+  core::copy_cast(result.mutable_data_ptr(), args.bias.type, sums.const_data_ptr(),
                   core::NumericType::float32, sums.numel());
   return result;
 }
@@ -64,15 +64,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& key_padding, const OptionalTensor& bias, std::int64_t block, bool causal,
     double scale, double dropout, std::int64_t seed, std::int64_t offset, bool need_grad_bias) {
   constexpr const char* op = "block_sparse_attention_backward";
-  const core::AttentionProblem problem =
+  const core::AttentionArgs args =
       read_with_values(op, {query, key, value, row_pointers, columns, key_padding, bias},
                        {block, causal, scale, dropout, seed, offset});
   STD_TORCH_CHECK(!need_grad_bias || bias, op,
                   ": a gradient is asked for the argument 'bias', which is None; pass the bias");
-  core::AttentionGradients gradients;
+  core::AttentionGradArgs gradients;
   gradients.grad_output = read_rows_like_query(op, "grad_output", grad_output, query);
   gradients.output = read_rows_like_query(op, "output", output, query);
-  gradients.logsumexp = read_logsumexp(op, logsumexp, problem);
+  gradients.logsumexp = read_logsumexp(op, logsumexp, args);
   const Tensor grad_query = contiguous_like(query);
   const Tensor grad_key = contiguous_like(key);
   const Tensor grad_value = contiguous_like(value);
@@ -85,8 +85,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     grad_bias = torch::stable::empty(bias->sizes(), ScalarType::Float);
     gradients.bias = grad_bias.mutable_data_ptr<float>();
   }
-  core::attention_backward(problem, gradients, torch_workers());
-  if (need_grad_bias) grad_bias = rounded(grad_bias, problem, *bias);
+  core::attention_backward(args, gradients, torch_workers());
+  if (need_grad_bias) grad_bias = rounded(grad_bias, args, *bias);
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 

@@ -89,36 +89,35 @@ core::BlockRows read_layout(const char* op, const AttentionTensors& tensors, std
           pointers.size(0), row_blocks, block};
 }
 
-void read_padding(const char* op, const Tensor& padding, core::AttentionProblem& problem) {
+void read_padding(const char* op, const Tensor& padding, core::AttentionArgs& args) {
   const Argument argument{op, "key_padding"};
   check_device(padding, argument);
   STD_TORCH_CHECK(padding.scalar_type() == ScalarType::Bool, label(argument), "has dtype ",
                   torch::headeronly::toString(padding.scalar_type()),
                   "; it must be Bool, true where a key may be attended");
-  STD_TORCH_CHECK(padding.dim() == 2 && padding.size(0) == problem.batch &&
-                      padding.size(1) == problem.key_length,
-                  label(argument), "has shape ", shape_text(padding), "; it must be [",
-                  problem.batch, ", ", problem.key_length, "] (batch, key length)");
-  STD_TORCH_CHECK(problem.key_length <= 1 || padding.stride(1) == 1, label(argument), "has stride ",
+  STD_TORCH_CHECK(
+      padding.dim() == 2 && padding.size(0) == args.batch && padding.size(1) == args.key_length,
+      label(argument), "has shape ", shape_text(padding), "; it must be [", args.batch, ", ",
+      args.key_length, "] (batch, key length)");
+  STD_TORCH_CHECK(args.key_length <= 1 || padding.stride(1) == 1, label(argument), "has stride ",
                   padding.stride(1),
                   " in its last dimension; it must be 1: pass tensor.contiguous()");
-  problem.key_padding = padding.const_data_ptr<bool>();
-  problem.key_padding_stride = padding.stride(0);
+  args.key_padding = padding.const_data_ptr<bool>();
+  args.key_padding_stride = padding.stride(0);
 }
 
-void read_bias(const char* op, const Tensor& bias, core::AttentionProblem& problem) {
+void read_bias(const char* op, const Tensor& bias, core::AttentionArgs& args) {
   const Argument argument{op, "bias"};
   check_four(bias, argument);
-  problem.bias.type = numeric_type(bias, argument);
-  problem.bias.data = bias.const_data_ptr();
-  const std::int64_t full[4] = {problem.batch, problem.heads, problem.query_length,
-                                problem.key_length};
+  args.bias.type = numeric_type(bias, argument);
+  args.bias.data = bias.const_data_ptr();
+  const std::int64_t full[4] = {args.batch, args.heads, args.query_length, args.key_length};
   for (int i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(bias.size(i) == full[i] || bias.size(i) == 1, label(argument), "has shape ",
                     shape_text(bias), "; it must be [", full[0], " or 1, ", full[1], " or 1, ",
                     full[2], " or 1, ", full[3], " or 1] (batch, heads, queries, keys)");
-    problem.bias.sizes[i] = bias.size(i);
-    problem.bias.strides[i] = bias.size(i) == 1 ? 0 : bias.stride(i);
+    args.bias.sizes[i] = bias.size(i);
+    args.bias.strides[i] = bias.size(i) == 1 ? 0 : bias.stride(i);
   }
 }
 
@@ -132,35 +131,35 @@ std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
   return (length + block - 1) / block;
 }
 
-core::AttentionProblem read_attention(const char* op, const AttentionTensors& tensors,
-                                      const AttentionOptions& options) {
+core::AttentionArgs read_attention(const char* op, const AttentionTensors& tensors,
+                                   const AttentionOptions& options) {
   check_sizes(op, tensors);
-  core::AttentionProblem problem;
-  problem.type = numeric_type(tensors.query, {op, "query"});
-  problem.batch = tensors.query.size(0);
-  problem.heads = tensors.query.size(1);
-  problem.key_heads = tensors.key.size(1);
-  problem.query_length = tensors.query.size(2);
-  problem.key_length = tensors.key.size(2);
-  problem.head_dim = tensors.query.size(3);
-  problem.query = rows_view(tensors.query, {op, "query"});
-  problem.key = rows_view(tensors.key, {op, "key"});
-  problem.value = rows_view(tensors.value, {op, "value"});
-  problem.layout = read_layout(op, tensors, options.block);
-  if (tensors.key_padding) read_padding(op, *tensors.key_padding, problem);
-  if (tensors.bias) read_bias(op, *tensors.bias, problem);
+  core::AttentionArgs args;
+  args.type = numeric_type(tensors.query, {op, "query"});
+  args.batch = tensors.query.size(0);
+  args.heads = tensors.query.size(1);
+  args.key_heads = tensors.key.size(1);
+  args.query_length = tensors.query.size(2);
+  args.key_length = tensors.key.size(2);
+  args.head_dim = tensors.query.size(3);
+  args.query = rows_view(tensors.query, {op, "query"});
+  args.key = rows_view(tensors.key, {op, "key"});
+  args.value = rows_view(tensors.value, {op, "value"});
+  args.layout = read_layout(op, tensors, options.block);
+  if (tensors.key_padding) read_padding(op, *tensors.key_padding, args);
+  if (tensors.bias) read_bias(op, *tensors.bias, args);
   STD_TORCH_CHECK(std::isfinite(options.scale), op, ": scale is ", options.scale,
                   "; it must be finite");
   STD_TORCH_CHECK(options.dropout >= 0 && options.dropout < 1, op, ": dropout is ", options.dropout,
                   "; it must be at least 0 and below 1");
   STD_TORCH_CHECK(options.offset >= 0 && options.offset < (1LL << 32), op, ": offset is ",
                   options.offset, "; it must be at least 0 and below 2^32");
-  problem.scale = static_cast<float>(options.scale);
-  problem.causal = options.causal;
-  problem.dropout = options.dropout;
-  problem.seed = static_cast<std::uint64_t>(options.seed);
-  problem.offset = static_cast<std::uint32_t>(options.offset);
-  return problem;
+  args.scale = static_cast<float>(options.scale);
+  args.causal = options.causal;
+  args.dropout = options.dropout;
+  args.seed = static_cast<std::uint64_t>(options.seed);
+  args.offset = static_cast<std::uint32_t>(options.offset);
+  return args;
 }
 
 core::RowsView read_rows_like_query(const char* op, const char* name, const Tensor& tensor,
@@ -175,31 +174,31 @@ core::RowsView read_rows_like_query(const char* op, const char* name, const Tens
 }
 
 const float* read_logsumexp(const char* op, const Tensor& logsumexp,
-                            const core::AttentionProblem& problem) {
+                            const core::AttentionArgs& args) {
   const Argument argument{op, "logsumexp"};
   check_dtype(logsumexp, argument, ScalarType::Float);
-  STD_TORCH_CHECK(
-      logsumexp.dim() == 3 && logsumexp.size(0) == problem.batch &&
-          logsumexp.size(1) == problem.heads && logsumexp.size(2) == problem.query_length,
-      label(argument), "has shape ", shape_text(logsumexp), "; it must be [", problem.batch, ", ",
-      problem.heads, ", ", problem.query_length, "], as the forward op returned it");
+  STD_TORCH_CHECK(logsumexp.dim() == 3 && logsumexp.size(0) == args.batch &&
+                      logsumexp.size(1) == args.heads && logsumexp.size(2) == args.query_length,
+                  label(argument), "has shape ", shape_text(logsumexp), "; it must be [",
+                  args.batch, ", ", args.heads, ", ", args.query_length,
+                  "], as the forward op returned it");
   return logsumexp.const_data_ptr<float>();
 }
 
 TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& column_pointers,
-                                 const std::optional<Tensor>& rows,
-                                 const core::AttentionProblem& problem, std::int64_t total_blocks) {
+                                 const std::optional<Tensor>& rows, const core::AttentionArgs& args,
+                                 std::int64_t total_blocks) {
   STD_TORCH_CHECK(column_pointers && rows, op,
                   ": arguments 'column_pointers' and 'rows' are None; this kernel reads the "
                   "transposed layout: pass it");
   check_dtype(*column_pointers, {op, "column_pointers"}, ScalarType::Int);
   check_dtype(*rows, {op, "rows"}, ScalarType::Int);
   check_flat(*rows, {op, "rows"}, total_blocks);
-  const std::int64_t columns = blocks_of(problem.key_length, problem.layout.block);
-  STD_TORCH_CHECK(column_pointers->dim() == 2 && column_pointers->size(0) == problem.layout.heads &&
+  const std::int64_t columns = blocks_of(args.key_length, args.layout.block);
+  STD_TORCH_CHECK(column_pointers->dim() == 2 && column_pointers->size(0) == args.layout.heads &&
                       column_pointers->size(1) == columns + 1,
                   label({op, "column_pointers"}), "has shape ", shape_text(*column_pointers),
-                  "; it must be [", problem.layout.heads, ", ", columns + 1,
+                  "; it must be [", args.layout.heads, ", ", columns + 1,
                   "] (layout heads, column blocks + 1)");
   return {column_pointers->const_data_ptr<std::int32_t>(), rows->const_data_ptr<std::int32_t>()};
 }

@@ -29,8 +29,8 @@ struct AttentionOptions {
 };
 
 // Checks dtypes, shapes, strides and devices, not the values of the layout.
-core::AttentionProblem read_attention(const char* op, const AttentionTensors& tensors,
-                                      const AttentionOptions& options);
+core::AttentionArgs read_attention(const char* op, const AttentionTensors& tensors,
+                                   const AttentionOptions& options);
 
 // [batch, query heads, query length, head dim] of the problem's dtype with unit last stride.
 core::RowsView read_rows_like_query(const char* op, const char* name, const Tensor& tensor,
@@ -38,7 +38,7 @@ core::RowsView read_rows_like_query(const char* op, const char* name, const Tens
 
 // float32 [batch, query heads, query length], contiguous.
 const float* read_logsumexp(const char* op, const Tensor& logsumexp,
-                            const core::AttentionProblem& problem);
+                            const core::AttentionArgs& args);
 
 // The blocks of the transposed layout, for kernels that read it: both or an error.
 struct TransposedBlocks {
@@ -46,8 +46,8 @@ struct TransposedBlocks {
   const std::int32_t* rows;             // [total blocks]
 };
 TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& column_pointers,
-                                 const std::optional<Tensor>& rows,
-                                 const core::AttentionProblem& problem, std::int64_t total_blocks);
+                                 const std::optional<Tensor>& rows, const core::AttentionArgs& args,
+                                 std::int64_t total_blocks);
 
 // A new contiguous tensor of the same shape, dtype and device.
 Tensor contiguous_like(const Tensor& tensor);

@@ -15,7 +15,7 @@ core::DynamicCode code_of(bool is_signed) {
 
 // Calls work(begin, count) for runs of whole blocks, the last of which may be shorter.
 template <class Work>
-void over_blocks(std::int64_t numel, const Work& work) {
+void for_each_block(std::int64_t numel, const Work& work) {
   torch::stable::parallel_for(0, core::block_count(numel), kGrainBlocks,
                               [&](std::int64_t first, std::int64_t last) {
                                 const std::int64_t begin = first * core::kQuantizationBlock;
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_sign
   const auto [codes, scales] = empty_quantized(values);
   auto* code = codes.mutable_data_ptr<std::uint8_t>();
   auto* scale = scales.mutable_data_ptr<float>();
-  over_blocks(numel, [&](std::int64_t begin, std::int64_t count) {
+  for_each_block(numel, [&](std::int64_t begin, std::int64_t count) {
     core::quantize_blockwise(source + begin, count, code_of(is_signed), code + begin,
                              scale + begin / core::kQuantizationBlock);
   });
@@ -50,7 +50,7 @@ Tensor dequantize_blockwise(const Tensor& codes, const Tensor& scales, bool is_s
   const auto* code = codes.const_data_ptr<std::uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* target = values.mutable_data_ptr<float>();
-  over_blocks(numel, [&](std::int64_t begin, std::int64_t count) {
+  for_each_block(numel, [&](std::int64_t begin, std::int64_t count) {
     core::dequantize_blockwise(code + begin, scale + begin / core::kQuantizationBlock, count,
                                code_of(is_signed), target + begin);
   });

@@ -5,46 +5,46 @@
 namespace zero_ext::ops {
 namespace {
 
-BlockConversion read_conversion(const Argument& side, const Tensor& messages, const Tensor& values,
+BlockConversion read_conversion(const Argument& side, const Tensor& payloads, const Tensor& values,
                                 const core::BlockFormat& format, std::int64_t parts,
                                 std::vector<std::int64_t> order) {
   const core::NumericType type = check_numeric(values, side);
   check_flat(values, side, values.numel());
   const std::int64_t part_numel = check_parts(side.op, values.numel(), parts);
   const Argument argument{side.op, "messages"};
-  BlockConversion result{read_blocks(argument, messages, parts, part_numel, format),
+  BlockConversion result{read_blocks(argument, payloads, parts, part_numel, format),
                          static_cast<std::byte*>(values.mutable_data_ptr()), type, part_numel,
                          check_order(side.op, std::move(order), parts)};
-  check_disjoint({memory_range(messages, argument), memory_range(values, side)});
+  check_disjoint({memory_range(payloads, argument), memory_range(values, side)});
   return result;
 }
 
 }  // namespace
 
-BlockConversion read_quantise(const Tensor& messages, const Tensor& values,
+BlockConversion read_quantize(const Tensor& payloads, const Tensor& values,
                               const core::BlockFormat& format, std::int64_t parts,
                               std::vector<std::int64_t> order) {
-  return read_conversion({"quantise_", "values"}, messages, values, format, parts,
+  return read_conversion({"quantise_", "values"}, payloads, values, format, parts,
                          std::move(order));
 }
 
-BlockConversion read_dequantise(const Tensor& out, const Tensor& messages,
+BlockConversion read_dequantize(const Tensor& out, const Tensor& payloads,
                                 const core::BlockFormat& format, std::int64_t parts) {
-  return read_conversion({"dequantise_", "out"}, messages, out, format, parts, {});
+  return read_conversion({"dequantise_", "out"}, payloads, out, format, parts, {});
 }
 
-BlockSum read_sum_quantised(const Tensor& out, const Tensor& messages,
+BlockSum read_sum_quantized(const Tensor& out, const Tensor& payloads,
                             const core::BlockFormat& format, double factor) {
   constexpr const char* op = "sum_quantised_";
   const std::int64_t numel = out.numel();
   BlockSum result{read_floats({op, "out"}, out, numel),
-                  read_blocks({op, "messages"}, messages, -1, numel, format), numel,
+                  read_blocks({op, "messages"}, payloads, -1, numel, format), numel,
                   check_factor(op, factor)};
-  check_disjoint({memory_range(out, {op, "out"}), memory_range(messages, {op, "messages"})});
+  check_disjoint({memory_range(out, {op, "out"}), memory_range(payloads, {op, "messages"})});
   return result;
 }
 
-BlockReduction read_requantise(const Tensor& messages_out, const Tensor& messages_in,
+BlockReduction read_requantize(const Tensor& payloads_out, const Tensor& payloads_in,
                                const core::BlockFormat& from, const core::BlockFormat& to,
                                double factor, std::int64_t parts) {
   constexpr const char* op = "requantise_";
@@ -52,16 +52,16 @@ BlockReduction read_requantise(const Tensor& messages_out, const Tensor& message
   const Argument in{op, "messages_in"};
   STD_TORCH_CHECK(from.block == to.block, op, ": format has blocks of ", from.block,
                   " elements and out_format of ", to.block, "; they must be equal");
-  const std::int64_t bytes = check_parts(op, messages_out.numel(), parts);
+  const std::int64_t bytes = check_parts(op, payloads_out.numel(), parts);
   const std::int64_t numel = to.max_elements(bytes);
   STD_TORCH_CHECK(numel >= 0, label(out), "has ", bytes, " bytes for each of ", parts,
-                  " parts, which no message has; make it of parts * message_bytes(elements)");
-  BlockReduction result{read_blocks(out, messages_out, parts, numel, to),
-                        read_blocks(in, messages_in, -1, numel, from), numel,
+                  " parts, which no message has; make it of parts * payload_bytes(elements)");
+  BlockReduction result{read_blocks(out, payloads_out, parts, numel, to),
+                        read_blocks(in, payloads_in, -1, numel, from), numel,
                         check_factor(op, factor)};
   STD_TORCH_CHECK(result.in.count % parts == 0, label(in), "has ", result.in.count,
                   " messages; it must have a multiple of the ", parts, " parts");
-  check_disjoint({memory_range(messages_out, out), memory_range(messages_in, in)});
+  check_disjoint({memory_range(payloads_out, out), memory_range(payloads_in, in)});
   return result;
 }
 

@@ -5,9 +5,9 @@
 
 namespace zero_ext::ops {
 
-// Values to messages or back: slot p of the messages holds part order[p] of the values.
+// Values to payloads or back: slot p of the payloads holds part order[p] of the values.
 struct BlockConversion {
-  Messages messages;
+  Payloads payloads;
   std::byte* values;
   core::NumericType type;
   std::int64_t part_numel;
@@ -20,27 +20,27 @@ struct BlockConversion {
 
 struct BlockSum {
   float* out;
-  Messages messages;
+  Payloads payloads;
   std::int64_t numel;
   float factor;
 };
 
-// Messages in are [message][part].
+// Payloads in are [payload][part].
 struct BlockReduction {
-  Messages out;
-  Messages in;
+  Payloads out;
+  Payloads in;
   std::int64_t part_numel;
   float factor;
 };
 
-BlockConversion read_quantise(const Tensor& messages, const Tensor& values,
+BlockConversion read_quantize(const Tensor& payloads, const Tensor& values,
                               const core::BlockFormat& format, std::int64_t parts,
                               std::vector<std::int64_t> order);
-BlockConversion read_dequantise(const Tensor& out, const Tensor& messages,
+BlockConversion read_dequantize(const Tensor& out, const Tensor& payloads,
                                 const core::BlockFormat& format, std::int64_t parts);
-BlockSum read_sum_quantised(const Tensor& out, const Tensor& messages,
+BlockSum read_sum_quantized(const Tensor& out, const Tensor& payloads,
                             const core::BlockFormat& format, double factor);
-BlockReduction read_requantise(const Tensor& messages_out, const Tensor& messages_in,
+BlockReduction read_requantize(const Tensor& payloads_out, const Tensor& payloads_in,
                                const core::BlockFormat& from, const core::BlockFormat& to,
                                double factor, std::int64_t parts);
 

@@ -10,83 +10,85 @@ using core::BlockFormat;
 
 constexpr std::int64_t kGrain = 32768;
 
-// Calls work(message, block, begin, count) for runs of whole blocks of `numel` elements in each of
+// Calls work(payload, block, begin, count) for runs of whole blocks of `numel` elements in each of
 // `parts`, the last block of which may be shorter.
 template <class Work>
-void over_block_parts(std::int64_t parts, std::int64_t numel, const BlockFormat& format,
-                      const Work& work) {
+void for_each_block_range(std::int64_t parts, std::int64_t numel, const BlockFormat& format,
+                          const Work& work) {
   const std::int64_t blocks = format.blocks(numel);
   torch::stable::parallel_for(
       0, parts * blocks, kGrain / format.block, [&](std::int64_t begin, std::int64_t end) {
-        core::over_parts(begin, end, blocks,
-                         [&](std::int64_t part, std::int64_t first, std::int64_t last) {
-                           const std::int64_t from = first * format.block;
-                           work(part, first, from, std::min(last * format.block, numel) - from);
-                         });
+        core::for_each_part(begin, end, blocks,
+                            [&](std::int64_t part, std::int64_t first, std::int64_t last) {
+                              const std::int64_t from = first * format.block;
+                              work(part, first, from, std::min(last * format.block, numel) - from);
+                            });
       });
 }
 
-template <class Message>
-Message from_block(Message message, const BlockFormat& format, std::int64_t block) {
-  return {message.words + block * format.words(format.block),
-          message.scales + block * format.scales()};
+template <class Payload>
+Payload from_block(Payload payload, const BlockFormat& format, std::int64_t block) {
+  return {payload.words + block * format.words(format.block),
+          payload.scales + block * format.scales()};
 }
 
-void quantise(const Tensor& messages, const Tensor& values, std::int64_t bits, bool symmetric,
+void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
               std::int64_t block, std::int64_t parts, std::vector<std::int64_t> order) {
   const BlockFormat format = check_format("quantise_", bits, symmetric, block);
   const BlockConversion arguments =
-      read_quantise(messages, values, format, parts, std::move(order));
-  over_block_parts(
+      read_quantize(payloads, values, format, parts, std::move(order));
+  for_each_block_range(
       parts, arguments.part_numel, format,
       [&](std::int64_t slot, std::int64_t first, std::int64_t begin, std::int64_t count) {
         const std::int64_t part = arguments.order[static_cast<std::size_t>(slot)];
         core::quantize_blocks(arguments.at(part, begin), arguments.type, count, format,
-                              from_block(arguments.messages.target(slot), format, first));
+                              from_block(arguments.payloads.target(slot), format, first));
       });
 }
 
-void dequantise(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                 std::int64_t block, std::int64_t parts) {
   const BlockFormat format = check_format("dequantise_", bits, symmetric, block);
-  const BlockConversion arguments = read_dequantise(out, messages, format, parts);
-  over_block_parts(
+  const BlockConversion arguments = read_dequantize(out, payloads, format, parts);
+  for_each_block_range(
       parts, arguments.part_numel, format,
       [&](std::int64_t part, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        core::dequantize_blocks(from_block(arguments.messages.source(part), format, first), count,
+        core::dequantize_blocks(from_block(arguments.payloads.source(part), format, first), count,
                                 format, arguments.at(part, begin), arguments.type);
       });
 }
 
-void sum_quantised(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                    std::int64_t block, double factor, bool accumulate) {
   const BlockFormat format = check_format("sum_quantised_", bits, symmetric, block);
-  const BlockSum arguments = read_sum_quantised(out, messages, format, factor);
-  const std::vector<core::MessageSource> each = arguments.messages.every(0, 1);
-  over_block_parts(1, arguments.numel, format,
-                   [&](std::int64_t, std::int64_t first, std::int64_t begin, std::int64_t count) {
-                     core::sum_quantized(each, first, count, format, arguments.factor, accumulate,
-                                         arguments.out + begin);
-                   });
+  const BlockSum arguments = read_sum_quantized(out, payloads, format, factor);
+  const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
+  for_each_block_range(
+      1, arguments.numel, format,
+      [&](std::int64_t, std::int64_t first, std::int64_t begin, std::int64_t count) {
+        core::sum_quantized(each, first, count, format, arguments.factor, accumulate,
+                            arguments.out + begin);
+      });
 }
 
-void requantise(const Tensor& messages_out, const Tensor& messages_in, std::int64_t bits,
+void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
                 std::int64_t out_block, double factor, std::int64_t parts) {
   const BlockFormat from = check_format("requantise_", bits, symmetric, block);
   const BlockFormat to = check_format("requantise_", out_bits, out_symmetric, out_block);
   const BlockReduction arguments =
-      read_requantise(messages_out, messages_in, from, to, factor, parts);
-  std::vector<std::vector<core::MessageSource>> each;
+      read_requantize(payloads_out, payloads_in, from, to, factor, parts);
+  std::vector<std::vector<core::PayloadSource>> each;
   for (std::int64_t part = 0; part < parts; ++part) {
     each.push_back(arguments.in.every(part, parts));
   }
-  over_block_parts(parts, arguments.part_numel, to,
-                   [&](std::int64_t part, std::int64_t first, std::int64_t, std::int64_t count) {
-                     core::requantize_blocks(each[static_cast<std::size_t>(part)], first, count,
-                                             from, to, arguments.factor,
-                                             from_block(arguments.out.target(part), to, first));
-                   });
+  for_each_block_range(
+      parts, arguments.part_numel, to,
+      [&](std::int64_t part, std::int64_t first, std::int64_t, std::int64_t count) {
+        core::requantize_blocks(each[static_cast<std::size_t>(part)], first, count, from, to,
+                                arguments.factor,
+                                from_block(arguments.out.target(part), to, first));
+      });
 }
 
 }  // namespace
@@ -107,10 +109,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("quantise_", TORCH_BOX(&quantise));
-  library.impl("dequantise_", TORCH_BOX(&dequantise));
-  library.impl("sum_quantised_", TORCH_BOX(&sum_quantised));
-  library.impl("requantise_", TORCH_BOX(&requantise));
+  library.impl("quantise_", TORCH_BOX(&quantize));
+  library.impl("dequantise_", TORCH_BOX(&dequantize));
+  library.impl("sum_quantised_", TORCH_BOX(&sum_quantized));
+  library.impl("requantise_", TORCH_BOX(&requantize));
 }
 
 }  // namespace zero_ext::ops

@@ -5,19 +5,19 @@
 
 namespace zero_ext::ops {
 
-Messages read_messages(const Argument& argument, const Tensor& messages, std::int64_t count,
+Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::int64_t count,
                        std::int64_t bytes, std::int64_t words) {
-  check_dtype(messages, argument, ScalarType::Byte);
-  const std::int64_t numel = messages.numel();
+  check_dtype(payloads, argument, ScalarType::Byte);
+  const std::int64_t numel = payloads.numel();
   if (count >= 0) {
-    check_flat(messages, argument, count * bytes);
+    check_flat(payloads, argument, count * bytes);
   } else {
-    check_flat(messages, argument, numel);
+    check_flat(payloads, argument, numel);
     count = bytes == 0 ? 1 : numel / bytes;
     STD_TORCH_CHECK(count > 0 && numel == count * bytes, label(argument), "has ", numel,
                     " bytes; it must hold one or more messages of ", bytes, " bytes each");
   }
-  auto* data = static_cast<std::byte*>(messages.mutable_data_ptr());
+  auto* data = static_cast<std::byte*>(payloads.mutable_data_ptr());
   STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % 4 == 0, label(argument),
                   "starts at an address that is no multiple of 4; give it memory of its own, or "
                   "begin a view at a multiple of 4 bytes");
@@ -54,14 +54,14 @@ core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric
   return {static_cast<int>(bits), symmetric, block};
 }
 
-Messages read_blocks(const Argument& argument, const Tensor& messages, std::int64_t count,
+Payloads read_blocks(const Argument& argument, const Tensor& payloads, std::int64_t count,
                      std::int64_t numel, const core::BlockFormat& format) {
-  return read_messages(argument, messages, count, format.message_bytes(numel), format.words(numel));
+  return read_payloads(argument, payloads, count, format.payload_bytes(numel), format.words(numel));
 }
 
-Messages read_signs(const Argument& argument, const Tensor& messages, std::int64_t count,
+Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64_t count,
                     std::int64_t numel) {
-  return read_messages(argument, messages, count, core::sign_message_bytes(numel),
+  return read_payloads(argument, payloads, count, core::sign_payload_bytes(numel),
                        core::sign_words(numel));
 }
 

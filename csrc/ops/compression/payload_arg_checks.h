@@ -1,4 +1,4 @@
-// The tensors of compressed messages, checked before anything changes.
+// The tensors of compressed payloads, checked before anything changes.
 #pragma once
 
 #include <string>
@@ -9,32 +9,32 @@
 
 namespace zero_ext::ops {
 
-// Messages of `bytes` each, one after another.
-struct Messages {
+// Payloads of `bytes` each, one after another.
+struct Payloads {
   std::byte* data;
   std::int64_t count;
   std::int64_t bytes;
   std::int64_t words;  // of codes, in each
 
-  core::MessageTarget target(std::int64_t message) const {
-    auto* start = reinterpret_cast<std::uint32_t*>(data + message * bytes);
+  core::PayloadTarget target(std::int64_t payload) const {
+    auto* start = reinterpret_cast<std::uint32_t*>(data + payload * bytes);
     return {start, reinterpret_cast<float*>(start + words)};
   }
-  core::MessageSource source(std::int64_t message) const {
-    const core::MessageTarget found = target(message);
+  core::PayloadSource source(std::int64_t payload) const {
+    const core::PayloadTarget found = target(payload);
     return {found.words, found.scales};
   }
-  // Message `first` and each `step` further on.
-  std::vector<core::MessageSource> every(std::int64_t first, std::int64_t step) const {
-    std::vector<core::MessageSource> result;
+  // Payload `first` and each `step` further on.
+  std::vector<core::PayloadSource> every(std::int64_t first, std::int64_t step) const {
+    std::vector<core::PayloadSource> result;
     for (std::int64_t i = first; i < count; i += step) result.push_back(source(i));
     return result;
   }
 };
 
-// uint8, flat, aligned to 4 bytes and a whole number of messages of `bytes`, exactly `count` unless
+// uint8, flat, aligned to 4 bytes and a whole number of payloads of `bytes`, exactly `count` unless
 // that is -1 (then one or more).
-Messages read_messages(const Argument& argument, const Tensor& messages, std::int64_t count,
+Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::int64_t count,
                        std::int64_t bytes, std::int64_t words);
 
 // `numel` / `parts`; refused unless that is a whole number.
@@ -49,15 +49,15 @@ float* read_floats(const Argument& argument, const Tensor& tensor, std::int64_t 
 core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric,
                                std::int64_t block);
 
-// The same for messages in a format of integer blocks, of `numel` elements each.
-Messages read_blocks(const Argument& argument, const Tensor& messages, std::int64_t count,
+// The same for payloads in a format of integer blocks, of `numel` elements each.
+Payloads read_blocks(const Argument& argument, const Tensor& payloads, std::int64_t count,
                      std::int64_t numel, const core::BlockFormat& format);
 
-// For messages to signs of `numel` elements each.
-Messages read_signs(const Argument& argument, const Tensor& messages, std::int64_t count,
+// For payloads to signs of `numel` elements each.
+Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64_t count,
                     std::int64_t numel);
 
-// Part of the values that slot p of the messages holds, for each p; `order` empty: p itself.
+// Part of the values that slot p of the payloads holds, for each p; `order` empty: p itself.
 std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
                                       std::int64_t parts);
 

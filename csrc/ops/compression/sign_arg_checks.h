@@ -6,7 +6,7 @@
 namespace zero_ext::ops {
 
 struct SignCompression {
-  Messages messages;
+  Payloads payloads;
   float* errors;
   const std::byte* values;
   core::NumericType type;
@@ -17,32 +17,32 @@ struct SignCompression {
 struct SignExpansion {
   std::byte* out;
   core::NumericType type;
-  Messages messages;
+  Payloads payloads;
   std::int64_t part_numel;
   float factor;
 };
 
 struct SignSumArguments {
   float* out;
-  Messages messages;
+  Payloads payloads;
   std::int64_t numel;
   float factor;
 };
 
 struct SignReduction {
-  Messages message;
+  Payloads payload;
   float* error;
-  Messages messages;
+  Payloads payloads;
   std::int64_t numel;
   float factor;
 };
 
-SignCompression read_compress_signs(const Tensor& messages, const Tensor& errors,
+SignCompression read_compress_signs(const Tensor& payloads, const Tensor& errors,
                                     const Tensor& values, double factor, std::int64_t parts);
-SignExpansion read_expand_signs(const Tensor& out, const Tensor& messages, double factor,
+SignExpansion read_expand_signs(const Tensor& out, const Tensor& payloads, double factor,
                                 std::int64_t parts);
-SignSumArguments read_sum_signs(const Tensor& out, const Tensor& messages, double factor);
-SignReduction read_reduce_signs(const Tensor& message, const Tensor& error, const Tensor& messages,
+SignSumArguments read_sum_signs(const Tensor& out, const Tensor& payloads, double factor);
+SignReduction read_reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
                                 double factor);
 
 }  // namespace zero_ext::ops

@@ -8,72 +8,72 @@ namespace {
 
 constexpr std::int64_t kGrainBlocks = 4;
 
-// Calls work(message, block, begin, count) for runs of whole blocks of `numel` elements in each of
+// Calls work(payload, block, begin, count) for runs of whole blocks of `numel` elements in each of
 // `parts`, the last block of which may be shorter.
 template <class Work>
-void over_sign_parts(std::int64_t parts, std::int64_t numel, const Work& work) {
+void for_each_sign_block_range(std::int64_t parts, std::int64_t numel, const Work& work) {
   const std::int64_t blocks = core::sign_blocks(numel);
   torch::stable::parallel_for(
       0, parts * blocks, kGrainBlocks, [&](std::int64_t begin, std::int64_t end) {
-        core::over_parts(begin, end, blocks,
-                         [&](std::int64_t part, std::int64_t first, std::int64_t last) {
-                           const std::int64_t from = first * core::kSignBlock;
-                           work(part, first, from, std::min(last * core::kSignBlock, numel) - from);
-                         });
+        core::for_each_part(
+            begin, end, blocks, [&](std::int64_t part, std::int64_t first, std::int64_t last) {
+              const std::int64_t from = first * core::kSignBlock;
+              work(part, first, from, std::min(last * core::kSignBlock, numel) - from);
+            });
       });
 }
 
-template <class Message>
-Message from_sign_block(Message message, std::int64_t block) {
-  return {message.words + block * (core::kSignBlock / 32), message.scales + block};
+template <class Payload>
+Payload from_sign_block(Payload payload, std::int64_t block) {
+  return {payload.words + block * (core::kSignBlock / 32), payload.scales + block};
 }
 
-void compress_signs(const Tensor& messages, const Tensor& errors, const Tensor& values,
+void compress_signs(const Tensor& payloads, const Tensor& errors, const Tensor& values,
                     double factor, std::int64_t parts) {
-  const SignCompression arguments = read_compress_signs(messages, errors, values, factor, parts);
-  over_sign_parts(
+  const SignCompression arguments = read_compress_signs(payloads, errors, values, factor, parts);
+  for_each_sign_block_range(
       parts, arguments.part_numel,
       [&](std::int64_t part, std::int64_t block, std::int64_t begin, std::int64_t count) {
         const std::int64_t at = part * arguments.part_numel + begin;
         core::compress_signs(arguments.values + at * core::element_size(arguments.type),
                              arguments.type, arguments.factor, count, arguments.errors + at,
-                             from_sign_block(arguments.messages.target(part), block));
+                             from_sign_block(arguments.payloads.target(part), block));
       });
 }
 
-void expand_signs(const Tensor& out, const Tensor& messages, double factor, bool accumulate,
+void expand_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
                   std::int64_t parts) {
-  const SignExpansion arguments = read_expand_signs(out, messages, factor, parts);
-  over_sign_parts(
+  const SignExpansion arguments = read_expand_signs(out, payloads, factor, parts);
+  for_each_sign_block_range(
       parts, arguments.part_numel,
       [&](std::int64_t part, std::int64_t block, std::int64_t begin, std::int64_t count) {
         const std::int64_t at = part * arguments.part_numel + begin;
-        core::expand_signs(from_sign_block(arguments.messages.source(part), block), count,
+        core::expand_signs(from_sign_block(arguments.payloads.source(part), block), count,
                            arguments.factor, accumulate,
                            arguments.out + at * core::element_size(arguments.type), arguments.type);
       });
 }
 
-void sum_signs(const Tensor& out, const Tensor& messages, double factor, bool accumulate) {
-  const SignSumArguments arguments = read_sum_signs(out, messages, factor);
-  const std::vector<core::MessageSource> each = arguments.messages.every(0, 1);
-  over_sign_parts(1, arguments.numel,
-                  [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
-                    core::sum_signs(each, block, count, arguments.factor, accumulate,
-                                    arguments.out + begin);
-                  });
+void sum_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate) {
+  const SignSumArguments arguments = read_sum_signs(out, payloads, factor);
+  const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
+  for_each_sign_block_range(
+      1, arguments.numel,
+      [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
+        core::sum_signs(each, block, count, arguments.factor, accumulate, arguments.out + begin);
+      });
 }
 
-void reduce_signs(const Tensor& message, const Tensor& error, const Tensor& messages,
+void reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
                   double factor) {
-  const SignReduction arguments = read_reduce_signs(message, error, messages, factor);
-  const std::vector<core::MessageSource> each = arguments.messages.every(0, 1);
-  over_sign_parts(1, arguments.numel,
-                  [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
-                    core::reduce_signs(each, block, count, arguments.factor,
-                                       arguments.error + begin,
-                                       from_sign_block(arguments.message.target(0), block));
-                  });
+  const SignReduction arguments = read_reduce_signs(payload, error, payloads, factor);
+  const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
+  for_each_sign_block_range(
+      1, arguments.numel,
+      [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
+        core::reduce_signs(each, block, count, arguments.factor, arguments.error + begin,
+                           from_sign_block(arguments.payload.target(0), block));
+      });
 }
 
 }  // namespace

@@ -91,11 +91,11 @@ std::vector<std::byte*> slice_memory(const StateStream& stream, const char* op,
                     memory.size() - 1, ", once");
     check_layout(tensors[i], argument);
     const core::StateField& shape = stream.fields[field];
-    const std::int64_t wanted = (elements + shape.elements - 1) / shape.elements * shape.bytes;
+    const std::int64_t expected = (elements + shape.elements - 1) / shape.elements * shape.bytes;
     const std::int64_t bytes =
         tensors[i].numel() * static_cast<std::int64_t>(tensors[i].element_size());
-    STD_TORCH_CHECK(bytes == wanted, op, ": argument '", argument.name, "' has ", bytes,
-                    " bytes; field ", fields[i], " of ", elements, " elements has ", wanted);
+    STD_TORCH_CHECK(bytes == expected, op, ": argument '", argument.name, "' has ", bytes,
+                    " bytes; field ", fields[i], " of ", elements, " elements has ", expected);
     // Empty tensors may have no memory, which would mean a field that is not asked for.
     if (bytes > 0) memory[field] = static_cast<std::byte*>(tensors[i].mutable_data_ptr());
   }

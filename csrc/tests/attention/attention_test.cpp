@@ -38,7 +38,7 @@ struct Case {
   std::vector<T> query, key, value, grad_output, output, grad_query, grad_key, grad_value;
   std::vector<std::int32_t> pointers{0}, columns;
   std::vector<float> logsumexp, grad_bias, bias;
-  AttentionProblem problem;
+  AttentionArgs args;
 
   explicit Case(std::mt19937_64& generator, std::int64_t block_length = 32,
                 std::uint64_t one_in = 2)
@@ -59,22 +59,22 @@ struct Case {
       }
       pointers.push_back(static_cast<std::int32_t>(columns.size()));
     }
-    problem.type = kTypeOf<T>;
-    problem.batch = batch;
-    problem.heads = heads;
-    problem.key_heads = key_heads;
-    problem.query_length = queries;
-    problem.key_length = keys;
-    problem.head_dim = dim;
-    problem.query = view(query.data(), heads, queries);
-    problem.key = view(key.data(), key_heads, keys);
-    problem.value = view(value.data(), key_heads, keys);
-    problem.layout = {pointers.data(), columns.data(), 1, row_blocks, block};
-    problem.bias = {bias.data(), NumericType::float32, {1, heads, 1, keys}, {0, keys, 0, 1}};
-    problem.scale = 0.3F;
-    problem.causal = true;
-    problem.dropout = 0.25;
-    problem.seed = generator();
+    args.type = kTypeOf<T>;
+    args.batch = batch;
+    args.heads = heads;
+    args.key_heads = key_heads;
+    args.query_length = queries;
+    args.key_length = keys;
+    args.head_dim = dim;
+    args.query = view(query.data(), heads, queries);
+    args.key = view(key.data(), key_heads, keys);
+    args.value = view(value.data(), key_heads, keys);
+    args.layout = {pointers.data(), columns.data(), 1, row_blocks, block};
+    args.bias = {bias.data(), NumericType::float32, {1, heads, 1, keys}, {0, keys, 0, 1}};
+    args.scale = 0.3F;
+    args.causal = true;
+    args.dropout = 0.25;
+    args.seed = generator();
   }
 
   RowsView view(const T* data, std::int64_t head_count, std::int64_t length) const {
@@ -93,12 +93,12 @@ struct Case {
     poison(grad_value, value.size());
     poison(logsumexp, static_cast<std::size_t>(batch * heads * queries));
     poison(grad_bias, bias.size());
-    attention_forward(problem, {output.data(), logsumexp.data()}, workers(threads));
+    attention_forward(args, {output.data(), logsumexp.data()}, workers(threads));
     attention_backward(
-        problem,
+        args,
         {view(grad_output.data(), heads, queries), view(output.data(), heads, queries),
          logsumexp.data(), grad_query.data(), grad_key.data(), grad_value.data(),
-         problem.bias.data == nullptr ? nullptr : grad_bias.data()},
+         args.bias.data == nullptr ? nullptr : grad_bias.data()},
         workers(threads));
   }
 
@@ -138,20 +138,20 @@ Exact definition(const Case<T>& given) {
     for (std::int64_t i = 0; i < given.queries; ++i) {
       const std::int64_t row = (owner * given.queries + i) * dim;
       std::vector<std::int64_t> seen;
-      std::vector<double> weights, kept;
+      std::vector<double> weights, dropout_scale;
       for (std::int64_t j = 0; j < given.keys; ++j) {
         if (!given.sees(i, j)) continue;
         const Philox4 words =
-            dropout_words({given.problem.seed, 0, static_cast<std::uint32_t>(owner)},
+            dropout_words({given.args.seed, 0, static_cast<std::uint32_t>(owner)},
                           static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(j / 4 * 4));
         seen.push_back(j);
-        kept.push_back(words.words[j % 4] < drop_threshold(given.problem.dropout)
-                           ? 0
-                           : 1 / (1 - given.problem.dropout));
+        dropout_scale.push_back(words.words[j % 4] < drop_threshold(given.args.dropout)
+                                    ? 0
+                                    : 1 / (1 - given.args.dropout));
         const double product =
             dot(given.query.data() + row, given.key.data() + (first_key + j) * dim, dim);
         weights.push_back(std::exp(
-            product * static_cast<double>(given.problem.scale) +
+            product * static_cast<double>(given.args.scale) +
             static_cast<double>(given.bias[static_cast<std::size_t>(head * given.keys + j)])));
       }
       const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -160,23 +160,23 @@ Exact definition(const Case<T>& given) {
       for (std::size_t s = 0; s < seen.size(); ++s) {
         const std::int64_t at = (first_key + seen[s]) * dim;
         weights[s] /= sum;
-        products.push_back(kept[s] *
+        products.push_back(dropout_scale[s] *
                            dot(given.grad_output.data() + row, given.value.data() + at, dim));
         delta += weights[s] * products[s];
         for (std::int64_t d = 0; d < dim; ++d) {
           const auto in = static_cast<std::size_t>(at + d), out = static_cast<std::size_t>(row + d);
-          const double weight = weights[s] * kept[s];
+          const double weight = weights[s] * dropout_scale[s];
           exact.output[out] += weight * static_cast<double>(to_float(given.value[in]));
           exact.grad_value[in] += weight * static_cast<double>(to_float(given.grad_output[out]));
         }
       }
       for (std::size_t s = 0; s < seen.size(); ++s) {
-        const double slope = weights[s] * (products[s] - delta);
-        exact.grad_bias[static_cast<std::size_t>(head * given.keys + seen[s])] += slope;
+        const double score_grad = weights[s] * (products[s] - delta);
+        exact.grad_bias[static_cast<std::size_t>(head * given.keys + seen[s])] += score_grad;
         for (std::int64_t d = 0; d < dim; ++d) {
           const auto in = static_cast<std::size_t>((first_key + seen[s]) * dim + d);
           const auto out = static_cast<std::size_t>(row + d);
-          const double scaled = slope * static_cast<double>(given.problem.scale);
+          const double scaled = score_grad * static_cast<double>(given.args.scale);
           exact.grad_query[out] += scaled * static_cast<double>(to_float(given.key[in]));
           exact.grad_key[in] += scaled * static_cast<double>(to_float(given.query[out]));
         }
@@ -229,7 +229,7 @@ void expect_the_same_for_any_threads(Case<float>& given) {
       EXPECT_EQ(given.grad_query, alone.grad_query);
       EXPECT_EQ(given.grad_key, alone.grad_key);
       EXPECT_EQ(given.grad_value, alone.grad_value);
-      if (given.problem.bias.data != nullptr) {
+      if (given.args.bias.data != nullptr) {
         EXPECT_EQ(given.grad_bias, alone.grad_bias);
       }
     }
@@ -248,8 +248,8 @@ TEST(Attention, ThreadsDoNotChangeABitWithoutABias) {
   auto generator = fresh_generator();
   for (const std::int64_t block : {16, 32}) {
     Case<float> given(generator, block, 1);
-    given.problem.bias = {};
-    given.problem.dropout = 0;
+    given.args.bias = {};
+    given.args.dropout = 0;
     expect_the_same_for_any_threads(given);
   }
 }
@@ -257,7 +257,7 @@ TEST(Attention, ThreadsDoNotChangeABitWithoutABias) {
 TEST(Attention, FaultsOfALayoutAreNamed) {
   const std::vector<std::int32_t> columns{0, 2, 1};
   const auto fault = [&](std::vector<std::int32_t> pointers) {
-    return layout_fault({pointers.data(), columns.data(), 1, 2, 16}, 3, 3);
+    return layout_error({pointers.data(), columns.data(), 1, 2, 16}, 3, 3);
   };
   EXPECT_EQ(fault({0, 2, 3}), "");
   EXPECT_NE(fault({0, 4, 3}).find("'row_pointers' has 0 at [0, 0] and 4"), std::string::npos);

@@ -1,4 +1,4 @@
-// Messages of integer blocks have the same bits however they are made: with any instruction set,
+// Payloads of integer blocks have the same bits however they are made: with any instruction set,
 // from any type, past the caches or not, in groups of any size, of any elements.
 #include <bit>
 #include <cmath>
@@ -30,20 +30,20 @@ constexpr NumericType kTypeOf<BFloat16> = NumericType::bfloat16;
 template <>
 constexpr NumericType kTypeOf<Float16> = NumericType::float16;
 
-// A poisoned message that starts `past` words behind a line of the cache.
-class Message {
+// A poisoned payload that starts `past` words behind a line of the cache.
+class Payload {
  public:
-  Message(const BlockFormat& format, std::int64_t count, std::int64_t past = 0)
+  Payload(const BlockFormat& format, std::int64_t count, std::int64_t past = 0)
       : words_(format.words(count)),
-        size_(format.message_bytes(count) / 4),
+        size_(format.payload_bytes(count) / 4),
         memory_(size_ + 64, 0xA5A5A5A5U) {
     const auto at = reinterpret_cast<std::uintptr_t>(memory_.data()) % 64 / 4;
     begin_ = (16 - at) % 16 + past;
   }
   std::uint32_t* words() { return memory_.data() + begin_; }
   float* scales() { return reinterpret_cast<float*>(words() + words_); }
-  MessageSource source() { return {words(), scales()}; }
-  MessageTarget from(std::int64_t block, const BlockFormat& format) {
+  PayloadSource source() { return {words(), scales()}; }
+  PayloadTarget from(std::int64_t block, const BlockFormat& format) {
     return {words() + block * format.words(format.block), scales() + block * format.scales()};
   }
   std::vector<std::uint32_t> bits() {
@@ -66,9 +66,9 @@ class Message {
 template <class T>
 std::vector<std::uint32_t> quantized(const std::vector<T>& values, const BlockFormat& format,
                                      std::int64_t past = 0) {
-  Message message(format, std::ssize(values), past);
-  quantize_blocks(values.data(), kTypeOf<T>, std::ssize(values), format, message.from(0, format));
-  return message.bits();
+  Payload payload(format, std::ssize(values), past);
+  quantize_blocks(values.data(), kTypeOf<T>, std::ssize(values), format, payload.from(0, format));
+  return payload.bits();
 }
 
 // By the scalar kernels, block by block.
@@ -78,13 +78,13 @@ std::vector<std::uint32_t> wanted(const std::vector<T>& values, const BlockForma
   const std::int64_t count = std::ssize(values);
   std::vector<float> wide;
   for (const T value : values) wide.push_back(to_float(value));
-  Message message(format, count);
+  Payload payload(format, count);
   for (std::int64_t block = 0; block < format.blocks(count); ++block) {
     const std::int64_t begin = block * format.block;
     quantize_blocks(wide.data() + begin, NumericType::float32,
-                    std::min(format.block, count - begin), format, message.from(block, format));
+                    std::min(format.block, count - begin), format, payload.from(block, format));
   }
-  return message.bits();
+  return payload.bits();
 }
 
 // Each run of 128 elements is of one kind; most have an element of another in any place.
@@ -179,29 +179,29 @@ void compare_streamed() {
 TEST(IntegerBlockBits, StreamedFromFloat32) { compare_streamed<float>(); }
 TEST(IntegerBlockBits, StreamedFromBFloat16) { compare_streamed<BFloat16>(); }
 
-// Messages of `count` elements of any codes, whose scales need not be those of any elements.
-std::vector<Message> any_messages(std::mt19937_64& generator, int senders, std::int64_t count,
+// Payloads of `count` elements of any codes, whose scales need not be those of any elements.
+std::vector<Payload> any_messages(std::mt19937_64& generator, int senders, std::int64_t count,
                                   const BlockFormat& format, bool are_usual) {
   constexpr float kUnusual[] = {0, 1e-38F, 1e-42F, 1e30F, kLargest, kInfinity, -kInfinity, kNaN};
-  std::vector<Message> messages;
+  std::vector<Payload> payloads;
   for (int i = 0; i < senders; ++i) {
-    Message& message = messages.emplace_back(format, count, i);
-    std::generate_n(message.words(), format.words(count), [&] { return generator(); });
-    std::generate_n(message.scales(), format.blocks(count) * format.scales(), [&] {
+    Payload& payload = payloads.emplace_back(format, count, i);
+    std::generate_n(payload.words(), format.words(count), [&] { return generator(); });
+    std::generate_n(payload.scales(), format.blocks(count) * format.scales(), [&] {
       const bool is_unusual = !are_usual && generator() % 16 == 0;
       const float sign = generator() % 2 == 0 ? 1.0F : -1.0F;
       return sign * (is_unusual ? kUnusual[generator() % std::size(kUnusual)]
                                 : static_cast<float>(generator() % 1000) * 1e-3F);
     });
   }
-  return messages;
+  return payloads;
 }
 
 void compare_requantized(std::mt19937_64& generator, std::int64_t count, const BlockFormat& from,
                          float factor, bool are_usual) {
-  auto messages = any_messages(generator, 1 + generator() % 6, count, from, are_usual);
-  std::vector<MessageSource> sources;
-  for (Message& message : messages) sources.push_back(message.source());
+  auto payloads = any_messages(generator, 1 + generator() % 6, count, from, are_usual);
+  std::vector<PayloadSource> sources;
+  for (Payload& payload : payloads) sources.push_back(payload.source());
   std::vector<float> sum(count, -7);
   {
     const SelectedIsa selected(Isa::scalar);
@@ -212,7 +212,7 @@ void compare_requantized(std::mt19937_64& generator, std::int64_t count, const B
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
       for (const std::int64_t past : {0, 3}) {
-        Message again(to, count, past);
+        Payload again(to, count, past);
         requantize_blocks(sources, 0, count, from, to, factor, again.from(0, to));
         ASSERT_TRUE(again.bits() == expected) << count << ' ' << from.block << ' ' << past;
       }
@@ -241,21 +241,21 @@ TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
     const std::uint32_t zeros =
         from.is_symmetric ? 0xFFFFFFFFU / mask * ((mask + 1) / 2) : std::uint32_t{0};
     for (std::int64_t place = 0; place < size; ++place) {
-      std::vector<Message> messages;
-      std::vector<MessageSource> sources;
+      std::vector<Payload> payloads;
+      std::vector<PayloadSource> sources;
       for (const float scale : {kLargest, -kLargest}) {
-        Message& message = messages.emplace_back(from, 2 * size);
-        std::fill_n(message.words(), from.words(2 * size), zeros);
-        std::fill_n(message.scales(), 2 * from.scales(), 0.0F);
-        message.scales()[0] = scale;
+        Payload& payload = payloads.emplace_back(from, 2 * size);
+        std::fill_n(payload.words(), from.words(2 * size), zeros);
+        std::fill_n(payload.scales(), 2 * from.scales(), 0.0F);
+        payload.scales()[0] = scale;
         const std::int64_t words = from.words(size);
-        message.words()[place % words] |= mask << (place / words * from.bits);
+        payload.words()[place % words] |= mask << (place / words * from.bits);
       }
-      for (Message& message : messages) sources.push_back(message.source());
+      for (Payload& payload : payloads) sources.push_back(payload.source());
       for (const BlockFormat& to : formats_of(size)) {
         for (const Isa isa : available_isas()) {
           const SelectedIsa selected(isa);
-          Message again(to, 2 * size);
+          Payload again(to, 2 * size);
           requantize_blocks(sources, 0, 2 * size, from, to, 0.5F, again.from(0, to));
           ASSERT_TRUE(std::isnan(again.scales()[0])) << place;
           ASSERT_EQ(again.scales()[to.scales()], 0.0F) << place;

@@ -21,17 +21,17 @@ constexpr std::int64_t kBlocks = 4;
 constexpr BlockFormat kFormats[] = {
     {4, false, kBlock}, {4, true, kBlock}, {8, false, kBlock}, {8, true, kBlock}};
 
-struct Message {
-  explicit Message(const BlockFormat& of, std::int64_t count = kCount)
+struct Payload {
+  explicit Payload(const BlockFormat& of, std::int64_t count = kCount)
       : format(of),
         words(of.words(count), 0xA5A5A5A5U),
         scales(of.blocks(count) * of.scales(), -7.0F) {}
 
-  MessageTarget from(std::int64_t block) {
+  PayloadTarget from(std::int64_t block) {
     return {words.data() + block * format.words(format.block),
             scales.data() + block * format.scales()};
   }
-  MessageSource source() const { return {words.data(), scales.data()}; }
+  PayloadSource source() const { return {words.data(), scales.data()}; }
 
   // What element i of kCount stands for, from the definition.
   double at(std::int64_t i) const {
@@ -56,10 +56,10 @@ struct Message {
   std::vector<float> scales;
 };
 
-Message quantize(const std::vector<float>& values, const BlockFormat& format) {
-  Message message(format, std::ssize(values));
-  quantize_blocks(values.data(), NumericType::float32, std::ssize(values), format, message.from(0));
-  return message;
+Payload quantize(const std::vector<float>& values, const BlockFormat& format) {
+  Payload payload(format, std::ssize(values));
+  quantize_blocks(values.data(), NumericType::float32, std::ssize(values), format, payload.from(0));
+  return payload;
 }
 
 std::vector<std::uint32_t> bits_of(const std::vector<float>& values) {
@@ -74,13 +74,13 @@ TEST(IntegerBlocks, ErrorsAreHalfAScaleAtMost) {
     const SelectedIsa selected(isa);
     for (const BlockFormat& format : kFormats) {
       const auto values = normal_values<float>(generator, kCount);
-      const Message message = quantize(values, format);
+      const Payload payload = quantize(values, format);
       std::vector<float> back(kCount, -7);
-      dequantize_blocks(message.source(), kCount, format, back.data(), NumericType::float32);
+      dequantize_blocks(payload.source(), kCount, format, back.data(), NumericType::float32);
       for (std::int64_t i = 0; i < kCount; ++i) {
-        const double scale = message.scales[i / kBlock * format.scales()];
-        EXPECT_LE(std::abs(message.at(i) - values[i]), scale * (0.5 + 4e-5)) << i;
-        EXPECT_NEAR(back[i], message.at(i), 3e-7) << i;
+        const double scale = payload.scales[i / kBlock * format.scales()];
+        EXPECT_LE(std::abs(payload.at(i) - values[i]), scale * (0.5 + 4e-5)) << i;
+        EXPECT_NEAR(back[i], payload.at(i), 3e-7) << i;
       }
     }
   }
@@ -92,7 +92,7 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
   std::vector<float> wide;
   for (const BFloat16 value : values) wide.push_back(to_float(value));
   for (const BlockFormat& format : kFormats) {
-    Message wanted(format);
+    Payload wanted(format);
     std::vector<float> wanted_back(kCount);
     {
       const SelectedIsa selected(Isa::scalar);
@@ -101,14 +101,14 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
     }
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
-      Message split(format);
+      Payload split(format);
       std::vector<float> back(kCount);
       split_over_threads(kBlocks, 3, [&](std::int64_t first, std::int64_t last) {
         const std::int64_t begin = first * kBlock;
         const std::int64_t count = std::min(last * kBlock, kCount) - begin;
         quantize_blocks(values.data() + begin, NumericType::bfloat16, count, format,
                         split.from(first));
-        const MessageTarget own = split.from(first);
+        const PayloadTarget own = split.from(first);
         dequantize_blocks({own.words, own.scales}, count, format, back.data() + begin,
                           NumericType::float32);
       });
@@ -123,16 +123,16 @@ TEST(IntegerBlocks, SumsAddUpInOrderAndAreQuantizedAgain) {
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     for (const BlockFormat& from : kFormats) {
-      std::vector<Message> messages;
+      std::vector<Payload> payloads;
       for (int i = 0; i < 3; ++i) {
-        messages.push_back(quantize(normal_values<float>(generator, kCount), from));
+        payloads.push_back(quantize(normal_values<float>(generator, kCount), from));
       }
-      std::vector<MessageSource> sources;
+      std::vector<PayloadSource> sources;
       std::vector<float> total(kCount);
-      for (const Message& message : messages) {
-        sources.push_back(message.source());
+      for (const Payload& payload : payloads) {
+        sources.push_back(payload.source());
         std::vector<float> own(kCount);
-        dequantize_blocks(message.source(), kCount, from, own.data(), NumericType::float32);
+        dequantize_blocks(payload.source(), kCount, from, own.data(), NumericType::float32);
         for (std::int64_t i = 0; i < kCount; ++i) total[i] += own[i];
       }
       for (float& value : total) value *= 0.3F;
@@ -140,7 +140,7 @@ TEST(IntegerBlocks, SumsAddUpInOrderAndAreQuantizedAgain) {
       sum_quantized(sources, 0, kCount, from, 0.3F, true, out.data());
       for (std::int64_t i = 0; i < kCount; ++i) EXPECT_EQ(out[i], total[i] + 2) << i;
       for (const BlockFormat& to : kFormats) {
-        Message again(to);
+        Payload again(to);
         split_over_threads(kBlocks, 2, [&](std::int64_t first, std::int64_t last) {
           requantize_blocks(sources, first, std::min(last * kBlock, kCount) - first * kBlock, from,
                             to, 0.3F, again.from(first));
@@ -158,17 +158,17 @@ TEST(IntegerBlocks, StreamedResultsAreTheSame) {
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     for (const BlockFormat& format : kFormats) {
-      const Message message = quantize(values, format);
+      const Payload payload = quantize(values, format);
       // Long enough to be streamed where it is aligned; 32 bytes past that where it is not.
       for (const std::size_t past : {0, 8}) {
         std::vector<float> memory(count + 32);
         const auto at = reinterpret_cast<std::uintptr_t>(memory.data()) % 64 / sizeof(float);
         float* const out = memory.data() + (16 - at) % 16 + past;
         for (const NumericType type : {NumericType::float32, NumericType::bfloat16}) {
-          dequantize_blocks(message.source(), count, format, out, type);
+          dequantize_blocks(payload.source(), count, format, out, type);
           const double tolerance = type == NumericType::float32 ? 0.0 : 0x1p-8;
           for (std::int64_t i = 0; i < count; ++i) {
-            const double scale = message.scales[i / kBlock * format.scales()];
+            const double scale = payload.scales[i / kBlock * format.scales()];
             const float back = type == NumericType::float32
                                    ? out[i]
                                    : to_float(reinterpret_cast<const BFloat16*>(out)[i]);
@@ -191,9 +191,9 @@ TEST(IntegerBlocks, NonFiniteBlocksReadBackAsNaNAndZeroBlocksAsZeros) {
       values[5] = std::numeric_limits<float>::quiet_NaN();
       std::fill_n(values.begin() + kBlock, kBlock, -0.0F);
       values[kCount - 1] = -std::numeric_limits<float>::infinity();
-      const Message message = quantize(values, format);
+      const Payload payload = quantize(values, format);
       std::vector<float> back(kCount);
-      dequantize_blocks(message.source(), kCount, format, back.data(), NumericType::float32);
+      dequantize_blocks(payload.source(), kCount, format, back.data(), NumericType::float32);
       for (std::int64_t i = 0; i < kCount; ++i) {
         const std::int64_t block = i / kBlock;
         EXPECT_EQ(std::isnan(back[i]), block == 0 || block == 3) << i;
@@ -206,11 +206,11 @@ TEST(IntegerBlocks, NonFiniteBlocksReadBackAsNaNAndZeroBlocksAsZeros) {
 TEST(IntegerBlocks, ElementsAreFoundFromTheBytesOfAMessage) {
   for (const BlockFormat& format : kFormats) {
     for (std::int64_t count = 0; count < 700; ++count) {
-      const std::int64_t most = format.max_elements(format.message_bytes(count));
+      const std::int64_t most = format.max_elements(format.payload_bytes(count));
       EXPECT_EQ(most, (count + 7) / 8 * 8) << count;
     }
     EXPECT_EQ(format.max_elements(4), -1);
-    EXPECT_EQ(format.max_elements(format.message_bytes(kBlock) + 4), -1);
+    EXPECT_EQ(format.max_elements(format.payload_bytes(kBlock) + 4), -1);
   }
 }
 

@@ -18,19 +18,19 @@ using testing::split_over_threads;
 // Two whole blocks, and one that ends inside a group, a row of lanes and a word.
 constexpr std::int64_t kCount = 2 * kSignBlock + 333;
 
-struct Message {
+struct Payload {
   std::vector<std::uint32_t> words = std::vector<std::uint32_t>(sign_words(kCount), 0xA5A5A5A5U);
   std::vector<float> scales = std::vector<float>(sign_blocks(kCount), -7);
 
-  MessageTarget from(std::int64_t block) {
+  PayloadTarget from(std::int64_t block) {
     return {words.data() + block * (kSignBlock / 32), scales.data() + block};
   }
-  MessageSource source() const { return {words.data(), scales.data()}; }
+  PayloadSource source() const { return {words.data(), scales.data()}; }
   double at(std::int64_t i) const {
     const double scale = scales[i / kSignBlock];
     return (words[i / 32] >> (i % 32) & 1U) != 0 ? scale : -scale;
   }
-  bool operator==(const Message&) const = default;
+  bool operator==(const Payload&) const = default;
 };
 
 template <class T>
@@ -49,10 +49,10 @@ struct TypeOf<Float16> {
 };
 
 template <class T>
-Message compress(const std::vector<T>& values, float factor, std::vector<float>& error) {
-  Message message;
-  compress_signs(values.data(), TypeOf<T>::value, factor, kCount, error.data(), message.from(0));
-  return message;
+Payload compress(const std::vector<T>& values, float factor, std::vector<float>& error) {
+  Payload payload;
+  compress_signs(values.data(), TypeOf<T>::value, factor, kCount, error.data(), payload.from(0));
+  return payload;
 }
 
 template <class T>
@@ -67,19 +67,19 @@ TYPED_TEST(SignCompression, StandsForTheMeanMagnitudeAndLeavesTheRest) {
     const auto values = normal_values<TypeParam>(generator, kCount);
     const auto before = normal_values<float>(generator, kCount);
     auto error = before;
-    const Message message = compress(values, 0.5F, error);
-    std::vector<double> sums(message.scales.size());
+    const Payload payload = compress(values, 0.5F, error);
+    std::vector<double> sums(payload.scales.size());
     for (std::int64_t i = 0; i < kCount; ++i) {
       const double exact = 0.5 * to_float(values[i]) + before[i];
       sums[i / kSignBlock] += std::abs(exact);
-      EXPECT_EQ(message.at(i) > 0, exact >= 0) << i;
-      EXPECT_NEAR(error[i], exact - message.at(i), 1e-6) << i;
+      EXPECT_EQ(payload.at(i) > 0, exact >= 0) << i;
+      EXPECT_NEAR(error[i], exact - payload.at(i), 1e-6) << i;
     }
     for (std::int64_t b = 0; b < std::ssize(sums); ++b) {
       const std::int64_t length = std::min(kSignBlock, kCount - b * kSignBlock);
-      EXPECT_NEAR(message.scales[b], sums[b] / static_cast<double>(length), 1e-6);
+      EXPECT_NEAR(payload.scales[b], sums[b] / static_cast<double>(length), 1e-6);
     }
-    EXPECT_EQ(message.words.back() >> (kCount % 32), 0U);
+    EXPECT_EQ(payload.words.back() >> (kCount % 32), 0U);
   }
 }
 
@@ -87,7 +87,7 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   const auto values = normal_values<TypeParam>(generator, kCount);
   const auto before = normal_values<float>(generator, kCount);
-  Message wanted;
+  Payload wanted;
   auto wanted_error = before;
   std::vector<TypeParam> wanted_values(kCount);
   {
@@ -98,7 +98,7 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    Message split;
+    Payload split;
     auto error = before;
     std::vector<TypeParam> expanded(kCount);
     split_over_threads(3, 3, [&](std::int64_t first, std::int64_t last) {
@@ -107,7 +107,7 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       if (count <= 0) return;
       compress_signs(values.data() + begin, TypeOf<TypeParam>::value, 0.3F, count,
                      error.data() + begin, split.from(first));
-      const MessageTarget own = split.from(first);
+      const PayloadTarget own = split.from(first);
       expand_signs({own.words, own.scales}, count, 0.7F, false, expanded.data() + begin,
                    TypeOf<TypeParam>::value);
     });
@@ -123,16 +123,16 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    std::vector<Message> messages;
-    std::vector<MessageSource> sources;
+    std::vector<Payload> payloads;
+    std::vector<PayloadSource> sources;
     for (int i = 0; i < 3; ++i) {
       std::vector<float> none(kCount);
-      messages.push_back(compress(normal_values<float>(generator, kCount), 1.0F, none));
+      payloads.push_back(compress(normal_values<float>(generator, kCount), 1.0F, none));
     }
-    for (const Message& message : messages) sources.push_back(message.source());
+    for (const Payload& payload : payloads) sources.push_back(payload.source());
     std::vector<float> total(kCount);
     for (std::int64_t i = 0; i < kCount; ++i) {
-      for (const Message& message : messages) total[i] += static_cast<float>(message.at(i));
+      for (const Payload& payload : payloads) total[i] += static_cast<float>(payload.at(i));
     }
     std::vector<float> out(kCount, 2);
     sum_signs(sources, 0, kCount, 0.3F, true, out.data());
@@ -140,8 +140,8 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
 
     const auto before = normal_values<float>(generator, kCount);
     auto wanted_error = before;
-    const Message wanted = compress(total, 0.3F, wanted_error);
-    Message reduced;
+    const Payload wanted = compress(total, 0.3F, wanted_error);
+    Payload reduced;
     auto error = before;
     split_over_threads(3, 2, [&](std::int64_t first, std::int64_t last) {
       const std::int64_t begin = first * kSignBlock;
@@ -182,10 +182,10 @@ TEST(SignSums, NonFiniteValuesAreSeenInAllOfTheirBlock) {
     values[kSignBlock + 3] = std::numeric_limits<float>::quiet_NaN();
     values[kCount - 1] = -std::numeric_limits<float>::infinity();
     std::vector<float> error(kCount);
-    const Message message = compress(values, 1.0F, error);
-    EXPECT_EQ(message.scales[0], 1.0F);
-    EXPECT_TRUE(std::isnan(message.scales[1]));
-    EXPECT_TRUE(std::isinf(message.scales[2]));
+    const Payload payload = compress(values, 1.0F, error);
+    EXPECT_EQ(payload.scales[0], 1.0F);
+    EXPECT_TRUE(std::isnan(payload.scales[1]));
+    EXPECT_TRUE(std::isinf(payload.scales[2]));
   }
 }
 

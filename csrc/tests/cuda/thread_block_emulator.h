@@ -1,5 +1,6 @@
-// The machine of csrc/cuda/common/device_thread_block.cuh on the host: a warp is a thread whose 32
-// lanes go in lockstep, and a block of threads is as many of them, which meet at a barrier.
+// The thread block of csrc/cuda/common/device_thread_block.cuh on the host: a warp is a thread
+// whose 32 lanes go in lockstep, and a block of threads is as many of them, which meet at a
+// barrier.
 //
 // It is stricter than a device. Shared memory begins as NaNs. A copy happens at once or at the
 // last moment that a wait allows, at random. Addresses that are not multiples of their access, rows
@@ -26,7 +27,7 @@
 
 namespace zero_ext::testing {
 
-class EmulatedMachine {
+class EmulatedThreadBlock {
  public:
   static constexpr int kLanes = cuda::kWarpLanes;
 
@@ -55,7 +56,7 @@ class EmulatedMachine {
     std::barrier<>& barrier;
   };
 
-  EmulatedMachine(const Block& block, int warp, std::uint64_t seed)
+  EmulatedThreadBlock(const Block& block, int warp, std::uint64_t seed)
       : block_(block), warp_(warp), generator_(seed) {
     groups_.emplace_back();
     begun_.emplace_back(0);
@@ -64,16 +65,16 @@ class EmulatedMachine {
   int warp() const { return warp_; }
   int threads() const { return block_.warps * kLanes; }
   std::int64_t block() const { return block_.number; }
-  std::byte* memory() const { return block_.memory; }
-  std::int64_t meetings() const { return meetings_; }
+  std::byte* shared_memory() const { return block_.memory; }
+  std::int64_t sync_count() const { return sync_count_; }
   const Counts& counts() const { return counts_; }
   // Copies that no wait has covered.
   std::int64_t copies_under_way() const {
     return std::accumulate(begun_.begin(), begun_.end(), std::int64_t{0});
   }
 
-  void meet() const {
-    ++meetings_;
+  void sync() const {
+    ++sync_count_;
     block_.barrier.arrive_and_wait();
   }
 
@@ -201,15 +202,15 @@ class EmulatedMachine {
   mutable std::mt19937_64 generator_;
   mutable std::deque<std::vector<Copy>> groups_;
   mutable std::deque<std::int64_t> begun_;  // copies of each group
-  mutable std::int64_t meetings_ = 0;
+  mutable std::int64_t sync_count_ = 0;
   mutable Counts counts_;
 };
 
 // Runs `kernel` in `blocks` blocks of threads, each of `warps` warps and `bytes` of shared memory,
 // one after another in a random order. Returns what all of them did.
 template <class Kernel>
-EmulatedMachine::Counts emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps,
-                                     int bytes, std::mt19937_64& generator) {
+EmulatedThreadBlock::Counts emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps,
+                                         int bytes, std::mt19937_64& generator) {
   constexpr std::size_t alignment = 128;
   std::vector<std::int64_t> order(static_cast<std::size_t>(blocks));
   std::iota(order.begin(), order.end(), std::int64_t{0});
@@ -220,37 +221,37 @@ EmulatedMachine::Counts emulate_grid(const Kernel& kernel, std::int64_t blocks, 
   const std::size_t room = (static_cast<std::size_t>(bytes) + alignment - 1) / alignment;
   const std::unique_ptr<std::byte, Free> memory(
       static_cast<std::byte*>(std::aligned_alloc(alignment, room * alignment)));
-  EmulatedMachine::Counts counts;
+  EmulatedThreadBlock::Counts counts;
   for (const std::int64_t number : order) {
     std::memset(memory.get(), 0xFF, room * alignment);
     std::barrier<> barrier(warps);
-    const EmulatedMachine::Block block{number, warps, memory.get(), bytes, barrier};
-    std::vector<std::int64_t> meetings(static_cast<std::size_t>(warps));
-    std::vector<EmulatedMachine::Counts> each(static_cast<std::size_t>(warps));
+    const EmulatedThreadBlock::Block block{number, warps, memory.get(), bytes, barrier};
+    std::vector<std::int64_t> sync_count(static_cast<std::size_t>(warps));
+    std::vector<EmulatedThreadBlock::Counts> each(static_cast<std::size_t>(warps));
     {
       std::vector<std::jthread> running;
       for (int warp = 0; warp < warps; ++warp) {
         running.emplace_back([&, warp, seed = generator()] {
-          const EmulatedMachine machine(block, warp, seed);
-          kernel(machine);
-          EXPECT_EQ(machine.copies_under_way(), 0) << "copies that the kernel leaves behind";
-          meetings[static_cast<std::size_t>(warp)] = machine.meetings();
-          each[static_cast<std::size_t>(warp)] = machine.counts();
+          const EmulatedThreadBlock thread_block(block, warp, seed);
+          kernel(thread_block);
+          EXPECT_EQ(thread_block.copies_under_way(), 0) << "copies that the kernel leaves behind";
+          sync_count[static_cast<std::size_t>(warp)] = thread_block.sync_count();
+          each[static_cast<std::size_t>(warp)] = thread_block.counts();
           barrier.arrive_and_drop();
         });
       }
     }
-    for (const std::int64_t count : meetings) EXPECT_EQ(count, meetings[0]);
-    for (const EmulatedMachine::Counts& one : each) counts += one;
+    for (const std::int64_t count : sync_count) EXPECT_EQ(count, sync_count[0]);
+    for (const EmulatedThreadBlock::Counts& one : each) counts += one;
   }
   return counts;
 }
 
 // Runs an attention kernel.
 template <class Kernel>
-EmulatedMachine::Counts emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
-  return emulate_grid(kernel, kernel.blocks(), Kernel::Shape::kWarps,
-                      Kernel::template shared_bytes<EmulatedMachine>(), generator);
+EmulatedThreadBlock::Counts emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
+  return emulate_grid(kernel, kernel.blocks(), Kernel::Tiling::kWarps,
+                      Kernel::template shared_bytes<EmulatedThreadBlock>(), generator);
 }
 
 }  // namespace zero_ext::testing

@@ -1,4 +1,4 @@
-// What a backend is: a queue of blocks with the kernel.
+// The interface of an I/O backend: a queue of blocks with the kernel.
 #pragma once
 
 #include <cstddef>

@@ -84,11 +84,11 @@ class LibaioQueue final : public IoQueue {
   void send() {
     std::size_t sent = 0;
     while (sent < unsent_.size()) {
-      const auto taken =
+      const auto accepted =
           ::syscall(SYS_io_submit, context_, unsent_.size() - sent, unsent_.data() + sent);
-      if (taken > 0) {
-        sent += static_cast<std::size_t>(taken);
-        in_flight_ += static_cast<std::size_t>(taken);
+      if (accepted > 0) {
+        sent += static_cast<std::size_t>(accepted);
+        in_flight_ += static_cast<std::size_t>(accepted);
       } else if (errno == EAGAIN && in_flight_ > 0) {
         break;
       } else if (errno != EINTR) {

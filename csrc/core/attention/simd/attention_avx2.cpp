@@ -23,7 +23,7 @@ ZERO_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace zero_ext::core {
 
 constinit const AttentionKernels kAvx2Attention =
-    make_attention<FloatUnits<Avx2Lanes>, FloatUnits<Avx2Lanes>>();
+    make_attention<FloatDotUnit<Avx2AttentionVector>, FloatDotUnit<Avx2AttentionVector>>();
 
 }  // namespace zero_ext::core
 

@@ -29,7 +29,7 @@ ZERO_EXT_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 namespace zero_ext::core {
 
 constinit const AttentionKernels kAvx512Attention =
-    make_attention<FloatUnits<Avx512Lanes>, FloatUnits<Avx512Lanes>>();
+    make_attention<FloatDotUnit<Avx512AttentionVector>, FloatDotUnit<Avx512AttentionVector>>();
 
 }  // namespace zero_ext::core
 

@@ -30,7 +30,7 @@ ZERO_EXT_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
 namespace zero_ext::core {
 
 constinit const AttentionKernels kAvx512BFloat16Attention =
-    make_attention<FloatUnits<Avx512Lanes>, PairUnits<Avx512Lanes>>();
+    make_attention<FloatDotUnit<Avx512AttentionVector>, Bf16DotUnit<Avx512AttentionVector>>();
 
 }  // namespace zero_ext::core
 

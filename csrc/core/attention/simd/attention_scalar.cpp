@@ -4,6 +4,6 @@
 namespace zero_ext::core {
 
 constinit const AttentionKernels kScalarAttention =
-    make_attention<FloatUnits<ScalarLanes>, FloatUnits<ScalarLanes>>();
+    make_attention<FloatDotUnit<ScalarAttentionVector>, FloatDotUnit<ScalarAttentionVector>>();
 
 }  // namespace zero_ext::core

@@ -9,7 +9,7 @@
 
 namespace zero_ext::core {
 
-struct Avx2Lanes : Avx2Vector {
+struct Avx2AttentionVector : Avx2Vector {
   static constexpr int kWide = 2;
   static constexpr int kWideRows = 6;
   static constexpr int kNarrowRows = 8;
@@ -21,7 +21,7 @@ struct Avx2Lanes : Avx2Vector {
     const __m256 whole = _mm256_round_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-    return mul(exp2_of_fraction<Avx2Lanes>(sub(clamped, whole)), power);
+    return mul(exp2_of_fraction<Avx2AttentionVector>(sub(clamped, whole)), power);
   }
   static Float indices(float first) {
     return add(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), set(first));

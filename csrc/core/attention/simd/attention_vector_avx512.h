@@ -9,7 +9,7 @@
 
 namespace zero_ext::core {
 
-struct Avx512Lanes : Avx512Vector {
+struct Avx512AttentionVector : Avx512Vector {
   static constexpr int kWide = 4;
   static constexpr int kWideRows = 6;
   static constexpr int kNarrowRows = 12;
@@ -20,7 +20,7 @@ struct Avx512Lanes : Avx512Vector {
     const __m512 clamped = _mm512_max_ps(set(-256.0F), a);
     const __m512 whole =
         _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_scalef_ps(exp2_of_fraction<Avx512Lanes>(sub(clamped, whole)), whole);
+    return _mm512_scalef_ps(exp2_of_fraction<Avx512AttentionVector>(sub(clamped, whole)), whole);
   }
   static Float indices(float first) {
     const __m512 each = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

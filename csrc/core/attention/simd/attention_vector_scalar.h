@@ -10,7 +10,7 @@
 
 namespace zero_ext::core {
 
-struct ScalarLanes : ScalarVector {
+struct ScalarAttentionVector : ScalarVector {
   static constexpr int kWide = 4;  // vectors of a wide tile of a product, and its rows
   static constexpr int kWideRows = 4;
   static constexpr int kNarrowRows = 4;  // rows of a tile of one vector

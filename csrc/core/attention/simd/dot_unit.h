@@ -18,9 +18,9 @@ namespace {
 // Four bytes that hold a unit.
 using Unit = std::uint32_t;
 
-template <class Lanes>
-struct FloatUnits {
-  using V = Lanes;
+template <class Vector>
+struct FloatDotUnit {
+  using V = Vector;
   using Element = float;
   static constexpr int kPair = 1;
   using Packed = typename V::Float;

@@ -12,9 +12,9 @@
 namespace zero_ext::core {
 namespace {
 
-template <class Lanes>
-struct PairUnits {
-  using V = Lanes;
+template <class Vector>
+struct Bf16DotUnit {
+  using V = Vector;
   using Element = BFloat16;
   static constexpr int kPair = 2;
   using Packed = __m512bh;

@@ -20,11 +20,11 @@ void expect_within_bounds(const Unions& unions, const CheckLists& layout, int sh
     ASSERT_TRUE(0 <= begin && 0 <= count && begin + count <= total) << begin << " " << count;
     const BlockList list{unions.entries.data() + begin, count, shift};
     for (std::int32_t group = 0; group < list.tiles<16>(); ++group) {
-      const std::int32_t place = list.place(group);
+      const std::int32_t place = list.position(group);
       EXPECT_TRUE(0 <= place && place >> shift < layout.limit) << place;
       EXPECT_EQ((place & cuda::kBandBits) >> (rows / 16), 0);
     }
-    EXPECT_EQ(list.place(list.tiles<16>()), cuda::kAbsent);
+    EXPECT_EQ(list.position(list.tiles<16>()), cuda::kAbsent);
   }
 }
 
@@ -70,7 +70,7 @@ TEST(CudaAttentionLayout, UnionsHaveEveryBlockOfTheirListsOnceWithItsBands) {
           std::map<std::int32_t, std::int32_t> found;
           std::int32_t last = -1;
           for (std::int32_t group = 0; group < list.tiles<16>(); ++group) {
-            const std::int32_t place = list.place(group);
+            const std::int32_t place = list.position(group);
             EXPECT_GT(place, last);
             last = place;
             found[place & ~cuda::kBandBits] = place & cuda::kBandBits;

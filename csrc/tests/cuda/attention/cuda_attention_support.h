@@ -102,7 +102,7 @@ struct Data {
     return heads(of, problem.sizes.key_heads, problem.sizes.key_length);
   }
 
-  cuda::AttentionRules rules() const {
+  cuda::AttentionParams rules() const {
     constexpr auto type = std::is_same_v<T, float>            ? core::NumericType::float32
                           : std::is_same_v<T, core::BFloat16> ? core::NumericType::bfloat16
                                                               : core::NumericType::float16;

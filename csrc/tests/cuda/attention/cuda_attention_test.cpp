@@ -10,11 +10,11 @@ namespace zero_ext::testing {
 namespace {
 
 using core::testing::fresh_generator;
-using cuda::AttentionColumnGradient;
+using cuda::AttentionDkDv;
+using cuda::AttentionDq;
 using cuda::AttentionForward;
-using cuda::AttentionRowGradient;
 using cuda::BiasGradient;
-using cuda::ColumnPart;
+using cuda::DkDvOutputs;
 
 template <class T>
 struct Found {
@@ -35,7 +35,8 @@ void run_forward(const Data<T>& data, Found<T>& found, std::mt19937_64& generato
   found.output = poison<T>(count * sizes.dim);
   found.logsumexp = poison<float>(count);
   using Kernel = AttentionForward<T, kDim>;
-  const Unions rows(data.layout(data.by_rows), data.problem.shift, Kernel::Shape::kRows, generator);
+  const Unions rows(data.layout(data.by_rows), data.problem.shift, Kernel::Tiling::kRows,
+                    generator);
   emulate_blocks(Kernel{data.rules(),
                         rows.lists,
                         data.queries(data.query),
@@ -46,13 +47,13 @@ void run_forward(const Data<T>& data, Found<T>& found, std::mt19937_64& generato
                  generator);
 }
 
-template <class T, int kDim, ColumnPart kPart>
+template <class T, int kDim, DkDvOutputs kPart>
 void run_columns(const Data<T>& data, const cuda::GradientInputs<T>& inputs, Found<T>& found,
                  const BiasGradient& bias, std::int32_t batches, std::int32_t heads,
                  std::mt19937_64& generator) {
   const AttentionSizes& s = data.problem.sizes;
-  using Kernel = AttentionColumnGradient<T, kDim, kPart>;
-  const Unions columns(data.layout(data.by_columns), data.problem.shift, Kernel::Shape::kRows,
+  using Kernel = AttentionDkDv<T, kDim, kPart>;
+  const Unions columns(data.layout(data.by_columns), data.problem.shift, Kernel::Tiling::kRows,
                        generator);
   emulate_blocks(Kernel{{inputs, columns.lists, bias, batches, heads},
                         {found.grad_key.data(), s.key_heads, s.key_length, s.dim},
@@ -94,8 +95,8 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
                           summed.bias_stride(2), summed.bias_stride(3)};
   const std::int32_t batches = p.has_bias() && !p.bias[0] ? s.batch : 1;
   const bool all_heads = p.has_bias() && !p.bias[1];
-  using RowKernel = AttentionRowGradient<T, kDim>;
-  const Unions unions(data.layout(data.by_rows), p.shift, RowKernel::Shape::kRows, generator);
+  using RowKernel = AttentionDq<T, kDim>;
+  const Unions unions(data.layout(data.by_rows), p.shift, RowKernel::Tiling::kRows, generator);
   emulate_blocks(RowKernel{{inputs, unions.lists, by_rows ? bias : none, by_rows ? batches : 1,
                             by_rows && all_heads ? s.query_heads : 1},
                            {found.grad_query.data(), s.query_heads, s.query_length, s.dim}},
@@ -104,12 +105,12 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
   const std::int32_t own_batches = by_columns ? batches : 1;
   const std::int32_t own_heads = by_columns && all_heads ? s.key_heads : 1;
   if constexpr (kDim <= 128) {
-    run_columns<T, kDim, ColumnPart::both>(data, inputs, found, own, own_batches, own_heads,
-                                           generator);
+    run_columns<T, kDim, DkDvOutputs::both>(data, inputs, found, own, own_batches, own_heads,
+                                            generator);
   } else {
-    run_columns<T, kDim, ColumnPart::keys>(data, inputs, found, own, own_batches, own_heads,
-                                           generator);
-    run_columns<T, kDim, ColumnPart::values>(data, inputs, found, none, 1, 1, generator);
+    run_columns<T, kDim, DkDvOutputs::keys>(data, inputs, found, own, own_batches, own_heads,
+                                            generator);
+    run_columns<T, kDim, DkDvOutputs::values>(data, inputs, found, none, 1, 1, generator);
   }
   found.grad_bias.assign(static_cast<std::size_t>(p.bias_count()), 0.0F);
   const std::size_t inner = summed.bias[2] && !p.bias[2] ? sums.size() / found.grad_bias.size() : 1;

@@ -15,7 +15,7 @@ namespace {
 
 using core::BFloat16;
 using core::testing::fresh_generator;
-using Counts = EmulatedMachine::Counts;
+using Counts = EmulatedThreadBlock::Counts;
 
 constexpr int kDim = 64;
 constexpr std::int32_t kLength = 512;
@@ -104,8 +104,8 @@ TEST(CudaAttentionWork, NoProductIsWastedAndRowsShareWhatIsLoaded) {
           problem, generator,
           [&](auto, auto row, auto column) { return pattern.has(row, column); });
       using Forward = cuda::AttentionForward<BFloat16, kDim>;
-      using Rows = cuda::AttentionRowGradient<BFloat16, kDim>;
-      using Columns = cuda::AttentionColumnGradient<BFloat16, kDim, cuda::ColumnPart::both>;
+      using Rows = cuda::AttentionDq<BFloat16, kDim>;
+      using Columns = cuda::AttentionDkDv<BFloat16, kDim, cuda::DkDvOutputs::both>;
       std::vector<BFloat16> results(static_cast<std::size_t>(2 * kLength * kDim));
       std::vector<float> numbers(static_cast<std::size_t>(kLength));
       const cuda::OutputRows<BFloat16> first{results.data(), 1, kLength, kDim};

@@ -26,20 +26,20 @@ bool same_bits(const T& one, const T& two) {
 template <class Tile, class T>
 void expect_each_lane_to_hold_its_places(std::mt19937_64& generator) {
   const auto source = random_bits<T>(Tile::kElements, generator);
-  typename Tile::template Held<T> held;
-  Tile::load(source.data(), held);
+  typename Tile::template Fragment<T> fragment;
+  Tile::load(source.data(), fragment);
   std::vector<int> seen(Tile::kElements);
   for (int lane = 0; lane < kWarpLanes; ++lane) {
-    for (int k = 0; k < Tile::kHeld; ++k) {
-      const int at = Tile::place(lane, k);
+    for (int k = 0; k < Tile::kPerLane; ++k) {
+      const int at = Tile::position(lane, k);
       ++seen[static_cast<std::size_t>(at)];
-      EXPECT_TRUE(same_bits(held.at[lane][k], source[static_cast<std::size_t>(at)]))
+      EXPECT_TRUE(same_bits(fragment.at[lane][k], source[static_cast<std::size_t>(at)]))
           << "lane " << lane << " element " << k;
     }
   }
   EXPECT_EQ(seen, std::vector<int>(Tile::kElements, 1));
   std::vector<T> target(Tile::kElements);
-  Tile::store(target.data(), held);
+  Tile::store(target.data(), fragment);
   EXPECT_EQ(std::memcmp(target.data(), source.data(), sizeof(T) * source.size()), 0);
 }
 
@@ -60,10 +60,10 @@ TEST(CudaWarpTile, LanesSwapWhatTheyMoveForWhatTheyHold) {
 
 TEST(CudaWarpTile, LanesOfShortRowsHaveAllRowsOfTheirPart) {
   using Tile = WarpTile<4, 8, 8>;
-  EXPECT_EQ(std::pair(Tile::kElements, Tile::kHeld), std::pair(1024, 32));
-  for (const auto& [lane, held, place] :
+  EXPECT_EQ(std::pair(Tile::kElements, Tile::kPerLane), std::pair(1024, 32));
+  for (const auto& [lane, fragment, position] :
        {std::tuple{0, 0, 0}, {0, 4, 32}, {7, 31, 255}, {8, 0, 256}, {31, 5, 829}}) {
-    EXPECT_EQ(Tile::place(lane, held), place) << lane << ", " << held;
+    EXPECT_EQ(Tile::position(lane, fragment), position) << lane << ", " << fragment;
   }
 }
 
@@ -72,11 +72,11 @@ TEST(CudaWarpTile, RowsMayBeApart) {
   using Tile = WarpTile<1, 4>;
   constexpr std::int64_t stride = 36;
   const auto source = random_bits<std::uint32_t>(3 * stride + Tile::kRow, generator);
-  Tile::Held<std::uint32_t> held;
-  Tile::load(source.data(), held, stride);
+  Tile::Fragment<std::uint32_t> fragment;
+  Tile::load(source.data(), fragment, stride);
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     for (int row = 0; row < Tile::kRows; ++row) {
-      EXPECT_EQ(held.at[lane][row], source[static_cast<std::size_t>(row * stride + lane)]);
+      EXPECT_EQ(fragment.at[lane][row], source[static_cast<std::size_t>(row * stride + lane)]);
     }
   }
 }
@@ -88,16 +88,16 @@ TEST(CudaWarpTile, SomeElementsAreMovedOneByOne) {
   for (const auto& [first, last] : {std::pair{0, 0}, {0, 1}, {3, 130}, {127, 256}, {0, 256}}) {
     // Only what may be read, so that a sanitizer sees any other access.
     const std::vector<std::uint32_t> there(source.begin() + first, source.begin() + last);
-    Tile::Held<std::uint32_t> held;
-    Tile::load_some(there.data() - first, first, last, 7U, held);
+    Tile::Fragment<std::uint32_t> fragment;
+    Tile::load_partial(there.data() - first, first, last, 7U, fragment);
     std::vector<std::uint32_t> target(there.size());
-    Tile::store_some(target.data() - first, first, last, held);
+    Tile::store_partial(target.data() - first, first, last, fragment);
     EXPECT_EQ(target, there) << first << " to " << last;
     for (int lane = 0; lane < kWarpLanes; ++lane) {
-      for (int k = 0; k < Tile::kHeld; ++k) {
-        const int at = Tile::place(lane, k);
+      for (int k = 0; k < Tile::kPerLane; ++k) {
+        const int at = Tile::position(lane, k);
         if (at < first || last <= at) {
-          EXPECT_EQ(held.at[lane][k], 7U);
+          EXPECT_EQ(fragment.at[lane][k], 7U);
         }
       }
     }

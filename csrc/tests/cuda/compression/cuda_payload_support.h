@@ -1,4 +1,4 @@
-// What the tests of compressed messages on a device share.
+// What the tests of compressed payloads on a device share.
 #pragma once
 
 #include <algorithm>
@@ -17,21 +17,21 @@ inline constexpr core::NumericType kTypeOf<core::BFloat16> = core::NumericType::
 template <>
 inline constexpr core::NumericType kTypeOf<core::Float16> = core::NumericType::float16;
 
-// Bytes for messages, not zeros, that begin `shift` words past an address that is a multiple of 16;
+// Bytes for payloads, not zeros, that begin `shift` words past an address that is a multiple of 16;
 // writing beyond their end shows.
-class Room {
+class PayloadBuffer {
  public:
-  Room(std::int64_t bytes, std::int64_t shift)
+  PayloadBuffer(std::int64_t bytes, std::int64_t shift)
       : bytes_(bytes),
         shift_(4 * shift),
         memory_(static_cast<std::size_t>(bytes + shift_) / 16 + 2) {
-    std::fill(memory_.begin(), memory_.end(), Line{});
+    std::fill(memory_.begin(), memory_.end(), CacheLine{});
   }
 
   std::uint8_t* data() const { return const_cast<std::uint8_t*>(memory_[0].bytes) + shift_; }
 
   // Words and floats alike; any NaN equals any NaN, and no code is one, but then all are.
-  bool same_words(const Room& other) const {
+  bool same_words(const PayloadBuffer& other) const {
     const auto* one = reinterpret_cast<const std::uint32_t*>(memory_[0].bytes);
     const auto* two = reinterpret_cast<const std::uint32_t*>(other.memory_[0].bytes);
     return memory_.size() == other.memory_.size() &&
@@ -41,7 +41,7 @@ class Room {
   }
 
  private:
-  struct alignas(16) Line {
+  struct alignas(16) CacheLine {
     std::uint8_t bytes[16] = {0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5,
                               0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5, 0xA5};
   };
@@ -49,7 +49,7 @@ class Room {
 
   std::int64_t bytes_;
   std::int64_t shift_;
-  std::vector<Line> memory_;
+  std::vector<CacheLine> memory_;
 };
 
 // Bit for bit, but any NaN equals any NaN.

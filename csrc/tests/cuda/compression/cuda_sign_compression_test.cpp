@@ -16,16 +16,16 @@ using core::testing::fresh_generator;
 using testing::emulate_grid;
 using testing::emulate_launch;
 using testing::kTypeOf;
-using testing::Room;
+using testing::PayloadBuffer;
 using testing::same_bits;
 
 // Elements of a part: around a byte, a word, a tile, a run and a block; and several blocks, with
-// messages that all begin at multiples of 16 bytes, and that do not.
+// payloads that all begin at multiples of 16 bytes, and that do not.
 constexpr std::int64_t kShares[] = {0,    1,    7,    8,     31,    32,    33,   127,  129,
                                     1000, 1023, 1024, 1025,  4095,  4096,  4097, 8191, 8192,
                                     8193, 8201, 9216, 12288, 20011, 25576, 32768};
 
-// Elements past where tiles are aligned, and words of messages.
+// Elements past where tiles are aligned, and words of payloads.
 constexpr std::pair<std::int64_t, std::int64_t> kShifts[] = {
     {0, 0}, {1, 1}, {5, 0}, {0, 3}, {8, 2}};
 
@@ -51,14 +51,16 @@ std::vector<T> values_of(std::size_t count, std::mt19937_64& generator) {
   return values;
 }
 
-core::MessageTarget target_of(const Room& room, std::int64_t number, std::int64_t share) {
-  auto* words =
-      reinterpret_cast<std::uint32_t*>(room.data() + number * core::sign_message_bytes(share));
-  return {words, reinterpret_cast<float*>(words + core::sign_words(share))};
+core::PayloadTarget target_of(const PayloadBuffer& buffer, std::int64_t number,
+                              std::int64_t part_numel) {
+  auto* words = reinterpret_cast<std::uint32_t*>(buffer.data() +
+                                                 number * core::sign_payload_bytes(part_numel));
+  return {words, reinterpret_cast<float*>(words + core::sign_words(part_numel))};
 }
 
-core::MessageSource source_of(const Room& room, std::int64_t number, std::int64_t share) {
-  const core::MessageTarget found = target_of(room, number, share);
+core::PayloadSource source_of(const PayloadBuffer& buffer, std::int64_t number,
+                              std::int64_t part_numel) {
+  const core::PayloadTarget found = target_of(buffer, number, part_numel);
   return {found.words, found.scales};
 }
 
@@ -67,47 +69,48 @@ class CudaSigns : public ::testing::Test {
  protected:
   static constexpr std::int64_t kParts = 3;
 
-  // Buffers begin `shift` elements, and messages `words` words, past where tiles are aligned.
-  void compare(std::int64_t share, std::int64_t shift, std::int64_t words) {
-    const std::int64_t numel = kParts * share;
+  // Buffers begin `shift` elements, and payloads `words` words, past where tiles are aligned.
+  void compare(std::int64_t part_numel, std::int64_t shift, std::int64_t words) {
+    const std::int64_t numel = kParts * part_numel;
     const auto size = static_cast<std::size_t>(numel + shift);
     const std::vector<T> values = values_of<T>(size, generator_);
     std::vector<float> errors = values_of<float>(size, generator_);
     std::vector<float> own_errors = errors;
-    const std::int64_t bytes = core::sign_message_bytes(share);
-    const Room messages(kParts * bytes, words);
-    const Room own_messages(kParts * bytes, words);
+    const std::int64_t bytes = core::sign_payload_bytes(part_numel);
+    const PayloadBuffer payloads(kParts * bytes, words);
+    const PayloadBuffer own_messages(kParts * bytes, words);
     for (std::int64_t part = 0; part < kParts; ++part) {
-      const std::int64_t at = shift + part * share;
-      core::compress_signs(values.data() + at, kTypeOf<T>, 0.3F, share, errors.data() + at,
-                           target_of(messages, part, share));
+      const std::int64_t at = shift + part * part_numel;
+      core::compress_signs(values.data() + at, kTypeOf<T>, 0.3F, part_numel, errors.data() + at,
+                           target_of(payloads, part, part_numel));
     }
     emulate(CompressSigns<SignValues<T>>{{values.data() + shift},
                                          0.3F,
                                          own_errors.data() + shift,
                                          own_messages.data(),
-                                         share,
+                                         part_numel,
                                          kParts},
             generator_);
-    EXPECT_TRUE(own_messages.same_words(messages)) << share << " elements, shift " << shift;
-    EXPECT_TRUE(same_bits(own_errors, errors)) << share << " elements, shift " << shift;
-    for (const bool accumulate : {false, true}) expand(messages, share, shift, accumulate);
+    EXPECT_TRUE(own_messages.same_words(payloads)) << part_numel << " elements, shift " << shift;
+    EXPECT_TRUE(same_bits(own_errors, errors)) << part_numel << " elements, shift " << shift;
+    for (const bool accumulate : {false, true}) expand(payloads, part_numel, shift, accumulate);
   }
 
-  void expand(const Room& messages, std::int64_t share, std::int64_t shift, bool accumulate) {
-    const auto size = static_cast<std::size_t>(kParts * share + shift);
+  void expand(const PayloadBuffer& payloads, std::int64_t part_numel, std::int64_t shift,
+              bool accumulate) {
+    const auto size = static_cast<std::size_t>(kParts * part_numel + shift);
     std::vector<T> out = core::testing::normal_values<T>(generator_, size);
     std::vector<T> own = out;
     for (std::int64_t part = 0; part < kParts; ++part) {
-      core::expand_signs(source_of(messages, part, share), share, 1.7F, accumulate,
-                         out.data() + shift + part * share, kTypeOf<T>);
+      core::expand_signs(source_of(payloads, part, part_numel), part_numel, 1.7F, accumulate,
+                         out.data() + shift + part * part_numel, kTypeOf<T>);
     }
     for (const std::int64_t warps : {1, 7}) {
       std::vector<T> found = own;
-      emulate_launch(
-          ExpandSigns<T>{messages.data(), share, kParts, 1.7F, accumulate, found.data() + shift},
-          warps, generator_);
-      EXPECT_TRUE(same_bits(found, out)) << share << " elements, shift " << shift;
+      emulate_launch(ExpandSigns<T>{payloads.data(), part_numel, kParts, 1.7F, accumulate,
+                                    found.data() + shift},
+                     warps, generator_);
+      EXPECT_TRUE(same_bits(found, out)) << part_numel << " elements, shift " << shift;
     }
   }
 
@@ -118,57 +121,61 @@ using Types = ::testing::Types<float, core::BFloat16, core::Float16>;
 TYPED_TEST_SUITE(CudaSigns, Types);
 
 TYPED_TEST(CudaSigns, EveryLengthAndAlignmentGivesTheBitsOfTheCpu) {
-  for (const std::int64_t share : kShares) {
-    for (const auto& [shift, words] : kShifts) this->compare(share, shift, words);
+  for (const std::int64_t part_numel : kShares) {
+    for (const auto& [shift, words] : kShifts) this->compare(part_numel, shift, words);
   }
 }
 
-// Sums of `count` messages that begin `words` words past where tiles are aligned, and what is made
+// Sums of `count` payloads that begin `words` words past where tiles are aligned, and what is made
 // of them in one pass; sums and errors begin `shift` elements past that.
-void compare_sums(std::int64_t share, std::int64_t count, std::int64_t shift, std::int64_t words,
-                  std::mt19937_64& generator) {
-  const std::int64_t bytes = core::sign_message_bytes(share);
-  const Room messages(count * bytes, words);
-  std::vector<core::MessageSource> sources;
+void compare_sums(std::int64_t part_numel, std::int64_t count, std::int64_t shift,
+                  std::int64_t words, std::mt19937_64& generator) {
+  const std::int64_t bytes = core::sign_payload_bytes(part_numel);
+  const PayloadBuffer payloads(count * bytes, words);
+  std::vector<core::PayloadSource> sources;
   for (std::int64_t m = 0; m < count; ++m) {
-    const std::vector<float> values = values_of<float>(static_cast<std::size_t>(share), generator);
+    const std::vector<float> values =
+        values_of<float>(static_cast<std::size_t>(part_numel), generator);
     std::vector<float> error(values.size());
-    core::compress_signs(values.data(), core::NumericType::float32, 1.0F, share, error.data(),
-                         target_of(messages, m, share));
-    sources.push_back(source_of(messages, m, share));
+    core::compress_signs(values.data(), core::NumericType::float32, 1.0F, part_numel, error.data(),
+                         target_of(payloads, m, part_numel));
+    sources.push_back(source_of(payloads, m, part_numel));
   }
-  std::vector<float> sum = values_of<float>(static_cast<std::size_t>(share + shift), generator);
+  std::vector<float> sum =
+      values_of<float>(static_cast<std::size_t>(part_numel + shift), generator);
   std::vector<float> own_sum = sum;
   std::vector<float> error = values_of<float>(sum.size(), generator);
   std::vector<float> own_error = error;
-  const SignMessages of{messages.data(), share, count};
-  core::sum_signs(sources, 0, share, 0.2F, count == 5, sum.data() + shift);
+  const SignPayloads of{payloads.data(), part_numel, count};
+  core::sum_signs(sources, 0, part_numel, 0.2F, count == 5, sum.data() + shift);
   emulate_launch(SumSigns{of, 0.2F, count == 5, own_sum.data() + shift}, 3, generator);
-  EXPECT_TRUE(same_bits(own_sum, sum)) << share << " elements, " << count << " messages";
-  const Room reduced(bytes, 0);
-  const Room own_reduced(bytes, 0);
-  core::reduce_signs(sources, 0, share, 0.2F, error.data() + shift, target_of(reduced, 0, share));
+  EXPECT_TRUE(same_bits(own_sum, sum)) << part_numel << " elements, " << count << " messages";
+  const PayloadBuffer reduced(bytes, 0);
+  const PayloadBuffer own_reduced(bytes, 0);
+  core::reduce_signs(sources, 0, part_numel, 0.2F, error.data() + shift,
+                     target_of(reduced, 0, part_numel));
   emulate(
-      CompressSigns<SignSum>{{of}, 0.2F, own_error.data() + shift, own_reduced.data(), share, 1},
+      CompressSigns<SignSum>{
+          {of}, 0.2F, own_error.data() + shift, own_reduced.data(), part_numel, 1},
       generator);
-  EXPECT_TRUE(own_reduced.same_words(reduced)) << share << " elements, " << count;
-  EXPECT_TRUE(same_bits(own_error, error)) << share << " elements, " << count;
+  EXPECT_TRUE(own_reduced.same_words(reduced)) << part_numel << " elements, " << count;
+  EXPECT_TRUE(same_bits(own_error, error)) << part_numel << " elements, " << count;
 }
 
 TEST(CudaSignSums, AreTheCpusInTheOrderOfTheMessages) {
   auto generator = fresh_generator();
-  for (const std::int64_t share : kShares) {
-    for (const std::int64_t count : {1, 5}) compare_sums(share, count, 0, 0, generator);
+  for (const std::int64_t part_numel : kShares) {
+    for (const std::int64_t count : {1, 5}) compare_sums(part_numel, count, 0, 0, generator);
   }
 }
 
-// Four messages at a time, and as many at once as lanes have scales.
+// Four payloads at a time, and as many at once as lanes have scales.
 TEST(CudaSignSums, EveryCountAndAlignmentGivesTheBitsOfTheCpu) {
   auto generator = fresh_generator();
-  for (const std::int64_t share : {1024, 9216, 25576}) {
+  for (const std::int64_t part_numel : {1024, 9216, 25576}) {
     for (const std::int64_t count : {2, 3, 4, 7, 8, 32, 33, 37, 68}) {
       for (const auto& [shift, words] : kShifts) {
-        compare_sums(share, count, shift, words, generator);
+        compare_sums(part_numel, count, shift, words, generator);
       }
     }
   }

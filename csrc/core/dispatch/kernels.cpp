@@ -1,6 +1,6 @@
 #include "kernels.h"
 
-#include "isa.h"
+#include "../simd/isa.h"
 
 namespace zero_ext::core {
 

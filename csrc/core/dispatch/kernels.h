@@ -33,18 +33,18 @@ using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&)
 using AllFiniteKernel = bool (*)(const void*, std::int64_t);
 using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
                            bool);
-using CompressSignsKernel = void (*)(const void*, float, std::int64_t, float*, MessageTarget);
-using ExpandSignsKernel = void (*)(MessageSource, std::int64_t, float, bool, void*);
-using SumSignsKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t, float,
+using CompressSignsKernel = void (*)(const void*, float, std::int64_t, float*, PayloadTarget);
+using ExpandSignsKernel = void (*)(PayloadSource, std::int64_t, float, bool, void*);
+using SumSignsKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t, float,
                                 bool, float*);
-using ReduceSignsKernel = void (*)(std::span<const MessageSource>, std::int64_t, float,
-                                   std::int64_t, float*, MessageTarget);
-using QuantizeBlocksKernel = void (*)(const void*, std::int64_t, std::int64_t, MessageTarget);
-using DequantizeBlocksKernel = void (*)(MessageSource, std::int64_t, std::int64_t, void*);
-using SumQuantizedKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t,
+using ReduceSignsKernel = void (*)(std::span<const PayloadSource>, std::int64_t, float,
+                                   std::int64_t, float*, PayloadTarget);
+using QuantizeBlocksKernel = void (*)(const void*, std::int64_t, std::int64_t, PayloadTarget);
+using DequantizeBlocksKernel = void (*)(PayloadSource, std::int64_t, std::int64_t, void*);
+using SumQuantizedKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t,
                                     std::int64_t, float, bool, float*);
-using RequantizeBlocksKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t,
-                                        std::int64_t, float, MessageTarget);
+using RequantizeBlocksKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t,
+                                        std::int64_t, float, PayloadTarget);
 
 // Formats of integer blocks: 4 bits asymmetric and symmetric, 8 bits asymmetric and symmetric.
 inline constexpr int kBlockFormats = 4;

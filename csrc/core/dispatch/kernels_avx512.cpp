@@ -12,18 +12,24 @@
 
 #include "../compression/block_scale_formula.h"
 #include "../norm/superaccumulator_formula.h"
+#include "../simd/target_attributes.h"
+#include "../simd/vector_scalar.h"
 #include "kernels.h"
-#include "target_attributes.h"
-#include "vector_scalar.h"
 
-ZERO_EXT_TARGET_BEGIN("avx2,fma,f16c")
+// GCC's own AVX-512 headers start "undefined" vectors from themselves and warn about it.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 
+ZERO_EXT_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+
+#include "../simd/vector_avx512.h"
 #include "kernel_table.h"
-#include "vector_avx2.h"
 
 namespace zero_ext::core {
 
-constinit const Kernels kAvx2Kernels = make_kernels<Avx2Vector>();
+constinit const Kernels kAvx512Kernels = make_kernels<Avx512Vector>();
 
 }  // namespace zero_ext::core
 

@@ -1,5 +1,5 @@
+#include "../simd/vector_scalar.h"
 #include "kernel_table.h"
-#include "vector_scalar.h"
 
 namespace zero_ext::core {
 
