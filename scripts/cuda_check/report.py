@@ -27,7 +27,7 @@ Stack is bytes per thread, shared memory bytes per block, without what attention
   block's threads. Attention's shared memory lowers its occupancy further.
 - *bytes* and *instructions*: per element in the main loop of a streaming kernel. That is the most deeply
   nested loop with accesses of 16 bytes, and of several the one that moves most in them. All its branches
-  count, also those that exclude each other. Where messages are summed, the main loop has one message's
+  count, also those that exclude each other. Where payloads are summed, the main loop has one payload's
   elements, and the sum moves behind it. Of a kernel without a loop everything counts that is not for
   unaligned buffers.
 - *widths*: bytes per thread of each access of global memory there.

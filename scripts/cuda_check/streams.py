@@ -65,18 +65,18 @@ def _move(flat: str, element: str, move: str) -> float:
 
 
 def _bits(code: str) -> int:
-    """Bits of an integer code or of the messages of a sum."""
+    """Bits of an integer code or of the payloads of a sum."""
     return int(family(code)[1][0])
 
 
 def _quantize(source: str, code: str) -> float:
-    """Values to words; or the words of a message, of which a sum has a loop of its own."""
+    """Values to words; or the words of a payload, of which a sum has a loop of its own."""
     template, (values, *_) = family(source)
     return SIZES[values] + _bits(code) / 8 if template == "IntegerValues" else _bits(source) / 8
 
 
-def _is_one(messages: str) -> bool:
-    return family(messages)[1][1] == "true"
+def _is_one(payloads: str) -> bool:
+    return family(payloads)[1][1] == "true"
 
 
 def _write(source: str, out: str) -> float:

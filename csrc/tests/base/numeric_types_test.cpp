@@ -23,12 +23,12 @@ double half_value(std::uint16_t bits) {
 TEST(NumericTypes, EveryFloat16RoundTrips) {
   for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
     const Float16 half{static_cast<std::uint16_t>(bits)};
-    const double wanted = half_value(half.bits);
-    if (std::isnan(wanted)) {
+    const double expected = half_value(half.bits);
+    if (std::isnan(expected)) {
       EXPECT_TRUE(std::isnan(to_float(half)));
       EXPECT_TRUE(std::isnan(to_float(from_float<Float16>(to_float(half)))));
     } else {
-      EXPECT_EQ(to_float(half), wanted);
+      EXPECT_EQ(to_float(half), expected);
       EXPECT_EQ(from_float<Float16>(to_float(half)).bits, half.bits);
     }
   }

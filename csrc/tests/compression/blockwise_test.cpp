@@ -71,11 +71,11 @@ TEST(Blockwise, CodesStandForTheValuesOfTheirDefinition) {
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     for (const DynamicCode code : kCodes) {
-      const std::vector<double> wanted = values_of(code);
-      ASSERT_EQ(wanted.size(), 256U);
+      const std::vector<double> expected = values_of(code);
+      ASSERT_EQ(expected.size(), 256U);
       const std::vector<float> values = dequantize(all, code);
       for (int i = 0; i < 256; ++i) {
-        EXPECT_NEAR(values[i], wanted[i], 1.2e-7 * std::abs(wanted[i])) << i;
+        EXPECT_NEAR(values[i], expected[i], 1.2e-7 * std::abs(expected[i])) << i;
       }
       EXPECT_EQ(quantize(values, code).codes, all.codes);
     }
@@ -176,12 +176,12 @@ TEST(Blockwise, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   for (const DynamicCode code : kCodes) {
     const std::vector<float> values = spread_values(generator, code);
-    Quantized wanted;
+    Quantized expected;
     std::vector<float> wanted_back;
     {
       const SelectedIsa selected(Isa::scalar);
-      wanted = quantize(values, code);
-      wanted_back = dequantize(wanted, code);
+      expected = quantize(values, code);
+      wanted_back = dequantize(expected, code);
     }
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
@@ -192,8 +192,8 @@ TEST(Blockwise, InstructionSetsAndThreadSplitsAgreeBitForBit) {
         quantize_blockwise(values.data() + begin, end - begin, code, split.codes.data() + begin,
                            split.scales.data() + first);
       });
-      EXPECT_EQ(split.codes, wanted.codes);
-      EXPECT_EQ(split.scales, wanted.scales);
+      EXPECT_EQ(split.codes, expected.codes);
+      EXPECT_EQ(split.scales, expected.scales);
       const std::vector<float> back = dequantize(split, code);
       for (std::size_t i = 0; i < kCount; ++i) {
         EXPECT_EQ(std::bit_cast<std::uint32_t>(back[i]),

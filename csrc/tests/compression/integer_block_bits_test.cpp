@@ -73,7 +73,7 @@ std::vector<std::uint32_t> quantized(const std::vector<T>& values, const BlockFo
 
 // By the scalar kernels, block by block.
 template <class T>
-std::vector<std::uint32_t> wanted(const std::vector<T>& values, const BlockFormat& format) {
+std::vector<std::uint32_t> expected_bits(const std::vector<T>& values, const BlockFormat& format) {
   const SelectedIsa selected(Isa::scalar);
   const std::int64_t count = std::ssize(values);
   std::vector<float> wide;
@@ -125,7 +125,7 @@ void compare_any_values() {
     for (const std::int64_t count : {size, 33 * size, 32 * size, 17 * size + 29}) {
       const auto values = any_values<T>(generator, count);
       for (const BlockFormat& format : formats_of(size)) {
-        const auto expected = wanted(values, format);
+        const auto expected = expected_bits(values, format);
         for (const Isa isa : available_isas()) {
           const SelectedIsa selected(isa);
           ASSERT_EQ(quantized(values, format, 3), expected) << size << ' ' << count;
@@ -144,16 +144,16 @@ TEST(IntegerBlockBits, AnElementThatIsNotFiniteIsSeenInEveryPlace) {
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     for (const BlockFormat& format : formats_of(size)) {
-      for (std::int64_t place = 0; place < size; ++place) {
+      for (std::int64_t index = 0; index < size; ++index) {
         for (const std::uint16_t bits : {0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F81, 0xFF81}) {
           std::vector<BFloat16> values(size, BFloat16{0x3F80});
-          values[place].bits = bits;
+          values[index].bits = bits;
           std::vector<float> wide;
           for (const BFloat16 value : values) wide.push_back(to_float(value));
           const auto narrow = quantized(values, format);
           const auto scale = std::bit_cast<float>(narrow[format.words(size)]);
-          ASSERT_TRUE(std::isnan(scale)) << place << ' ' << bits;
-          ASSERT_EQ(quantized(wide, format), narrow) << place << ' ' << bits;
+          ASSERT_TRUE(std::isnan(scale)) << index << ' ' << bits;
+          ASSERT_EQ(quantized(wide, format), narrow) << index << ' ' << bits;
         }
       }
     }
@@ -166,7 +166,7 @@ void compare_streamed() {
   for (const BlockFormat& format : formats_of(256)) {
     const std::int64_t count = (std::int64_t{1} << 18) * format.fields() + 77;
     const auto values = testing::normal_values<T>(generator, count);
-    const auto expected = wanted(values, format);
+    const auto expected = expected_bits(values, format);
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
       for (const std::int64_t past : {0, 8}) {
@@ -208,7 +208,7 @@ void compare_requantized(std::mt19937_64& generator, std::int64_t count, const B
     sum_quantized(sources, 0, count, from, factor, false, sum.data());
   }
   for (const BlockFormat& to : formats_of(from.block)) {
-    const auto expected = wanted(sum, to);
+    const auto expected = expected_bits(sum, to);
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
       for (const std::int64_t past : {0, 3}) {
@@ -240,7 +240,7 @@ TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
     const std::uint32_t mask = (1U << from.bits) - 1;
     const std::uint32_t zeros =
         from.is_symmetric ? 0xFFFFFFFFU / mask * ((mask + 1) / 2) : std::uint32_t{0};
-    for (std::int64_t place = 0; place < size; ++place) {
+    for (std::int64_t index = 0; index < size; ++index) {
       std::vector<Payload> payloads;
       std::vector<PayloadSource> sources;
       for (const float scale : {kLargest, -kLargest}) {
@@ -249,7 +249,7 @@ TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
         std::fill_n(payload.scales(), 2 * from.scales(), 0.0F);
         payload.scales()[0] = scale;
         const std::int64_t words = from.words(size);
-        payload.words()[place % words] |= mask << (place / words * from.bits);
+        payload.words()[index % words] |= mask << (index / words * from.bits);
       }
       for (Payload& payload : payloads) sources.push_back(payload.source());
       for (const BlockFormat& to : formats_of(size)) {
@@ -257,8 +257,8 @@ TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
           const SelectedIsa selected(isa);
           Payload again(to, 2 * size);
           requantize_blocks(sources, 0, 2 * size, from, to, 0.5F, again.from(0, to));
-          ASSERT_TRUE(std::isnan(again.scales()[0])) << place;
-          ASSERT_EQ(again.scales()[to.scales()], 0.0F) << place;
+          ASSERT_TRUE(std::isnan(again.scales()[0])) << index;
+          ASSERT_EQ(again.scales()[to.scales()], 0.0F) << index;
         }
       }
     }

@@ -92,12 +92,13 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
   std::vector<float> wide;
   for (const BFloat16 value : values) wide.push_back(to_float(value));
   for (const BlockFormat& format : kFormats) {
-    Payload wanted(format);
+    Payload expected(format);
     std::vector<float> wanted_back(kCount);
     {
       const SelectedIsa selected(Isa::scalar);
-      wanted = quantize(wide, format);
-      dequantize_blocks(wanted.source(), kCount, format, wanted_back.data(), NumericType::float32);
+      expected = quantize(wide, format);
+      dequantize_blocks(expected.source(), kCount, format, wanted_back.data(),
+                        NumericType::float32);
     }
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
@@ -112,7 +113,7 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
         dequantize_blocks({own.words, own.scales}, count, format, back.data() + begin,
                           NumericType::float32);
       });
-      EXPECT_EQ(split.bits(), wanted.bits());
+      EXPECT_EQ(split.bits(), expected.bits());
       EXPECT_EQ(bits_of(back), bits_of(wanted_back));
     }
   }

@@ -87,13 +87,13 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   const auto values = normal_values<TypeParam>(generator, kCount);
   const auto before = normal_values<float>(generator, kCount);
-  Payload wanted;
+  Payload expected;
   auto wanted_error = before;
   std::vector<TypeParam> wanted_values(kCount);
   {
     const SelectedIsa selected(Isa::scalar);
-    wanted = compress(values, 0.3F, wanted_error);
-    expand_signs(wanted.source(), kCount, 0.7F, false, wanted_values.data(),
+    expected = compress(values, 0.3F, wanted_error);
+    expand_signs(expected.source(), kCount, 0.7F, false, wanted_values.data(),
                  TypeOf<TypeParam>::value);
   }
   for (const Isa isa : available_isas()) {
@@ -111,7 +111,7 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       expand_signs({own.words, own.scales}, count, 0.7F, false, expanded.data() + begin,
                    TypeOf<TypeParam>::value);
     });
-    EXPECT_EQ(split, wanted);
+    EXPECT_EQ(split, expected);
     EXPECT_EQ(error, wanted_error);
     for (std::int64_t i = 0; i < kCount; ++i) {
       EXPECT_EQ(to_float(expanded[i]), to_float(wanted_values[i])) << i;
@@ -140,7 +140,7 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
 
     const auto before = normal_values<float>(generator, kCount);
     auto wanted_error = before;
-    const Payload wanted = compress(total, 0.3F, wanted_error);
+    const Payload expected = compress(total, 0.3F, wanted_error);
     Payload reduced;
     auto error = before;
     split_over_threads(3, 2, [&](std::int64_t first, std::int64_t last) {
@@ -148,7 +148,7 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
       reduce_signs(sources, first, std::min(last * kSignBlock, kCount) - begin, 0.3F,
                    error.data() + begin, reduced.from(first));
     });
-    EXPECT_EQ(reduced, wanted);
+    EXPECT_EQ(reduced, expected);
     EXPECT_EQ(error, wanted_error);
   }
 }

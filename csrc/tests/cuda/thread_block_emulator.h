@@ -218,12 +218,12 @@ EmulatedThreadBlock::Counts emulate_grid(const Kernel& kernel, std::int64_t bloc
   struct Free {
     void operator()(std::byte* memory) const { std::free(memory); }
   };
-  const std::size_t room = (static_cast<std::size_t>(bytes) + alignment - 1) / alignment;
+  const std::size_t units = (static_cast<std::size_t>(bytes) + alignment - 1) / alignment;
   const std::unique_ptr<std::byte, Free> memory(
-      static_cast<std::byte*>(std::aligned_alloc(alignment, room * alignment)));
+      static_cast<std::byte*>(std::aligned_alloc(alignment, units * alignment)));
   EmulatedThreadBlock::Counts counts;
   for (const std::int64_t number : order) {
-    std::memset(memory.get(), 0xFF, room * alignment);
+    std::memset(memory.get(), 0xFF, units * alignment);
     std::barrier<> barrier(warps);
     const EmulatedThreadBlock::Block block{number, warps, memory.get(), bytes, barrier};
     std::vector<std::int64_t> sync_count(static_cast<std::size_t>(warps));

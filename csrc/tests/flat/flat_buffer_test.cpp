@@ -41,16 +41,16 @@ TEST(Flat, SumsShardsInListOrderOverThreadsAndInPlace) {
     const SelectedIsa selected(isa);
     std::array<std::vector<float>, 3> shards;
     for (auto& shard : shards) shard = normal_values<float>(generator, 1003);
-    std::vector<float> wanted(1003);
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      wanted[i] = 0.25F * ((shards[0][i] + shards[1][i]) + shards[2][i]) + shards[2][i];
+    std::vector<float> expected(1003);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      expected[i] = 0.25F * ((shards[0][i] + shards[1][i]) + shards[2][i]) + shards[2][i];
     }
     const std::array<const void*, 3> sources{shards[0].data(), shards[1].data(), shards[2].data()};
     split_over_threads(1003, 3, [&](std::int64_t begin, std::int64_t end) {
       sum_shards(shards[2].data(), NumericType::float32, sources, NumericType::float32, begin, end,
                  0.25F, true);
     });
-    EXPECT_EQ(shards[2], wanted);
+    EXPECT_EQ(shards[2], expected);
   }
 }
 

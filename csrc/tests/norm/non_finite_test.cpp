@@ -49,11 +49,11 @@ TYPED_TEST(NonFinite, OneElementAnywhereRaisesTheFlagAndTheLargestNumberDoesNot)
       EXPECT_EQ(flag, 0);
       for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
         auto poisoned = values;
-        const auto place = static_cast<std::int64_t>(generator() % count);
-        poisoned[static_cast<std::size_t>(place)] = from_float<TypeParam>(bad);
+        const auto index = static_cast<std::int64_t>(generator() % count);
+        poisoned[static_cast<std::size_t>(index)] = from_float<TypeParam>(bad);
         flag = 0;
         flag_non_finite(poisoned.data(), kType<TypeParam>, begin, end, &flag);
-        EXPECT_EQ(flag, place >= begin ? 1 : 0) << count << " values, " << place << " of " << begin;
+        EXPECT_EQ(flag, index >= begin ? 1 : 0) << count << " values, " << index << " of " << begin;
         flag_non_finite(poisoned.data(), kType<TypeParam>, 0, end, &flag);
         EXPECT_EQ(flag, 1);
         flag_non_finite(values.data(), kType<TypeParam>, 0, end, &flag);
@@ -133,13 +133,13 @@ void expect_the_flag_of_what_is_stepped(const Step& step) {
       const auto end = static_cast<std::int64_t>(count - generator() % 2);
       for (const float bad : {0.0F, kNan, kInfinity, -kInfinity}) {
         Problem problem(count, generator);
-        const std::size_t place = generator() % count;
-        if (bad != 0.0F) problem.grad[place] = from_float<BFloat16>(bad);
-        const auto at = static_cast<std::int64_t>(place);
-        const int wanted = bad != 0.0F && begin <= at && at < end ? 1 : 0;
+        const std::size_t index = generator() % count;
+        if (bad != 0.0F) problem.grad[index] = from_float<BFloat16>(bad);
+        const auto at = static_cast<std::int64_t>(index);
+        const int expected = bad != 0.0F && begin <= at && at < end ? 1 : 0;
         step(problem, begin, end);
-        EXPECT_EQ(problem.flag, wanted)
-            << count << " elements, " << bad << " at " << place << " of " << begin << " to " << end;
+        EXPECT_EQ(problem.flag, expected)
+            << count << " elements, " << bad << " at " << index << " of " << begin << " to " << end;
       }
       Problem problem(count, generator);
       problem.master[static_cast<std::size_t>(begin)] = kNan;
@@ -195,12 +195,12 @@ TEST(NonFiniteStep, AMomentThatOverflowsRaisesTheFlagWhereTheWeightStaysFinite) 
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    for (const std::size_t place : {3UL, 40UL}) {
+    for (const std::size_t index : {3UL, 40UL}) {
       Problem problem(41, generator);
-      problem.grad[place] = from_float<BFloat16>(1e38F);  // its square is infinite in float32
+      problem.grad[index] = from_float<BFloat16>(1e38F);  // its square is infinite in float32
       const std::vector<AdamSegment> segments{{0, 41, adam_coefficients(kAdam, 1.0F)}};
       adam_step(problem.adam(), segments, 0, 41);
-      EXPECT_TRUE(std::isfinite(problem.master[place]));
+      EXPECT_TRUE(std::isfinite(problem.master[index]));
       EXPECT_EQ(problem.flag, 1);
     }
   }

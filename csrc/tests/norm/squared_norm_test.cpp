@@ -166,7 +166,7 @@ TEST(SquaredNorm, MatchesTheDefinitionWhenRoundingsAddUp) {
 TEST(SquaredNorm, ThreadsAndOrderDoNotMatter) {
   auto generator = fresh_generator();
   std::vector<float> values = normal_values<float>(generator, 100'003, 1e-4F);
-  const Entries wanted = sum(values, NumericType::float32);
+  const Entries expected = sum(values, NumericType::float32);
   for (const int threads : {1, 2, 5}) {
     std::shuffle(values.begin(), values.end(), generator);
     Superaccumulator total;
@@ -177,7 +177,7 @@ TEST(SquaredNorm, ThreadsAndOrderDoNotMatter) {
       const std::lock_guard lock(mutex);
       total.merge(half);
     });
-    EXPECT_EQ(entries_of(total), wanted);
+    EXPECT_EQ(entries_of(total), expected);
   }
 }
 

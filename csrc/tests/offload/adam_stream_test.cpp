@@ -258,8 +258,8 @@ TEST(AdamStream, EqualsTheStepInMemoryBitForBit) {
     Problem problem = random_problem(generator, static_cast<int>(pick(generator, 1, 5)), alignment);
     FakeStore store(problem.store_bytes, generator(), {alignment});
     for (Range& range : problem.ranges) range.save(store);
-    std::vector<Range> wanted = problem.ranges;
-    for (Range& range : wanted) range.step_in_memory();
+    std::vector<Range> expected = problem.ranges;
+    for (Range& range : expected) range.step_in_memory();
     const Bytes before = store.data;
     RingBuffer ring(problem.largest_chunk * pick(generator, 1, 6));
     const PipelineCounters counters =
@@ -269,10 +269,10 @@ TEST(AdamStream, EqualsTheStepInMemoryBitForBit) {
     EXPECT_EQ(counters.bytes_written, total_of(store.writes_of));
     EXPECT_LE(*std::ranges::max_element(store.reads_of), 1);
     EXPECT_LE(*std::ranges::max_element(store.writes_of), 1);
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      wanted[i].expect_stored(store);
-      if (wanted[i].param_stored) continue;
-      EXPECT_EQ(problem.ranges[i].param, wanted[i].param);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      expected[i].expect_stored(store);
+      if (expected[i].param_stored) continue;
+      EXPECT_EQ(problem.ranges[i].param, expected[i].param);
     }
     for (std::size_t i = 0; i < before.size(); ++i) {
       ASSERT_TRUE(store.writes_of[i] == 1 || store.data[i] == before[i]) << "byte " << i;

@@ -24,14 +24,14 @@ class NaiveArena {
   }
 
   std::optional<std::int64_t> allocate(std::int64_t bytes) {
-    const std::int64_t wanted = granules(bytes);
+    const std::int64_t expected = granules(bytes);
     std::optional<std::pair<std::int64_t, std::int64_t>> best;  // length, begin
     for (const auto& [begin, length] : free_ranges()) {
-      if (length >= wanted && (!best || length < best->first)) best = {length, begin};
+      if (length >= expected && (!best || length < best->first)) best = {length, begin};
     }
     if (!best) return std::nullopt;
-    mark(best->second, wanted, true);
-    sizes_[best->second] = wanted;
+    mark(best->second, expected, true);
+    sizes_[best->second] = expected;
     return best->second * alignment_;
   }
 
@@ -108,10 +108,10 @@ TEST(ExtentArena, AgreesWithTheModelOnRandomSequences) {
       const std::uint64_t kind = random() % 16;
       if (kind < 8) {
         const auto bytes = static_cast<std::int64_t>(1 + random() % 60);
-        const auto wanted = model.allocate(bytes);
-        if (wanted) {
-          ASSERT_EQ(arena.allocate(bytes), *wanted);
-          live.push_back(*wanted);
+        const auto expected = model.allocate(bytes);
+        if (expected) {
+          ASSERT_EQ(arena.allocate(bytes), *expected);
+          live.push_back(*expected);
         } else {
           ASSERT_THROW(arena.allocate(bytes), std::runtime_error);
         }

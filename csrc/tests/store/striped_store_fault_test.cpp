@@ -48,14 +48,14 @@ class StripedStoreFault : public ::testing::Test {
   }
 
   // Byte `at` of the extent is byte `at` of an address space that starts one stripe later on each.
-  std::pair<std::string, std::int64_t> place(std::int64_t at) const {
+  std::pair<std::string, std::int64_t> location(std::int64_t at) const {
     const std::int64_t address = offset_ + at;
     const std::int64_t stripe = address / kSector;
     return {paths_[static_cast<std::size_t>(stripe % 2)], stripe / 2 * kSector + address % kSector};
   }
 
   void damage(std::int64_t at) {
-    const auto [path, offset] = place(at);
+    const auto [path, offset] = location(at);
     bytes_[static_cast<std::size_t>(at)] ^= std::byte{0x10};
     const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
     ASSERT_EQ(::pwrite(file, &bytes_[static_cast<std::size_t>(at)], 1, offset), 1);
@@ -89,7 +89,7 @@ TEST_F(StripedStoreFault, ADamagedByteIsFoundWhereItIsRead) {
     const auto part = all.subspan(static_cast<std::size_t>(sector * kSector), kSector);
     const std::uint32_t expected = crc32c(part, 0);
     damage(at);
-    const auto [path, offset] = place(sector * kSector);
+    const auto [path, offset] = location(sector * kSector);
     for (const auto& [begin, count] : {std::pair<std::int64_t, std::int64_t>{0, 8}, {sector, 1}}) {
       const std::string text = error_of([&, first = begin, n = count] { read_sectors(first, n); });
       expect_in("'" + path + "' at offset " + std::to_string(offset) + " ", text);

@@ -160,8 +160,8 @@ TEST(CrossProcessTransport, TellsThatAPeersProcessEnded) {
     const auto* const other = std::make_unique<CrossProcessTransport>(name, 1, 2, false).release();
     const char yes = other != nullptr ? 1 : 0;
     char go = 0;
-    const bool told = ::write(joined[1], &yes, 1) == 1 && ::read(leave[0], &go, 1) == 1;
-    ::_exit(told ? 0 : 1);
+    const bool signalled = ::write(joined[1], &yes, 1) == 1 && ::read(leave[0], &go, 1) == 1;
+    ::_exit(signalled ? 0 : 1);
   }
   char answer = 0;
   ASSERT_EQ(::read(joined[0], &answer, 1), 1);

@@ -20,9 +20,9 @@ void expect_within_bounds(const Unions& unions, const CheckLists& layout, int sh
     ASSERT_TRUE(0 <= begin && 0 <= count && begin + count <= total) << begin << " " << count;
     const BlockList list{unions.entries.data() + begin, count, shift};
     for (std::int32_t group = 0; group < list.tiles<16>(); ++group) {
-      const std::int32_t place = list.position(group);
-      EXPECT_TRUE(0 <= place && place >> shift < layout.limit) << place;
-      EXPECT_EQ((place & cuda::kBandBits) >> (rows / 16), 0);
+      const std::int32_t position = list.position(group);
+      EXPECT_TRUE(0 <= position && position >> shift < layout.limit) << position;
+      EXPECT_EQ((position & cuda::kBandBits) >> (rows / 16), 0);
     }
     EXPECT_EQ(list.position(list.tiles<16>()), cuda::kAbsent);
   }
@@ -32,7 +32,7 @@ void expect_within_bounds(const Unions& unions, const CheckLists& layout, int sh
 std::map<std::int32_t, std::int32_t> bands_of(const Data<float>& data, const Lists& lists,
                                               std::int64_t count, std::int64_t head,
                                               std::int32_t first, int rows) {
-  std::map<std::int32_t, std::int32_t> wanted;
+  std::map<std::int32_t, std::int32_t> expected;
   const int shift = data.problem.shift;
   const std::int64_t heads = data.problem.shared_layout ? 0 : head;
   for (int band = 0; band < rows / 16; ++band) {
@@ -42,11 +42,11 @@ std::map<std::int32_t, std::int32_t> bands_of(const Data<float>& data, const Lis
     for (std::int32_t i = lists.pointers[at]; i < lists.pointers[at + 1]; ++i) {
       const std::int32_t block = lists.blocks[static_cast<std::size_t>(i)];
       for (int part = 0; part < 1 << shift; part += 16) {
-        wanted[(block << shift) + part] |= 1 << band;
+        expected[(block << shift) + part] |= 1 << band;
       }
     }
   }
-  return wanted;
+  return expected;
 }
 
 TEST(CudaAttentionLayout, UnionsHaveEveryBlockOfTheirListsOnceWithItsBands) {
@@ -70,10 +70,10 @@ TEST(CudaAttentionLayout, UnionsHaveEveryBlockOfTheirListsOnceWithItsBands) {
           std::map<std::int32_t, std::int32_t> found;
           std::int32_t last = -1;
           for (std::int32_t group = 0; group < list.tiles<16>(); ++group) {
-            const std::int32_t place = list.position(group);
-            EXPECT_GT(place, last);
-            last = place;
-            found[place & ~cuda::kBandBits] = place & cuda::kBandBits;
+            const std::int32_t position = list.position(group);
+            EXPECT_GT(position, last);
+            last = position;
+            found[position & ~cuda::kBandBits] = position & cuda::kBandBits;
           }
           EXPECT_EQ(found, bands_of(data, data.by_rows, data.row_blocks, head, first, rows));
         }

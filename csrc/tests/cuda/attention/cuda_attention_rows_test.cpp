@@ -61,9 +61,9 @@ class CudaAttentionRows : public ::testing::Test {
       // Rounded once to float32, from a sum of float64.
       ASSERT_NEAR(delta[row], sum, std::abs(sum) * 0x1p-23 + size * 0x1p-46)
           << "row " << row << " of " << of.length << ", dim " << of.dim;
-      const float wanted =
+      const float expected =
           totals[row] == kMasked ? std::numeric_limits<float>::infinity() : totals[row];
-      ASSERT_EQ(reference[row], wanted) << "row " << row << " of " << of.length;
+      ASSERT_EQ(reference[row], expected) << "row " << row << " of " << of.length;
     }
   }
 

@@ -204,9 +204,9 @@ Data<T> make_data(const Problem& problem, std::mt19937_64& generator, const Chos
   if (problem.padding) {
     const std::int64_t count = sizes.batch * sizes.key_length;
     data.padding = std::make_unique<bool[]>(static_cast<std::size_t>(count));
-    std::bernoulli_distribution kept(0.7);
+    std::bernoulli_distribution is_visible(0.7);
     for (std::int64_t i = 0; i < count; ++i)
-      data.padding[static_cast<std::size_t>(i)] = kept(generator);
+      data.padding[static_cast<std::size_t>(i)] = is_visible(generator);
   }
   data.seed = generator();
   return data;
@@ -261,8 +261,8 @@ class Solver {
   struct Pair {
     std::int64_t key;
     double weight;
-    double kept;      // what dropout multiplies the weight with
-    double gradient;  // of the weight
+    double dropout_scale;  // what dropout multiplies the weight with
+    double gradient;       // of the weight
   };
   static constexpr std::int64_t kGap = Data<T>::kGap;
 
@@ -289,7 +289,7 @@ class Solver {
            (!p_.causal || key <= query_ + s_.key_length - s_.query_length) &&
            (!p_.padding || data_.padding[static_cast<std::size_t>(batch_ * s_.key_length + key)]);
   }
-  double kept(std::int64_t key) const {
+  double dropout_scale(std::int64_t key) const {
     if (p_.dropout == 0.0) return 1.0;
     const core::DropoutDraw draw{data_.seed, 7,
                                  static_cast<std::uint32_t>(batch_ * s_.query_heads + head_)};
@@ -309,8 +309,8 @@ class Solver {
       if (p_.has_bias()) score += element(data_.bias, bias_at(key));
       if (std::isinf(score)) continue;
       highest = std::max(highest, score);
-      const double gradient = product(data_.grad_output, data_.value, key) * kept(key);
-      pairs_.push_back({key, score, kept(key), gradient});
+      const double gradient = product(data_.grad_output, data_.value, key) * dropout_scale(key);
+      pairs_.push_back({key, score, dropout_scale(key), gradient});
     }
     if (pairs_.empty()) return;
     double total = 0.0;
@@ -328,7 +328,7 @@ class Solver {
       const double change = pair.weight * (pair.gradient - delta);
       if (p_.has_bias()) add(found_.grad_bias, bias_at(pair.key), change);
       const double scaled = change * double{data_.scale()};
-      const double weight = pair.weight * pair.kept;
+      const double weight = pair.weight * pair.dropout_scale;
       const double term = pair.weight * std::sqrt(static_cast<double>(s_.dim)) * data_.scale();
       for (std::int64_t c = 0; c < s_.dim; ++c) {
         const std::int64_t from = (first_key_ + pair.key) * stride + c;
@@ -359,16 +359,16 @@ class Solver {
 
 // Fails where `found` is farther from `wanted` than `tolerance` of its norm, or has a NaN.
 template <class T>
-void expect_near(const char* what, const std::vector<T>& found, const std::vector<double>& wanted,
+void expect_near(const char* what, const std::vector<T>& found, const std::vector<double>& expected,
                  double tolerance, double terms = 1.0) {
-  ASSERT_EQ(found.size(), wanted.size());
+  ASSERT_EQ(found.size(), expected.size());
   double error = 0.0;
   double norm = 0.0;
   for (std::size_t i = 0; i < found.size(); ++i) {
     const double value = double{core::to_float(found[i])};
-    if (std::isinf(wanted[i]) && value == wanted[i]) continue;
-    error += (value - wanted[i]) * (value - wanted[i]);
-    norm += wanted[i] * wanted[i];
+    if (std::isinf(expected[i]) && value == expected[i]) continue;
+    error += (value - expected[i]) * (value - expected[i]);
+    norm += expected[i] * expected[i];
   }
   // Elements are sums of so many products of the size of 1, which may cancel.
   const double size = std::sqrt(norm) + 0.2 * std::sqrt(terms * static_cast<double>(found.size()));

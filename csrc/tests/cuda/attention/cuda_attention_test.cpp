@@ -120,27 +120,27 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
 template <class T, int kDim>
 void expect_right(const Problem& problem, std::mt19937_64& generator) {
   const Data<T> data = make_data<T>(problem, generator);
-  const Solution wanted = Solver<T>(data).solve();
+  const Solution expected = Solver<T>(data).solve();
   Found<T> found;
   run_forward<T, kDim>(data, found, generator);
-  expect_near("output", found.output, wanted.output, kTolerance<T>);
-  expect_near("logsumexp", found.logsumexp, wanted.logsumexp, 1e-6);
-  for (std::size_t i = 0; i < wanted.logsumexp.size(); ++i) {
-    if (!std::isinf(wanted.logsumexp[i])) continue;
-    EXPECT_EQ(found.logsumexp[i], wanted.logsumexp[i]);
+  expect_near("output", found.output, expected.output, kTolerance<T>);
+  expect_near("logsumexp", found.logsumexp, expected.logsumexp, 1e-6);
+  for (std::size_t i = 0; i < expected.logsumexp.size(); ++i) {
+    if (!std::isinf(expected.logsumexp[i])) continue;
+    EXPECT_EQ(found.logsumexp[i], expected.logsumexp[i]);
     EXPECT_EQ(core::to_float(found.output[i * static_cast<std::size_t>(problem.sizes.dim)]), 0.0F);
   }
   run_backward<T, kDim>(data, found, generator);
-  expect_near("grad_query", found.grad_query, wanted.grad_query, 2 * kTolerance<T>);
+  expect_near("grad_query", found.grad_query, expected.grad_query, 2 * kTolerance<T>);
   // Few keys get the gradients of many rows, which cancel: a row's sum to zero over its keys.
-  expect_near("grad_key", found.grad_key, wanted.grad_key, 2 * kTolerance<T>,
-              std::max(1.0, wanted.key_terms));
-  expect_near("grad_value", found.grad_value, wanted.grad_value, 2 * kTolerance<T>);
+  expect_near("grad_key", found.grad_key, expected.grad_key, 2 * kTolerance<T>,
+              std::max(1.0, expected.key_terms));
+  expect_near("grad_value", found.grad_value, expected.grad_value, 2 * kTolerance<T>);
   if (problem.has_bias()) {
     const AttentionSizes& s = problem.sizes;
     const double scores =
         static_cast<double>(s.batch * s.query_heads) * s.query_length * s.key_length;
-    expect_near("grad_bias", found.grad_bias, wanted.grad_bias, 2 * kTolerance<T>,
+    expect_near("grad_bias", found.grad_bias, expected.grad_bias, 2 * kTolerance<T>,
                 scores * s.dim / static_cast<double>(problem.bias_count()));
   }
 }

@@ -30,7 +30,7 @@ bool is_numbered(const DeviceErrorRecord& record) {
 
 using Words = std::array<std::int64_t, core::kDeviceErrorWords>;
 
-DeviceErrorRecord taken(DeviceErrorRecord& record) {
+DeviceErrorRecord popped(DeviceErrorRecord& record) {
   Words words;
   words.fill(0x5A5A5A5A5A5A5A5A);
   PopDeviceError{&record, words.data()}(1, 2);  // one thread does it
@@ -44,24 +44,24 @@ DeviceErrorRecord taken(DeviceErrorRecord& record) {
 TEST(CudaDeviceErrors, TheFirstStaysUntilItIsTaken) {
   DeviceErrorRecord record{};
   EXPECT_FALSE(has_error(&record));
-  EXPECT_EQ(core::device_error_text(taken(record)), "");
+  EXPECT_EQ(core::device_error_text(popped(record)), "");
   record_error(&record, numbered(31));
   record_error(&record, numbered(32));
   EXPECT_TRUE(has_error(&record));
-  const DeviceErrorRecord found = taken(record);
+  const DeviceErrorRecord found = popped(record);
   EXPECT_EQ(found.error.index, 31);
   EXPECT_TRUE(is_numbered(found));
   EXPECT_FALSE(has_error(&record));
-  EXPECT_EQ(taken(record).state, DeviceErrorRecord::empty);
+  EXPECT_EQ(popped(record).state, DeviceErrorRecord::empty);
   record_error(&record, numbered(33));
-  EXPECT_EQ(taken(record).error.index, 33);
+  EXPECT_EQ(popped(record).error.index, 33);
 }
 
 TEST(CudaDeviceErrors, OneThatIsBeingWrittenIsAnErrorAndIsNotTaken) {
   DeviceErrorRecord record{};
   record.state = DeviceErrorRecord::busy;
   EXPECT_TRUE(has_error(&record));
-  EXPECT_EQ(taken(record).state, DeviceErrorRecord::empty);
+  EXPECT_EQ(popped(record).state, DeviceErrorRecord::empty);
   EXPECT_EQ(record.state, DeviceErrorRecord::busy);
 }
 

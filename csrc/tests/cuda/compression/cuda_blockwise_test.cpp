@@ -105,16 +105,16 @@ TYPED_TEST(CudaBlockwise, EveryCodeAndScaleReadsAsOnTheCpu) {
                                   std::numeric_limits<float>::infinity(),
                                   std::numeric_limits<float>::quiet_NaN()};
   const auto count = static_cast<std::int64_t>(codes.size());
-  std::vector<float> wanted(codes.size());
-  core::dequantize_blockwise(codes.data(), scales.data(), count, kCode<TypeParam>, wanted.data());
+  std::vector<float> expected(codes.size());
+  core::dequantize_blockwise(codes.data(), scales.data(), count, kCode<TypeParam>, expected.data());
   std::vector<float> read(codes.size(), -7);
   emulate_launch(DequantizeBlocks<TypeParam>{codes.data(), scales.data(), count, read.data(), true},
                  2, generator);
   for (std::size_t i = 0; i < read.size(); ++i) {
-    if (std::isnan(wanted[i])) {  // whose bits are the machine's affair
+    if (std::isnan(expected[i])) {  // whose bits are the machine's affair
       EXPECT_TRUE(std::isnan(read[i])) << i;
     } else {
-      EXPECT_EQ(std::bit_cast<std::uint32_t>(read[i]), std::bit_cast<std::uint32_t>(wanted[i]))
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(read[i]), std::bit_cast<std::uint32_t>(expected[i]))
           << i;
     }
   }

@@ -223,15 +223,15 @@ TYPED_TEST(CudaIntegerBlocks, AZeroKeepsItsSignInASum) {
   std::fill_n(payload.data(), format.payload_bytes(part_numel), std::uint8_t{0});
   auto* scales = reinterpret_cast<float*>(payload.data()) + format.words(part_numel);
   for (int i = 0; i < 4 * format.scales(); ++i) scales[i] = -0.0F;
-  std::vector<float> wanted(part_numel);
+  std::vector<float> expected(part_numel);
   core::dequantize_blocks(source_of(payload, 0, format, part_numel), part_numel, format,
-                          wanted.data(), core::NumericType::float32);
+                          expected.data(), core::NumericType::float32);
   std::vector<float> own(part_numel, 7.0F);
   emulate_launch(
       WriteIntegers<IntegerSum<TypeParam::kBits>, float>{
           {{payload.data(), format, part_numel}, 0, 1, 1, 1.0F}, 1, false, own.data()},
       1, this->generator_);
-  EXPECT_TRUE(same_bits(own, wanted));
+  EXPECT_TRUE(same_bits(own, expected));
 }
 
 }  // namespace

@@ -192,9 +192,9 @@ TEST(CudaSignWords, EveryBitOfATileHasItsPlace) {
     alignas(kAccessBytes) std::uint32_t stored[kWarpLanes];
     store_lane_words(stored, words);
     for (int lane = 0; lane < kWarpLanes; ++lane) {
-      const std::uint32_t wanted = lane == element / 32 ? 1U << (element % 32) : 0U;
-      ASSERT_EQ(words.at[lane], wanted) << "element " << element << ", lane " << lane;
-      ASSERT_EQ(stored[lane], wanted) << "element " << element << ", lane " << lane;
+      const std::uint32_t expected = lane == element / 32 ? 1U << (element % 32) : 0U;
+      ASSERT_EQ(words.at[lane], expected) << "element " << element << ", lane " << lane;
+      ASSERT_EQ(stored[lane], expected) << "element " << element << ", lane " << lane;
     }
   }
 }

@@ -77,8 +77,8 @@ void expect_the_bits_of_the_cpu(const Reference& reference) {
   for (const NumericType flat_type : kTypes) {
     for (const int count : {0, 1, 40, 700}) {  // the last fills batches of every type
       const Problem start(flat_type, count, generator);
-      Problem wanted = start;
-      const FlatSegments segments = wanted.segments();
+      Problem expected = start;
+      const FlatSegments segments = expected.segments();
       for (const FlatSegment& segment : segments.list) {
         reference(segments.flat + segment.offset * core::element_size(flat_type), flat_type,
                   segment.tensor, segment.type, segment.numel);
@@ -86,7 +86,7 @@ void expect_the_bits_of_the_cpu(const Reference& reference) {
       for (const std::int64_t threads : {1, 33, 3000}) {
         Problem problem = start;
         emulate_move<Move>(problem.segments(), threads, generator);
-        EXPECT_TRUE(problem.flat == wanted.flat && problem.tensors == wanted.tensors)
+        EXPECT_TRUE(problem.flat == expected.flat && problem.tensors == expected.tensors)
             << "flat type " << static_cast<int>(flat_type) << ", " << count << " tensors, "
             << threads << " threads";
       }
@@ -135,9 +135,9 @@ TEST(CudaFlat, SumOfShardsGivesTheBitsOfTheCpu) {
           }
           const std::int64_t skipped = shift * core::element_size(target);
           const std::int64_t skipped_of_shards = shift * core::element_size(source);
-          SumProblem wanted = start;
-          core::sum_shards(wanted.out.data() + skipped, target,
-                           wanted.sources(skipped_of_shards, in_place), source, 0, numel, 0.3F,
+          SumProblem expected = start;
+          core::sum_shards(expected.out.data() + skipped, target,
+                           expected.sources(skipped_of_shards, in_place), source, 0, numel, 0.3F,
                            accumulate);
           for (const std::int64_t threads : {1, 5, 900}) {
             SumProblem problem = start;
@@ -150,7 +150,7 @@ TEST(CudaFlat, SumOfShardsGivesTheBitsOfTheCpu) {
                     threads, generator);
               });
             });
-            EXPECT_TRUE(problem.out == wanted.out)
+            EXPECT_TRUE(problem.out == expected.out)
                 << "target " << static_cast<int>(target) << " source " << static_cast<int>(source)
                 << " shift " << shift << " threads " << threads;
           }

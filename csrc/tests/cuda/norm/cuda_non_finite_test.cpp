@@ -26,9 +26,9 @@ constexpr float kBad[] = {std::numeric_limits<float>::quiet_NaN(),
                           -std::numeric_limits<float>::infinity()};
 
 template <class T>
-void poison(Buffer& buffer, std::int64_t place, float value) {
+void poison(Buffer& buffer, std::int64_t index, float value) {
   const T element = core::from_float<T>(value);
-  std::memcpy(static_cast<T*>(buffer.data()) + place, &element, sizeof(T));
+  std::memcpy(static_cast<T*>(buffer.data()) + index, &element, sizeof(T));
 }
 
 TEST(CudaNonFinite, OneElementAnywhereRaisesTheFlagAtEveryGridAndAlignment) {
@@ -43,10 +43,10 @@ TEST(CudaNonFinite, OneElementAnywhereRaisesTheFlagAtEveryGridAndAlignment) {
             emulate_launch(FlagNonFinite<T>::of(values.data(), count, &flag), threads, generator);
             EXPECT_EQ(flag, 0);
             if (count == 0) continue;
-            const auto place = static_cast<std::int64_t>(generator() % count);
-            poison<T>(values, place, kBad[generator() % 3]);
+            const auto index = static_cast<std::int64_t>(generator() % count);
+            poison<T>(values, index, kBad[generator() % 3]);
             emulate_launch(FlagNonFinite<T>::of(values.data(), count, &flag), threads, generator);
-            EXPECT_EQ(flag, 1) << count << " elements, " << place << " of them";
+            EXPECT_EQ(flag, 1) << count << " elements, " << index << " of them";
           }
         }
       }
@@ -137,12 +137,12 @@ void expect_the_flag(const std::vector<double>& row, const Step& step) {
       Problem fine(shift, generator);
       step(fine, segments, threads, generator);
       EXPECT_EQ(fine.flag, 0);
-      for (const std::int64_t place : {0, 3, 64, 301, 302, 599}) {
+      for (const std::int64_t index : {0, 3, 64, 301, 302, 599}) {
         Problem problem(shift, generator);
-        poison<core::BFloat16>(problem.grad, place, kBad[generator() % 3]);
+        poison<core::BFloat16>(problem.grad, index, kBad[generator() % 3]);
         step(problem, segments, threads, generator);
-        EXPECT_EQ(problem.flag, place == 0 || place == 301 ? 0 : 1)
-            << "element " << place << ", " << threads << " threads, shift " << shift;
+        EXPECT_EQ(problem.flag, index == 0 || index == 301 ? 0 : 1)
+            << "element " << index << ", " << threads << " threads, shift " << shift;
       }
     }
   }

@@ -54,9 +54,9 @@ template <class T>
 void expect_the_bits_of_the_cpu(const std::vector<T>& values, std::mt19937_64& generator) {
   for (const std::int64_t skipped : {0, 1, 5}) {
     if (skipped > static_cast<std::int64_t>(values.size())) continue;
-    const Entries wanted = of_the_cpu(values, skipped);
+    const Entries expected = of_the_cpu(values, skipped);
     for (const std::int64_t warps : {1, 3, 64}) {
-      EXPECT_EQ(emulated(values, skipped, warps, generator), wanted)
+      EXPECT_EQ(emulated(values, skipped, warps, generator), expected)
           << values.size() << " values, " << skipped << " skipped, " << warps << " warps";
     }
   }
@@ -97,12 +97,12 @@ TEST(CudaSquaredNormValue, IsTheCpusAndNaNForANegativeSumWhichIsRecorded) {
   auto generator = fresh_generator();
   const auto values = core::testing::normal_values<float>(generator, 5000);
   Entries entries = of_the_cpu(values, 0);
-  double wanted = 0;
-  ASSERT_TRUE(Superaccumulator::value(entries, wanted));
+  double expected = 0;
+  ASSERT_TRUE(Superaccumulator::value(entries, expected));
   double result = -1;
   DeviceErrorRecord record{};
   ReadAccumulator{&record, entries.data(), &result}(0, 1);
-  EXPECT_EQ(result, wanted);
+  EXPECT_EQ(result, expected);
   EXPECT_FALSE(has_error(&record));
   entries[Superaccumulator::kLimbs - 1] = -1;
   ReadAccumulator{&record, entries.data(), &result}(0, 1);
