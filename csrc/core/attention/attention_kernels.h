@@ -17,8 +17,8 @@ struct BackwardWork {
   std::int64_t end_tile;
   std::int64_t first_key;  // a multiple of the block
   std::int64_t end_key;
-  bool wants_query;
-  bool wants_bias;    // adds the scores' gradients to the bias's: no other part may own the same
+  bool needs_query;
+  bool needs_bias;    // adds the scores' gradients to the bias's: no other part may own the same
                       // entries
   float* key_sums;    // [end_key - first_key, padded head dim], added to; null: not wanted
   float* value_sums;  // likewise

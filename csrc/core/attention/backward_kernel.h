@@ -234,10 +234,10 @@ struct AttentionBackward {
     const std::int64_t lanes = round_to(tile.count, V::width);
     const std::int64_t dim = scratch.dim;
     const LoadedRows loaded = load_tile(args, gradients, tile, lanes, scratch);
-    if (work.wants_query) std::fill_n(scratch.grad_query, dim * kTile, 0.0F);
+    if (work.needs_query) std::fill_n(scratch.grad_query, dim * kTile, 0.0F);
     for_each_key_panel(args, tile, work.first_key, work.end_key, [&](const KeyPanel& panel) {
       compute_score_grads(args, tile, panel, lanes, scratch);
-      if (work.wants_bias) add_bias(args, gradients, tile, panel, scratch);
+      if (work.needs_bias) add_bias(args, gradients, tile, panel, scratch);
       const Unit* score_grads_down = pack_score_grads(scratch, lanes, panel.count);
       if (work.key_sums != nullptr) {
         const Element* score_grads = scratch.score_grads;
@@ -247,7 +247,7 @@ struct AttentionBackward {
         add_key_sums(panel, lanes, dim, score_grads, loaded.query_down, work.first_key,
                      work.key_sums);
       }
-      if (work.wants_query) {
+      if (work.needs_query) {
         const std::int64_t depth = round_to(panel.count, U::kPair);
         const Unit* key_down = Packs::down(scratch.key, depth, dim, scratch.key_down);
         MicroGemm<U, true>::run({key_down, 1, dim}, {score_grads_down, kTile},
@@ -255,7 +255,7 @@ struct AttentionBackward {
                                 depth / U::kPair);
       }
     });
-    if (work.wants_query) write_query(args, gradients, tile, scratch);
+    if (work.needs_query) write_query(args, gradients, tile, scratch);
   }
 
   static void write_query(const AttentionArgs& args, const AttentionGradArgs& gradients,

@@ -21,14 +21,14 @@ struct BlockCodec {
   static constexpr std::int64_t kBlock = kQuantizationBlock;
   static_assert(kBlock % V::width == 0 && kBlock % V::template lanes<float> == 0);
 
-  static void decode_whole(const std::uint8_t* codes, float scale, float* values) {
+  static void decode_full(const std::uint8_t* codes, float scale, float* values) {
     const auto factor = V::set(scale);
     for (std::int64_t i = 0; i < kBlock; i += V::width) {
       V::store(values + i, V::mul(decode_dynamic<V, Code>(V::load_bytes(codes + i)), factor));
     }
   }
 
-  static void encode_whole(const float* values, float inverse_scale, std::uint8_t* codes) {
+  static void encode_full(const float* values, float inverse_scale, std::uint8_t* codes) {
     const auto factor = V::set(inverse_scale);
     for (std::int64_t i = 0; i < kBlock; i += V::width) {
       V::store_bytes(codes + i, encode_dynamic<V, Code>(V::mul(V::load(values + i), factor)));
@@ -46,10 +46,10 @@ struct BlockCodec {
 
   // Reads `count` elements' codes.
   static void load(const std::uint8_t* codes, float scale, std::int64_t count, BlockValues& block) {
-    if (count == kBlock) return decode_whole(codes, scale, block.values);
+    if (count == kBlock) return decode_full(codes, scale, block.values);
     std::uint8_t padded[kBlock];
     std::fill(std::copy(codes, codes + count, padded), padded + kBlock, Code::zero);
-    decode_whole(padded, scale, block.values);
+    decode_full(padded, scale, block.values);
   }
 
   // Writes `count` elements' codes; returns the scale.
@@ -60,10 +60,10 @@ struct BlockCodec {
       return stored_scale(scale);
     }
     if (count == kBlock) {
-      encode_whole(block.values, 1 / scale, codes);
+      encode_full(block.values, 1 / scale, codes);
     } else {
       std::uint8_t padded[kBlock];
-      encode_whole(block.values, 1 / scale, padded);
+      encode_full(block.values, 1 / scale, padded);
       std::copy(padded, padded + count, codes);
     }
     return scale;

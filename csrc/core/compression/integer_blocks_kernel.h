@@ -63,23 +63,23 @@ struct IntegerBlocks {
   static void quantize(const void* values, std::int64_t count, std::int64_t block,
                        PayloadTarget payload) {
     const auto* source = static_cast<const T*>(values);
-    const std::int64_t whole = count / block;
+    const std::int64_t full = count / block;
     if (use_non_temporal<V>(payload.words, words_of(count))) {
-      quantize_blocks<FullBlock, true>(source, whole, block, payload);
+      quantize_blocks<FullBlock, true>(source, full, block, payload);
       V::fence();
     } else {
-      quantize_blocks<FullBlock, false>(source, whole, block, payload);
+      quantize_blocks<FullBlock, false>(source, full, block, payload);
     }
     const std::int64_t rest = count % block;
     if (rest == 0) return;
-    source += whole * block;
+    source += full * block;
     T padded[kMaxIntegerBlock];
     std::copy(source, source + rest, padded);
     const std::int64_t padded_count = words_of(rest) * kFields;
     std::fill(padded + rest, padded + padded_count, source[0]);
     quantize_blocks<ShortBlock, false>(
         padded, 1, padded_count,
-        {payload.words + whole * words_of(block), payload.scales + whole * Code::kScales});
+        {payload.words + full * words_of(block), payload.scales + full * Code::kScales});
   }
 
   template <class Block, bool Streamed, class T>

@@ -61,23 +61,23 @@ struct BlockFormat {
   }
   // The most elements, padding included, whose payload has this size; -1 if none has it.
   constexpr std::int64_t max_elements(std::int64_t bytes) const {
-    const std::int64_t whole_block = payload_bytes(block);
-    const std::int64_t rest = bytes % whole_block;
-    const std::int64_t count = bytes / whole_block * block;
+    const std::int64_t full_block_bytes = payload_bytes(block);
+    const std::int64_t rest = bytes % full_block_bytes;
+    const std::int64_t count = bytes / full_block_bytes * block;
     if (rest == 0) return count;
     const std::int64_t padded = (rest / 4 - scales()) * fields();
     return padded > 0 && payload_bytes(count + padded) == bytes ? count + padded : -1;
   }
 };
 
-// Calls visit(part, first, last) for the blocks [first, last) of each part that lie in [begin, end)
-// when the blocks of all parts, `blocks` each, are counted through.
+// Calls visit(chunk, first, last) for the blocks [first, last) of each chunk that lie in [begin,
+// end) when the blocks of all chunks, `blocks` each, are counted through.
 template <class Visit>
-void for_each_part(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
+void for_each_chunk(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
   while (begin < end) {
-    const std::int64_t part = begin / blocks;
-    const std::int64_t stop = std::min(end, (part + 1) * blocks);
-    visit(part, begin - part * blocks, stop - part * blocks);
+    const std::int64_t chunk = begin / blocks;
+    const std::int64_t stop = std::min(end, (chunk + 1) * blocks);
+    visit(chunk, begin - chunk * blocks, stop - chunk * blocks);
     begin = stop;
   }
 }

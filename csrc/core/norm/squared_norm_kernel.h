@@ -143,9 +143,9 @@ struct SquaredNorm {
     const auto* values = static_cast<const T*>(source);
     std::int64_t i = 0;
     for (; i + kBlock <= count; i += kBlock) block(values + i, kBlock, total);
-    const std::int64_t whole = (count - i) / kGroup * kGroup;
-    if (whole > 0) block(values + i, whole, total);
-    i += whole;
+    const std::int64_t full = (count - i) / kGroup * kGroup;
+    if (full > 0) block(values + i, full, total);
+    i += full;
     if (i < count) one_by_one(values + i, count - i, total);
   }
 };

@@ -91,19 +91,19 @@ enum class StateAccess { kRead, kWrite };
 class SliceChunks {
  public:
   SliceChunks(const StateSlice& slice, StateAccess direction)
-      : part_(slice), direction_(direction), chunk_(slice.begin / slice.layout.chunk_elements()) {
+      : slice_(slice), direction_(direction), chunk_(slice.begin / slice.layout.chunk_elements()) {
     const bool nothing =
         std::ranges::all_of(slice.fields, [](const std::byte* each) { return each == nullptr; });
     if (nothing || slice.begin == slice.end) chunk_ = slice.layout.chunks();
   }
 
   std::optional<ChunkJob> operator()() {
-    if (chunk_ >= part_.layout.chunks() || part_.layout.begin(chunk_) >= part_.end) {
+    if (chunk_ >= slice_.layout.chunks() || slice_.layout.begin(chunk_) >= slice_.end) {
       return std::nullopt;
     }
-    const Window window = window_of(part_, chunk_);
+    const Window window = window_of(slice_, chunk_);
     const std::int64_t bytes = window.end - window.begin;
-    const ChunkTransfer transfer{part_.offset + part_.layout.offset(chunk_) + window.begin, 0,
+    const ChunkTransfer transfer{slice_.offset + slice_.layout.offset(chunk_) + window.begin, 0,
                                  bytes, bytes - window.requested_bytes};
     ChunkJob job{0, chunk_++, bytes, {}, {}};
     if (direction_ == StateAccess::kRead || !window.covers_all) job.reads[0] = transfer;
@@ -112,7 +112,7 @@ class SliceChunks {
   }
 
  private:
-  const StateSlice& part_;
+  const StateSlice& slice_;
   StateAccess direction_;
   std::int64_t chunk_;
 };

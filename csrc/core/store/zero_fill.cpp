@@ -55,13 +55,13 @@ void write_zeros(IoEngine& engine, const std::shared_ptr<IoFile>& file, std::int
                              " bytes of zeros");
   }
   const auto* const data = static_cast<const std::byte*>(zeros.get());
-  PendingTransfers under_way;
+  PendingTransfers pending;
   for (std::int64_t done = 0; done < bytes; done += chunk_bytes) {
-    if (under_way.count() == kZeroChunksInFlight) under_way.wait_for_oldest();
+    if (pending.count() == kZeroChunksInFlight) pending.wait_for_oldest();
     const auto length = static_cast<std::size_t>(std::min(chunk_bytes, bytes - done));
-    under_way.add(engine.write(file, offset + done, std::span(data, length), zeros));
+    pending.add(engine.write(file, offset + done, std::span(data, length), zeros));
   }
-  while (under_way.count() > 0) under_way.wait_for_oldest();
+  while (pending.count() > 0) pending.wait_for_oldest();
 }
 
 }  // namespace zero_ext::core

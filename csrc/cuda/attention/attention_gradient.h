@@ -132,16 +132,16 @@ struct PrepareGradients {
   // one, and all of a row that does not begin at a multiple of 16 bytes.
   ZERO_EXT_HOST_DEVICE double sum_some(const T* grads, const T* outputs, int own, int lanes) const {
     double sum = 0.0;
-    const int whole = is_aligned(grads) && is_aligned(outputs) ? sizes.dim / kGroup : 0;
+    const int full = is_aligned(grads) && is_aligned(outputs) ? sizes.dim / kGroup : 0;
     ZERO_EXT_UNROLL_BY(1)
-    for (int group = own; group < whole; group += lanes) {
+    for (int group = own; group < full; group += lanes) {
       const auto grad = std::bit_cast<Group>(load_words(grads + group * kGroup));
       const auto out = std::bit_cast<Group>(load_words(outputs + group * kGroup));
       ZERO_EXT_UNROLL
       for (int k = 0; k < kGroup; ++k) sum += product(grad.at[k], out.at[k]);
     }
     ZERO_EXT_UNROLL_BY(1)
-    for (int i = whole * kGroup + own; i < sizes.dim; i += lanes) {
+    for (int i = full * kGroup + own; i < sizes.dim; i += lanes) {
       sum += product(grads[i], outputs[i]);
     }
     return sum;

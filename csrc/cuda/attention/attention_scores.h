@@ -134,14 +134,14 @@ ZERO_EXT_DEVICE void make_scores(const HeadParams& params,
   const bool plain = params.is_plain();
   positions.each_group([&](int group) {
     const std::int32_t start = positions.starts[group];
-    const bool whole = plain && params.is_unmasked(kKeysAreRows ? start : positions.first,
-                                                   kKeysAreRows ? positions.first : start);
+    const bool full = plain && params.is_unmasked(kKeysAreRows ? start : positions.first,
+                                                  kKeysAreRows ? positions.first : start);
     each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; ++i) {
         float& product = products.at[local][i];
-        product = whole ? product * params.scale
-                        : params.score(positions.query(lane, i), positions.key(lane, i), product);
+        product = full ? product * params.scale
+                       : params.score(positions.query(lane, i), positions.key(lane, i), product);
       }
     });
   });

@@ -33,18 +33,18 @@ void with_bits(const BlockFormat& format, const Visit& visit) {
 }
 
 IntegerPayloads<std::uint8_t> target_of(const ops::Payloads& payloads, const BlockFormat& format,
-                                        std::int64_t part_numel) {
-  return {reinterpret_cast<std::uint8_t*>(payloads.data), format, part_numel};
+                                        std::int64_t chunk_numel) {
+  return {reinterpret_cast<std::uint8_t*>(payloads.data), format, chunk_numel};
 }
 
 IntegerPayloads<const std::uint8_t> source_of(const ops::Payloads& payloads,
-                                              const BlockFormat& format, std::int64_t part_numel) {
-  return {reinterpret_cast<const std::uint8_t*>(payloads.data), format, part_numel};
+                                              const BlockFormat& format, std::int64_t chunk_numel) {
+  return {reinterpret_cast<const std::uint8_t*>(payloads.data), format, chunk_numel};
 }
 
 template <class T>
 IntegerValues<T> values_of(const ops::BlockConversion& of) {
-  IntegerValues<T> result{reinterpret_cast<const T*>(of.values), of.part_numel, false, {}};
+  IntegerValues<T> result{reinterpret_cast<const T*>(of.values), of.chunk_numel, false, {}};
   const std::vector<std::int64_t>& order = of.order;
   result.is_ordered = !std::is_sorted(order.begin(), order.end());
   if (!result.is_ordered) return result;
@@ -52,38 +52,38 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
                   " parts; on a CUDA device it may name at most ", result.kMax,
                   ", so order the values before");
   std::transform(order.begin(), order.end(), result.order,
-                 [](std::int64_t part) { return static_cast<std::int16_t>(part); });
+                 [](std::int64_t chunk) { return static_cast<std::int16_t>(chunk); });
   return result;
 }
 
 void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
-              std::int64_t block, std::int64_t parts, std::vector<std::int64_t> order) {
+              std::int64_t block, std::int64_t chunks, std::vector<std::int64_t> order) {
   constexpr const char* op = "quantise_";
   const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockConversion of =
-      ops::read_quantize(payloads, values, format, parts, std::move(order));
+      ops::read_quantize(payloads, values, format, chunks, std::move(order));
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const IntegerValues<T> source = values_of<T>(of);
     with_code(format, [&]<class Code>(Code) {
       const QuantizeIntegers<IntegerValues<T>, Code> kernel{
-          source, target_of(of.payloads, format, of.part_numel), parts};
+          source, target_of(of.payloads, format, of.chunk_numel), chunks};
       launch_warps(op, kernel, kernel.work());
     });
   });
 }
 
 void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
-                std::int64_t block, std::int64_t parts) {
+                std::int64_t block, std::int64_t chunks) {
   constexpr const char* op = "dequantise_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockConversion of = ops::read_dequantize(out, payloads, format, parts);
+  const ops::BlockConversion of = ops::read_dequantize(out, payloads, format, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     with_bits(format, [&](auto width) {
       using Sum = IntegerSum<width, true>;
-      const Sum sum{source_of(of.payloads, format, of.part_numel), 1, 0, 1, 1.0F};
-      const WriteIntegers<Sum, T> kernel{sum, parts, false, reinterpret_cast<T*>(of.values)};
+      const Sum sum{source_of(of.payloads, format, of.chunk_numel), 1, 0, 1, 1.0F};
+      const WriteIntegers<Sum, T> kernel{sum, chunks, false, reinterpret_cast<T*>(of.values)};
       launch_warps(op, kernel, kernel.work());
     });
   });
@@ -105,19 +105,19 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
 
 void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
-                std::int64_t out_block, double factor, std::int64_t parts) {
+                std::int64_t out_block, double factor, std::int64_t chunks) {
   constexpr const char* op = "requantise_";
   const torch::stable::accelerator::DeviceGuard guard(payloads_out.get_device_index());
   const BlockFormat from = ops::check_format(op, bits, symmetric, block);
   const BlockFormat to = ops::check_format(op, out_bits, out_symmetric, out_block);
   const ops::BlockReduction of =
-      ops::read_requantize(payloads_out, payloads_in, from, to, factor, parts);
+      ops::read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
   with_bits(from, [&](auto width) {
-    const IntegerSum<width> sum{source_of(of.in, from, of.part_numel), 1, parts,
-                                of.in.count / parts, of.factor};
+    const IntegerSum<width> sum{source_of(of.in, from, of.chunk_numel), 1, chunks,
+                                of.in.count / chunks, of.factor};
     with_code(to, [&]<class Code>(Code) {
       const QuantizeIntegers<IntegerSum<width>, Code> kernel{
-          sum, target_of(of.out, to, of.part_numel), parts};
+          sum, target_of(of.out, to, of.chunk_numel), chunks};
       launch_warps(op, kernel, kernel.work());
     });
   });

@@ -5,7 +5,7 @@
 // registers: what is quantized is read once. Eight lanes have a block, as rows of 32 elements, of
 // which each has four neighbours. A word's fields are of one lane then, whatever their bits, and
 // elements, words and scales move in accesses of 16 bytes, if payloads begin at multiples of those;
-// else words and scales move one by one. Blocks of other sizes and the last ones of parts go
+// else words and scales move one by one. Blocks of other sizes and the last ones of chunks go
 // element by element and are read twice.
 #pragma once
 
@@ -20,29 +20,29 @@
 
 namespace zero_ext::cuda {
 
-// What is quantized or written: `load` gives a run of a part, `element` any of any block.
+// What is quantized or written: `load` gives a run of a chunk, `element` any of any block.
 
-// The values themselves; payload p is made of part order[p].
+// The values themselves; payload p is made of chunk order[p].
 template <class T>
 struct IntegerValues {
-  static constexpr int kMax = 1024;  // parts whose order travels with the launch
+  static constexpr int kMax = 1024;  // chunks whose order travels with the launch
 
   const T* values;
-  std::int64_t part_numel;
+  std::int64_t chunk_numel;
   bool is_ordered;
   std::int16_t order[kMax];
 
-  ZERO_EXT_HOST_DEVICE const T* of(std::int64_t part) const {
-    return values + (is_ordered ? order[part] : part) * part_numel;
+  ZERO_EXT_HOST_DEVICE const T* of(std::int64_t chunk) const {
+    return values + (is_ordered ? order[chunk] : chunk) * chunk_numel;
   }
-  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const { return is_aligned(of(part)); }
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t chunk) const { return is_aligned(of(chunk)); }
   ZERO_EXT_HOST_DEVICE float element(const IntegerBlockPosition& at, int i) const {
-    return core::to_float(of(at.part)[at.begin + i]);
+    return core::to_float(of(at.chunk)[at.begin + i]);
   }
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run,
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t chunk, std::int64_t run,
                                  IntegerLanes& fragment) const {
-    const T* const source = of(part) + run * kRegisterRun;
+    const T* const source = of(chunk) + run * kRegisterRun;
     IntegerTile::Fragment<T> own;
     if (kIsWide || is_aligned(source)) {
       IntegerTile::load(source, own);
@@ -58,7 +58,7 @@ struct IntegerValues {
   }
 };
 
-// factor * sum of payloads of `Bits` bits: of part p those of numbers p * step, and `stride`
+// factor * sum of payloads of `Bits` bits: of chunk p those of numbers p * step, and `stride`
 // further on each, `count` of them, in that order. The compiler knows if there is only one.
 template <int Bits, bool kIsOne = false>
 struct IntegerSum {
@@ -74,8 +74,8 @@ struct IntegerSum {
   float factor;
 
   ZERO_EXT_HOST_DEVICE std::int64_t terms() const { return kIsOne ? 1 : count; }
-  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const {
-    if constexpr (kIsOne) return payloads.aligned(part * step);
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t chunk) const {
+    if constexpr (kIsOne) return payloads.aligned(chunk * step);
     return is_aligned(payloads.bytes) && payloads.payload_bytes % std::int64_t{kAccessBytes} == 0;
   }
 
@@ -96,7 +96,7 @@ struct IntegerSum {
     const std::int64_t last = terms();
     ZERO_EXT_UNROLL_BY(1)
     for (std::int64_t m = 0; m < last; ++m) {
-      const std::int64_t payload = at.part * step + m * stride;
+      const std::int64_t payload = at.chunk * step + m * stride;
       const std::uint32_t word = payloads.words(payload)[position];
       const std::uint32_t* const scales = payloads.scales(payload) + by;
       const auto scale = std::bit_cast<float>(scales[0]);
@@ -109,14 +109,14 @@ struct IntegerSum {
   }
 
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run,
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t chunk, std::int64_t run,
                                  IntegerLanes& fragment) const {
     // Adding to it keeps every bit, also a zero's sign.
     fragment.fill(-0.0F);
     if (payloads.format.is_symmetric) {
-      add_all<kIsWide, true>(part, run, fragment);
+      add_all<kIsWide, true>(chunk, run, fragment);
     } else {
-      add_all<kIsWide, false>(part, run, fragment);
+      add_all<kIsWide, false>(chunk, run, fragment);
     }
     each_lane([&](int local, int) {
       ZERO_EXT_UNROLL
@@ -125,9 +125,9 @@ struct IntegerSum {
   }
 
   template <bool kIsWide, bool kIsSymmetric>
-  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t part, std::int64_t run,
+  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t chunk, std::int64_t run,
                                     IntegerLanes& fragment) const {
-    const std::int64_t first = part * step;
+    const std::int64_t first = chunk * step;
     const std::uint32_t* words = payloads.words(first) + run * Words::kElements;
     const std::uint32_t* scales =
         payloads.scales(first) + run * kBlocksOfRun * (kIsSymmetric ? 1 : 2);
@@ -232,23 +232,24 @@ struct IntegerExtremes {
   }
 };
 
-// Calls run.operator()<is_wide>(part, run) for the runs of this warp, wide ones first, and
-// block(position) for the blocks behind those of each part.
+// Calls run.operator()<is_wide>(chunk, run) for the runs of this warp, wide ones first, and
+// block(position) for the blocks behind those of each chunk.
 template <class Payloads, class IsWide, class Run, class Block>
 ZERO_EXT_HOST_DEVICE void for_each_integer_run(std::int64_t warp, std::int64_t warps,
-                                               const Payloads& payloads, std::int64_t parts,
+                                               const Payloads& payloads, std::int64_t chunks,
                                                const IsWide& is_wide, const Run& run,
                                                const Block& block) {
   const std::int64_t runs = payloads.runs();
-  for_each_nested(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
-    if (is_wide(part)) run.template operator()<true>(part, number);
+  for_each_nested(warp, warps, chunks, runs, [&](std::int64_t chunk, std::int64_t number) {
+    if (is_wide(chunk)) run.template operator()<true>(chunk, number);
   });
-  for_each_nested(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
-    if (!is_wide(part)) run.template operator()<false>(part, number);
+  for_each_nested(warp, warps, chunks, runs, [&](std::int64_t chunk, std::int64_t number) {
+    if (!is_wide(chunk)) run.template operator()<false>(chunk, number);
   });
-  for_each_nested(warp, warps, parts, payloads.rest(), [&](std::int64_t part, std::int64_t number) {
-    block(payloads.position(part, runs * kBlocksOfRun + number));
-  });
+  for_each_nested(warp, warps, chunks, payloads.rest(),
+                  [&](std::int64_t chunk, std::int64_t number) {
+                    block(payloads.position(chunk, runs * kBlocksOfRun + number));
+                  });
 }
 
 // Quantizes the source's elements, block by block.
@@ -260,23 +261,23 @@ struct QuantizeIntegers {
 
   Source source;
   IntegerPayloads<std::uint8_t> payloads;
-  std::int64_t parts;
+  std::int64_t chunks;
 
   // Warps that find something.
-  std::int64_t work() const { return parts * (payloads.runs() + payloads.rest()); }
+  std::int64_t work() const { return chunks * (payloads.runs() + payloads.rest()); }
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
     for_each_integer_run(
-        warp, warps, payloads, parts,
-        [&](std::int64_t part) { return source.aligned(part) && payloads.aligned(part); },
-        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        warp, warps, payloads, chunks,
+        [&](std::int64_t chunk) { return source.aligned(chunk) && payloads.aligned(chunk); },
+        [&]<bool kIsWide>(std::int64_t chunk, std::int64_t number) { run<kIsWide>(chunk, number); },
         [&](const IntegerBlockPosition& at) { block(at); });
   }
 
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t chunk, std::int64_t number) const {
     IntegerLanes fragment;
-    source.template load<kIsWide>(part, number, fragment);
+    source.template load<kIsWide>(chunk, number, fragment);
     Registers<std::uint32_t, Extremes::kKeys> keys;
     keys.fill(0);
     each_lane([&](int local, int) {
@@ -300,13 +301,13 @@ struct QuantizeIntegers {
         words.at[local][w] = by.divides() ? word : Code::kZeroWord;
       }
     });
-    std::uint32_t* const target = payloads.words(part) + number * Words::kElements;
+    std::uint32_t* const target = payloads.words(chunk) + number * Words::kElements;
     if constexpr (kIsWide) {
       Words::store(target, words);
     } else {
       Words::store_partial(target, 0, Words::kElements, words);
     }
-    store_scales<Code::kIsSymmetric>(payloads.scales(part) + number * kBlocksOfRun * Code::kScales,
+    store_scales<Code::kIsSymmetric>(payloads.scales(chunk) + number * kBlocksOfRun * Code::kScales,
                                      scales, kIsWide);
   }
 
@@ -325,7 +326,7 @@ struct QuantizeIntegers {
     for (std::uint32_t& key : keys) key = max_of_warp(key);
     const core::BlockScale by = Extremes::scale(keys);
     const auto count = static_cast<int>(payloads.format.words(at.length));
-    std::uint32_t* const target = payloads.words(at.part) + payloads.format.words(at.begin);
+    std::uint32_t* const target = payloads.words(at.chunk) + payloads.format.words(at.begin);
     for_each_strided(0, count, [&](int, std::int64_t w) {
       std::uint32_t word = 0;
       ZERO_EXT_UNROLL_BY(1)
@@ -336,7 +337,7 @@ struct QuantizeIntegers {
       target[w] = by.divides() ? word : Code::kZeroWord;
     });
     each_lane([&](int, int lane) {
-      std::uint32_t* const scales = payloads.scales(at.part) + at.block * Code::kScales;
+      std::uint32_t* const scales = payloads.scales(at.chunk) + at.block * Code::kScales;
       if (lane < Code::kScales) {
         scales[lane] = std::bit_cast<std::uint32_t>(lane == 0 ? by.scale : by.lowest);
       }
@@ -344,39 +345,39 @@ struct QuantizeIntegers {
   }
 };
 
-// out = what the sum gives [+ out], part after part.
+// out = what the sum gives [+ out], chunk after chunk.
 template <class Sum, class T>
 struct WriteIntegers {
   Sum sum;
-  std::int64_t parts;
+  std::int64_t chunks;
   bool accumulate;
   T* out;
 
   // Warps that find something.
-  std::int64_t work() const { return parts * (sum.payloads.runs() + sum.payloads.rest()); }
+  std::int64_t work() const { return chunks * (sum.payloads.runs() + sum.payloads.rest()); }
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
     for_each_integer_run(
-        warp, warps, sum.payloads, parts,
-        [&](std::int64_t part) { return sum.aligned(part) && is_aligned(of(part)); },
-        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        warp, warps, sum.payloads, chunks,
+        [&](std::int64_t chunk) { return sum.aligned(chunk) && is_aligned(of(chunk)); },
+        [&]<bool kIsWide>(std::int64_t chunk, std::int64_t number) { run<kIsWide>(chunk, number); },
         [&](const IntegerBlockPosition& at) {
-          T* const target = of(at.part) + at.begin;
+          T* const target = of(at.chunk) + at.begin;
           for_each_strided(0, at.length, [&](int, std::int64_t i) {
             finish(sum.element(at, static_cast<int>(i)), target[i]);
           });
         });
   }
 
-  ZERO_EXT_HOST_DEVICE T* of(std::int64_t part) const {
-    return out + part * sum.payloads.part_numel;
+  ZERO_EXT_HOST_DEVICE T* of(std::int64_t chunk) const {
+    return out + chunk * sum.payloads.chunk_numel;
   }
 
   template <bool kIsWide>
-  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t chunk, std::int64_t number) const {
     IntegerLanes fragment;
-    sum.template load<kIsWide>(part, number, fragment);
-    T* const target = of(part) + number * kRegisterRun;
+    sum.template load<kIsWide>(chunk, number, fragment);
+    T* const target = of(chunk) + number * kRegisterRun;
     const bool wide = kIsWide || is_aligned(target);
     IntegerTile::Fragment<T> result;
     if (accumulate && wide) IntegerTile::load(target, result);

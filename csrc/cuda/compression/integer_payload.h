@@ -29,45 +29,45 @@ struct LaneScales {
   LaneWords lowest;
 };
 
-// A block among those of all parts.
+// A block among those of all chunks.
 struct IntegerBlockPosition {
-  std::int64_t part;
-  std::int64_t block;  // of the part
-  std::int64_t begin;  // its first element, in the part
+  std::int64_t chunk;
+  std::int64_t block;  // of the chunk
+  std::int64_t begin;  // its first element, in the chunk
   int length;          // elements
 
-  static ZERO_EXT_HOST_DEVICE IntegerBlockPosition at(std::int64_t part, std::int64_t block,
-                                                      std::int64_t part_numel, std::int64_t size) {
+  static ZERO_EXT_HOST_DEVICE IntegerBlockPosition at(std::int64_t chunk, std::int64_t block,
+                                                      std::int64_t chunk_numel, std::int64_t size) {
     const std::int64_t begin = block * size;
-    return {part, block, begin,
-            static_cast<int>(part_numel - begin < size ? part_numel - begin : size)};
+    return {chunk, block, begin,
+            static_cast<int>(chunk_numel - begin < size ? chunk_numel - begin : size)};
   }
 };
 
-// Payloads of one format and `part_numel` elements each, one behind the other. The sizes are the
+// Payloads of one format and `chunk_numel` elements each, one behind the other. The sizes are the
 // host's: their divisions take a device long.
 template <class Byte>
 struct IntegerPayloads {
   Byte* bytes;
   core::BlockFormat format;
-  std::int64_t part_numel;
+  std::int64_t chunk_numel;
   std::int64_t block_count;    // of a payload
   std::int64_t payload_bytes;  // of a payload
 
   IntegerPayloads(Byte* first, const core::BlockFormat& of, std::int64_t elements)
       : bytes(first),
         format(of),
-        part_numel(elements),
+        chunk_numel(elements),
         block_count(of.blocks(elements)),
         payload_bytes(of.payload_bytes(elements)) {}
 
   // Runs of a payload, and the blocks behind them.
   ZERO_EXT_HOST_DEVICE std::int64_t runs() const {
-    return format.block == kRegisterBlock ? part_numel / kRegisterRun : 0;
+    return format.block == kRegisterBlock ? chunk_numel / kRegisterRun : 0;
   }
   ZERO_EXT_HOST_DEVICE std::int64_t rest() const { return block_count - runs() * kBlocksOfRun; }
-  ZERO_EXT_HOST_DEVICE IntegerBlockPosition position(std::int64_t part, std::int64_t block) const {
-    return IntegerBlockPosition::at(part, block, part_numel, format.block);
+  ZERO_EXT_HOST_DEVICE IntegerBlockPosition position(std::int64_t chunk, std::int64_t block) const {
+    return IntegerBlockPosition::at(chunk, block, chunk_numel, format.block);
   }
 
   ZERO_EXT_HOST_DEVICE auto* words(std::int64_t payload) const {
@@ -76,7 +76,7 @@ struct IntegerPayloads {
   }
   // As bits.
   ZERO_EXT_HOST_DEVICE auto* scales(std::int64_t payload) const {
-    return words(payload) + format.words(part_numel);
+    return words(payload) + format.words(chunk_numel);
   }
   // Whether words and scales of a payload begin at multiples of kAccessBytes.
   ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t payload) const {

@@ -14,27 +14,28 @@ std::uint8_t* bytes_of(const ops::Payloads& payloads) {
 }
 
 void compress_signs(const Tensor& payloads, const Tensor& errors, const Tensor& values,
-                    double factor, std::int64_t parts) {
+                    double factor, std::int64_t chunks) {
   const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
-  const ops::SignCompression of = ops::read_compress_signs(payloads, errors, values, factor, parts);
+  const ops::SignCompression of =
+      ops::read_compress_signs(payloads, errors, values, factor, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     launch_blocks("compress_signs_",
                   CompressSigns<SignValues<T>>{{reinterpret_cast<const T*>(of.values)},
                                                of.factor,
                                                of.errors,
                                                bytes_of(of.payloads),
-                                               of.part_numel,
-                                               parts});
+                                               of.chunk_numel,
+                                               chunks});
   });
 }
 
 void expand_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
-                  std::int64_t parts) {
+                  std::int64_t chunks) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const ops::SignExpansion of = ops::read_expand_signs(out, payloads, factor, parts);
+  const ops::SignExpansion of = ops::read_expand_signs(out, payloads, factor, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const ExpandSigns<T> kernel{
-        bytes_of(of.payloads),       of.part_numel, parts, of.factor, accumulate,
+        bytes_of(of.payloads),       of.chunk_numel, chunks, of.factor, accumulate,
         reinterpret_cast<T*>(of.out)};
     launch_warps("expand_signs_", kernel, kernel.work());
   });

@@ -80,15 +80,15 @@ struct CompressSigns {
   float factor;
   float* errors;
   std::uint8_t* payloads;
-  std::int64_t part_numel;  // elements of a part
-  std::int64_t parts;
+  std::int64_t chunk_numel;  // elements of a chunk
+  std::int64_t chunks;
 
-  std::int64_t blocks() const { return parts * core::sign_blocks(part_numel); }
+  std::int64_t blocks() const { return chunks * core::sign_blocks(chunk_numel); }
 
   template <class ThreadBlock>
   ZERO_EXT_DEVICE void operator()(const ThreadBlock& thread_block) const {
     Memory& memory = *reinterpret_cast<Memory*>(thread_block.shared_memory());
-    const SignBlockPosition at = SignBlockPosition::of(thread_block.block(), part_numel);
+    const SignBlockPosition at = SignBlockPosition::of(thread_block.block(), chunk_numel);
     const int first = thread_block.warp() * kSignTile;
     CompressTerms corrected;
     correct(at, first, corrected, memory.magnitudes + first);
@@ -106,15 +106,15 @@ struct CompressSigns {
   }
 
   // Whether all elements of a tile are there and may be moved at once. Others go one by one, by way
-  // of the warp's part of the shared memory.
-  ZERO_EXT_HOST_DEVICE bool is_whole(const SignBlockPosition& at, int first) const {
+  // of the warp's region of the shared memory.
+  ZERO_EXT_HOST_DEVICE bool is_full_tile(const SignBlockPosition& at, int first) const {
     return first + kSignTile <= at.length && terms.aligned(at) && is_aligned(errors + at.offset);
   }
 
   ZERO_EXT_HOST_DEVICE void correct(const SignBlockPosition& at, int first,
                                     CompressTerms& corrected, float* magnitudes) const {
     const float* const own_errors = errors + at.offset;
-    if (is_whole(at, first)) {
+    if (is_full_tile(at, first)) {
       CompressTerms error;
       terms.load(at, first, corrected);
       Tile::load(own_errors + first, error);
@@ -181,7 +181,7 @@ struct CompressSigns {
       }
     });
     float* const own_errors = errors + at.offset;
-    if (is_whole(at, first)) {
+    if (is_full_tile(at, first)) {
       Tile::store(own_errors + first, left);
     } else {
       Tile::store_shared(shared, left);
@@ -195,8 +195,8 @@ struct CompressSigns {
   // The words of a tile, without the bits past the last element, and the block's scale.
   ZERO_EXT_HOST_DEVICE void write(const SignBlockPosition& at, int first, float scale,
                                   LaneWords words) const {
-    auto* const payload =
-        reinterpret_cast<std::uint32_t*>(payloads + at.part * core::sign_payload_bytes(part_numel));
+    auto* const payload = reinterpret_cast<std::uint32_t*>(
+        payloads + at.chunk * core::sign_payload_bytes(chunk_numel));
     std::uint32_t* const target = payload + (at.block * core::kSignBlock + first) / 32;
     const std::int64_t count = at.length - first;
     if (count >= kSignTile && is_aligned(target)) {
@@ -211,7 +211,7 @@ struct CompressSigns {
     }
     each_lane([&](int, int lane) {
       if (first + lane != 0) return;
-      payload[core::sign_words(part_numel) + at.block] = std::bit_cast<std::uint32_t>(scale);
+      payload[core::sign_words(chunk_numel) + at.block] = std::bit_cast<std::uint32_t>(scale);
     });
   }
 
@@ -264,36 +264,38 @@ ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Fragment<flo
   Tile::store(target, result);
 }
 
-// out = factor * a part's payload [+ out], part after part. A warp takes four tiles at a time.
+// out = factor * a chunk's payload [+ out], chunk after chunk. A warp takes four tiles at a time.
 template <class T>
 struct ExpandSigns {
   using Tile = SignTile<T>;
   static constexpr std::int64_t kRun = SignWords::kRows * kSignTile;
 
   const std::uint8_t* payloads;
-  std::int64_t part_numel;
-  std::int64_t parts;
+  std::int64_t chunk_numel;
+  std::int64_t chunks;
   float factor;
   bool accumulate;
   T* out;
 
-  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_part() const {
-    return core::ceil_div(part_numel, kRun);
+  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_chunk() const {
+    return core::ceil_div(chunk_numel, kRun);
   }
-  std::int64_t work() const { return parts * runs_of_part(); }
+  std::int64_t work() const { return chunks * runs_of_chunk(); }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    for_each_nested(warp, warps, parts, runs_of_part(), [&](std::int64_t part, std::int64_t run) {
-      const SignPayloads own{payloads + part * core::sign_payload_bytes(part_numel), part_numel, 1};
-      const std::int64_t begin = run * kRun;
-      T* const target = out + part * part_numel;
-      if (begin + kRun <= part_numel && is_aligned(target))
-        return expand(own, begin, target + begin);
-      const std::int64_t end = begin + kRun < part_numel ? begin + kRun : part_numel;
-      for_each_strided(begin, end, [&](int, std::int64_t i) {
-        finish_signs(own.element(i), factor, accumulate, target[i]);
-      });
-    });
+    for_each_nested(
+        warp, warps, chunks, runs_of_chunk(), [&](std::int64_t chunk, std::int64_t run) {
+          const SignPayloads own{payloads + chunk * core::sign_payload_bytes(chunk_numel),
+                                 chunk_numel, 1};
+          const std::int64_t begin = run * kRun;
+          T* const target = out + chunk * chunk_numel;
+          if (begin + kRun <= chunk_numel && is_aligned(target))
+            return expand(own, begin, target + begin);
+          const std::int64_t end = begin + kRun < chunk_numel ? begin + kRun : chunk_numel;
+          for_each_strided(begin, end, [&](int, std::int64_t i) {
+            finish_signs(own.element(i), factor, accumulate, target[i]);
+          });
+        });
   }
 
   // All elements of a run, which are of one block.
@@ -336,19 +338,19 @@ struct SumSigns {
   bool accumulate;
   float* out;
 
-  std::int64_t work() const { return core::ceil_div(payloads.part_numel, kSignTile); }
+  std::int64_t work() const { return core::ceil_div(payloads.chunk_numel, kSignTile); }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
-    for (std::int64_t begin = warp * kSignTile; begin < payloads.part_numel;
+    for (std::int64_t begin = warp * kSignTile; begin < payloads.chunk_numel;
          begin += warps * kSignTile) {
-      if (begin + kSignTile <= payloads.part_numel && is_aligned(out)) {
+      if (begin + kSignTile <= payloads.chunk_numel && is_aligned(out)) {
         Tile::Fragment<float> terms;
         payloads.sum<Tile>(begin, terms);
         finish_tile<Tile>(terms, factor, accumulate, out + begin);
         continue;
       }
       const std::int64_t end =
-          begin + kSignTile < payloads.part_numel ? begin + kSignTile : payloads.part_numel;
+          begin + kSignTile < payloads.chunk_numel ? begin + kSignTile : payloads.chunk_numel;
       for_each_strided(begin, end, [&](int, std::int64_t i) {
         finish_signs(payloads.element(i), factor, accumulate, out[i]);
       });

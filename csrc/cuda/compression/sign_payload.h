@@ -18,21 +18,21 @@ template <class T>
 using SignTile = WarpTile<static_cast<int>(kAccessBytes / sizeof(T)),
                           kSignTile / kWarpLanes / static_cast<int>(kAccessBytes / sizeof(T))>;
 
-// A block of elements among those of all parts.
+// A block of elements among those of all chunks.
 struct SignBlockPosition {
-  std::int64_t part;
-  std::int64_t block;   // of the part
+  std::int64_t chunk;
+  std::int64_t block;   // of the chunk
   std::int64_t length;  // elements
-  std::int64_t offset;  // of its first element from that of the first part
+  std::int64_t offset;  // of its first element from that of the first chunk
 
-  // The block of that number when the blocks of all parts, `part_numel` elements each, are counted
-  // through.
-  static ZERO_EXT_HOST_DEVICE SignBlockPosition of(std::int64_t number, std::int64_t part_numel) {
-    const std::int64_t blocks = core::sign_blocks(part_numel);
-    SignBlockPosition at{number / blocks, number % blocks, part_numel, 0};
+  // The block of that number when the blocks of all chunks, `chunk_numel` elements each, are
+  // counted through.
+  static ZERO_EXT_HOST_DEVICE SignBlockPosition of(std::int64_t number, std::int64_t chunk_numel) {
+    const std::int64_t blocks = core::sign_blocks(chunk_numel);
+    SignBlockPosition at{number / blocks, number % blocks, chunk_numel, 0};
     const std::int64_t begin = at.block * core::kSignBlock;
-    at.length = part_numel - begin < core::kSignBlock ? part_numel - begin : core::kSignBlock;
-    at.offset = at.part * part_numel + begin;
+    at.length = chunk_numel - begin < core::kSignBlock ? chunk_numel - begin : core::kSignBlock;
+    at.offset = at.chunk * chunk_numel + begin;
     return at;
   }
 };
@@ -59,20 +59,20 @@ ZERO_EXT_HOST_DEVICE void add_signs(const LaneWords& words, const LaneWords& sca
   }
 }
 
-// Payloads of `part_numel` elements each, one behind the other.
+// Payloads of `chunk_numel` elements each, one behind the other.
 struct SignPayloads {
   const std::uint8_t* bytes;
-  std::int64_t part_numel;
+  std::int64_t chunk_numel;
   std::int64_t count;
 
   // Where the word of element `first` is, and its scale.
   ZERO_EXT_HOST_DEVICE const std::uint32_t* words(std::int64_t payload, std::int64_t first) const {
     return reinterpret_cast<const std::uint32_t*>(bytes +
-                                                  payload * core::sign_payload_bytes(part_numel)) +
+                                                  payload * core::sign_payload_bytes(chunk_numel)) +
            first / 32;
   }
   ZERO_EXT_HOST_DEVICE const std::uint32_t* scale(std::int64_t payload, std::int64_t first) const {
-    return words(payload, 0) + core::sign_words(part_numel) + first / core::kSignBlock;
+    return words(payload, 0) + core::sign_words(chunk_numel) + first / core::kSignBlock;
   }
 
   // Adds up, in their order, what all payloads stand for in a tile from element `first` on. Lanes
@@ -80,7 +80,7 @@ struct SignPayloads {
   template <class Tile>
   ZERO_EXT_HOST_DEVICE void sum(std::int64_t first,
                                 typename Tile::template Fragment<float>& terms) const {
-    const std::int64_t step = core::sign_payload_bytes(part_numel) / 4;
+    const std::int64_t step = core::sign_payload_bytes(chunk_numel) / 4;
     const bool wide = is_aligned(words(0, first)) && step % 4 == 0;
     terms.fill(0.0F);
     for (std::int64_t begin = 0; begin < count; begin += kWarpLanes) {

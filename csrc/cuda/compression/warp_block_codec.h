@@ -49,10 +49,10 @@ ZERO_EXT_HOST_DEVICE void store_codes(std::uint8_t* target, const CodeLanes& cod
 template <class Run, class Block>
 ZERO_EXT_HOST_DEVICE void for_each_run(std::int64_t warp, std::int64_t warps, std::int64_t elements,
                                        bool aligned, const Run& run, const Block& block) {
-  const std::int64_t whole = aligned ? elements / kRunElements : 0;
-  for (std::int64_t i = warp; i < whole; i += warps) run(i);
+  const std::int64_t full = aligned ? elements / kRunElements : 0;
+  for (std::int64_t i = warp; i < full; i += warps) run(i);
   const std::int64_t blocks = core::block_count(elements);
-  for (std::int64_t i = whole * kRunBlocks + warp; i < blocks; i += warps) block(i);
+  for (std::int64_t i = full * kRunBlocks + warp; i < blocks; i += warps) block(i);
 }
 
 // The number of warps that find something to do.

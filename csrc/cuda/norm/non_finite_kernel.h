@@ -30,8 +30,8 @@ struct FlagNonFinite {
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
     bool finite[kThreadLanes];
     each_lane([&](int local, int) { finite[local] = true; });
-    const std::int64_t whole = tiles();
-    for (std::int64_t i = warp; i < whole; i += warps) {
+    const std::int64_t full = tiles();
+    for (std::int64_t i = warp; i < full; i += warps) {
       typename Tile::template Fragment<T> own;
       Tile::load(values + head + i * Tile::kElements, own);
       each_lane([&](int local, int) {
@@ -44,7 +44,7 @@ struct FlagNonFinite {
         finite[local] = finite[local] && is_finite(values[i]);
       };
       for_each_strided(0, head, look);
-      for_each_strided(head + whole * Tile::kElements, count, look);
+      for_each_strided(head + full * Tile::kElements, count, look);
     }
     each_lane([&](int local, int) {
       if (!finite[local]) *flag = 1;

@@ -75,12 +75,12 @@ struct AddSquares {
     }
     sync_warp();
     WarpTotal total{own};
-    const std::int64_t whole = (count - head) / Norm::kBlock;
-    for (std::int64_t i = warp; i < whole; i += warps) {
+    const std::int64_t full = (count - head) / Norm::kBlock;
+    for (std::int64_t i = warp; i < full; i += warps) {
       Norm::block(values + head + i * Norm::kBlock, Norm::kBlock, total);
     }
     if (warp == 0) {
-      const std::int64_t done = head + whole * Norm::kBlock;
+      const std::int64_t done = head + full * Norm::kBlock;
       Norm::one_by_one(values, head, total);
       Norm::one_by_one(values + done, count - done, total);
     }

@@ -54,7 +54,7 @@ struct AdamBlocks {
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
     float poisons[kThreadLanes];
     each_lane([&](int local, int) { poisons[local] = 0.0F; });
-    for (std::int64_t i = warp; i < whole_runs();) {
+    for (std::int64_t i = warp; i < full_runs();) {
       const std::int64_t s = segment_of(i);
       if (s == segment_count) {
         i += warps;
@@ -67,16 +67,14 @@ struct AdamBlocks {
       } while ((i + 1) * kRunElements <= current.end);
     }
     for (std::int64_t i = warp; i < run_count(numel); i += warps) {
-      if (i < whole_runs() && segment_of(i) < segment_count) continue;
+      if (i < full_runs() && segment_of(i) < segment_count) continue;
       const std::int64_t last = core::block_count(numel) - i * kRunBlocks;
       for (int k = 0; k < kRunBlocks && k < last; ++k) block(i * kRunBlocks + k, poisons);
     }
     each_lane([&](int local, int) { report(poisons[local], non_finite); });
   }
 
-  ZERO_EXT_HOST_DEVICE std::int64_t whole_runs() const {
-    return aligned ? numel / kRunElements : 0;
-  }
+  ZERO_EXT_HOST_DEVICE std::int64_t full_runs() const { return aligned ? numel / kRunElements : 0; }
 
   // The segment that has all of a run; `segment_count` if none has.
   ZERO_EXT_HOST_DEVICE std::int64_t segment_of(std::int64_t run) const {

@@ -11,18 +11,18 @@ using core::BlockFormat;
 constexpr std::int64_t kGrain = 32768;
 
 // Calls work(payload, block, begin, count) for runs of whole blocks of `numel` elements in each of
-// `parts`, the last block of which may be shorter.
+// `chunks`, the last block of which may be shorter.
 template <class Work>
-void for_each_block_range(std::int64_t parts, std::int64_t numel, const BlockFormat& format,
+void for_each_block_range(std::int64_t chunks, std::int64_t numel, const BlockFormat& format,
                           const Work& work) {
   const std::int64_t blocks = format.blocks(numel);
   torch::stable::parallel_for(
-      0, parts * blocks, kGrain / format.block, [&](std::int64_t begin, std::int64_t end) {
-        core::for_each_part(begin, end, blocks,
-                            [&](std::int64_t part, std::int64_t first, std::int64_t last) {
-                              const std::int64_t from = first * format.block;
-                              work(part, first, from, std::min(last * format.block, numel) - from);
-                            });
+      0, chunks * blocks, kGrain / format.block, [&](std::int64_t begin, std::int64_t end) {
+        core::for_each_chunk(
+            begin, end, blocks, [&](std::int64_t chunk, std::int64_t first, std::int64_t last) {
+              const std::int64_t from = first * format.block;
+              work(chunk, first, from, std::min(last * format.block, numel) - from);
+            });
       });
 }
 
@@ -33,28 +33,28 @@ Payload from_block(Payload payload, const BlockFormat& format, std::int64_t bloc
 }
 
 void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
-              std::int64_t block, std::int64_t parts, std::vector<std::int64_t> order) {
+              std::int64_t block, std::int64_t chunks, std::vector<std::int64_t> order) {
   const BlockFormat format = check_format("quantise_", bits, symmetric, block);
   const BlockConversion arguments =
-      read_quantize(payloads, values, format, parts, std::move(order));
+      read_quantize(payloads, values, format, chunks, std::move(order));
   for_each_block_range(
-      parts, arguments.part_numel, format,
+      chunks, arguments.chunk_numel, format,
       [&](std::int64_t slot, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        const std::int64_t part = arguments.order[static_cast<std::size_t>(slot)];
-        core::quantize_blocks(arguments.at(part, begin), arguments.type, count, format,
+        const std::int64_t chunk = arguments.order[static_cast<std::size_t>(slot)];
+        core::quantize_blocks(arguments.at(chunk, begin), arguments.type, count, format,
                               from_block(arguments.payloads.target(slot), format, first));
       });
 }
 
 void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
-                std::int64_t block, std::int64_t parts) {
+                std::int64_t block, std::int64_t chunks) {
   const BlockFormat format = check_format("dequantise_", bits, symmetric, block);
-  const BlockConversion arguments = read_dequantize(out, payloads, format, parts);
+  const BlockConversion arguments = read_dequantize(out, payloads, format, chunks);
   for_each_block_range(
-      parts, arguments.part_numel, format,
-      [&](std::int64_t part, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        core::dequantize_blocks(from_block(arguments.payloads.source(part), format, first), count,
-                                format, arguments.at(part, begin), arguments.type);
+      chunks, arguments.chunk_numel, format,
+      [&](std::int64_t chunk, std::int64_t first, std::int64_t begin, std::int64_t count) {
+        core::dequantize_blocks(from_block(arguments.payloads.source(chunk), format, first), count,
+                                format, arguments.at(chunk, begin), arguments.type);
       });
 }
 
@@ -73,21 +73,21 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
 
 void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
-                std::int64_t out_block, double factor, std::int64_t parts) {
+                std::int64_t out_block, double factor, std::int64_t chunks) {
   const BlockFormat from = check_format("requantise_", bits, symmetric, block);
   const BlockFormat to = check_format("requantise_", out_bits, out_symmetric, out_block);
   const BlockReduction arguments =
-      read_requantize(payloads_out, payloads_in, from, to, factor, parts);
+      read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
   std::vector<std::vector<core::PayloadSource>> each;
-  for (std::int64_t part = 0; part < parts; ++part) {
-    each.push_back(arguments.in.every(part, parts));
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    each.push_back(arguments.in.every(chunk, chunks));
   }
   for_each_block_range(
-      parts, arguments.part_numel, to,
-      [&](std::int64_t part, std::int64_t first, std::int64_t, std::int64_t count) {
-        core::requantize_blocks(each[static_cast<std::size_t>(part)], first, count, from, to,
+      chunks, arguments.chunk_numel, to,
+      [&](std::int64_t chunk, std::int64_t first, std::int64_t, std::int64_t count) {
+        core::requantize_blocks(each[static_cast<std::size_t>(chunk)], first, count, from, to,
                                 arguments.factor,
-                                from_block(arguments.out.target(part), to, first));
+                                from_block(arguments.out.target(chunk), to, first));
       });
 }
 

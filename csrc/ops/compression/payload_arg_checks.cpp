@@ -24,11 +24,11 @@ Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::in
   return {data, count, bytes, words};
 }
 
-std::int64_t check_parts(const char* op, std::int64_t numel, std::int64_t parts) {
-  STD_TORCH_CHECK(parts > 0 && numel % parts == 0, op, ": ", numel,
-                  " elements cannot be divided into ", parts,
+std::int64_t check_chunks(const char* op, std::int64_t numel, std::int64_t chunks) {
+  STD_TORCH_CHECK(chunks > 0 && numel % chunks == 0, op, ": ", numel,
+                  " elements cannot be divided into ", chunks,
                   " equal parts; pad them to a multiple of the parts");
-  return numel / parts;
+  return numel / chunks;
 }
 
 float check_factor(const char* op, double factor) {
@@ -66,21 +66,21 @@ Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64
 }
 
 std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
-                                      std::int64_t parts) {
+                                      std::int64_t chunks) {
   if (order.empty()) {
-    order.resize(static_cast<std::size_t>(parts));
+    order.resize(static_cast<std::size_t>(chunks));
     std::iota(order.begin(), order.end(), 0);
     return order;
   }
-  STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == parts, op, ": order names ",
-                  order.size(), " parts; it must name each of the ", parts, " once");
+  STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == chunks, op, ": order names ",
+                  order.size(), " parts; it must name each of the ", chunks, " once");
   std::vector<bool> named(order.size());
-  for (const std::int64_t part : order) {
-    STD_TORCH_CHECK(part >= 0 && part < parts && !named[static_cast<std::size_t>(part)], op,
-                    ": order names part ", part, ", which ",
-                    part >= 0 && part < parts ? "it has named before" : "there is not",
-                    "; it must name each of 0 to ", parts - 1, " once");
-    named[static_cast<std::size_t>(part)] = true;
+  for (const std::int64_t chunk : order) {
+    STD_TORCH_CHECK(chunk >= 0 && chunk < chunks && !named[static_cast<std::size_t>(chunk)], op,
+                    ": order names part ", chunk, ", which ",
+                    chunk >= 0 && chunk < chunks ? "it has named before" : "there is not",
+                    "; it must name each of 0 to ", chunks - 1, " once");
+    named[static_cast<std::size_t>(chunk)] = true;
   }
   return order;
 }

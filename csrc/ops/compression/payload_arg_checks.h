@@ -37,8 +37,8 @@ struct Payloads {
 Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::int64_t count,
                        std::int64_t bytes, std::int64_t words);
 
-// `numel` / `parts`; refused unless that is a whole number.
-std::int64_t check_parts(const char* op, std::int64_t numel, std::int64_t parts);
+// `numel` / `chunks`; refused unless that is a whole number.
+std::int64_t check_chunks(const char* op, std::int64_t numel, std::int64_t chunks);
 
 // As float; refused unless finite.
 float check_factor(const char* op, double factor);
@@ -59,6 +59,6 @@ Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64
 
 // Part of the values that slot p of the payloads holds, for each p; `order` empty: p itself.
 std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
-                                      std::int64_t parts);
+                                      std::int64_t chunks);
 
 }  // namespace zero_ext::ops

@@ -10,7 +10,7 @@ struct SignCompression {
   float* errors;
   const std::byte* values;
   core::NumericType type;
-  std::int64_t part_numel;
+  std::int64_t chunk_numel;
   float factor;
 };
 
@@ -18,7 +18,7 @@ struct SignExpansion {
   std::byte* out;
   core::NumericType type;
   Payloads payloads;
-  std::int64_t part_numel;
+  std::int64_t chunk_numel;
   float factor;
 };
 
@@ -38,9 +38,9 @@ struct SignReduction {
 };
 
 SignCompression read_compress_signs(const Tensor& payloads, const Tensor& errors,
-                                    const Tensor& values, double factor, std::int64_t parts);
+                                    const Tensor& values, double factor, std::int64_t chunks);
 SignExpansion read_expand_signs(const Tensor& out, const Tensor& payloads, double factor,
-                                std::int64_t parts);
+                                std::int64_t chunks);
 SignSumArguments read_sum_signs(const Tensor& out, const Tensor& payloads, double factor);
 SignReduction read_reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
                                 double factor);

@@ -9,16 +9,16 @@ namespace {
 constexpr std::int64_t kGrainBlocks = 4;
 
 // Calls work(payload, block, begin, count) for runs of whole blocks of `numel` elements in each of
-// `parts`, the last block of which may be shorter.
+// `chunks`, the last block of which may be shorter.
 template <class Work>
-void for_each_sign_block_range(std::int64_t parts, std::int64_t numel, const Work& work) {
+void for_each_sign_block_range(std::int64_t chunks, std::int64_t numel, const Work& work) {
   const std::int64_t blocks = core::sign_blocks(numel);
   torch::stable::parallel_for(
-      0, parts * blocks, kGrainBlocks, [&](std::int64_t begin, std::int64_t end) {
-        core::for_each_part(
-            begin, end, blocks, [&](std::int64_t part, std::int64_t first, std::int64_t last) {
+      0, chunks * blocks, kGrainBlocks, [&](std::int64_t begin, std::int64_t end) {
+        core::for_each_chunk(
+            begin, end, blocks, [&](std::int64_t chunk, std::int64_t first, std::int64_t last) {
               const std::int64_t from = first * core::kSignBlock;
-              work(part, first, from, std::min(last * core::kSignBlock, numel) - from);
+              work(chunk, first, from, std::min(last * core::kSignBlock, numel) - from);
             });
       });
 }
@@ -29,26 +29,26 @@ Payload from_sign_block(Payload payload, std::int64_t block) {
 }
 
 void compress_signs(const Tensor& payloads, const Tensor& errors, const Tensor& values,
-                    double factor, std::int64_t parts) {
-  const SignCompression arguments = read_compress_signs(payloads, errors, values, factor, parts);
+                    double factor, std::int64_t chunks) {
+  const SignCompression arguments = read_compress_signs(payloads, errors, values, factor, chunks);
   for_each_sign_block_range(
-      parts, arguments.part_numel,
-      [&](std::int64_t part, std::int64_t block, std::int64_t begin, std::int64_t count) {
-        const std::int64_t at = part * arguments.part_numel + begin;
+      chunks, arguments.chunk_numel,
+      [&](std::int64_t chunk, std::int64_t block, std::int64_t begin, std::int64_t count) {
+        const std::int64_t at = chunk * arguments.chunk_numel + begin;
         core::compress_signs(arguments.values + at * core::element_size(arguments.type),
                              arguments.type, arguments.factor, count, arguments.errors + at,
-                             from_sign_block(arguments.payloads.target(part), block));
+                             from_sign_block(arguments.payloads.target(chunk), block));
       });
 }
 
 void expand_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
-                  std::int64_t parts) {
-  const SignExpansion arguments = read_expand_signs(out, payloads, factor, parts);
+                  std::int64_t chunks) {
+  const SignExpansion arguments = read_expand_signs(out, payloads, factor, chunks);
   for_each_sign_block_range(
-      parts, arguments.part_numel,
-      [&](std::int64_t part, std::int64_t block, std::int64_t begin, std::int64_t count) {
-        const std::int64_t at = part * arguments.part_numel + begin;
-        core::expand_signs(from_sign_block(arguments.payloads.source(part), block), count,
+      chunks, arguments.chunk_numel,
+      [&](std::int64_t chunk, std::int64_t block, std::int64_t begin, std::int64_t count) {
+        const std::int64_t at = chunk * arguments.chunk_numel + begin;
+        core::expand_signs(from_sign_block(arguments.payloads.source(chunk), block), count,
                            arguments.factor, accumulate,
                            arguments.out + at * core::element_size(arguments.type), arguments.type);
       });

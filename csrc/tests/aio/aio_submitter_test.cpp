@@ -110,12 +110,12 @@ TEST_F(AioSubmitter, FillsTheQueueAndNeverOverfillsIt) {
 
 TEST_F(AioSubmitter, TakesEveryBlockOfItsShare) {
   Observed observed;
-  const auto whole = transfer(100);
+  const auto full = transfer(100);
   {
     Submitter submitter(std::make_unique<FakeQueue>(4, 1, observed), faults_);
-    submitter.enqueue({whole, 2, 3});
+    submitter.enqueue({full, 2, 3});
   }
-  EXPECT_FALSE(whole->done());
+  EXPECT_FALSE(full->done());
   std::vector<std::int64_t> expected;
   for (std::int64_t block = 2; block < 100; block += 3) expected.push_back(block * 4096);
   EXPECT_EQ(observed.offsets, expected);

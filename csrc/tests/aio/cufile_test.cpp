@@ -140,7 +140,7 @@ class CuFile : public ::testing::Test {
   Memory capacity_{kBytes};
 };
 
-TEST_F(CuFile, BytesGoBothWaysOnThreadsWithTheContext) {
+TEST_F(CuFile, BytesMoveInBothDirectionsOnThreadsWithTheContext) {
   auto generator = fresh_generator();
   const auto store = make_store();
   store->open_direct(driver());
@@ -225,7 +225,7 @@ TEST_F(CuFile, ChecksumsAreTheHosts) {
   EXPECT_EQ(library->open_drivers, 0);
 }
 
-TEST_F(CuFile, EverythingIsGivenBack) {
+TEST_F(CuFile, EverythingIsReleased) {
   {
     const auto shared = driver();
     auto one = make_store();

@@ -84,15 +84,15 @@ TEST_P(AioEngine, RandomTransfersMatchAModel) {
 TEST_P(AioEngine, ThreadsShareOneEngine) {
   const auto engine = make();
   const auto file = create("shared");
-  constexpr std::size_t kPart = 150'000;
+  constexpr std::size_t kSlice = 150'000;
   auto generator = fresh_generator();
-  const Bytes bytes = random_bytes(generator, 4 * kPart);
+  const Bytes bytes = random_bytes(generator, 4 * kSlice);
   std::vector<std::jthread> threads;
   for (std::size_t part = 0; part < 4; ++part) {
     threads.emplace_back([&, part] {
-      const Memory source(std::span<const std::byte>(bytes).subspan(part * kPart, kPart), 512);
-      Memory back(kPart);
-      const auto offset = static_cast<std::int64_t>(part * kPart);
+      const Memory source(std::span<const std::byte>(bytes).subspan(part * kSlice, kSlice), 512);
+      Memory back(kSlice);
+      const auto offset = static_cast<std::int64_t>(part * kSlice);
       engine->write(file, offset, source.span())->wait();
       engine->read(file, offset, back.span())->wait();
       EXPECT_EQ(back.copy(), source.copy());
@@ -109,7 +109,7 @@ TEST_P(AioEngine, AnEmptyTransferIsDone) {
   handle->wait();
 }
 
-TEST_P(AioEngine, KeepsTheOwnerUntilWaitedFor) {
+TEST_P(AioEngine, HoldsTheOwnerUntilWaitedFor) {
   const auto engine = make();
   const auto file = create("owned");
   auto owner = std::make_shared<Memory>(100'000);
@@ -127,8 +127,8 @@ TEST_P(AioEngine, DestructionWaitsForWhatIsUnderWay) {
   auto generator = fresh_generator();
   const auto source = std::make_shared<Memory>(random_bytes(generator, 3'000'000));
   const auto file = create("abandoned");
-  const auto kept = make(2, 4096, 2)->write(file, 0, source->span());
-  EXPECT_TRUE(kept->done());
+  const auto handle = make(2, 4096, 2)->write(file, 0, source->span());
+  EXPECT_TRUE(handle->done());
   make(2, 4096, 2)->write(file, 0, source->span(), source);
   EXPECT_EQ(source.use_count(), 1);
   EXPECT_EQ(content(file->path()), source->copy());
@@ -250,7 +250,7 @@ TEST_P(AioEngine, RefusesImpossibleTransfers) {
   expect_in("fault rule", error_of([&] { engine->inject_fault({IoDirection::kRead, -1, 0, 1}); }));
 }
 
-TEST_P(AioEngine, AForkedChildIsToldRatherThanKeptWaiting) {
+TEST_P(AioEngine, AForkedChildFailsInsteadOfWaiting) {
   auto engine = make();
   const auto file = create("forked");
   const Memory memory(1 << 20);
@@ -258,16 +258,16 @@ TEST_P(AioEngine, AForkedChildIsToldRatherThanKeptWaiting) {
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(10);
-    int told = 0;
+    int failures = 0;
     for (const bool waiting : {true, false}) {
       try {
         waiting ? handle->wait() : static_cast<void>(engine->write(file, 0, memory.span()));
       } catch (const std::runtime_error&) {
-        ++told;
+        ++failures;
       }
     }
     engine.reset();
-    ::_exit(told);
+    ::_exit(failures);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);

@@ -125,34 +125,34 @@ struct Exact {
 
 // One query after the other, by the definition, in double.
 template <class T>
-Exact definition(const Case<T>& given) {
-  Exact exact{std::vector<double>(given.query.size()), std::vector<double>(given.query.size()),
-              std::vector<double>(given.key.size()), std::vector<double>(given.key.size()),
-              std::vector<double>(given.bias.size())};
-  const std::int64_t dim = given.dim;
-  for (std::int64_t owner = 0; owner < given.batch * given.heads; ++owner) {
-    const std::int64_t head = owner % given.heads;
-    const std::int64_t group = given.heads / given.key_heads;
+Exact definition(const Case<T>& inputs) {
+  Exact exact{std::vector<double>(inputs.query.size()), std::vector<double>(inputs.query.size()),
+              std::vector<double>(inputs.key.size()), std::vector<double>(inputs.key.size()),
+              std::vector<double>(inputs.bias.size())};
+  const std::int64_t dim = inputs.dim;
+  for (std::int64_t owner = 0; owner < inputs.batch * inputs.heads; ++owner) {
+    const std::int64_t head = owner % inputs.heads;
+    const std::int64_t group = inputs.heads / inputs.key_heads;
     const std::int64_t first_key =
-        (owner / given.heads * given.key_heads + head / group) * given.keys;
-    for (std::int64_t i = 0; i < given.queries; ++i) {
-      const std::int64_t row = (owner * given.queries + i) * dim;
+        (owner / inputs.heads * inputs.key_heads + head / group) * inputs.keys;
+    for (std::int64_t i = 0; i < inputs.queries; ++i) {
+      const std::int64_t row = (owner * inputs.queries + i) * dim;
       std::vector<std::int64_t> seen;
       std::vector<double> weights, dropout_scale;
-      for (std::int64_t j = 0; j < given.keys; ++j) {
-        if (!given.sees(i, j)) continue;
+      for (std::int64_t j = 0; j < inputs.keys; ++j) {
+        if (!inputs.sees(i, j)) continue;
         const Philox4 words =
-            dropout_words({given.args.seed, 0, static_cast<std::uint32_t>(owner)},
+            dropout_words({inputs.args.seed, 0, static_cast<std::uint32_t>(owner)},
                           static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(j / 4 * 4));
         seen.push_back(j);
-        dropout_scale.push_back(words.words[j % 4] < drop_threshold(given.args.dropout)
+        dropout_scale.push_back(words.words[j % 4] < drop_threshold(inputs.args.dropout)
                                     ? 0
-                                    : 1 / (1 - given.args.dropout));
+                                    : 1 / (1 - inputs.args.dropout));
         const double product =
-            dot(given.query.data() + row, given.key.data() + (first_key + j) * dim, dim);
+            dot(inputs.query.data() + row, inputs.key.data() + (first_key + j) * dim, dim);
         weights.push_back(std::exp(
-            product * static_cast<double>(given.args.scale) +
-            static_cast<double>(given.bias[static_cast<std::size_t>(head * given.keys + j)])));
+            product * static_cast<double>(inputs.args.scale) +
+            static_cast<double>(inputs.bias[static_cast<std::size_t>(head * inputs.keys + j)])));
       }
       const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
       double delta = 0;
@@ -161,24 +161,24 @@ Exact definition(const Case<T>& given) {
         const std::int64_t at = (first_key + seen[s]) * dim;
         weights[s] /= sum;
         products.push_back(dropout_scale[s] *
-                           dot(given.grad_output.data() + row, given.value.data() + at, dim));
+                           dot(inputs.grad_output.data() + row, inputs.value.data() + at, dim));
         delta += weights[s] * products[s];
         for (std::int64_t d = 0; d < dim; ++d) {
           const auto in = static_cast<std::size_t>(at + d), out = static_cast<std::size_t>(row + d);
           const double weight = weights[s] * dropout_scale[s];
-          exact.output[out] += weight * static_cast<double>(to_float(given.value[in]));
-          exact.grad_value[in] += weight * static_cast<double>(to_float(given.grad_output[out]));
+          exact.output[out] += weight * static_cast<double>(to_float(inputs.value[in]));
+          exact.grad_value[in] += weight * static_cast<double>(to_float(inputs.grad_output[out]));
         }
       }
       for (std::size_t s = 0; s < seen.size(); ++s) {
         const double score_grad = weights[s] * (products[s] - delta);
-        exact.grad_bias[static_cast<std::size_t>(head * given.keys + seen[s])] += score_grad;
+        exact.grad_bias[static_cast<std::size_t>(head * inputs.keys + seen[s])] += score_grad;
         for (std::int64_t d = 0; d < dim; ++d) {
           const auto in = static_cast<std::size_t>((first_key + seen[s]) * dim + d);
           const auto out = static_cast<std::size_t>(row + d);
-          const double scaled = score_grad * static_cast<double>(given.args.scale);
-          exact.grad_query[out] += scaled * static_cast<double>(to_float(given.key[in]));
-          exact.grad_key[in] += scaled * static_cast<double>(to_float(given.query[out]));
+          const double scaled = score_grad * static_cast<double>(inputs.args.scale);
+          exact.grad_query[out] += scaled * static_cast<double>(to_float(inputs.key[in]));
+          exact.grad_key[in] += scaled * static_cast<double>(to_float(inputs.query[out]));
         }
       }
     }
@@ -196,15 +196,15 @@ void expect_near(const std::vector<T>& found, const std::vector<double>& exact, 
 
 template <class T>
 void compare(std::mt19937_64& generator, double tolerance) {
-  Case<T> given(generator);
-  const Exact exact = definition(given);
+  Case<T> inputs(generator);
+  const Exact exact = definition(inputs);
   for (const std::int64_t threads : {1, 3}) {
-    given.run(threads);
-    expect_near(given.output, exact.output, tolerance);
-    expect_near(given.grad_query, exact.grad_query, tolerance);
-    expect_near(given.grad_key, exact.grad_key, tolerance);
-    expect_near(given.grad_value, exact.grad_value, tolerance);
-    expect_near(given.grad_bias, exact.grad_bias, 4 * tolerance);
+    inputs.run(threads);
+    expect_near(inputs.output, exact.output, tolerance);
+    expect_near(inputs.grad_query, exact.grad_query, tolerance);
+    expect_near(inputs.grad_key, exact.grad_key, tolerance);
+    expect_near(inputs.grad_value, exact.grad_value, tolerance);
+    expect_near(inputs.grad_bias, exact.grad_bias, 4 * tolerance);
   }
 }
 
@@ -218,19 +218,19 @@ TEST(Attention, MatchesTheDefinition) {
   }
 }
 
-void expect_the_same_for_any_threads(Case<float>& given) {
+void expect_the_same_for_any_threads(Case<float>& inputs) {
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    given.run(1);
-    const Case<float> alone = given;
+    inputs.run(1);
+    const Case<float> alone = inputs;
     for (const std::int64_t threads : {2, 3, 16}) {
-      given.run(threads);
-      EXPECT_EQ(given.output, alone.output);
-      EXPECT_EQ(given.grad_query, alone.grad_query);
-      EXPECT_EQ(given.grad_key, alone.grad_key);
-      EXPECT_EQ(given.grad_value, alone.grad_value);
-      if (given.args.bias.data != nullptr) {
-        EXPECT_EQ(given.grad_bias, alone.grad_bias);
+      inputs.run(threads);
+      EXPECT_EQ(inputs.output, alone.output);
+      EXPECT_EQ(inputs.grad_query, alone.grad_query);
+      EXPECT_EQ(inputs.grad_key, alone.grad_key);
+      EXPECT_EQ(inputs.grad_value, alone.grad_value);
+      if (inputs.args.bias.data != nullptr) {
+        EXPECT_EQ(inputs.grad_bias, alone.grad_bias);
       }
     }
   }
@@ -239,31 +239,31 @@ void expect_the_same_for_any_threads(Case<float>& given) {
 // The passes that workers share differ with their number; a worker more than there is work too.
 TEST(Attention, ThreadsDoNotChangeABit) {
   auto generator = fresh_generator();
-  Case<float> given(generator);
-  expect_the_same_for_any_threads(given);
+  Case<float> inputs(generator);
+  expect_the_same_for_any_threads(inputs);
 }
 
 // Blocks that share a panel with the diagonal for one number of threads, and not for another.
 TEST(Attention, ThreadsDoNotChangeABitWithoutABias) {
   auto generator = fresh_generator();
   for (const std::int64_t block : {16, 32}) {
-    Case<float> given(generator, block, 1);
-    given.args.bias = {};
-    given.args.dropout = 0;
-    expect_the_same_for_any_threads(given);
+    Case<float> inputs(generator, block, 1);
+    inputs.args.bias = {};
+    inputs.args.dropout = 0;
+    expect_the_same_for_any_threads(inputs);
   }
 }
 
-TEST(Attention, FaultsOfALayoutAreNamed) {
+TEST(Attention, ErrorsOfALayoutAreNamed) {
   const std::vector<std::int32_t> columns{0, 2, 1};
-  const auto fault = [&](std::vector<std::int32_t> pointers) {
+  const auto error = [&](std::vector<std::int32_t> pointers) {
     return layout_error({pointers.data(), columns.data(), 1, 2, 16}, 3, 3);
   };
-  EXPECT_EQ(fault({0, 2, 3}), "");
-  EXPECT_NE(fault({0, 4, 3}).find("'row_pointers' has 0 at [0, 0] and 4"), std::string::npos);
-  EXPECT_NE(fault({0, 3, 3}).find("'columns' has 1 at 2, in row [0, 0]"), std::string::npos);
-  EXPECT_NE(fault({2, 1, 3}).find("'row_pointers' has 2"), std::string::npos);
-  EXPECT_NE(fault({-1, 1, 3}).find("'row_pointers' has -1"), std::string::npos);
+  EXPECT_EQ(error({0, 2, 3}), "");
+  EXPECT_NE(error({0, 4, 3}).find("'row_pointers' has 0 at [0, 0] and 4"), std::string::npos);
+  EXPECT_NE(error({0, 3, 3}).find("'columns' has 1 at 2, in row [0, 0]"), std::string::npos);
+  EXPECT_NE(error({2, 1, 3}).find("'row_pointers' has 2"), std::string::npos);
+  EXPECT_NE(error({-1, 1, 3}).find("'row_pointers' has -1"), std::string::npos);
 }
 
 // The known answers of Random123 (Salmon et al. 2011).

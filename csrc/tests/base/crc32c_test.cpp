@@ -78,22 +78,22 @@ TEST_P(Crc32c, ContinuesAcrossAnyCut) {
   std::mt19937_64 random = fresh_generator();
   const auto bytes = random_bytes(20'000, random);
   const std::span<const std::byte> all(bytes);
-  const std::uint32_t whole = reference(all, 0);
+  const std::uint32_t full = reference(all, 0);
   for (int trial = 0; trial < 50; ++trial) {
     const std::size_t cut = random() % (bytes.size() + 1);
-    EXPECT_EQ(GetParam()(all.subspan(cut), GetParam()(all.first(cut), 0)), whole) << "cut " << cut;
+    EXPECT_EQ(GetParam()(all.subspan(cut), GetParam()(all.first(cut), 0)), full) << "cut " << cut;
   }
 }
 
 TEST_P(Crc32c, SeesEverySingleBitFlip) {
   std::mt19937_64 random = fresh_generator();
   auto bytes = random_bytes(7000, random);
-  const std::uint32_t whole = GetParam()(bytes, 0);
+  const std::uint32_t full = GetParam()(bytes, 0);
   for (int trial = 0; trial < 500; ++trial) {
     const std::size_t at = random() % bytes.size();
     const auto mask = static_cast<std::byte>(1u << (random() % 8));
     bytes[at] ^= mask;
-    EXPECT_NE(GetParam()(bytes, 0), whole) << "byte " << at;
+    EXPECT_NE(GetParam()(bytes, 0), full) << "byte " << at;
     bytes[at] ^= mask;
   }
 }

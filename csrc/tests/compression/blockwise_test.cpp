@@ -177,11 +177,11 @@ TEST(Blockwise, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   for (const DynamicCode code : kCodes) {
     const std::vector<float> values = spread_values(generator, code);
     Quantized expected;
-    std::vector<float> wanted_back;
+    std::vector<float> expected_back;
     {
       const SelectedIsa selected(Isa::scalar);
       expected = quantize(values, code);
-      wanted_back = dequantize(expected, code);
+      expected_back = dequantize(expected, code);
     }
     for (const Isa isa : available_isas()) {
       const SelectedIsa selected(isa);
@@ -197,7 +197,7 @@ TEST(Blockwise, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       const std::vector<float> back = dequantize(split, code);
       for (std::size_t i = 0; i < kCount; ++i) {
         EXPECT_EQ(std::bit_cast<std::uint32_t>(back[i]),
-                  std::bit_cast<std::uint32_t>(wanted_back[i]));
+                  std::bit_cast<std::uint32_t>(expected_back[i]));
       }
     }
   }

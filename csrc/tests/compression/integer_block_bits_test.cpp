@@ -139,7 +139,7 @@ TEST(IntegerBlockBits, OfAnyFloat32) { compare_any_values<float>(); }
 TEST(IntegerBlockBits, OfAnyBFloat16) { compare_any_values<BFloat16>(); }
 TEST(IntegerBlockBits, OfAnyFloat16) { compare_any_values<Float16>(); }
 
-TEST(IntegerBlockBits, AnElementThatIsNotFiniteIsSeenInEveryPlace) {
+TEST(IntegerBlockBits, AnElementThatIsNotFiniteIsSeenAtEveryIndex) {
   constexpr std::int64_t size = 128;
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -180,7 +180,7 @@ TEST(IntegerBlockBits, StreamedFromFloat32) { compare_streamed<float>(); }
 TEST(IntegerBlockBits, StreamedFromBFloat16) { compare_streamed<BFloat16>(); }
 
 // Payloads of `count` elements of any codes, whose scales need not be those of any elements.
-std::vector<Payload> any_messages(std::mt19937_64& generator, int senders, std::int64_t count,
+std::vector<Payload> any_payloads(std::mt19937_64& generator, int senders, std::int64_t count,
                                   const BlockFormat& format, bool are_usual) {
   constexpr float kUnusual[] = {0, 1e-38F, 1e-42F, 1e30F, kLargest, kInfinity, -kInfinity, kNaN};
   std::vector<Payload> payloads;
@@ -199,7 +199,7 @@ std::vector<Payload> any_messages(std::mt19937_64& generator, int senders, std::
 
 void compare_requantized(std::mt19937_64& generator, std::int64_t count, const BlockFormat& from,
                          float factor, bool are_usual) {
-  auto payloads = any_messages(generator, 1 + generator() % 6, count, from, are_usual);
+  auto payloads = any_payloads(generator, 1 + generator() % 6, count, from, are_usual);
   std::vector<PayloadSource> sources;
   for (Payload& payload : payloads) sources.push_back(payload.source());
   std::vector<float> sum(count, -7);
@@ -220,7 +220,7 @@ void compare_requantized(std::mt19937_64& generator, std::int64_t count, const B
   }
 }
 
-TEST(IntegerBlockBits, RequantizedOfAnyMessages) {
+TEST(IntegerBlockBits, RequantizedOfAnyPayloads) {
   auto generator = fresh_generator();
   for (const std::int64_t size : kSizes) {
     for (const BlockFormat& from : formats_of(size)) {
@@ -234,7 +234,7 @@ TEST(IntegerBlockBits, RequantizedOfAnyMessages) {
 }
 
 // All but one are zeros, so that no other element shows what is not finite.
-TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
+TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenAtEveryIndex) {
   constexpr std::int64_t size = 128;
   for (const BlockFormat& from : formats_of(size)) {
     const std::uint32_t mask = (1U << from.bits) - 1;

@@ -93,11 +93,11 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
   for (const BFloat16 value : values) wide.push_back(to_float(value));
   for (const BlockFormat& format : kFormats) {
     Payload expected(format);
-    std::vector<float> wanted_back(kCount);
+    std::vector<float> expected_back(kCount);
     {
       const SelectedIsa selected(Isa::scalar);
       expected = quantize(wide, format);
-      dequantize_blocks(expected.source(), kCount, format, wanted_back.data(),
+      dequantize_blocks(expected.source(), kCount, format, expected_back.data(),
                         NumericType::float32);
     }
     for (const Isa isa : available_isas()) {
@@ -114,7 +114,7 @@ TEST(IntegerBlocks, InstructionSetsTypesAndThreadSplitsAgreeBitForBit) {
                           NumericType::float32);
       });
       EXPECT_EQ(split.bits(), expected.bits());
-      EXPECT_EQ(bits_of(back), bits_of(wanted_back));
+      EXPECT_EQ(bits_of(back), bits_of(expected_back));
     }
   }
 }
@@ -204,7 +204,7 @@ TEST(IntegerBlocks, NonFiniteBlocksReadBackAsNaNAndZeroBlocksAsZeros) {
   }
 }
 
-TEST(IntegerBlocks, ElementsAreFoundFromTheBytesOfAMessage) {
+TEST(IntegerBlocks, ElementsAreFoundFromTheBytesOfAPayload) {
   for (const BlockFormat& format : kFormats) {
     for (std::int64_t count = 0; count < 700; ++count) {
       const std::int64_t most = format.max_elements(format.payload_bytes(count));

@@ -88,12 +88,12 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   const auto values = normal_values<TypeParam>(generator, kCount);
   const auto before = normal_values<float>(generator, kCount);
   Payload expected;
-  auto wanted_error = before;
-  std::vector<TypeParam> wanted_values(kCount);
+  auto expected_error = before;
+  std::vector<TypeParam> expected_values(kCount);
   {
     const SelectedIsa selected(Isa::scalar);
-    expected = compress(values, 0.3F, wanted_error);
-    expand_signs(expected.source(), kCount, 0.7F, false, wanted_values.data(),
+    expected = compress(values, 0.3F, expected_error);
+    expand_signs(expected.source(), kCount, 0.7F, false, expected_values.data(),
                  TypeOf<TypeParam>::value);
   }
   for (const Isa isa : available_isas()) {
@@ -112,9 +112,9 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
                    TypeOf<TypeParam>::value);
     });
     EXPECT_EQ(split, expected);
-    EXPECT_EQ(error, wanted_error);
+    EXPECT_EQ(error, expected_error);
     for (std::int64_t i = 0; i < kCount; ++i) {
-      EXPECT_EQ(to_float(expanded[i]), to_float(wanted_values[i])) << i;
+      EXPECT_EQ(to_float(expanded[i]), to_float(expected_values[i])) << i;
     }
   }
 }
@@ -139,8 +139,8 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
     for (std::int64_t i = 0; i < kCount; ++i) EXPECT_EQ(out[i], total[i] * 0.3F + 2) << i;
 
     const auto before = normal_values<float>(generator, kCount);
-    auto wanted_error = before;
-    const Payload expected = compress(total, 0.3F, wanted_error);
+    auto expected_error = before;
+    const Payload expected = compress(total, 0.3F, expected_error);
     Payload reduced;
     auto error = before;
     split_over_threads(3, 2, [&](std::int64_t first, std::int64_t last) {
@@ -149,7 +149,7 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
                    error.data() + begin, reduced.from(first));
     });
     EXPECT_EQ(reduced, expected);
-    EXPECT_EQ(error, wanted_error);
+    EXPECT_EQ(error, expected_error);
   }
 }
 

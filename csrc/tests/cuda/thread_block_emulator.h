@@ -69,7 +69,7 @@ class EmulatedThreadBlock {
   std::int64_t sync_count() const { return sync_count_; }
   const Counts& counts() const { return counts_; }
   // Copies that no wait has covered.
-  std::int64_t copies_under_way() const {
+  std::int64_t pending_copies() const {
     return std::accumulate(begun_.begin(), begun_.end(), std::int64_t{0});
   }
 
@@ -234,7 +234,7 @@ EmulatedThreadBlock::Counts emulate_grid(const Kernel& kernel, std::int64_t bloc
         running.emplace_back([&, warp, seed = generator()] {
           const EmulatedThreadBlock thread_block(block, warp, seed);
           kernel(thread_block);
-          EXPECT_EQ(thread_block.copies_under_way(), 0) << "copies that the kernel leaves behind";
+          EXPECT_EQ(thread_block.pending_copies(), 0) << "copies that the kernel leaves behind";
           sync_count[static_cast<std::size_t>(warp)] = thread_block.sync_count();
           each[static_cast<std::size_t>(warp)] = thread_block.counts();
           barrier.arrive_and_drop();

@@ -182,7 +182,7 @@ struct Problem {
 };
 
 // Extents lie in random order with gaps in between.
-void place_extents(std::mt19937_64& generator, Problem& problem) {
+void lay_out_extents(std::mt19937_64& generator, Problem& problem) {
   std::vector<std::pair<std::int64_t*, std::int64_t>> extents;
   for (Range& range : problem.ranges) {
     extents.emplace_back(&range.offset, range.layout.extent_bytes());
@@ -232,7 +232,7 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
     problem.ranges.push_back(std::move(range));
   }
   problem.largest_chunk = 3 * RingBuffer::kAlignment + 20 * chunk;
-  place_extents(generator, problem);
+  lay_out_extents(generator, problem);
   return problem;
 }
 

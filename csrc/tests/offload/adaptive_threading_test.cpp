@@ -48,13 +48,13 @@ struct Strategies {
 };
 
 TEST(AdaptiveThreading, ThreadsRestWhileStorageIsWaitedFor) {
-  Strategies ways{microseconds(1), microseconds(1)};
-  AdaptiveThreading use = ways.use();
-  ways.run(use, counters(microseconds(100), microseconds(50)), 300);
-  EXPECT_EQ(ways.ran_threads, 0);
+  Strategies strategies{microseconds(1), microseconds(1)};
+  AdaptiveThreading use = strategies.use();
+  strategies.run(use, counters(microseconds(100), microseconds(50)), 300);
+  EXPECT_EQ(strategies.ran_threads, 0);
 }
 
-TEST(AdaptiveThreading, TheFasterWayComputes) {
+TEST(AdaptiveThreading, TheFasterStrategyComputes) {
   const PipelineCounters busy = counters(microseconds(100), microseconds(51));
   Strategies threads{microseconds(20000), microseconds(1)};
   AdaptiveThreading first = threads.use();
@@ -69,10 +69,10 @@ TEST(AdaptiveThreading, TheFasterWayComputes) {
 }
 
 TEST(AdaptiveThreading, NothingToDoIsNotMeasured) {
-  Strategies ways{microseconds(1), microseconds(1)};
-  AdaptiveThreading use = ways.use();
+  Strategies strategies{microseconds(1), microseconds(1)};
+  AdaptiveThreading use = strategies.use();
   use.run(0, 10, {}, [](std::int64_t, std::int64_t) { FAIL(); });
-  EXPECT_EQ(ways.ran_alone + ways.ran_threads, 0);
+  EXPECT_EQ(strategies.ran_alone + strategies.ran_threads, 0);
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ struct Model {
   }
 };
 
-TEST(StateAccess, RandomPartsAgreeWithAModelInMemory) {
+TEST(StateAccess, RandomSlicesAgreeWithAModelInMemory) {
   auto generator = fresh_generator();
   for (int round = 0; round < 25; ++round) {
     const std::int64_t alignment = std::int64_t{1} << pick(generator, 0, 9);
@@ -172,7 +172,7 @@ TEST(StateAccess, FillConvertsTheMasterAndZeroesTheRest) {
   }
 }
 
-TEST(StateAccess, BadPartsAreRefused) {
+TEST(StateAccess, BadSlicesAreRefused) {
   auto generator = fresh_generator();
   const ChunkLayout layout(1000, {{4, 1}, {4, 16}}, 256, 512);
   FakeStore store(layout.extent_bytes(), generator(), {512});

@@ -137,10 +137,10 @@ TEST(Adam8Bit, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   const Problem start(generator);
   const std::vector<AdamSegment> parts = segments();
-  Problem whole = start;
+  Problem full = start;
   {
     const SelectedIsa selected(Isa::scalar);
-    adam_step_8bit(whole.buffers(), parts, 0, kBlocks);
+    adam_step_8bit(full.buffers(), parts, 0, kBlocks);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -149,7 +149,7 @@ TEST(Adam8Bit, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     split_over_threads(kBlocks, 4, [&](std::int64_t first, std::int64_t last) {
       adam_step_8bit(buffers, parts, first, last);
     });
-    EXPECT_TRUE(split == whole);
+    EXPECT_TRUE(split == full);
   }
 }
 

@@ -97,10 +97,10 @@ TEST(Adam, MatchesDoubleReferenceAndLeavesTheRest) {
 TEST(Adam, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   const Problem start(generator);
-  Problem whole = start;
+  Problem full = start;
   {
     const SelectedIsa selected(Isa::scalar);
-    adam_step(whole.buffers(), segments(), 0, 197 + 820);
+    adam_step(full.buffers(), segments(), 0, 197 + 820);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -110,10 +110,10 @@ TEST(Adam, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     split_over_threads(197 + 820, 4, [&](std::int64_t begin, std::int64_t end) {
       adam_step(buffers, parts, begin, end);
     });
-    EXPECT_EQ(split.master, whole.master);
-    EXPECT_EQ(split.exp_avg, whole.exp_avg);
-    EXPECT_EQ(split.exp_avg_sq, whole.exp_avg_sq);
-    for (std::size_t i = 0; i < kCount; ++i) EXPECT_EQ(split.param[i].bits, whole.param[i].bits);
+    EXPECT_EQ(split.master, full.master);
+    EXPECT_EQ(split.exp_avg, full.exp_avg);
+    EXPECT_EQ(split.exp_avg_sq, full.exp_avg_sq);
+    for (std::size_t i = 0; i < kCount; ++i) EXPECT_EQ(split.param[i].bits, full.param[i].bits);
   }
 }
 

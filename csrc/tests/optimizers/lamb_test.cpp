@@ -106,13 +106,13 @@ TEST(Lamb, MatchesDoubleReferenceAndLeavesTheRest) {
 TEST(Lamb, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   Problem start(generator);
-  Problem whole = start;
+  Problem full = start;
   std::vector<LambNorms> reference(3);
   std::mutex mutex;
   {
     const SelectedIsa selected(Isa::scalar);
-    lamb_norms(whole.buffers(), segments(), 0, kTotal, reference, mutex);
-    lamb_step(whole.buffers(), segments(), 0, kTotal);
+    lamb_norms(full.buffers(), segments(), 0, kTotal, reference, mutex);
+    lamb_step(full.buffers(), segments(), 0, kTotal);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -126,10 +126,10 @@ TEST(Lamb, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     split_over_threads(kTotal, 4, [&](std::int64_t begin, std::int64_t end) {
       lamb_step(buffers, parts, begin, end);
     });
-    EXPECT_EQ(split.master, whole.master);
+    EXPECT_EQ(split.master, full.master);
     for (std::size_t i = 0; i < kCount; ++i) {
-      EXPECT_EQ(split.exp_avg[i].bits, whole.exp_avg[i].bits);
-      EXPECT_EQ(split.exp_avg_sq[i].bits, whole.exp_avg_sq[i].bits);
+      EXPECT_EQ(split.exp_avg[i].bits, full.exp_avg[i].bits);
+      EXPECT_EQ(split.exp_avg_sq[i].bits, full.exp_avg_sq[i].bits);
     }
     for (std::size_t i = 0; i < norms.size(); ++i) {
       LambNorms expected = reference[i];

@@ -79,13 +79,13 @@ TEST(Lion, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   start.exp_avg[7] = start.exp_avg[900] = 0;  // directions of zero and NaN
   start.grad[7] = start.grad[900] = BFloat16{0x8000};
   start.grad[8] = start.grad[901] = BFloat16{0x7FC0};
-  Problem whole = start;
+  Problem full = start;
   {
     const SelectedIsa selected(Isa::scalar);
-    lion_step(whole.buffers(), segments(), 0, kTotal);
+    lion_step(full.buffers(), segments(), 0, kTotal);
   }
-  EXPECT_TRUE(std::isnan(whole.master[8]) && std::isnan(whole.master[901]));
-  EXPECT_EQ(whole.master[900], start.master[900]);
+  EXPECT_TRUE(std::isnan(full.master[8]) && std::isnan(full.master[901]));
+  EXPECT_EQ(full.master[900], start.master[900]);
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     Problem split = start;
@@ -99,9 +99,9 @@ TEST(Lion, InstructionSetsAndThreadSplitsAgreeBitForBit) {
         EXPECT_TRUE(std::isnan(split.master[i]) && std::isnan(split.exp_avg[i]));
         continue;
       }
-      EXPECT_EQ(split.master[i], whole.master[i]);
-      EXPECT_EQ(split.exp_avg[i], whole.exp_avg[i]);
-      EXPECT_EQ(split.param[i].bits, whole.param[i].bits);
+      EXPECT_EQ(split.master[i], full.master[i]);
+      EXPECT_EQ(split.exp_avg[i], full.exp_avg[i]);
+      EXPECT_EQ(split.param[i].bits, full.param[i].bits);
     }
   }
 }

@@ -41,7 +41,7 @@ class NaiveArena {
   }
 
   void grow(std::int64_t capacity) {
-    taken_.resize(static_cast<std::size_t>(capacity / alignment_));
+    allocated_.resize(static_cast<std::size_t>(capacity / alignment_));
   }
 
   std::int64_t live_bytes() const {
@@ -70,20 +70,20 @@ class NaiveArena {
   std::map<std::int64_t, std::int64_t> free_ranges() const {
     std::map<std::int64_t, std::int64_t> ranges;
     std::int64_t begin = -1;
-    for (std::int64_t at = 0; at <= static_cast<std::int64_t>(taken_.size()); ++at) {
-      const bool free = at < static_cast<std::int64_t>(taken_.size()) && !taken_[at];
+    for (std::int64_t at = 0; at <= static_cast<std::int64_t>(allocated_.size()); ++at) {
+      const bool free = at < static_cast<std::int64_t>(allocated_.size()) && !allocated_[at];
       if (free && begin < 0) begin = at;
       if (!free && begin >= 0) ranges[std::exchange(begin, -1)] = at - begin;
     }
     return ranges;
   }
 
-  void mark(std::int64_t begin, std::int64_t length, bool taken) {
-    for (std::int64_t at = begin; at < begin + length; ++at) taken_[at] = taken;
+  void mark(std::int64_t begin, std::int64_t length, bool allocated) {
+    for (std::int64_t at = begin; at < begin + length; ++at) allocated_[at] = allocated;
   }
 
   std::int64_t alignment_;
-  std::vector<bool> taken_;
+  std::vector<bool> allocated_;
   std::map<std::int64_t, std::int64_t> sizes_;  // in granules
 };
 

@@ -45,8 +45,8 @@ void write_and_wait(StripedStore& store, std::int64_t offset, std::span<const st
 }
 
 // Where byte `address` of the address space lies, by counting: device and offset there.
-std::pair<std::size_t, std::int64_t> place_of(std::int64_t address, std::size_t devices,
-                                              std::int64_t stripe) {
+std::pair<std::size_t, std::int64_t> location_of(std::int64_t address, std::size_t devices,
+                                                 std::int64_t stripe) {
   const auto number = static_cast<std::size_t>(address / stripe);
   return {number % devices,
           static_cast<std::int64_t>(number / devices) * stripe + address % stripe};
@@ -65,12 +65,12 @@ TEST(Striping, PutsEveryByteWhereCountingPutsIt) {
       ASSERT_EQ(extent.transfer_offset, done);
       for (std::int64_t i = 0; i < extent.bytes; ++i, ++done) {
         const std::pair found(extent.device, extent.device_offset + i);
-        ASSERT_EQ(found, place_of(offset + done, devices, stripe));
+        ASSERT_EQ(found, location_of(offset + done, devices, stripe));
       }
     }
     EXPECT_EQ(done, bytes);
     std::vector<std::int64_t> counts(devices, 0);
-    for (std::int64_t at = 0; at < offset; ++at) ++counts[place_of(at, devices, stripe).first];
+    for (std::int64_t at = 0; at < offset; ++at) ++counts[location_of(at, devices, stripe).first];
     for (std::size_t i = 0; i < devices; ++i) {
       EXPECT_EQ(striping.device_bytes(i, offset), counts[i]);
     }
@@ -169,7 +169,7 @@ TEST(StripedStore, KeepsWhatWasWrittenOnEveryBackend) {
         live += static_cast<std::int64_t>(extent.bytes.size());
         for (std::size_t i = 0; i < extent.bytes.size(); ++i) {
           const auto address = extent.offset + static_cast<std::int64_t>(i);
-          const auto [device, at] = place_of(address, devices, stripe);
+          const auto [device, at] = location_of(address, devices, stripe);
           ASSERT_EQ(files[device][static_cast<std::size_t>(at)], extent.bytes[i]);
         }
       }
@@ -296,7 +296,7 @@ TEST(StripedStore, RefusesTransfersOutsideOneExtent) {
   EXPECT_EQ(store.stats().bytes_read + store.stats().bytes_written, 0);
 }
 
-TEST(StripedStore, KeepsOwnersAsLongAsItNeedsTheMemory) {
+TEST(StripedStore, HoldsOwnersAsLongAsItNeedsTheMemory) {
   const ScratchFolder folder;
   StripedStore store(engine(), names(folder, 1), {.checksum = true});
   store.reserve(2 * kSector);

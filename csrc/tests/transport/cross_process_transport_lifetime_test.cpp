@@ -79,7 +79,7 @@ TEST(HostExchangeLifetime, RejectsWhatItsSenderHasFreed) {
   EXPECT_EQ(got, Bytes(8, kPoison));
 }
 
-TEST(HostExchangeLifetime, TellsThatAPeerHasClosed) {
+TEST(HostExchangeLifetime, ReportsThatAPeerHasClosed) {
   Pair pair;
   const Bytes sent(8, kSent);
   Bytes got(8, kPoison);

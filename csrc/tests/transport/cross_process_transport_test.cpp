@@ -18,7 +18,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-TEST(CrossProcessTransport, DeliversInOrderBothWays) {
+TEST(CrossProcessTransport, DeliversInOrderInBothDirections) {
   Pair pair;
   ASSERT_TRUE(pair.connected());
   std::mt19937 random(std::random_device{}());
@@ -53,7 +53,7 @@ TEST(CrossProcessTransport, HoldsMoreMessagesThanItsRing) {
   EXPECT_EQ(sent, got);
 }
 
-TEST(CrossProcessTransport, KeepsOwnersUntilTheMessageIsThrough) {
+TEST(CrossProcessTransport, HoldsOwnersUntilTheMessageIsThrough) {
   Pair pair;
   auto owner = std::make_shared<Bytes>(1000, std::byte{7});
   const std::weak_ptr<Bytes> alive = owner;
@@ -88,14 +88,14 @@ TEST(CrossProcessTransport, RefusesAMessageOfAnotherTag) {
   EXPECT_EQ(got, Bytes(8, std::byte{1}));
 }
 
-TEST(CrossProcessTransport, GivesUpAfterTheTimeout) {
+TEST(CrossProcessTransport, AbortsAfterTheTimeout) {
   Pair pair;
   Bytes got(8);
   pair[1].receive(0, got, kTag, nullptr);
   EXPECT_THROW(pair[1].wait(0, MessageDirection::kReceive, 1, 50ms), std::runtime_error);
 }
 
-TEST(CrossProcessTransport, TellsWhyAPeerGaveUp) {
+TEST(CrossProcessTransport, ReportsWhyAPeerAborted) {
   Pair pair;
   ASSERT_TRUE(pair.connected());
   Bytes before(8, std::byte{3}), got(8), never(8);
@@ -131,10 +131,10 @@ TEST(CrossProcessTransport, CutsALongReasonBetweenCharacters) {
       pair[1].wait(0, MessageDirection::kReceive, 1, 30s);
       ADD_FAILURE() << "a rank that gave up went on";
     } catch (const std::runtime_error& error) {
-      const std::string heard = error.what();
-      EXPECT_EQ(heard, reason.substr(0, heard.size()));
-      EXPECT_EQ((heard.size() - shift) % 3, 0U);
-      EXPECT_GT(heard.size(), kReasonBytes - 4);
+      const std::string text = error.what();
+      EXPECT_EQ(text, reason.substr(0, text.size()));
+      EXPECT_EQ((text.size() - shift) % 3, 0U);
+      EXPECT_GT(text.size(), kReasonBytes - 4);
     }
   }
 }
@@ -149,7 +149,7 @@ TEST(CrossProcessTransport, RefusesPeersThatDoNotExist) {
   }
 }
 
-TEST(CrossProcessTransport, TellsThatAPeersProcessEnded) {
+TEST(CrossProcessTransport, ReportsThatAPeersProcessEnded) {
   const std::string name = unique_name();
   CrossProcessTransport self(name, 0, 2, true);
   int joined[2];

@@ -18,10 +18,10 @@ struct Avx2AttentionVector : Avx2Vector {
   static Float exp2(Float a) {
     // Clamped, minus infinity included, to where the exponent's bits become zero.
     const __m256 clamped = _mm256_max_ps(set(-127.0F), _mm256_min_ps(set(128.0F), a));
-    const __m256 whole = _mm256_round_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    const __m256 integral = _mm256_round_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(integral), _mm256_set1_epi32(127));
     const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-    return mul(exp2_of_fraction<Avx2AttentionVector>(sub(clamped, whole)), power);
+    return mul(exp2_of_fraction<Avx2AttentionVector>(sub(clamped, integral)), power);
   }
   static Float indices(float first) {
     return add(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), set(first));

@@ -18,9 +18,10 @@ struct Avx512AttentionVector : Avx512Vector {
   static Float exp2(Float a) {
     // Far below, minus infinity included, becomes zero; NaN stays.
     const __m512 clamped = _mm512_max_ps(set(-256.0F), a);
-    const __m512 whole =
+    const __m512 integral =
         _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_scalef_ps(exp2_of_fraction<Avx512AttentionVector>(sub(clamped, whole)), whole);
+    return _mm512_scalef_ps(exp2_of_fraction<Avx512AttentionVector>(sub(clamped, integral)),
+                            integral);
   }
   static Float indices(float first) {
     const __m512 each = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

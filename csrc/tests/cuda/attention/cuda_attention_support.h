@@ -33,9 +33,9 @@ struct Problem {
 
   bool has_bias() const { return bias[0] || bias[1] || bias[2] || bias[3]; }
   std::int64_t bias_size(int dim) const {
-    const std::array<std::int64_t, 4> whole = {sizes.batch, sizes.query_heads, sizes.query_length,
-                                               sizes.key_length};
-    return bias[static_cast<std::size_t>(dim)] ? whole[static_cast<std::size_t>(dim)] : 1;
+    const std::array<std::int64_t, 4> full = {sizes.batch, sizes.query_heads, sizes.query_length,
+                                              sizes.key_length};
+    return bias[static_cast<std::size_t>(dim)] ? full[static_cast<std::size_t>(dim)] : 1;
   }
   // Contiguous, 0 along dimensions that are repeated.
   std::int64_t bias_stride(int dim) const {

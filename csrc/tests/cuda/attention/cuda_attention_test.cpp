@@ -47,12 +47,12 @@ void run_forward(const Data<T>& data, Found<T>& found, std::mt19937_64& generato
                  generator);
 }
 
-template <class T, int kDim, DkDvOutputs kPart>
+template <class T, int kDim, DkDvOutputs kOutputs>
 void run_columns(const Data<T>& data, const cuda::GradientInputs<T>& inputs, Found<T>& found,
                  const BiasGradient& bias, std::int32_t batches, std::int32_t heads,
                  std::mt19937_64& generator) {
   const AttentionSizes& s = data.problem.sizes;
-  using Kernel = AttentionDkDv<T, kDim, kPart>;
+  using Kernel = AttentionDkDv<T, kDim, kOutputs>;
   const Unions columns(data.layout(data.by_columns), data.problem.shift, Kernel::Tiling::kRows,
                        generator);
   emulate_blocks(Kernel{{inputs, columns.lists, bias, batches, heads},

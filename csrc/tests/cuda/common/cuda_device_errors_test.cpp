@@ -41,7 +41,7 @@ DeviceErrorRecord popped(DeviceErrorRecord& record) {
   return found;
 }
 
-TEST(CudaDeviceErrors, TheFirstStaysUntilItIsTaken) {
+TEST(CudaDeviceErrors, TheFirstStaysUntilItIsPopped) {
   DeviceErrorRecord record{};
   EXPECT_FALSE(has_error(&record));
   EXPECT_EQ(core::device_error_text(popped(record)), "");
@@ -57,7 +57,7 @@ TEST(CudaDeviceErrors, TheFirstStaysUntilItIsTaken) {
   EXPECT_EQ(popped(record).error.index, 33);
 }
 
-TEST(CudaDeviceErrors, OneThatIsBeingWrittenIsAnErrorAndIsNotTaken) {
+TEST(CudaDeviceErrors, OneThatIsBeingWrittenIsAnErrorAndIsNotPopped) {
   DeviceErrorRecord record{};
   record.state = DeviceErrorRecord::busy;
   EXPECT_TRUE(has_error(&record));
@@ -65,7 +65,7 @@ TEST(CudaDeviceErrors, OneThatIsBeingWrittenIsAnErrorAndIsNotTaken) {
   EXPECT_EQ(record.state, DeviceErrorRecord::busy);
 }
 
-TEST(CudaDeviceErrors, ThreadsThatRecordAndTakeNeverMixErrors) {
+TEST(CudaDeviceErrors, ThreadsThatRecordAndPopNeverMixErrors) {
   DeviceErrorRecord record{};
   std::vector<std::thread> threads;
   for (std::int64_t first = 0; first < 4; ++first) {
@@ -74,7 +74,7 @@ TEST(CudaDeviceErrors, ThreadsThatRecordAndTakeNeverMixErrors) {
     });
   }
   std::set<std::int64_t> seen;
-  const auto take = [&] {
+  const auto pop = [&] {
     Words words{};
     PopDeviceError{&record, words.data()}(0, 1);
     DeviceErrorRecord found;
@@ -83,9 +83,9 @@ TEST(CudaDeviceErrors, ThreadsThatRecordAndTakeNeverMixErrors) {
     EXPECT_TRUE(is_numbered(found)) << found.error.index;
     EXPECT_TRUE(seen.insert(found.error.index).second) << found.error.index;
   };
-  for (int i = 0; i < 2000; ++i) take();
+  for (int i = 0; i < 2000; ++i) pop();
   for (std::thread& each : threads) each.join();
-  take();
+  pop();
   EXPECT_FALSE(seen.empty());
 }
 

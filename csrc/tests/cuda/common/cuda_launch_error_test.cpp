@@ -11,7 +11,7 @@ bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-TEST(CudaLaunchFault, NamesTheGpuWhatItHasAndWhatToDo) {
+TEST(CudaLaunchError, NamesTheGpuWhatItHasAndWhatToDo) {
   const std::string old = explain(LaunchError::no_code, gpu(7, 5));
   EXPECT_TRUE(holds(old, "cuda:1, of compute capability 7.5") && holds(old, "need 8.0 or higher"))
       << old;

@@ -24,7 +24,7 @@ bool same_bits(const T& one, const T& two) {
 }
 
 template <class Tile, class T>
-void expect_each_lane_to_hold_its_places(std::mt19937_64& generator) {
+void expect_each_lane_to_hold_its_positions(std::mt19937_64& generator) {
   const auto source = random_bits<T>(Tile::kElements, generator);
   typename Tile::template Fragment<T> fragment;
   Tile::load(source.data(), fragment);
@@ -46,16 +46,16 @@ void expect_each_lane_to_hold_its_places(std::mt19937_64& generator) {
 // Every relation of an element's size to the widest one's.
 TEST(CudaWarpTile, LanesSwapWhatTheyMoveForWhatTheyHold) {
   auto generator = fresh_generator();
-  expect_each_lane_to_hold_its_places<WarpTile<4, 2>, float>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 2>, core::BFloat16>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 4>, core::Float16>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<8, 2>, core::BFloat16>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 4>, std::uint8_t>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<8, 2>, std::uint8_t>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<1, 4>, std::uint32_t>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 8, 8>, float>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 8, 8>, core::BFloat16>(generator);
-  expect_each_lane_to_hold_its_places<WarpTile<4, 4, 16>, std::uint8_t>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 2>, float>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 2>, core::BFloat16>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 4>, core::Float16>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<8, 2>, core::BFloat16>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 4>, std::uint8_t>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<8, 2>, std::uint8_t>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<1, 4>, std::uint32_t>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 8, 8>, float>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 8, 8>, core::BFloat16>(generator);
+  expect_each_lane_to_hold_its_positions<WarpTile<4, 4, 16>, std::uint8_t>(generator);
 }
 
 TEST(CudaWarpTile, LanesOfShortRowsHaveAllRowsOfTheirPart) {

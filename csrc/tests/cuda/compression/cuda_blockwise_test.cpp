@@ -120,7 +120,7 @@ TYPED_TEST(CudaBlockwise, EveryCodeAndScaleReadsAsOnTheCpu) {
   }
 }
 
-// In a run of four blocks, in blocks alone and in a part of one. The other blocks are the CPU's.
+// In a run of four blocks, in blocks alone and in a chunk of one. The other blocks are the CPU's.
 TEST(CudaBlockwiseUnsigned, ANegativeValueIsRecordedAndItsBlockIsNaN) {
   auto generator = fresh_generator();
   constexpr std::int64_t kCount = 4 * 256 + 256 + 40;
@@ -130,10 +130,10 @@ TEST(CudaBlockwiseUnsigned, ANegativeValueIsRecordedAndItsBlockIsNaN) {
       const std::vector<float> good = values_of<UnsignedDynamicCode>(kCount, generator);
       std::vector<float> values = good;
       values[static_cast<std::size_t>(bad)] = -1e-30F;
-      std::vector<std::uint8_t> wanted_codes(kCount);
-      std::vector<float> wanted_scales(6);
-      core::quantize_blockwise(good.data(), kCount, DynamicCode::is_unsigned, wanted_codes.data(),
-                               wanted_scales.data());
+      std::vector<std::uint8_t> expected_codes(kCount);
+      std::vector<float> expected_scales(6);
+      core::quantize_blockwise(good.data(), kCount, DynamicCode::is_unsigned, expected_codes.data(),
+                               expected_scales.data());
       std::vector<std::uint8_t> codes(kCount, 0xAA);
       std::vector<float> scales(6, -7);
       DeviceErrorRecord record{};
@@ -146,11 +146,11 @@ TEST(CudaBlockwiseUnsigned, ANegativeValueIsRecordedAndItsBlockIsNaN) {
                 "quantize_blockwise: entry of values[" + std::to_string(bad) +
                     "]: expected 0 or more for the unsigned code, got " + "-1.00000000317108e-30.");
       EXPECT_TRUE(std::isnan(scales[block])) << bad;
-      scales[block] = wanted_scales[block];
-      EXPECT_TRUE(same_bits(scales, wanted_scales)) << bad;
+      scales[block] = expected_scales[block];
+      EXPECT_TRUE(same_bits(scales, expected_scales)) << bad;
       for (std::size_t i = 0; i < codes.size(); ++i) {
         if (i / 256 == block) continue;
-        EXPECT_EQ(codes[i], wanted_codes[i]) << bad << " " << i;
+        EXPECT_EQ(codes[i], expected_codes[i]) << bad << " " << i;
       }
     }
   }
