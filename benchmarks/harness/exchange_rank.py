@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.harness.token_bucket import slow_down
 from benchmarks.harness.worker import main
 from zero_ext import ops
-from zero_ext.comm.compressed import OneBitAllReduce
+from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.comm.process_group import make_collectives
 
 COMMANDS = ("start", "half", "engine_half", "onebit", "packed_onebit")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import Collectives, DeviceDispatchTransport, DeviceTransport, TrafficStats
+from zero_ext.comm import Collectives, DeviceDispatch, DeviceTransport, TrafficStats
 from zero_ext.comm.process_group import CPU, join_world, make_collectives
 from zero_ext.config.sections.communication import ResolvedReduction
 
@@ -150,7 +150,7 @@ def test_a_cuda_model_gets_its_own_nccl_alongside_the_host_transport(world: Worl
     assert [each["timeout"] for each in seen] == [20.0]
     assert collectives.in_one_order and collectives.reduction == "backend"
     calls = seen[0]["backend"].calls
-    assert isinstance(collectives._gathers.unordered, DeviceDispatchTransport)
+    assert isinstance(collectives._gathers.unordered, DeviceDispatch)
     # What is on the device goes to NCCL, small agreements of the host do not.
     total = torch.ones(3).as_subclass(Elsewhere)
     collectives.sum_(total, "test")

@@ -12,7 +12,7 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import Collectives
-from zero_ext.comm.collective_order import CollectiveOrder
+from zero_ext.comm.pending_collective import CollectiveOrder
 from zero_ext.comm.process_group import make_collectives
 
 

@@ -12,7 +12,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import (
     Collectives,
-    DeviceDispatchTransport,
+    DeviceDispatch,
     HostStagedTransport,
     ProcessGroupTransport,
     host_staged_transport,
@@ -71,7 +71,7 @@ def test_gather_and_reduce_scatter(world: World, dtype: str, schedule: str) -> N
 def test_sums_and_broadcasts_go_where_the_tensor_is(world: World) -> None:
     collectives = made(world)
     gathers = collectives._gathers.unordered
-    assert isinstance(gathers, DeviceDispatchTransport) and isinstance(gathers.device, HostStagedTransport)
+    assert isinstance(gathers, DeviceDispatch) and isinstance(gathers.device, HostStagedTransport)
     assert collectives.staging_bytes == 2 * host_staged_transport.STAGING_BYTES
     total = sum(range(1, world.size + 1))
     for device in (DEVICE, "cpu"):

@@ -2,18 +2,19 @@
 
 from zero_ext.comm.collectives import Collectives, CollectiveTraffic
 from zero_ext.comm.cross_process_transport import CrossProcessTransport, fastest_host_transport
-from zero_ext.comm.device_dispatch import DeviceDispatchTransport
 from zero_ext.comm.device_transport import DeviceTransport
 from zero_ext.comm.host_staged_transport import HostStagedTransport
 from zero_ext.comm.node_map import NodeMap
+from zero_ext.comm.pending_collective import PendingCollective
+from zero_ext.comm.point_to_point_transport import PointToPointTransport, ProcessGroupTransport
 from zero_ext.comm.traffic_stats import TrafficStats
-from zero_ext.comm.transport import PendingCollective, PointToPointTransport, ProcessGroupTransport, Transport
+from zero_ext.comm.transport import DeviceDispatch, Transport, TransportSelector
 
 __all__ = [
     "CollectiveTraffic",
     "Collectives",
     "CrossProcessTransport",
-    "DeviceDispatchTransport",
+    "DeviceDispatch",
     "DeviceTransport",
     "HostStagedTransport",
     "NodeMap",
@@ -22,5 +23,6 @@ __all__ = [
     "ProcessGroupTransport",
     "TrafficStats",
     "Transport",
+    "TransportSelector",
     "fastest_host_transport",
 ]

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 import torch
 
 from zero_ext import ops
-from zero_ext.comm.collective_order import OrderedTransport, Phase
-from zero_ext.comm.flight_recorder import FlightRecorder, RecordedCollective
-from zero_ext.comm.hierarchical import all_to_all_among, gather_in_node, gather_through_nodes, in_rank_order
+from zero_ext.comm.flight_recorder import FlightRecorder
+from zero_ext.comm.hierarchical import gather_in_node, gather_through_nodes, in_rank_order
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.subgroup_transport import SubgroupTransport
-from zero_ext.comm.sums import RankOrderSum, sum_in_order
+from zero_ext.comm.pending_collective import CollectiveOrder, OrderedTransport, PendingCollective, Phase
 from zero_ext.comm.traffic_stats import TrafficStats
-from zero_ext.comm.transport import PendingCollective, Transport, Waitable
+from zero_ext.comm.transport import (
+    SubgroupTransport,
+    TransportSelector,
+    Waitable,
+    all_to_all_among,
+    sum_in_order,
+)
 from zero_ext.config.events import Bus, CollectiveEnd
 from zero_ext.config.sections.communication import (
     Reduction,
@@ -65,8 +69,8 @@ class Collectives:
 
     def __init__(
         self,
-        gathers: Transport,
-        reductions: Transport,
+        gathers: TransportSelector,
+        reductions: TransportSelector,
         traffic: TrafficStats,
         nodes: NodeMap | None = None,
         recorder: FlightRecorder | None = None,
@@ -83,14 +87,13 @@ class Collectives:
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
         self.reduction = reduction
         self.in_one_order = in_one_order
-        self._gathers = OrderedTransport(gathers)
-        self._reductions = OrderedTransport(reductions, self._gathers.order if in_one_order else None)
         self._members = tuple(range(world_size) if members is None else members)
         self._recorder = recorder or FlightRecorder(rank, None)
-        self._channels = {
-            transport: self._recorder.channel(name, self._members)
-            for name, transport in (("gathers", self._gathers), ("reductions", self._reductions))
-        }
+        order = CollectiveOrder()
+        channel = self._recorder.channel("gathers", self._members)
+        self._gathers = OrderedTransport(gathers, channel, order)
+        channel = self._recorder.channel("reductions", self._members)
+        self._reductions = OrderedTransport(reductions, channel, order if in_one_order else CollectiveOrder())
         if members is None:
             abort = weakref.WeakMethod(self.abort)
             self._recorder.abort = lambda reason: _call(abort(), reason)
@@ -99,8 +102,8 @@ class Collectives:
         self._experts: Collectives | None = None
 
     @property
-    def reductions(self) -> Transport:
-        """The transport of :meth:`run_phases` with ``reduces``."""
+    def reductions(self) -> TransportSelector:
+        """The transports of :meth:`run_phases` with ``reduces``."""
         return self._reductions.unordered
 
     @property
@@ -159,7 +162,7 @@ class Collectives:
         in the same log. All ranks belong to groups of one size, which do everything at the same time."""
         nodes = self.nodes.among(ranks)
         wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
-        group = type(self)(
+        group = Collectives(
             SubgroupTransport(self._gathers.unordered, ranks),
             SubgroupTransport(self._reductions.unordered, ranks),
             self.traffic,
@@ -178,7 +181,8 @@ class Collectives:
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that device tensors go through between the ranks."""
-        return self._gathers.staging_bytes + (0 if self.in_one_order else self._reductions.staging_bytes)
+        reductions = 0 if self.in_one_order else self._reductions.unordered.staging_bytes
+        return self._gathers.unordered.staging_bytes + reductions
 
     def gather(
         self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str, may_be_nan: bool = False
@@ -190,16 +194,12 @@ class Collectives:
         """
         if flat.data_ptr() + self.rank * shard.nbytes != shard.data_ptr():
             flat.narrow(0, self.rank * shard.numel(), shard.numel()).copy_(shard)
-        transport = self._reductions if may_be_nan else self._gathers
         if not may_be_nan:
             self.before_gather()
-        on_end = self._record(
-            self._flat_traffic(kind, flat.numel(), shard.nbytes, transport.rings(flat)), label
-        )
-        recorded = self._begin(transport, label, flat.numel())
-        return PendingCollective(
-            label, self.rank, lambda: transport.gather(flat, _tag(label)), None, on_end, recorded
-        )
+        ordered = self._reductions if may_be_nan else self._gathers
+        transport = ordered.unordered.for_tensor(flat)
+        traffic = self._flat_traffic(kind, flat.numel(), shard.nbytes, transport.rings)
+        return self._start(ordered, label, traffic, lambda: transport.gather(flat, _tag(label)))
 
     def reduce_scatter(
         self,
@@ -217,25 +217,24 @@ class Collectives:
         does not depend on bucket or stage. ``accumulate`` adds to ``out``; ``out`` may be this rank's own
         slice of ``flat`` if not accumulating.
         """
-        rings = self.reduction == "backend" and self._reductions.rings(flat)
-        slice_bytes = out.numel() * flat.element_size()
-        on_end = self._record(self._flat_traffic(kind, flat.numel(), slice_bytes, rings), label)
+        transport = self.reductions.for_tensor(flat)
+        rings = self.reduction == "backend" and transport.rings
+        traffic = self._flat_traffic(kind, flat.numel(), out.numel() * flat.element_size(), rings)
         shards: list[torch.Tensor] = []
 
         def start() -> Sequence[Waitable]:
-            works = self._reductions.reduce_scatter(flat, received[: out.numel()]) if rings else None
+            works = transport.reduce_scatter(flat, received[: out.numel()]) if rings else None
             if works is not None:
                 shards.append(received[: out.numel()])
                 return works
             slices = list(flat.chunk(self.world_size))
             shards.extend(in_rank_order(slices[self.rank], self.rank, self.world_size, received))
-            return self._reductions.all_to_all(shards, slices, _tag(label))
+            return transport.all_to_all(shards, slices, _tag(label))
 
         def finish() -> None:
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        recorded = self._begin(self._reductions, label, flat.numel())
-        return PendingCollective(label, self.rank, start, finish, on_end, recorded)
+        return self._start(self._reductions, label, traffic, start, finish)
 
     def gather_payloads(
         self,
@@ -257,10 +256,10 @@ class Collectives:
         crossing = 0 if in_node else payload_bytes * (nodes.nodes - 1)
         sent = crossing + payload_bytes * nodes.nodes * (nodes.ranks_per_node - 1)
 
-        def phases(transport: Transport, tag: int) -> Sequence[Phase]:
+        def phases(selector: TransportSelector, tag: int) -> Sequence[Phase]:
             if in_node:
-                return [lambda: gather_in_node(transport, nodes, slots, tag)]
-            return gather_through_nodes(transport, nodes, slots, tag)
+                return [lambda: gather_in_node(selector, nodes, slots, tag)]
+            return gather_through_nodes(selector, nodes, slots, tag)
 
         return self.run_phases(
             phases, CollectiveTraffic(kind, elements, sent, crossing), label, reduces=may_be_nan
@@ -268,7 +267,7 @@ class Collectives:
 
     def run_phases(
         self,
-        phases: Callable[[Transport, int], Sequence[Phase]],
+        phases: Callable[[TransportSelector, int], Sequence[Phase]],
         traffic: CollectiveTraffic,
         label: str,
         finish: Callable[[], None] | None = None,
@@ -277,21 +276,19 @@ class Collectives:
     ) -> PendingCollective:
         """Start a collective of several phases, each of which starts when the one before has ended.
 
-        ``phases`` makes them from a transport and a tag. ``finish`` runs once after the wait for the last.
+        ``phases`` makes them from the transports and a tag. ``finish`` runs once after the wait for the last.
         With ``reduces`` they go in the order of reductions, else in that of gathers.
         """
         if not reduces:
             self.before_gather()
-        on_end = self._record(traffic, label)
-        transport = self._reductions if reduces else self._gathers
+        ordered = self._reductions if reduces else self._gathers
         # A rank of several nodes waits for some of the others only.
         peers = self._members if self.nodes.nodes == 1 and self._groups is None else ()
-        recorded = self._begin(transport, label, traffic.elements, peers)
 
         def start() -> Sequence[Waitable]:
-            return transport.chain(phases(transport.unordered, _tag(label)))
+            return ordered.order.chain(phases(ordered.unordered, _tag(label)))
 
-        return PendingCollective(label, self.rank, start, finish, on_end, recorded)
+        return self._start(ordered, label, traffic, start, finish, peers)
 
     def exchange_payloads(
         self,
@@ -306,11 +303,10 @@ class Collectives:
         All payloads have the same length. They go in the order of reductions. ``elements`` is counted in
         ``traffic``.
         """
-        on_end = self._record(self._flat_traffic(kind, elements, sends[0].nbytes), label)
-        start = functools.partial(self._reductions.all_to_all, receives, sends, _tag(label))
-        return PendingCollective(
-            label, self.rank, start, None, on_end, self._begin(self._reductions, label, elements)
-        )
+        traffic = self._flat_traffic(kind, elements, sends[0].nbytes)
+        transport = self.reductions.for_tensor(sends[0])
+        start = functools.partial(transport.all_to_all, receives, sends, _tag(label))
+        return self._start(self._reductions, label, traffic, start)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, and return it.
@@ -318,16 +314,12 @@ class Collectives:
         Host tensors are added up in rank order. Ranks that are at another collective get an error.
         """
         if self.world_size > 1:
-            on_end = self._record(self._flat_traffic("scalars", tensor.numel(), tensor.nbytes), label)
-            start = functools.partial(self._start_sum, tensor, label)
-            recorded = self._begin(self._reductions, label, tensor.numel())
-            PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
+            traffic = self._flat_traffic("scalars", tensor.numel(), tensor.nbytes)
+            transport = self.reductions.for_tensor(tensor)
+            self._start(
+                self._reductions, label, traffic, lambda: [transport.all_reduce(tensor, _tag(label))]
+            ).wait()
         return tensor
-
-    def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
-        if tensor.device.type == "cpu":
-            return [RankOrderSum(self._reductions, tensor, _tag(label))]
-        return [self._reductions.all_reduce(tensor)]
 
     def sum_among_(self, ranks: Sequence[int], tensor: torch.Tensor, label: str) -> None:
         """Sum a contiguous ``tensor`` [n] over ``ranks`` of this group in place, in rank order;
@@ -335,16 +327,14 @@ class Collectives:
         asks of them. One that is not among ``ranks`` gives an empty tensor."""
         count = len(ranks)
         index = ranks.index(self.rank) if self.rank in ranks else None
-        sent = tensor.nbytes * (count - 1)
-        on_end = self._record(CollectiveTraffic("scalars", tensor.numel(), sent, 0), label)
+        traffic = CollectiveTraffic("scalars", tensor.numel(), tensor.nbytes * (count - 1), 0)
         received = tensor.new_empty(tensor.numel() * (count - 1))
         tensors = in_rank_order(tensor, index or 0, count, received)
         # As bytes: a rank outside ``ranks`` does not know the dtype.
         receives, sends = ([each.view(torch.uint8) for each in many] for many in (tensors, [tensor] * count))
-        start = functools.partial(all_to_all_among, self._reductions, ranks, receives, sends, _tag(label))
+        start = functools.partial(all_to_all_among, self.reductions, ranks, receives, sends, _tag(label))
         peers = () if index is None or not tensor.numel() else [self._members[rank] for rank in ranks]
-        recorded = self._recorder, self._channels[self._reductions].begin(label, peers)
-        PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
+        self._start(self._reductions, label, traffic, start, None, peers, entry=label).wait()
         tensor.copy_(sum_in_order(tensors))
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
@@ -353,11 +343,10 @@ class Collectives:
             return tensor
         self.before_gather()
         traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
-        on_end = self._record(traffic, label)
-        start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
+        transport = self._gathers.unordered.for_tensor(tensor)
+        start = functools.partial(transport.broadcast, tensor, source, _tag(label))
         peers = self._members if self.rank == source else [self._members[source]]
-        recorded = self._begin(self._gathers, label, tensor.numel(), peers)
-        PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
+        self._start(self._gathers, label, traffic, start, None, peers).wait()
         return tensor
 
     def abort(self, reason: str) -> None:
@@ -366,13 +355,26 @@ class Collectives:
         The other ranks, which wait for it, then fail with ``reason`` rather than by their time-out.
         """
         self._recorder.stop()
-        self._gathers.abort(reason)
-        self._reductions.abort(reason)
+        self._gathers.unordered.abort(reason)
+        self._reductions.unordered.abort(reason)
 
-    def _begin(
-        self, transport: OrderedTransport, label: str, elements: int, peers: Sequence[int] | None = None
-    ) -> tuple[FlightRecorder, RecordedCollective]:
-        return self._recorder, self._channels[transport].begin(f"{label}, {elements} elements", peers)
+    def _start(
+        self,
+        ordered: OrderedTransport,
+        label: str,
+        traffic: CollectiveTraffic,
+        start: Callable[[], Sequence[Waitable]],
+        finish: Callable[[], None] | None = None,
+        peers: Sequence[int] | None = None,
+        *,
+        entry: str | None = None,
+    ) -> PendingCollective:
+        """Count a collective, record it as ``entry``, and start it. It waits for ``peers``, by default all."""
+        on_end = self._record(traffic, label)
+        call = ordered.channel.begin(entry or f"{label}, {traffic.elements} elements", peers)
+        return PendingCollective(
+            label, self.rank, (self._recorder, call), ordered.order, start, finish, on_end
+        )
 
     def _flat_traffic(
         self, kind: str, elements: int, slice_bytes: int, rings: bool = False

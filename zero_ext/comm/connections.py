@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.comm.cross_process_transport import fastest_host_transport
-from zero_ext.comm.device_dispatch import DeviceDispatchTransport
 from zero_ext.comm.device_transport import DeviceTransport, can_make, make_backend
 from zero_ext.comm.host_staged_transport import HostStagedTransport
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.transport import PointToPointTransport, Transport
+from zero_ext.comm.point_to_point_transport import PointToPointTransport
+from zero_ext.comm.transport import DeviceDispatch, Transport, TransportSelector
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction, resolve_reduction
 
 # Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
@@ -101,7 +101,7 @@ class Connections:
 
     def with_device(
         self, gathers: PointToPointTransport, reductions: PointToPointTransport
-    ) -> tuple[Transport, Transport]:
+    ) -> tuple[TransportSelector, TransportSelector]:
         """``gathers`` and ``reductions`` for tensors of the device too.
 
         A backend has one set of connections for both. NCCL asks that several be used in the same order on all
@@ -109,14 +109,14 @@ class Connections:
         """
         if self.path.kind == "backend":
             backend = self._over_backend(reductions)
-            return DeviceDispatchTransport(gathers, backend), DeviceDispatchTransport(reductions, backend)
+            return DeviceDispatch(gathers, backend), DeviceDispatch(reductions, backend)
         if self.path.kind == "staged":
             # Host tensors have connections of their own: a thread moves the others, at times of its own.
             return self._staged(gathers, "gathers"), self._staged(reductions, "reductions")
         return gathers, reductions
 
-    def _staged(self, host: PointToPointTransport, purpose: str) -> Transport:
-        return DeviceDispatchTransport(
+    def _staged(self, host: PointToPointTransport, purpose: str) -> TransportSelector:
+        return DeviceDispatch(
             host, HostStagedTransport(self.over_host(f"staged {purpose}"), self.path.device)
         )
 

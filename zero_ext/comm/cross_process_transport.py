@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from zero_ext import ops
 from zero_ext.comm.flight_recorder import UnexpectedPayloadError
-from zero_ext.comm.transport import PeerPayload, PointToPointTransport, ProcessGroupTransport, Waitable
+from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport, ProcessGroupTransport
+from zero_ext.comm.transport import Waitable
 
 _UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.cross_process_wait, too
 _MEMORY_FOLDER = Path("/dev/shm")  # where the C library keeps shared memory that has a name
@@ -41,7 +42,7 @@ class CrossProcessTransport(PointToPointTransport):
     def start(
         self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`PointToPointTransport`."""
+        """Start the sends and then the receives. None of them blocks."""
         for rank, tensor in sends:
             ops.cross_process_send(self._handle, rank, tensor, tag)
         for rank, tensor in receives:
@@ -51,7 +52,7 @@ class CrossProcessTransport(PointToPointTransport):
         ]
 
     def abort(self, reason: str) -> None:
-        """See :class:`Transport`: peers raise ``reason`` itself."""
+        """Abort this rank. Peers raise ``reason`` itself."""
         ops.cross_process_abort(self._handle, reason)
 
     def _transfer(self, rank: int, receiving: bool) -> Waitable:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm.transport import Waitable
+from zero_ext.comm.transport import Transport, Waitable
 
 
-class DeviceTransport:
+class DeviceTransport(Transport):
     """Transport over the collectives of a device's backend, for its use alone.
 
     Waiting makes the current stream wait, not the host. Shards for a sum go by all-to-all, which NCCL makes
@@ -25,11 +25,10 @@ class DeviceTransport:
     The connections are shut down with this object, if it ``owns`` them.
     """
 
-    staging_bytes = 0
+    rings = True
 
     def __init__(self, backend: Any, owns: bool = True) -> None:
-        self.rank = int(backend.rank())
-        self.world_size = int(backend.size())
+        super().__init__(int(backend.rank()), int(backend.size()))
         self._connections: Any = backend
         self._reason = ""
         # Also at interpreter exit: the backend's threads must have ended by then.
@@ -42,14 +41,14 @@ class DeviceTransport:
         return self._connections
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
+        """All-gather in place."""
         numel = flat.numel() // self.world_size
         return [self._backend._allgather_base(flat, flat.narrow(0, self.rank * numel, numel))]
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
+        """Exchange all tensors in one call of the backend."""
         return [self._backend.alltoall(self._without_own(receives), self._without_own(sends))]
 
     def _without_own(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -57,25 +56,21 @@ class DeviceTransport:
         return [each[:0] if rank == self.rank else each for rank, each in enumerate(tensors)]
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
+        """Broadcast by the backend."""
         return [self._backend.broadcast(tensor, source)]
 
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Transport`."""
+    def all_reduce(self, tensor: torch.Tensor, tag: int = 0) -> Waitable:
+        """Sum in the backend's order."""
         work: Waitable = self._backend.allreduce([tensor])
         return work
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """See :class:`Transport`."""
+        """Sum in the backend's order."""
         return [self._backend._reduce_scatter_base(out, flat)]
 
-    def rings(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Transport`."""
-        return True
-
     def abort(self, reason: str) -> None:
-        """See :class:`Transport`: what this rank has under way is aborted; peers fail by their time-out, or
-        sooner in a collective of host tensors."""
+        """Abort what this rank has under way. Peers fail by their time-out, or sooner in a collective of host
+        tensors."""
         backend, self._connections, self._reason = self._connections, None, reason
         if backend is not None:
             if self._shutdown is not None:

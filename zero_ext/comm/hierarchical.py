@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.comm.collective_order import Phase
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.transport import Transport, Waitable
+from zero_ext.comm.pending_collective import Phase
+from zero_ext.comm.transport import TransportSelector, Waitable, all_to_all_among
 
 
 def gather_through_nodes(
-    transport: Transport, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
+    selector: TransportSelector, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
 ) -> list[Phase]:
     """Return the phases that fill ``slots`` with the payloads of all ranks, in rank order.
 
@@ -24,10 +24,10 @@ def gather_through_nodes(
     def between() -> Sequence[Waitable]:
         receives = [slots[rank] for rank in nodes.counterparts]
         sends = [slots[nodes.rank]] * nodes.nodes
-        return all_to_all_among(transport, nodes.counterparts, receives, sends, tag)
+        return all_to_all_among(selector, nodes.counterparts, receives, sends, tag)
 
     def inside() -> Sequence[Waitable]:
-        return gather_in_node(transport, nodes, slots, tag)
+        return gather_in_node(selector, nodes, slots, tag)
 
     if nodes.nodes == 1:
         return [inside]
@@ -35,30 +35,15 @@ def gather_through_nodes(
 
 
 def gather_in_node(
-    transport: Transport, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
+    selector: TransportSelector, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
 ) -> Sequence[Waitable]:
     """Fill ``slots``, where each rank has the payloads of its counterparts in all nodes."""
     works: list[Waitable] = []
     for first in range(0, nodes.world_size, nodes.ranks_per_node):
         receives = slots[first : first + nodes.ranks_per_node]
         sends = [receives[nodes.local_rank]] * nodes.ranks_per_node
-        works += all_to_all_among(transport, nodes.neighbors, receives, sends, tag)
+        works += all_to_all_among(selector, nodes.neighbors, receives, sends, tag)
     return works
-
-
-def all_to_all_among(
-    transport: Transport,
-    ranks: Sequence[int],
-    receives: Sequence[torch.Tensor],
-    sends: Sequence[torch.Tensor],
-    tag: int = 0,
-) -> Sequence[Waitable]:
-    """Start an all-to-all among ``ranks`` only, with one tensor per rank, in the order of ``ranks``."""
-    empty = sends[0][:0]
-    all_receives, all_sends = [empty] * transport.world_size, [empty] * transport.world_size
-    for rank, receive, send in zip(ranks, receives, sends, strict=True):
-        all_receives[rank], all_sends[rank] = receive, send
-    return transport.all_to_all(all_receives, all_sends, tag)
 
 
 def in_rank_order(own: torch.Tensor, index: int, count: int, received: torch.Tensor) -> list[torch.Tensor]:

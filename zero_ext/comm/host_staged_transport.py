@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ext.comm.transport import PeerPayload, PointToPointTransport, Waitable
+from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport
+from zero_ext.comm.transport import Waitable
 
 STAGING_BYTES = 16 << 20
 _HALVES = 2  # one is filled or emptied by the device while the other is on its way between the ranks
@@ -47,17 +48,17 @@ class HostStagedTransport(PointToPointTransport):
     def start(
         self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`PointToPointTransport`."""
+        """Queue the transfers for the thread."""
         outgoing = [(rank, _bytes_of(tensor)) for rank, tensor in sends]
         incoming = [(rank, _bytes_of(tensor)) for rank, tensor in receives]
         return [self._submit(lambda stager: stager.move(outgoing, incoming, tag))]
 
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Transport`."""
-        return self._submit(lambda stager: stager.sum(tensor))
+    def all_reduce(self, tensor: torch.Tensor, tag: int = 0) -> Waitable:
+        """Sum over ``host``, in rank order."""
+        return self._submit(lambda stager: stager.sum(tensor, tag))
 
     def abort(self, reason: str) -> None:
-        """See :class:`Transport`."""
+        """Abort ``host``."""
         self._host.abort(reason)
 
     def _submit(self, action: Callable[[_Stager], None]) -> Waitable:
@@ -171,10 +172,10 @@ class _Stager:
             )
         return chunks
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Sums a small device tensor over the ranks, in place."""
+    def sum(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sum a small device tensor over the ranks, in place."""
         host = tensor.cpu()
-        self._host.all_reduce(host).wait()
+        self._host.all_reduce(host, tag).wait()
         tensor.copy_(host)
 
 

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from zero_ext.comm import (
     Collectives,
     DeviceTransport,
-    PointToPointTransport,
     TrafficStats,
     Transport,
 )
 from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
-from zero_ext.comm.transport import PeerPayload, Waitable
+from zero_ext.comm.transport import Waitable
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction
 
 CPU = torch.device("cpu")
@@ -115,7 +114,7 @@ def _simulated(
     """The collectives of one rank among simulated ones, which answer nothing: one call of the group's backend
     each, as of any backend that has collectives of its own."""
     transport = _FakeBackendTransport(parent._get_backend(CPU), owns=False)
-    return _FakeBackendCollectives(
+    return Collectives(
         transport,
         transport,
         TrafficStats(),
@@ -155,13 +154,6 @@ def single_rank(ranks_per_node: int | None = None) -> Collectives:
     return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), TrafficStats(), nodes, ranks=[own])
 
 
-class _FakeBackendCollectives(Collectives):
-    """The collectives of one rank among simulated ones, of whose facts nothing comes: sums are its own."""
-
-    def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
-        return [self._reductions.all_reduce(tensor)]
-
-
 class _FakeBackendTransport(DeviceTransport):
     """The transport of one rank among simulated ones."""
 
@@ -178,16 +170,13 @@ class _FakeBackendTransport(DeviceTransport):
         return super().all_to_all(matching_receives, matching_sends, tag)
 
 
-class _NoPeers(PointToPointTransport):
+class _NoPeers(Transport):
     """The transport of a single rank. Nothing is ever sent."""
 
-    def start(
-        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
+    def all_to_all(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        return []
-
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        raise AssertionError("one rank has nobody to reduce with")
+        return ()
 
     def abort(self, reason: str) -> None:
         return None

@@ -1,242 +1,210 @@
-"""What collectives are made of: the protocol of a transport, and one built from send and receive."""
+"""Transports between the ranks of a group, and what each of them has from its all-to-all."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
-import datetime
-import time
-import zlib
-from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from zero_ext.comm.flight_recorder import FlightRecorder, MismatchedCollectivesError, RecordedCollective
-from zero_ext.comm.sums import RankOrderSum
-
-PeerPayload = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
+SMALL_BYTES = 64 << 10  # Larger sums travel twice, in slices, so that a rank never holds all tensors.
 
 
 class Waitable(Protocol):
-    """What a transport returns: something to wait for (``torch.distributed.Work`` is one)."""
+    """A transfer under way (``torch.distributed.Work`` is one)."""
 
     def wait(self) -> object:
-        """Blocks until the transfer is complete; raises if it failed."""
+        """Block until the transfer is complete. Raises if it failed."""
 
 
-class Transport(Protocol):
-    """Moves flat tensors between the ``world_size`` ranks of a group; what arrives is valid only after
-    ``wait``, and nothing that takes part is touched before.
-
-    All ranks make the same calls in the same order. ``tag`` (31 bits) names what is moved: ranks that are not
-    at the same call get an error, where the transport can detect it, not each other's data. ``wait`` blocks
-    the host for tensors in host memory, and the current stream for those on a device.
-    """
+class TransportSelector(Protocol):
+    """Selects the transport of a tensor by its device. A :class:`Transport` selects itself."""
 
     rank: int
     world_size: int
-    staging_bytes: int  # host memory that it moves device tensors through
+    staging_bytes: int  # host memory that device tensors are moved through
 
-    def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
-        """Fills ``flat`` [numel] with the slices [numel / N] of all ranks, in rank order; this rank's own is
-        already in it."""
-
-    def all_to_all(
-        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
-    ) -> Sequence[Waitable]:
-        """Sends ``sends[r]`` to every rank ``r`` and fills ``receives[r]`` with what it sends; the entries of
-        this rank itself are left alone, and nothing is sent for empty ones."""
-
-    def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
-        """Copies a contiguous ``tensor`` from rank ``source`` to all ranks."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """Begins an in-place sum of a small tensor over the group."""
-
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """Sums ``flat`` [numel] over the ranks in its own dtype and an order of the transport's; this rank's
-        slice of it goes to ``out`` [numel / N]. None where the transport adds nothing up on the way."""
-
-    def rings(self, tensor: torch.Tensor) -> bool:
-        """Return whether gathers and sums of tensors like this one go around the ranks, so that one rank per
-        node sends to another node, and not every rank to every other."""
+    def for_tensor(self, tensor: torch.Tensor) -> Transport:
+        """Return the transport that moves ``tensor``."""
 
     def abort(self, reason: str) -> None:
-        """Aborts this rank: the other ranks' transfers with it fail, where it can be without their
-        time-out, and so does whatever it starts from now on."""
+        """Abort all transports of this rank, see :meth:`Transport.abort`."""
 
 
-class PointToPointTransport(abc.ABC):
-    """An :class:`Transport` made of sends and receives between pairs of ranks."""
+class Transport(abc.ABC):
+    """Moves flat tensors between the ``world_size`` ranks of a group.
+
+    Results are valid only after ``wait``. No tensor that takes part is touched before. ``wait`` blocks the
+    host for tensors in host memory, and the current stream for those on a device.
+
+    All ranks make the same calls in the same order. ``tag`` (31 bits) names what is moved. Ranks at different
+    calls get an error and not each other's data, if the transport can detect it.
+
+    A transport implements :meth:`all_to_all` and :meth:`abort`. The other collectives are built from the
+    all-to-all, and a backend that has them overrides them.
+    """
 
     staging_bytes = 0
+    rings = False  # Gathers and sums go around the ranks, so that one rank per node sends to another node.
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
 
     @abc.abstractmethod
-    def start(
-        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
+    def all_to_all(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """Begins all transfers; ``tag`` as in :class:`Transport`."""
+        """Send ``sends[r]`` to every other rank ``r``, and fill ``receives[r]`` with what it sends.
 
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """Begin an in-place sum over the ranks, added up in rank order."""
-        return RankOrderSum(self, tensor)
+        Nothing is sent for empty tensors.
+        """
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
-        """See :class:`Transport`."""
+        """Abort this rank: transfers of other ranks with it fail, if possible before their time-out, and so
+        does whatever it starts from now on."""
 
-    def _peers(self) -> list[int]:
-        # Each rank starts with its right neighbour: no rank is everybody's first target.
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+    def for_tensor(self, tensor: torch.Tensor) -> Transport:
+        """Return this transport, see :class:`TransportSelector`."""
+        return self
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
+        """Fill ``flat`` [numel] with the slices [numel / N] of all ranks, in rank order. This rank's own
+        slice is filled already."""
         slices = flat.chunk(self.world_size)
         return self.all_to_all(slices, [slices[self.rank]] * self.world_size, tag)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
+        """Copy a contiguous ``tensor`` from rank ``source`` to all ranks."""
+        flat = tensor.view(-1)
+        receives, sends = [flat[:0]] * self.world_size, [flat[:0]] * self.world_size
+        if self.rank == source:
+            sends = [flat] * self.world_size
+        else:
+            receives[source] = flat
+        return self.all_to_all(receives, sends, tag)
+
+    def all_reduce(self, tensor: torch.Tensor, tag: int = 0) -> Waitable:
+        """Start an in-place sum of a small tensor over the ranks, in rank order."""
+        return RankOrderSum(self, tensor, tag)
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
+        """Sum ``flat`` [numel] in its own dtype and in the backend's order. This rank's slice of the sum goes
+        to ``out`` [numel / N]. None if the transport itself sums nothing."""
+        return None
+
+
+class DeviceDispatch:
+    """Selects ``host`` for tensors in host memory, and ``device`` for all others.
+
+    Small agreements between the ranks are host tensors, so they never wait for the device.
+    """
+
+    def __init__(self, host: Transport, device: Transport) -> None:
+        self.rank, self.world_size = host.rank, host.world_size
+        self.staging_bytes = host.staging_bytes + device.staging_bytes
+        self.host = host
+        self.device = device
+
+    def for_tensor(self, tensor: torch.Tensor) -> Transport:
+        """Return the transport of the tensor's device."""
+        return self.host if tensor.device.type == "cpu" else self.device
+
+    def abort(self, reason: str) -> None:
+        """Abort both transports. The host transport is first, since it notifies the peers."""
+        self.host.abort(reason)
+        self.device.abort(reason)
+
+
+class SubgroupTransport(Transport):
+    """The transport among ``ranks`` of ``parent``, over its connections. This rank is one of them.
+
+    Every rank of ``parent`` belongs to one group of the same size and makes the same calls at the same time.
+    So a backend with one order for all of its ranks serves the groups too. ``parent`` counts the staging
+    bytes.
+    """
+
+    def __init__(self, parent: TransportSelector, ranks: Sequence[int]) -> None:
+        super().__init__(ranks.index(parent.rank), len(ranks))
+        self._ranks = ranks
+        self._parent = parent
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
-        peers = self._peers()
-        outgoing = [(peer, sends[peer]) for peer in peers if sends[peer].numel()]
-        incoming = [(peer, receives[peer]) for peer in peers if receives[peer].numel()]
-        return self.start(outgoing, incoming, tag) if outgoing or incoming else ()
-
-    def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Transport`."""
-        if self.rank == source:
-            return self.start([(peer, tensor) for peer in self._peers()], [], tag)
-        return self.start([], [(source, tensor)], tag)
-
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """See :class:`Transport`: none, each rank sums what it receives."""
-        return None
-
-    def rings(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Transport`."""
-        return False
-
-
-class ProcessGroupTransport(PointToPointTransport):
-    """Transport over a process group or backend that has send and receive (gloo), for its use alone."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
-        self._connections: dist.ProcessGroup | None = group
-        self._reason = ""
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        if self._connections is None:
-            raise RuntimeError(self._reason)
-        return self._connections
-
-    def start(
-        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
-    ) -> Sequence[Waitable]:
-        """See :class:`PointToPointTransport`. Receives start first, so that data finds its destination."""
-        works = [self._group.recv([tensor], rank, _slot(tag, tensor)) for rank, tensor in receives]
-        works += [self._group.send([tensor], rank, _slot(tag, tensor)) for rank, tensor in sends]
-        return works
+        """Exchange tensors with the ranks of the group."""
+        return all_to_all_among(self._parent, self._ranks, receives, sends, tag)
 
     def abort(self, reason: str) -> None:
-        """See :class:`Transport`: all connections close, and the transfers under way fail on all ranks."""
-        group, self._connections, self._reason = self._connections, None, reason
-        if group is None:
-            return
-        # gloo has no call that ends transfers. It closes all connections of a group once a wait times out.
-        with contextlib.suppress(RuntimeError):
-            never = torch.empty(1, dtype=torch.uint8, device="cpu")
-            group.recv([never], self._peers()[0], _slot(0, never)).wait(datetime.timedelta(milliseconds=1))
+        """Abort the parent."""
+        self._parent.abort(reason)
 
 
-def _slot(tag: int, tensor: torch.Tensor) -> int:
-    """Return the tag of ``tensor`` for gloo, which ends the process over a payload of another size: one with
-    another tag it only never matches."""
-    return zlib.crc32(tensor.nbytes.to_bytes(8, "little"), tag) & 0x7FFFFFFF
+def all_to_all_among(
+    selector: TransportSelector,
+    ranks: Sequence[int],
+    receives: Sequence[torch.Tensor],
+    sends: Sequence[torch.Tensor],
+    tag: int = 0,
+) -> Sequence[Waitable]:
+    """Start an all-to-all among ``ranks`` only, with one tensor per rank, in the order of ``ranks``."""
+    empty = sends[0][:0]
+    all_receives, all_sends = [empty] * selector.world_size, [empty] * selector.world_size
+    for rank, receive, send in zip(ranks, receives, sends, strict=True):
+        all_receives[rank], all_sends[rank] = receive, send
+    return selector.for_tensor(empty).all_to_all(all_receives, all_sends, tag)
 
 
-class PendingCollective:
-    """A collective under way: ``wait`` blocks for its transfers, then runs its local part once.
+class RankOrderSum:
+    """An in-place sum of ``tensor`` over the ranks of ``transport``, see :func:`sum_in_order`.
 
-    Errors of the transport, when it starts and when it ends, are raised as ``RuntimeError`` naming ``label``
-    (what was moved) and the rank. ``waited`` is called once, with the start of the wait and its seconds.
-    ``recorded`` is the collective in the record of this rank, which names what the other ranks do instead.
+    gloo's all-reduce checks neither sizes nor tags. Ranks that call it for different tensors mix up their
+    values or end the process. So each rank sends its values and every rank adds them up. For the few values
+    that ranks agree on, this is faster than an all-reduce of several phases.
     """
 
-    def __init__(
-        self,
-        label: str,
-        rank: int,
-        start: Callable[[], Sequence[Waitable]],
-        finish: Callable[[], None] | None = None,
-        waited: Callable[[float, float], None] | None = None,
-        recorded: tuple[FlightRecorder, RecordedCollective] | None = None,
-    ) -> None:
-        self._recorded = recorded
-        self._label = label
-        self._rank = rank
-        self._finish = finish
-        self._waited = waited
-        self._done = False
-        self._error: RuntimeError | None = None
-        try:
-            self._works = start()
-        except Exception as error:
-            self._raise_named(error)
+    def __init__(self, transport: Transport, tensor: torch.Tensor, tag: int) -> None:
+        self._transport = transport
+        self._tensor = tensor
+        self._tag = tag
+        ranks, rank = transport.world_size, transport.rank
+        values = tensor.detach().reshape(-1)
+        self._numel = values.numel()
+        self._sliced = values.nbytes > SMALL_BYTES
+        self._works: Sequence[Waitable]
+        if self._sliced:
+            padded = values.new_zeros(ranks, -(-self._numel // ranks))
+            padded.view(-1)[: self._numel] = values
+            self._padded, self._table = padded, torch.empty_like(padded)
+            self._table[rank] = padded[rank]
+            self._works = transport.all_to_all(list(self._table), list(padded), tag)
+        else:
+            self._table = values.new_zeros(ranks, self._numel)
+            self._table[rank] = values
+            self._works = transport.gather(self._table.view(-1), tag)
 
+    @torch.no_grad()
     def wait(self) -> None:
-        """Blocks until the result is in place; later calls return, or raise again, at once."""
-        if self._error is not None:
-            raise self._error
-        if self._done:
-            return
-        began = time.perf_counter() if self._waited is not None else 0.0
-        try:
-            self._await_works()
-        except Exception as error:
-            self._raise_named(error)
-        if self._waited is not None:
-            self._waited(began, time.perf_counter() - began)
-        self._done = True
-        self._works = ()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def _await_works(self) -> None:
-        if self._recorded is None:
-            for work in self._works:
+        """Block until the sum is in place."""
+        for work in self._works:
+            work.wait()
+        total = sum_in_order(list(self._table))
+        if self._sliced:
+            self._padded[self._transport.rank] = total
+            total = self._padded.view(-1)
+            for work in self._transport.gather(total, self._tag):
                 work.wait()
-            return
-        recorder, call = self._recorded
-        before, recorder.waiting = recorder.waiting, call
-        try:
-            for work in self._works:
-                work.wait()
-        finally:
-            recorder.waiting = before
+        self._tensor.copy_(total[: self._numel].view(self._tensor.shape))
 
-    def _raise_named(self, error: Exception) -> NoReturn:
-        try:
-            if isinstance(error, MismatchedCollectivesError):
-                raise error
-            if self._recorded is not None:
-                recorder, call = self._recorded
-                recorder.explain(call, error)
-        except MismatchedCollectivesError as mismatch:
-            self._error = mismatch
-            raise
-        self._error = RuntimeError(
-            f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
-            "collectives than this one; look at the first error on the other ranks. The limit is "
-            "'timeout_seconds' in the configuration."
-        )
-        raise self._error from error
+
+def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of ``tensors``, from the first one on. Half-precision numbers add up in float32 and are
+    rounded once."""
+    dtype = tensors[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = tensors[0].to(wide, copy=True)
+    for other in tensors[1:]:
+        total += other
+    return total.to(dtype)

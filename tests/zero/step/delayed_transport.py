@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from zero_ext.comm import fastest_host_transport
-from zero_ext.comm.transport import Message, PointToPointTransport, Waitable
+from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport
+from zero_ext.comm.transport import Waitable
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -38,7 +39,7 @@ class DelayedTransport(PointToPointTransport):
         threading.Thread(target=_work_off, args=(self._queue,), daemon=True).start()
 
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
         """See :class:`Transport`."""
         private = [(rank, torch.empty_like(tensor)) for rank, tensor in receives]
@@ -51,12 +52,6 @@ class DelayedTransport(PointToPointTransport):
 
         targets = [tensor for _, tensor in receives]
         return [self._later(transfer, targets, [tensor for _, tensor in private])]
-
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Transport`."""
-        private = tensor.clone()
-        poison(tensor)
-        return self._later(lambda: self._inner.all_reduce(private).wait(), [tensor], [private])
 
     def abort(self, reason: str) -> None:
         """See :class:`Transport`."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Collectives, CollectiveTraffic, PendingCollective, Transport
-from zero_ext.comm.collective_order import Phase
-from zero_ext.comm.hierarchical import all_to_all_among, in_rank_order
-from zero_ext.comm.transport import Waitable
+from zero_ext.comm import Collectives, CollectiveTraffic, PendingCollective, TransportSelector
+from zero_ext.comm.hierarchical import in_rank_order
+from zero_ext.comm.pending_collective import Phase
+from zero_ext.comm.transport import Waitable, all_to_all_among
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.memory.pool_plan import Purpose
@@ -97,12 +97,12 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         slices = list(own.chunk(count))
         averages = in_rank_order(slices[nodes.node], nodes.node, count, spare)
 
-        def phases(transport: Transport, tag: int) -> Sequence[Phase]:
+        def phases(selector: TransportSelector, tag: int) -> Sequence[Phase]:
             def between() -> Sequence[Waitable]:
                 ops.sum_shards_(own, in_order, 1.0 / local_ranks, False)
-                return all_to_all_among(transport, nodes.counterparts, averages, slices, tag)
+                return all_to_all_among(selector, nodes.counterparts, averages, slices, tag)
 
-            return [lambda: all_to_all_among(transport, nodes.neighbors, in_order, blocks, tag), between]
+            return [lambda: all_to_all_among(selector, nodes.neighbors, in_order, blocks, tag), between]
 
         crossing = (count - 1) * out.numel() * dtype.itemsize
         in_node = (local_ranks - 1) * own.nbytes
@@ -136,12 +136,12 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
         in_order = in_rank_order(own, group.rank, group.world_size, received)
         averages = in_rank_order(own, replicas.rank, replicas.world_size, received)
 
-        def phases(_: Transport, tag: int) -> Sequence[Phase]:
+        def phases(_: TransportSelector, tag: int) -> Sequence[Phase]:
             def over_groups() -> Sequence[Waitable]:
                 ops.sum_shards_(own, in_order, 1.0 / group.world_size, False)
-                return replicas.reductions.all_to_all(averages, [own] * len(averages), tag)
+                return replicas.reductions.for_tensor(own).all_to_all(averages, [own] * len(averages), tag)
 
-            return [lambda: group.reductions.all_to_all(in_order, slices, tag), over_groups]
+            return [lambda: group.reductions.for_tensor(own).all_to_all(in_order, slices, tag), over_groups]
 
         traffic = CollectiveTraffic(
             self._kind,
@@ -186,14 +186,14 @@ class QuantizedReduceScatter(GradientReduceScatter):
         ops.quantize_(sent, local, self._format, nodes.world_size, order)
         last = payload_bytes * (nodes.nodes if nodes.nodes > 1 else nodes.ranks_per_node)
 
-        def phases(transport: Transport, tag: int) -> Sequence[Phase]:
+        def phases(selector: TransportSelector, tag: int) -> Sequence[Phase]:
             def inside() -> Sequence[Waitable]:
-                return _all_to_all(transport, nodes.neighbors, received, sent, tag)
+                return _all_to_all(selector, nodes.neighbors, received, sent, tag)
 
             def between() -> Sequence[Waitable]:
                 if nodes.ranks_per_node > 1:
                     ops.requantize_(sent[:last], received, self._format, None, 1.0, nodes.nodes)
-                return _all_to_all(transport, nodes.counterparts, received[:last], sent[:last], tag)
+                return _all_to_all(selector, nodes.counterparts, received[:last], sent[:last], tag)
 
             return [inside] * (nodes.ranks_per_node > 1) + [between] * (nodes.nodes > 1)
 
@@ -214,13 +214,13 @@ class QuantizedReduceScatter(GradientReduceScatter):
 
 
 def _all_to_all(
-    transport: Transport, ranks: Sequence[int], received: torch.Tensor, sent: torch.Tensor, tag: int
+    selector: TransportSelector, ranks: Sequence[int], received: torch.Tensor, sent: torch.Tensor, tag: int
 ) -> Sequence[Waitable]:
     """Exchange equal chunks among ``ranks``. What this rank sends itself is copied."""
     receives, sends = received.chunk(len(ranks)), sent.chunk(len(ranks))
-    position = ranks.index(transport.rank)
+    position = ranks.index(selector.rank)
     receives[position].copy_(sends[position])
-    return all_to_all_among(transport, ranks, receives, sends, tag)
+    return all_to_all_among(selector, ranks, receives, sends, tag)
 
 
 def gradient_reduce_scatter(

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from zero_ext.comm import Collectives
-from zero_ext.comm.compressed import OneBitAllReduce
+from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from zero_ext import ops
-from zero_ext.comm.compressed import OneBitAllReduce
+from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.zero.step.one_bit.exchange_base import ExchangeStrategy, OneBitContext, temporarily_zeroed
 from zero_ext.zero.step.update_schedule import Ownership
 

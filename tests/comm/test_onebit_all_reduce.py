@@ -8,7 +8,7 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ops
-from zero_ext.comm.compressed import OneBitAllReduce
+from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.comm.process_group import make_collectives
 
 

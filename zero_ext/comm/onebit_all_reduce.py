@@ -6,7 +6,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm.collectives import Collectives
-from zero_ext.comm.transport import PendingCollective
+from zero_ext.comm.pending_collective import PendingCollective
 
 
 class OneBitAllReduce:
