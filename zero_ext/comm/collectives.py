@@ -223,10 +223,9 @@ class Collectives:
         shards: list[torch.Tensor] = []
 
         def start() -> Sequence[Waitable]:
-            works = transport.reduce_scatter(flat, received[: out.numel()]) if rings else None
-            if works is not None:
+            if rings:
                 shards.append(received[: out.numel()])
-                return works
+                return transport.reduce_scatter(flat, shards[0])
             slices = list(flat.chunk(self.world_size))
             shards.extend(in_rank_order(slices[self.rank], self.rank, self.world_size, received))
             return transport.all_to_all(shards, slices, _tag(label))
@@ -369,12 +368,21 @@ class Collectives:
         *,
         entry: str | None = None,
     ) -> PendingCollective:
-        """Count a collective, record it as ``entry``, and start it. It waits for ``peers``, by default all."""
-        on_end = self._record(traffic, label)
-        call = ordered.channel.begin(entry or f"{label}, {traffic.elements} elements", peers)
-        return PendingCollective(
-            label, self.rank, (self._recorder, call), ordered.order, start, finish, on_end
-        )
+        """Count a collective, record it as ``entry``, and start it.
+
+        It ends only after ``peers`` have begun it, by default all ranks. Its end is published on the bus.
+        """
+        kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
+        self.traffic.record(kind, elements, sent, traffic.crossing_bytes)
+        on_end, ranks, bus = None, self.world_size, self.bus
+        if bus and ranks > 1:
+
+            def publish(began: float, seconds: float) -> None:
+                bus.publish(CollectiveEnd(kind, label, ranks, elements, sent, began, seconds))
+
+            on_end = publish
+        recorded = self._recorder, ordered.channel.begin(entry or f"{label}, {elements} elements", peers)
+        return PendingCollective(label, self.rank, recorded, ordered.order, start, finish, on_end)
 
     def _flat_traffic(
         self, kind: str, elements: int, slice_bytes: int, rings: bool = False
@@ -390,19 +398,6 @@ class Collectives:
         else:
             crossing = slice_bytes * self.nodes.remote_ranks
         return CollectiveTraffic(kind, elements, sent, crossing)
-
-    def _record(self, traffic: CollectiveTraffic, label: str) -> Callable[[float, float], None] | None:
-        """Count a collective, and return a callback that publishes its end if the bus has subscribers."""
-        kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
-        self.traffic.record(kind, elements, sent, traffic.crossing_bytes)
-        if not self.bus or self.world_size == 1:
-            return None
-        ranks, bus = self.world_size, self.bus
-
-        def on_end(began: float, seconds: float) -> None:
-            bus.publish(CollectiveEnd(kind, label, ranks, elements, sent, began, seconds))
-
-        return on_end
 
 
 def _call(action: Callable[[str], None] | None, reason: str) -> None:

@@ -64,7 +64,7 @@ class DeviceTransport(Transport):
         work: Waitable = self._backend.allreduce([tensor])
         return work
 
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable]:
         """Sum in the backend's order."""
         return [self._backend._reduce_scatter_base(out, flat)]
 

@@ -165,10 +165,7 @@ class FlightRecorder:
     def _compare(self, call: RecordedCollective, rank: int, record: dict[str, Any]) -> str | None:
         """Return how the record of ``rank`` contradicts this rank's, which is in ``call``."""
         key, number, label = record["waiting"]
-        own_location, peer_location = (
-            _user_code_location(),
-            record["location"],
-        )  # where the two ranks wait now
+        own_location, peer_location = _user_code_location(), record["location"]  # where the ranks wait now
         own, theirs = f"{call.label}{own_location}", f"{label}{peer_location}"
         recent: list[tuple[int, str]] = record["begun"].get(call.channel.key, [])
         begun = recent[-1][0] if recent else 0

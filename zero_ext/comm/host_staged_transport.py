@@ -148,28 +148,19 @@ class _Stager:
         return self.stream.record_event()
 
     def _chunks(self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload]) -> list[_StagedChunk]:
-        slot_of: dict[
-            int, int
-        ] = {}  # of tensors that are sent, by their address: one for all who get the same
+        # Tensors that are sent, by address: one slot for all ranks that get the same.
+        slot_of: dict[int, int] = {}
         for _, tensor in sends:
             slot_of.setdefault(tensor.data_ptr(), len(slot_of))
         step = self._buffer[0].numel() // (len(slot_of) + len(receives)) // _GRAIN * _GRAIN
         longest = max(tensor.numel() for _, tensor in (*sends, *receives))
         chunks = []
         for number, begin in enumerate(range(0, longest, step)):
-            slots = self._buffer[number % _HALVES].split(step)
-            chunks.append(
-                _StagedChunk(
-                    [
-                        (rank, *_both(tensor, slots[slot_of[tensor.data_ptr()]], begin, step))
-                        for rank, tensor in sends
-                    ],
-                    [
-                        (rank, *_both(tensor, slots[len(slot_of) + index], begin, step))
-                        for index, (rank, tensor) in enumerate(receives)
-                    ],
-                )
-            )
+            slots, span = self._buffer[number % _HALVES].split(step), slice(begin, begin + step)
+            sent = [(rank, *_both(tensor[span], slots[slot_of[tensor.data_ptr()]])) for rank, tensor in sends]
+            free = zip(receives, slots[len(slot_of) :], strict=False)
+            received = [(rank, *_both(tensor[span], slot)) for (rank, tensor), slot in free]
+            chunks.append(_StagedChunk(sent, received))
         return chunks
 
     def sum(self, tensor: torch.Tensor, tag: int) -> None:
@@ -179,12 +170,9 @@ class _Stager:
         tensor.copy_(host)
 
 
-def _both(
-    tensor: torch.Tensor, buffer: torch.Tensor, begin: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slice of ``tensor`` from byte ``begin`` on, and its bytes in ``buffer``."""
-    source = tensor[begin : begin + step]
-    return source, buffer[: source.numel()]
+def _both(source: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``source`` and its bytes in ``slot``."""
+    return source, slot[: source.numel()]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

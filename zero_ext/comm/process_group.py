@@ -11,12 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm import (
-    Collectives,
-    DeviceTransport,
-    TrafficStats,
-    Transport,
-)
+from zero_ext.comm import Collectives, DeviceTransport, TrafficStats, Transport
 from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of

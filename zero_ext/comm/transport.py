@@ -46,7 +46,8 @@ class Transport(abc.ABC):
     """
 
     staging_bytes = 0
-    rings = False  # Gathers and sums go around the ranks, so that one rank per node sends to another node.
+    # Gathers and sums go around the ranks, so that one rank per node sends to another node.
+    rings = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -90,10 +91,10 @@ class Transport(abc.ABC):
         """Start an in-place sum of a small tensor over the ranks, in rank order."""
         return RankOrderSum(self, tensor, tag)
 
-    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """Sum ``flat`` [numel] in its own dtype and in the backend's order. This rank's slice of the sum goes
-        to ``out`` [numel / N]. None if the transport itself sums nothing."""
-        return None
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable]:
+        """Sum ``flat`` [numel] in its own dtype and in the backend's order, if this transport has ``rings``.
+        This rank's slice of the sum goes to ``out`` [numel / N]."""
+        raise NotImplementedError
 
 
 class DeviceDispatch:
