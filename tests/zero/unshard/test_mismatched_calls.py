@@ -99,7 +99,9 @@ def outcome_of(trained: Trained, call: str) -> Outcome:
     except Exception as caught:
         error = str(caught)
     seconds = time.monotonic() - began
-    begun = {each.key: dict(each.recent) for each in trained.collectives._channels.values()}
+    collectives = trained.collectives
+    channels = (collectives._gathers.channel, collectives._reductions.channel)
+    begun = {each.key: dict(each.recent) for each in channels}
     return Outcome(error, seconds, begun)
 
 
