@@ -1,4 +1,4 @@
-"""Homes of reduced gradients, one by one, against plain sums."""
+"""Each storage of reduced gradients compared with plain sums."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zero_ext.offload import TierManager
 from zero_ext.zero.gradients import nvme_gradient_storage
 from zero_ext.zero.gradients.gradient_storage import (
     GradientStorage,
+    Lifetime,
     MemoryGradientStorage,
-    PooledGradientStorage,
     Squares,
 )
 from zero_ext.zero.gradients.nvme_gradient_storage import NvmeGradientStorage
@@ -26,27 +26,30 @@ NUMEL = 5000
 Make = Callable[[BufferPool, TierManager], GradientStorage]
 
 
-def memory(tier: Tier) -> Make:
+def memory(tier: Tier, lifetime: Lifetime) -> Make:
     def make(pool: BufferPool, tiers: TierManager) -> GradientStorage:
-        tensor = torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16)
-        return MemoryGradientStorage(tier, tensor, torch.float32, pool, tiers.transfers)
+        storage = MemoryGradientStorage(
+            tier, NUMEL, torch.bfloat16, torch.float32, pool, pool, tiers.transfers, lifetime
+        )
+        full = torch.full((3 * NUMEL,), float("nan"), dtype=torch.bfloat16)
+        if lifetime == "alias":
+            storage.alias(full[NUMEL : 2 * NUMEL])
+        storage.change(0, NUMEL, lambda values: values.fill_(float("nan")))
+        return storage
 
     return make
 
 
-def borrowed(pool: BufferPool, tiers: TierManager) -> GradientStorage:
-    return PooledGradientStorage(NUMEL, torch.bfloat16, torch.float32, pool, tiers.transfers)
-
-
-def stored(pool: BufferPool, tiers: TierManager) -> GradientStorage:
+def nvme(pool: BufferPool, tiers: TierManager) -> GradientStorage:
     return NvmeGradientStorage(NUMEL, torch.bfloat16, torch.float32, pool, tiers)
 
 
 STORAGES: dict[str, Make] = {
-    "device": memory("device"),
-    "host": memory("host"),
-    "nvme": stored,
-    "borrowed": borrowed,
+    "device": memory("device", "permanent"),
+    "host": memory("host", "permanent"),
+    "alias": memory("device", "alias"),
+    "pooled": memory("device", "pooled"),
+    "nvme": nvme,
 }
 
 

@@ -15,12 +15,12 @@ from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.gradients.gradient_storage import (
     CopyInOrder,
-    GradientSlice,
     GradientStorage,
-    PooledGradientStorage,
+    Lifetime,
+    MemoryGradientStorage,
     Squares,
 )
-from zero_ext.zero.gradients.nvme_gradient_storage import sharded_gradient_storage
+from zero_ext.zero.gradients.nvme_gradient_storage import NvmeGradientStorage
 from zero_ext.zero.gradients.reduce_scatter import gradient_reduce_scatter
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import Purpose
@@ -78,18 +78,28 @@ class UnitGradients:
         accumulates = config.batch.gradient_accumulation_steps > 1
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None
-        self._slice: GradientSlice | None = None
+        self._slice: MemoryGradientStorage | None = None
         self.storage: GradientStorage
-        if unit.placement.grads:
-            self.storage = sharded_gradient_storage(
-                unit, dtype, accumulation_dtype, pool, staging_buffers, tiers, used_up
-            )
-        else:
+        self._allocate_storage(dtype, staging_buffers, used_up)
+
+    def _allocate_storage(self, dtype: torch.dtype, staging_buffers: BufferPool, used_up: bool) -> None:
+        unit, pool, tiers = self.unit, self._pool, self._tiers
+        tier: Tier = unit.placement.grads_tier if unit.placement.grads else "device"
+        numel, wide = unit.layout.shard_numel, self._accumulation_dtype
+        if tier == "nvme":
+            self.storage = NvmeGradientStorage(numel, dtype, wide, pool, tiers)
+            return
+        lifetime: Lifetime = "permanent" if unit.placement.grads else "alias"
+        if unit.placement.grads and used_up and tier == "device":
+            lifetime = "pooled"  # the device need not store what an update in backward uses
+        memory = MemoryGradientStorage(
+            tier, numel, dtype, wide, pool, staging_buffers, tiers.transfers, lifetime
+        )
+        self.storage = memory
+        if lifetime == "alias":
             self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
-            begin, end = unit.layout.shard_range(unit.collectives.rank)
-            self.storage = self._slice = GradientSlice(
-                self.local, begin, end, accumulation_dtype, pool, tiers.transfers
-            )
+            self._slice = memory
+            self._alias_local()
 
     # -- collecting ---------------------------------------------------------------------------------------
 
@@ -271,8 +281,7 @@ class UnitGradients:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            if self.local is not None and self._slice is not None and not self._aliased:
-                self._slice.become_slice_of(self.local)
+            self._alias_local()
             self.pack()
 
     def finish(self) -> None:
@@ -388,15 +397,12 @@ class UnitGradients:
         """Return the bytes allocated between steps by tier: unreduced gradients and the reduced shard."""
         unreduced = self.local.nbytes if self.local is not None and self._buffer is None else 0
         held: dict[Tier, int] = {"device": unreduced}
-        stored = 0 if self._aliased else self.storage.allocated_bytes()
-        return {**held, self.storage.tier: held.get(self.storage.tier, 0) + stored}
+        return {**held, self.storage.tier: held.get(self.storage.tier, 0) + self.storage.allocated_bytes()}
 
     def full(self) -> torch.Tensor | None:
         """Return the full reduced gradient [layout.numel] if it is in this rank's device memory."""
         if self.unit.collectives.world_size == 1:
-            unallocated = isinstance(self.storage, PooledGradientStorage) and not self.storage.valid
-            far = self._tiers.device.torch_device(self.storage.tier) != self.unit.flat.device
-            return None if unallocated or far else self.storage.shard().memory(self.storage.tier)
+            return self.storage.device_memory()
         return None if self.unit.placement.optimizer else self.local
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -408,14 +414,18 @@ class UnitGradients:
     @property
     def _aliased(self) -> bool:
         """Whether the reduced gradient is a slice of ``local``."""
-        return self._slice is not None and self.local is not None and self._slice.is_slice_of(self.local)
+        return self._slice is not None and self._slice.lifetime == "alias"
+
+    def _alias_local(self) -> None:
+        if self._slice is not None and self.local is not None:
+            self._slice.alias(self._own_slice(self.local))
 
     def _prepare_local(self) -> None:
         """Acquire ``local``. If a pass follows the last expected reduction, keep the reduced sum apart."""
         if self.local is None:
             self.local = self._acquire_local()
         elif self._slice is not None and self._aliased and self.storage.valid and not self._filled:
-            self._slice.detach()
+            self._slice.reallocate()
 
     def _borrow(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
         self._scratch.append(self._pool.acquire(numel * dtype.itemsize, self.unit.name, purpose))
@@ -453,8 +463,8 @@ class UnitGradients:
         if buffer is None:
             aliased = self._aliased
             self.local = self._instead_of(narrow, self._accumulation_dtype).copy_(narrow)
-            if aliased and self._slice is not None:
-                self._slice.become_slice_of(self.local)
+            if aliased:
+                self._alias_local()
             return
         self.local = self._acquire_local().copy_(narrow)
         self._pool.release(buffer)

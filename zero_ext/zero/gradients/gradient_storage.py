@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -11,6 +11,10 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload import COMPLETED, CopyHandle, MemoryShard, ShardStorage, TransferStats
 from zero_ext.zero.memory.pool import BufferPool
+
+# Memory of a gradient stays allocated, is acquired from the pool while there is a gradient, or belongs to
+# another tensor.
+Lifetime = Literal["permanent", "pooled", "alias"]
 
 
 class Squares:
@@ -47,30 +51,29 @@ class Squares:
         return self._sums[device]
 
 
-class GradientStorage(Protocol):
-    """Stores one reduced gradient [numel], or none. Further gradients are added to it.
+class GradientStorage:
+    """Base of the storage of one reduced gradient [numel], or none. Further gradients are added to it.
 
-    ``dtype`` is that of the stored gradient, or of the next one. Once a second gradient was added, or the sum
-    of several was adopted, it is the accumulation dtype. Sizes of buffers for :meth:`adopt` are multiples of
-    ``alignment``. ``is_async``: the copy is still in flight when :meth:`adopt` returns. ``failure`` is an
-    error of the transfers, which reading raises.
+    Attributes:
+        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype once a second
+            gradient was added, or the sum of several was adopted.
+        valid: Whether there is a gradient.
+        alignment: Sizes of buffers for :meth:`adopt` are multiples of it.
+        is_async: The copy is still in flight when :meth:`adopt` returns.
+        failure: Error of the transfers, which reading raises.
     """
 
     tier: Tier
-    alignment: int
-    failure: RuntimeError | None
+    dtype: torch.dtype
+    alignment = 1
+    is_async = False
+    failure: RuntimeError | None = None
 
-    @property
-    def is_async(self) -> bool:
-        """See above."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See above."""
-
-    @property
-    def valid(self) -> bool:
-        """Whether there is a gradient."""
+    def __init__(self, numel: int, accumulation_dtype: torch.dtype, pool: BufferPool) -> None:
+        self.valid = False
+        self._numel = numel
+        self._accumulation_dtype = accumulation_dtype
+        self._pool = pool
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
         """Begin a reduction, of ``sums`` of several passes or not.
@@ -79,162 +82,199 @@ class GradientStorage(Protocol):
             Device memory [numel] to write the result to, or to add it to where ``valid``, before
             :meth:`complete_reduction`. None where the result is passed to :meth:`adopt` instead.
         """
+        raise NotImplementedError
 
     def complete_reduction(self) -> None:
         """Mark the memory that :meth:`begin_reduction` returned as written."""
+        self.valid = True
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """Take ownership of a pool buffer whose first numel elements of ``dtype`` are the result."""
+        raise NotImplementedError
 
     def shard(self) -> ShardStorage:
         """Return the gradient as a shard in its tier."""
+        raise NotImplementedError
+
+    def device_memory(self) -> torch.Tensor | None:
+        """Return the gradient if it is in memory of the device, else None."""
+        return None
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """Yield the elements [begin, end) in chunks, in any order. Each is valid until the next one."""
+        raise NotImplementedError
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
         """Apply the element-wise ``change`` in place to the elements [begin, end)."""
+        for values in self.visit(begin, end):
+            change(values)
 
     def add_squares(self, squares: Squares) -> None:
         """Add the squares of all elements."""
+        for values in self.visit(0, self._numel):
+            squares.add(values)
 
     def wait_transfers(self) -> None:
         """Wait for all transfers that use memory of the pool."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Discard the gradient and the failure."""
+        raise NotImplementedError
 
     def allocated_bytes(self) -> int:
-        """Return the bytes allocated in ``tier`` between steps, without those of the pool."""
+        """Return the bytes allocated in ``tier`` between steps, without those of the pool and of aliases."""
+        raise NotImplementedError
 
 
-class MemoryGradientStorage:
-    """A :class:`GradientStorage` in permanent device or host memory."""
+class MemoryGradientStorage(GradientStorage):
+    """One gradient in device or host memory of any :data:`Lifetime`, visited as one chunk.
 
-    alignment = 1
-    failure: RuntimeError | None = None
+    "permanent" memory is allocated here. "pooled" memory is acquired for a gradient and released in
+    :meth:`forget`; there is nothing to visit in between. An "alias" needs :meth:`alias` before it is used.
+    Widening gives it memory of its own.
+    """
 
     def __init__(
         self,
         tier: Tier,
-        tensor: torch.Tensor,
+        numel: int,
+        dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         pool: BufferPool,
+        staging_buffers: BufferPool,
         transfers: TransferStats,
-        staging_buffers: BufferPool | None = None,
+        lifetime: Lifetime = "permanent",
     ) -> None:
+        """``staging_buffers``: host memory for a gradient that is copied from an accelerator, then added."""
+        super().__init__(numel, accumulation_dtype, pool)
         self.tier = tier
-        self.valid = False
-        self._memory = tensor
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
-        self._transfers = transfers
-        # Host memory for a gradient that is copied from an accelerator and then added.
+        self.dtype = dtype
+        self.lifetime = lifetime
+        self.is_async = pool.device.torch_device(tier) != pool.device.device
         self._staging_buffers = staging_buffers
+        self._transfers = transfers
+        # Either of ``dtype`` or bytes of the pool.
+        self._memory = pool.device.allocate(tier, numel, dtype) if lifetime == "permanent" else None
         self._copy: CopyHandle = COMPLETED  # into ``_memory``
-        self._pending_add: _PendingAdd | None = None  # of a staged gradient, or its cast
-
-    @property
-    def is_async(self) -> bool:
-        """See :class:`GradientStorage`."""
-        return self._memory.device != self._pool.device.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :class:`GradientStorage`."""
-        return self._memory.dtype
-
-    @property
-    def _tensor(self) -> torch.Tensor:
-        """Return the memory after all transfers and additions."""
-        self.wait_transfers()
-        self._copy.wait()
-        self._copy = COMPLETED
-        return self._memory
+        self._pending_add: _PendingAdd | None = None
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientStorage`."""
-        if (self.valid or sums) and self.dtype != self._accumulation_dtype:
-            self._memory = self._copied()
-        return self._memory if self.tier == "device" else None
-
-    def complete_reduction(self) -> None:
-        """See :class:`GradientStorage`."""
-        self.valid = True
+        """Return the memory, if it is the device's and allocated."""
+        if self.valid or sums:
+            self._widen()
+        return self._view() if self.tier == "device" and self._memory is not None else None
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientStorage`. The buffer is released to the pool."""
+        """Store the buffer itself as pooled memory, or copy or add it to the memory and release it."""
         self.wait_transfers()
+        if dtype == self._accumulation_dtype:
+            self._widen()
         values = buffer.view(dtype)
-        if not self.valid and dtype == self._accumulation_dtype != self.dtype:
-            self._memory = self._allocate(dtype)  # an unannounced sum of passes
         self._transfers.record("device", self.tier, values.nbytes)
-        if values.device == self._memory.device:
-            _add_or_copy(self._memory, values, self.valid)
+        replaces = not self.valid and dtype == self.dtype
+        if replaces and self.lifetime == "pooled":
+            self._memory = buffer
+        elif not self.is_async:
+            if self._memory is None:
+                self._allocate()
+            _add_or_copy(self._view(), values, self.valid)
             self._pool.release(buffer)
-        elif not self.valid and dtype == self.dtype:
-            self._copy = self._pool.device.copy(self._memory, values)
+        elif replaces:
+            self._copy = self._pool.device.copy(self._view(), values)
             self._pool.release(buffer, self._copy)
         else:
-            self._pool.release(buffer, self._stage(buffer, dtype))
+            staging = self._staging_buffers.acquire(buffer.nbytes, purpose="staging")
+            copy = self._pool.device.copy(staging, buffer)
+            self._pending_add = _PendingAdd(staging, dtype, copy, self.valid)
+            self._pool.release(buffer, copy)
         self.valid = True
 
     def shard(self) -> ShardStorage:
-        """See :class:`GradientStorage`."""
-        return MemoryShard(self.tier, self._tensor, self._transfers, self._pool.device)
+        """Return the gradient as a shard in its tier. Memory of the pool needs a gradient."""
+        return MemoryShard(self.tier, self._finished(), self._transfers, self._pool.device)
+
+    def device_memory(self) -> torch.Tensor | None:
+        """Return the memory if it is the device's and allocated, whether there is a gradient or not."""
+        return None if self.is_async or self._memory is None else self._finished()
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientStorage`. Yield one chunk."""
-        yield self._tensor[begin:end]
-
-    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientStorage`."""
-        change(self._tensor[begin:end])
+        """Yield one chunk, none without memory."""
+        if self._memory is not None:
+            yield self._finished()[begin:end]
 
     def add_squares(self, squares: Squares) -> None:
-        """See :class:`GradientStorage`."""
-        squares.add(self._tensor)
+        """Add the squares of all elements. Memory of the pool needs a gradient."""
+        squares.add(self._finished())
 
     def wait_transfers(self) -> None:
-        """See :class:`GradientStorage`."""
+        """Add a gradient that was staged."""
         if self._pending_add is not None:
             pending, self._pending_add = self._pending_add, None
             pending.copy.wait()
             self._copy.wait()
-            _add_or_copy(self._memory, pending.buffer.view(pending.dtype), pending.adds)
-            pending.pool.release(pending.buffer)
+            _add_or_copy(self._view(), pending.staging.view(pending.dtype), pending.adds)
+            self._staging_buffers.release(pending.staging)
 
     def forget(self) -> None:
-        """See :class:`GradientStorage`; the memory stays."""
+        """Discard the gradient. Pooled memory is released, other memory stays."""
         self.wait_transfers()
         self.valid = False
+        if self.lifetime == "pooled" and self._memory is not None:
+            self._pool.release(self._memory)
+            self._memory = None
 
     def allocated_bytes(self) -> int:
-        """See :class:`GradientStorage`."""
-        return self._memory.nbytes
+        """Return the bytes of permanent memory."""
+        return self._view().nbytes if self.lifetime == "permanent" else 0
 
-    def _stage(self, buffer: torch.Tensor, dtype: torch.dtype) -> CopyHandle:
-        if self._staging_buffers is None:
-            raise AssertionError("a gradient on an accelerator without a staging buffer in host memory")
-        staging = self._staging_buffers.acquire(buffer.nbytes, purpose="staging")
-        copy = self._pool.device.copy(staging, buffer)
-        self._pending_add = _PendingAdd(self._staging_buffers, staging, dtype, copy, self.valid)
-        return copy
+    def alias(self, memory: torch.Tensor) -> None:
+        """Become an alias of ``memory`` [numel], with its values."""
+        self.lifetime, self._memory, self.dtype = "alias", memory, memory.dtype
 
-    def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.tier == "device":
+    def reallocate(self) -> None:
+        """Move to new memory of the accumulation dtype, with the values of a gradient. An alias detaches."""
+        old, values = self._memory, None if self._memory is None else self._finished()
+        self.dtype = self._accumulation_dtype
+        if old is None or values is None:
+            return  # pooled memory, which is acquired later
+        self._allocate()
+        if self.valid:
+            _add_or_copy(self._view(), values, False)
+        if self.lifetime == "pooled":
+            self._pool.release(old)
+
+    def _widen(self) -> None:
+        if self.dtype != self._accumulation_dtype:
+            self.reallocate()
+
+    def _allocate(self) -> None:
+        if self.lifetime == "pooled":
+            self._memory = self._pool.acquire(self._numel * self.dtype.itemsize)
+            return
+        if self.tier == "device" and self._memory is not None:
             self._pool.device.reduction_stream.drop(self._memory)
-        return self._pool.device.allocate(self.tier, self._memory.numel(), dtype)
+        self.lifetime = "permanent"
+        self._memory = self._pool.device.allocate(self.tier, self._numel, self.dtype)
 
-    def _copied(self) -> torch.Tensor:
-        return self._allocate(self._accumulation_dtype).copy_(self._tensor)
+    def _view(self) -> torch.Tensor:
+        """Return the memory, which transfers may still use."""
+        if self._memory is None:
+            raise AssertionError("no gradient is stored")
+        return self._memory.view(self.dtype)
+
+    def _finished(self) -> torch.Tensor:
+        """Return the memory after all transfers and additions."""
+        self.wait_transfers()
+        self._copy.wait()
+        self._copy = COMPLETED
+        return self._view()
 
 
 class _PendingAdd(NamedTuple):
-    """A gradient that is copied to ``buffer`` of ``pool``, to be added to the stored one or to replace it."""
+    """A gradient that is copied to the buffer ``staging``, to be added to the stored one or to replace it."""
 
-    pool: BufferPool
-    buffer: torch.Tensor
+    staging: torch.Tensor
     dtype: torch.dtype
     copy: CopyHandle
     adds: bool
@@ -242,127 +282,6 @@ class _PendingAdd(NamedTuple):
 
 def _add_or_copy(memory: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
     (ops.accumulate_ if adds else ops.pack_)(memory, [values], [0])
-
-
-class GradientSlice(MemoryGradientStorage):
-    """A rank's slice of replicated gradients, or a separate copy while both are needed."""
-
-    def __init__(
-        self,
-        full: torch.Tensor,
-        begin: int,
-        end: int,
-        accumulation_dtype: torch.dtype,
-        pool: BufferPool,
-        transfers: TransferStats,
-    ) -> None:
-        super().__init__("device", full[begin:end], accumulation_dtype, pool, transfers)
-        self._begin, self._end = begin, end
-
-    def is_slice_of(self, full: torch.Tensor) -> bool:
-        """Return whether the memory is a slice of ``full``."""
-        return full.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
-
-    def become_slice_of(self, full: torch.Tensor) -> None:
-        """Become a slice of ``full``, with its values."""
-        self._memory = full[self._begin : self._end]
-
-    def detach(self) -> None:
-        """Move to separate memory with the same values."""
-        self._memory = self._copied()
-
-
-class PooledGradientStorage:
-    """A :class:`GradientStorage` in pool memory, which it acquires for a reduction and releases in
-    :meth:`forget`."""
-
-    tier: Tier = "device"
-    alignment = 1
-    is_async = False
-    failure: RuntimeError | None = None
-
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        accumulation_dtype: torch.dtype,
-        pool: BufferPool,
-        transfers: TransferStats,
-    ) -> None:
-        self.dtype = dtype
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
-        self._transfers = transfers
-        self._buffer: torch.Tensor | None = None
-
-    @property
-    def valid(self) -> bool:
-        """See :class:`GradientStorage`."""
-        return self._buffer is not None
-
-    def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientStorage`. Return memory only if there is a gradient to add to."""
-        if self._buffer is None:
-            return None
-        if self.dtype != self._accumulation_dtype:
-            narrow, buffer = self._tensor, self._buffer
-            self.dtype = self._accumulation_dtype
-            self._buffer = self._pool.acquire(self._numel * self.dtype.itemsize)
-            ops.pack_(self._tensor, [narrow], [0])
-            self._pool.release(buffer)
-        return self._tensor
-
-    def complete_reduction(self) -> None:
-        """See :class:`GradientStorage`."""
-
-    def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientStorage`. The buffer is stored itself if its dtype allows it."""
-        if self._buffer is None and dtype in (self.dtype, self._accumulation_dtype):
-            self._buffer, self.dtype = buffer, dtype
-            return
-        add = self._buffer is not None
-        if self._buffer is None:
-            self._buffer = self._pool.acquire(self._numel * self.dtype.itemsize)
-        (ops.accumulate_ if add else ops.pack_)(self._tensor, [buffer.view(dtype)], [0])
-        self._pool.release(buffer)
-
-    def shard(self) -> ShardStorage:
-        """See :class:`GradientStorage`; only while there is a gradient."""
-        return MemoryShard(self.tier, self._tensor, self._transfers, self._pool.device)
-
-    def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientStorage`. Yield one chunk, none without a gradient."""
-        if self._buffer is not None:
-            yield self._tensor[begin:end]
-
-    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientStorage`; nothing happens without a gradient."""
-        if self._buffer is not None:
-            change(self._tensor[begin:end])
-
-    def add_squares(self, squares: Squares) -> None:
-        """See :class:`GradientStorage`."""
-        squares.add(self._tensor)
-
-    def wait_transfers(self) -> None:
-        """See :class:`GradientStorage`. There are no transfers."""
-
-    def forget(self) -> None:
-        """See :class:`GradientStorage`. Release the memory to the pool."""
-        if self._buffer is not None:
-            self._pool.release(self._buffer)
-            self._buffer = None
-
-    def allocated_bytes(self) -> int:
-        """See :class:`GradientStorage`: none."""
-        return 0
-
-    @property
-    def _tensor(self) -> torch.Tensor:
-        if self._buffer is None:
-            raise AssertionError("no gradient is stored")
-        return self._buffer.view(self.dtype)
 
 
 class CopyInOrder:

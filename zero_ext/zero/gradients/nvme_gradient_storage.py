@@ -14,14 +14,8 @@ from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import GRADIENT_CHUNK_ELEMENTS
 from zero_ext.config.overlap_limits import READS_AHEAD, WRITES_BEHIND
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, NvmeShard, ShardStorage, TierManager
-from zero_ext.zero.gradients.gradient_storage import (
-    GradientStorage,
-    MemoryGradientStorage,
-    PooledGradientStorage,
-    Squares,
-)
+from zero_ext.zero.gradients.gradient_storage import GradientStorage, Squares
 from zero_ext.zero.memory.pool import BufferPool
-from zero_ext.zero.units.unit import Unit
 
 GRAIN = STORAGE_ALIGNMENT // 2  # elements in full storage blocks, for all dtypes of gradients
 
@@ -32,6 +26,14 @@ class ShardChunk(NamedTuple):
     first: int
     buffer: torch.Tensor
     values: torch.Tensor
+
+    def blocks(self, storage: NvmeShard) -> torch.Tensor:
+        """Return the full blocks of the buffer that the values take in ``storage``."""
+        return self.buffer[: storage.padded_bytes(self.values.numel())].view(storage.dtype)
+
+    def within(self, begin: int, end: int) -> torch.Tensor:
+        """Return the elements that are in [begin, end)."""
+        return self.values[max(begin - self.first, 0) : end - self.first]
 
 
 def chunk_bounds(storage: NvmeShard, begin: int, end: int) -> list[tuple[int, int]]:
@@ -68,15 +70,13 @@ class GradientChunkReader:
     def _read_ahead(self) -> None:
         while self._bounds and len(self._ahead) < READS_AHEAD:
             chunk = acquire_chunk(self._pool, self._storage, *self._bounds.popleft())
-            padded = chunk.buffer[: self._storage.padded_bytes(chunk.values.numel())].view(
-                self._storage.dtype
-            )
             try:
-                self._ahead.append((chunk, self._storage.fetch(padded, chunk.first)))
+                copy = self._storage.fetch(chunk.blocks(self._storage), chunk.first)
             except RuntimeError:
                 self._pool.release(chunk.buffer)
                 self.close()
                 raise
+            self._ahead.append((chunk, copy))
 
     def __iter__(self) -> Iterator[ShardChunk]:
         while self._ahead:
@@ -111,9 +111,8 @@ class ChunkWriter:
         """Take ownership of ``chunk`` and start to write it to ``storage``."""
         while len(self._behind) >= WRITES_BEHIND:
             self._end_oldest()
-        padded = chunk.buffer[: storage.padded_bytes(chunk.values.numel())].view(storage.dtype)
         try:
-            self._behind.append((storage.write(padded, chunk.first), chunk.buffer))
+            self._behind.append((storage.write(chunk.blocks(storage), chunk.first), chunk.buffer))
         except RuntimeError:
             self._pool.release(chunk.buffer)
             raise
@@ -135,8 +134,8 @@ class ChunkWriter:
         self._pool.release(buffer)
 
 
-class NvmeGradientStorage:
-    """A :class:`GradientStorage` of one gradient [numel] in one extent of the NVMe store.
+class NvmeGradientStorage(GradientStorage):
+    """One gradient [numel] in one extent of the NVMe store.
 
     The first gradient of a step is written from the memory of its reduction. Further ones are added to it
     chunk by chunk. Writes continue after :meth:`adopt` until :meth:`wait_transfers`. A failed transfer is
@@ -145,7 +144,6 @@ class NvmeGradientStorage:
 
     tier: Tier = "nvme"
     alignment = STORAGE_ALIGNMENT
-    is_async = False
 
     def __init__(
         self,
@@ -155,66 +153,58 @@ class NvmeGradientStorage:
         pool: BufferPool,
         tiers: TierManager,
     ) -> None:
-        self.valid = False
-        self.failure: RuntimeError | None = None
-        self._pool = pool
+        super().__init__(numel, accumulation_dtype, pool)
         # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
         self._extent = tiers.allocate_nvme_shard(numel, widest)
         self._storage = self._extent.with_dtype(dtype)
-        self._sums = self._extent.with_dtype(accumulation_dtype)
+        self.dtype = dtype
         self._squares: Squares | None = None  # of the full gradient, None while unknown
         self._reader: GradientChunkReader | None = None
         self._writer = ChunkWriter(pool)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See :class:`GradientStorage`."""
-        return (self._storage if self._reader is None else self._sums).dtype
-
     # -- writing ------------------------------------------------------------------------------------------
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientStorage`. Return None and start to read the gradient to add to."""
+        """Return None and start to read the gradient to add to."""
         self.wait_transfers()
         with self._noting_failure():
             if self.valid:
-                self._reader = GradientChunkReader(self._storage, 0, self._storage.numel, self._pool)
+                self._reader = GradientChunkReader(self._storage, 0, self._numel, self._pool)
+                self.dtype = self._accumulation_dtype
         return None
 
-    def complete_reduction(self) -> None:
-        """Unsupported: results are passed to :meth:`adopt`."""
-        raise AssertionError("gradients on NVMe are stored by adopt")
-
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientStorage`. Writes continue after this returns."""
-        values = buffer.view(dtype)[: self._storage.numel]
+        """Write the buffer itself if nothing is added to and its dtype is stored. Writes continue after this
+        returns."""
+        values = buffer.view(dtype)[: self._numel]
         self._squares = Squares()
         reader, self._reader = self._reader, None
-        if not self.valid and dtype == self._sums.dtype:
-            self._storage = self._sums
+        if reader is not None or (not self.valid and dtype == self._accumulation_dtype):
+            self.dtype = self._accumulation_dtype
+            self._storage = self._extent.with_dtype(self.dtype)
         self.valid = True
+        is_stored = reader is None and dtype == self.dtype
         with self._noting_failure():
-            if reader is not None:
-                self._storage = self._sums
+            if is_stored:
+                self._write(ShardChunk(0, buffer, values))
+            elif reader is not None:
                 with contextlib.closing(reader):
                     for chunk in reader:
                         self._write(self._sum_of(chunk, values))
-            elif dtype != self._storage.dtype:
-                for first, count in chunk_bounds(self._storage, 0, self._storage.numel):
+            else:
+                for first, count in chunk_bounds(self._storage, 0, self._numel):
                     chunk = acquire_chunk(self._pool, self._storage, first, count)
                     ops.pack_(chunk.values, [values[first : first + count]], [0])
                     self._write(chunk)
-            else:
-                self._write(ShardChunk(0, buffer, values))
-                return
-        self._pool.release(buffer)
+        if not is_stored:
+            self._pool.release(buffer)
 
     def _sum_of(self, stored: ShardChunk, values: torch.Tensor) -> ShardChunk:
-        """``stored``, in the dtype in which gradients add up, plus the ``values`` that belong there."""
+        """Return ``stored``, in the accumulation dtype, plus its elements of ``values``."""
         first, count = stored.first, stored.values.numel()
         total = stored
-        if stored.values.dtype != self._storage.dtype:
+        if stored.values.dtype != self.dtype:
             total = acquire_chunk(self._pool, self._storage, first, count)
             ops.pack_(total.values, [stored.values], [0])
             self._pool.release(stored.buffer)
@@ -228,7 +218,7 @@ class NvmeGradientStorage:
         self._writer.start(self._storage, chunk)
 
     def wait_transfers(self) -> None:
-        """See :class:`GradientStorage`. All writes have ended."""
+        """Wait for all writes."""
         with self._noting_failure():
             self._writer.wait()
 
@@ -242,81 +232,53 @@ class NvmeGradientStorage:
     # -- reading ------------------------------------------------------------------------------------------
 
     def shard(self) -> ShardStorage:
-        """See :class:`GradientStorage`."""
+        """Return the extent."""
         return self._storage
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientStorage`. Raise ``RuntimeError`` if a read fails."""
-        self._finish()
-        with contextlib.closing(GradientChunkReader(self._storage, begin, end, self._pool)) as reader:
+        """Yield chunks, the last one first. Raise ``RuntimeError`` if a transfer failed."""
+        with contextlib.closing(self._read(begin, end)) as reader:
             for chunk in reader:
                 try:
-                    yield _inside(chunk, begin, end)
+                    yield chunk.within(begin, end)
                 finally:
                     self._pool.release(chunk.buffer)
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientStorage`. An error is stored as ``failure``."""
+        """Change chunks and write them back. An error is stored as ``failure``."""
         self._squares = None
         with self._noting_failure():
-            self._finish()
-            with contextlib.closing(GradientChunkReader(self._storage, begin, end, self._pool)) as reader:
+            with contextlib.closing(self._read(begin, end)) as reader:
                 for chunk in reader:
-                    change(_inside(chunk, begin, end))
+                    change(chunk.within(begin, end))
                     self._writer.start(self._storage, chunk)
             self._writer.wait()
 
     def add_squares(self, squares: Squares) -> None:
-        """See :class:`GradientStorage`. Read the gradient only if its squares are unknown."""
+        """Add the squares of all elements. Read them only if their squares are unknown."""
         if self._squares is None:
             own = Squares()
-            for values in self.visit(0, self._storage.numel):
-                own.add(values)
+            super().add_squares(own)
             self._squares = own
         squares.add_all(self._squares)
 
     def forget(self) -> None:
-        """See :class:`GradientStorage`. The extent and the dtype stay."""
+        """Discard the gradient and the failure. The extent and the dtype stay."""
         self.wait_transfers()
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self.dtype = self._storage.dtype
         self.valid = False
         self.failure = None
 
     def allocated_bytes(self) -> int:
-        """See :class:`GradientStorage`. Space in the store for the wider dtype."""
-        return self._extent.padded_bytes(self._extent.numel)
+        """Return the space in the store, which is that of the wider dtype."""
+        return self._extent.padded_bytes(self._numel)
 
-    def _finish(self) -> None:
-        """Wait for writes. Raise the first error since the gradient was last forgotten."""
+    def _read(self, begin: int, end: int) -> GradientChunkReader:
+        """Read elements after all writes. Raise the first error since the gradient was last forgotten."""
         self.wait_transfers()
         if self.failure is not None:
             raise self.failure
-
-
-def _inside(chunk: ShardChunk, begin: int, end: int) -> torch.Tensor:
-    """Return the elements of ``chunk`` in [begin, end)."""
-    return chunk.values[max(begin - chunk.first, 0) : end - chunk.first]
-
-
-def sharded_gradient_storage(
-    unit: Unit,
-    dtype: torch.dtype,
-    accumulation_dtype: torch.dtype,
-    pool: BufferPool,
-    staging_buffers: BufferPool,
-    tiers: TierManager,
-    used_up: bool,
-) -> GradientStorage:
-    """Return the storage of the shard of ``unit``'s gradient by its tier.
-
-    ``used_up``: an update in backward follows the reduction, so that the device need not store the gradient.
-    """
-    tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
-    if tier == "nvme":
-        return NvmeGradientStorage(numel, dtype, accumulation_dtype, pool, tiers)
-    if used_up and tier == "device":
-        return PooledGradientStorage(numel, dtype, accumulation_dtype, pool, tiers.transfers)
-    memory = tiers.device.allocate(tier, numel, dtype)
-    return MemoryGradientStorage(tier, memory, accumulation_dtype, pool, tiers.transfers, staging_buffers)
+        return GradientChunkReader(self._storage, begin, end, self._pool)
