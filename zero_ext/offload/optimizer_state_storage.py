@@ -36,26 +36,32 @@ class OptimizerStateStorage(Protocol):
     numel: int
 
     def add(self, kind: str, field: StateField) -> None:
-        """Adds a kind of state, zero at first. Once a kind, before the first step."""
+        """Add a kind of state, zero at first. Called once per kind, before the first step."""
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """The ranges in which the state is best visited; they cover it in order."""
+        """Yield the ranges in which the state is best visited. They cover it in order."""
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
-        """The values of elements [begin, end): live memory where the tier is memory, else a copy."""
+        """Return the values of elements [begin, end): live memory where the tier is memory, else a copy."""
 
     def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
-        """:meth:`read` of several kinds, in one transfer."""
+        """Return :meth:`read` of several kinds, in one transfer."""
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """Replaces several kinds of the elements [begin, end), in one transfer."""
+        """Replace several kinds of the elements [begin, end), in one transfer."""
 
     def view(self, kind: str, begin: int, end: int) -> Values:
-        """The values of elements [begin, end) where they are stored."""
+        """Return the values of elements [begin, end) where they are stored."""
 
-    def edit(self, kind: str, begin: int, end: int) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """The values of elements [begin, end), to be changed. Changes are stored when the block ends
-        without an exception."""
+    @contextlib.contextmanager
+    def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Return the values of elements [begin, end), to be changed.
+
+        Changes are stored when the block ends without an exception.
+        """
+        values = self.read(kind, begin, end)
+        yield values
+        self.write_kinds([kind], begin, end, [values])
 
     def snapshot(self) -> None:
         """Keep the current values until :meth:`commit` or :meth:`rollback` ends the step.
@@ -73,7 +79,7 @@ class OptimizerStateStorage(Protocol):
         """Return the bytes allocated in its tier."""
 
 
-class MemoryState:
+class MemoryState(OptimizerStateStorage):
     """State in device or host memory. ``values`` by kind are live tensors [numel]."""
 
     def __init__(self, tier: Tier, master: torch.Tensor, device: Device) -> None:
@@ -85,16 +91,13 @@ class MemoryState:
         self._snapshots: dict[str, torch.Tensor] = {}
 
     def add(self, kind: str, field: StateField) -> None:
-        """See :class:`OptimizerStateStorage`."""
         self._fields[kind] = field
         self.values[kind] = self._device.allocate(self.tier, field.entries(self.numel), field.dtype)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """See :class:`OptimizerStateStorage`: one."""
         yield 0, self.numel
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
-        """See :class:`OptimizerStateStorage`."""
         field = self._fields[kind]
         if begin % field.elements or (end % field.elements and end != self.numel):
             raise AssertionError(
@@ -103,38 +106,32 @@ class MemoryState:
         return self.values[kind][field.entries(begin) : field.entries(end)]
 
     def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
-        """See :class:`OptimizerStateStorage`."""
         return [self.read(kind, begin, end) for kind in kinds]
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """See :class:`OptimizerStateStorage`."""
         for kind, replacement in zip(kinds, values, strict=True):
             self.read(kind, begin, end).copy_(replacement)
 
     def view(self, kind: str, begin: int, end: int) -> Values:
-        """See :class:`OptimizerStateStorage`."""
         return self.read(kind, begin, end)
 
     @contextlib.contextmanager
     def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`OptimizerStateStorage`: changes are live immediately."""
         yield self.read(kind, begin, end)
 
     def snapshot(self) -> None:
-        """See :class:`OptimizerStateStorage`; memory for it is allocated at the first call."""
+        """Copy the values. Memory for them is allocated at the first call."""
         for kind, values in self.values.items():
             if kind not in self._snapshots:
                 self._snapshots[kind] = self._device.allocate(self.tier, values.numel(), values.dtype)
             self._snapshots[kind].copy_(values)
 
     def commit(self) -> None:
-        """See :class:`OptimizerStateStorage`."""
+        """Do nothing: the step wrote to the values."""
 
     def rollback(self) -> None:
-        """See :class:`OptimizerStateStorage`."""
         for kind, values in self.values.items():
             values.copy_(self._snapshots[kind])
 
     def allocated_bytes(self) -> int:
-        """See :class:`OptimizerStateStorage`."""
         return sum(values.nbytes for values in (*self.values.values(), *self._snapshots.values()))

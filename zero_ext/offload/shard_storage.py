@@ -9,12 +9,12 @@ import torch
 from zero_ext.config import Tier
 from zero_ext.offload.device.device_memory import CPU, Device
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
-from zero_ext.offload.storage_range import Values
+from zero_ext.offload.storage_range import StorageRange, Values
 from zero_ext.offload.transfer_stats import TransferStats
 
 
 class ShardStorage(Protocol):
-    """A shard [numel] of one dtype in one tier; it moves in multiples of ``grain`` elements."""
+    """A shard [numel] of one dtype in one tier. It moves in multiples of ``grain`` elements."""
 
     tier: Tier
     numel: int
@@ -22,28 +22,35 @@ class ShardStorage(Protocol):
     grain: int
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
-        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``; n is a
-        multiple of ``grain``, also at the end of the shard."""
+        """Start to copy the elements from ``begin`` on into ``into`` [n], memory of tier ``target``.
+
+        ``begin`` and n are multiples of ``grain``, n also at the end of the shard.
+        """
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
-        """Starts replacing the elements from ``begin`` on by ``values``, which are in memory of tier
-        ``source``. Later reads wait for the copy."""
+        """Start to replace the elements from ``begin`` on by ``values``, in memory of tier ``source``.
+
+        Later reads wait for the copy.
+        """
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The elements [begin, end): live memory where the tier is memory, else a copy. Not counted."""
+        """Return the elements [begin, end): live memory, or a copy from storage. Not counted."""
 
     def view(self, begin: int, end: int) -> Values:
-        """The elements [begin, end) where they are stored."""
+        """Return the elements [begin, end) where they are stored."""
+        return StorageRange(
+            begin, end - begin, self.dtype, self.read, lambda first, values: put(self, first, values, "host")
+        )
 
     def subrange(self, begin: int, end: int) -> ShardStorage:
-        """The elements [begin, end) as a shard of their own; both multiples of ``grain``, or the
-        shard's end."""
+        """Return the elements [begin, end), both multiples of ``grain`` or the shard's end, as a shard."""
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """The shard itself if it is in memory of ``tier``, else None."""
+        """Return the shard itself if it is in memory of ``tier``, else None."""
+        return None
 
 
-class MemoryShard:
+class MemoryShard(ShardStorage):
     """A shard in device or host memory."""
 
     grain = 1
@@ -73,7 +80,6 @@ class MemoryShard:
         return self._memory
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
-        """See :class:`ShardStorage`."""
         source = self._readable()
         if begin or into.numel() != self.numel:
             source = source[begin : begin + into.numel()]
@@ -87,7 +93,7 @@ class MemoryShard:
         return copy
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
-        """See :class:`ShardStorage`; ``values`` of another dtype are there when it returns."""
+        """Replace elements. ``values`` of another dtype are stored when this returns."""
         target = self._memory[begin : begin + values.numel()]
         if target.data_ptr() == values.data_ptr():
             return COMPLETED
@@ -100,19 +106,14 @@ class MemoryShard:
         return self._written
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`ShardStorage`."""
         return self._tensor[begin:end]
 
-    def view(self, begin: int, end: int) -> Values:
-        """See :class:`ShardStorage`."""
-        return self._tensor[begin:end]
+    view = read
 
     def subrange(self, begin: int, end: int) -> ShardStorage:
-        """See :class:`ShardStorage`."""
         return MemoryShard(self.tier, self._tensor[begin:end], self._transfers, self._device)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """See :class:`ShardStorage`."""
         return self._tensor if tier == self.tier else None
 
 

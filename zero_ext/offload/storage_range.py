@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 
-class StorageRange(Protocol):
-    """``numel`` consecutive values in storage."""
+class StorageRange:
+    """``numel`` consecutive values in storage, from ``begin`` on.
 
-    numel: int
-    dtype: torch.dtype
+    ``read`` returns a copy of the values between two positions in storage. ``write`` replaces the values from
+    a position on.
+    """
+
+    def __init__(
+        self,
+        begin: int,
+        numel: int,
+        dtype: torch.dtype,
+        read: Callable[[int, int], torch.Tensor],
+        write: Callable[[int, torch.Tensor], object],
+    ) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._begin = begin
+        self._read = read
+        self._write = write
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """A copy of the values [begin, end)."""
+        """Return a copy of the values [begin, end) of the range."""
+        return self._read(self._begin + begin, self._begin + end)
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        """Replaces the values from ``begin`` on."""
+        """Replace the values of the range from ``begin`` on."""
+        if values.numel():
+            self._write(self._begin + begin, values)
 
     def subrange(self, begin: int, end: int) -> StorageRange:
-        """The range of the values [begin, end)."""
+        """Return the values [begin, end) as a range."""
+        return StorageRange(self._begin + begin, end - begin, self.dtype, self._read, self._write)
 
 
 Values = torch.Tensor | StorageRange  # a tensor is live memory, 1-D

@@ -10,12 +10,12 @@ from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.offload.device.bounce_buffer import DeviceTransferPath
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.nvme.nvme_store import NvmeStore
-from zero_ext.offload.storage_range import StorageRange, Values
+from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.offload.transfer_stats import TransferStats
 
 
-class NvmeShard:
-    """A shard [numel] in one extent of the store: a :class:`ShardStorage`.
+class NvmeShard(ShardStorage):
+    """A shard [numel] in one extent of the store.
 
     It is read straight into device memory where that is host memory, else through ``transfer_path``. Nothing
     of it stays in memory.
@@ -41,15 +41,14 @@ class NvmeShard:
         self._transfer_path = transfer_path
 
     def with_dtype(self, dtype: torch.dtype) -> NvmeShard:
-        """The same extent as elements of another dtype, which must not be wider."""
+        """Return the same extent as elements of another dtype, which must not be wider."""
         return NvmeShard(self._store, self.offset, self.numel, dtype, self._transfers, self._transfer_path)
 
     def padded_bytes(self, numel: int) -> int:
-        """Bytes of the padded blocks that ``numel`` elements take."""
+        """Return the bytes of the padded blocks that ``numel`` elements take."""
         return -(-numel // self.grain) * STORAGE_ALIGNMENT
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
-        """See :class:`ShardStorage`; ``begin`` is a multiple of ``grain``."""
         self._transfers.record("nvme", target, into.nbytes)
         first = self.offset + begin * self.dtype.itemsize
         if into.device.type == "cpu":
@@ -70,7 +69,7 @@ class NvmeShard:
         )
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> CopyHandle:
-        """See :class:`ShardStorage`; done when it returns.
+        """Replace elements. They are stored when this returns.
 
         The rest of a first or last block is read and written back.
         """
@@ -80,7 +79,7 @@ class NvmeShard:
         fits = (first, last) == (begin, end) and values.dtype == self.dtype and values.is_contiguous()
         if not fits or values.device.type != "cpu" or values.data_ptr() % STORAGE_ALIGNMENT:
             padded = self._buffer(last - first)
-            grain = STORAGE_ALIGNMENT // self.dtype.itemsize
+            grain = self.grain
             edges = {first} if first < begin else set()
             for edge in edges | ({last - grain} if end < last else set()):
                 padded[edge - first : edge - first + grain].copy_(self._read(edge, edge + grain))
@@ -90,22 +89,12 @@ class NvmeShard:
         return COMPLETED
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`ShardStorage`: a copy."""
         first, last, _ = self._blocks(begin, end)
         return self._read(first, last)[begin - first : end - first]
 
-    def view(self, begin: int, end: int) -> Values:
-        """See :class:`ShardStorage`."""
-        return _ShardRange(self, begin, end - begin)
-
     def subrange(self, begin: int, end: int) -> NvmeShard:
-        """See :class:`ShardStorage`."""
         offset = self.offset + begin * self.dtype.itemsize
         return NvmeShard(self._store, offset, end - begin, self.dtype, self._transfers, self._transfer_path)
-
-    def memory(self, tier: Tier) -> torch.Tensor | None:
-        """See :class:`ShardStorage`: never."""
-        return None
 
     def _path_to_device(self) -> DeviceTransferPath:
         if self._transfer_path is None:
@@ -124,22 +113,3 @@ class NvmeShard:
         values = self._buffer(last - first)
         self._store.read(self.offset + first * self.dtype.itemsize, values).wait()
         return values
-
-
-class _ShardRange:
-    """A :class:`StorageRange` of a shard."""
-
-    def __init__(self, shard: NvmeShard, begin: int, numel: int) -> None:
-        self.numel = numel
-        self.dtype = shard.dtype
-        self._shard = shard
-        self._begin = begin
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        return self._shard.read(self._begin + begin, self._begin + end)
-
-    def write(self, begin: int, values: torch.Tensor) -> None:
-        self._shard.store(self._begin + begin, values, "host").wait()
-
-    def subrange(self, begin: int, end: int) -> StorageRange:
-        return _ShardRange(self._shard, self._begin + begin, end - begin)

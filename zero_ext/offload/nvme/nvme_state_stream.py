@@ -16,7 +16,7 @@ from zero_ext.config import Tier
 from zero_ext.config.events import Bus
 from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_store import NvmeStore
-from zero_ext.offload.optimizer_state_storage import MASTER, StateField
+from zero_ext.offload.optimizer_state_storage import MASTER, OptimizerStateStorage, StateField
 from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.offload.storage_range import StorageRange, Values
 from zero_ext.offload.transfer_stats import TransferStats
@@ -68,8 +68,8 @@ class StateStream:
         self._bus.waited("storage", began, int(counters[_WAITING].sum()) * 1e-9)
 
 
-class NvmeState:
-    """State of ``numel`` elements in one extent of the store: a :class:`OptimizerStateStorage`.
+class NvmeState(OptimizerStateStorage):
+    """State of ``numel`` elements in one extent of the store.
 
     With ``shadow`` there is a second extent, so that a step can be rolled back: it reads from ``offset`` and
     writes to ``target``, and the current state is the choice between the two.
@@ -85,23 +85,22 @@ class NvmeState:
         self._shadow = stream.store.allocate(stream.extent_bytes(numel)) if shadow else None
 
     def add(self, kind: str, field: StateField) -> None:
-        """See :class:`OptimizerStateStorage`: the kinds are those of the stream, zero from the start."""
+        """Check that a kind is one of the stream, whose state is zero from the start."""
         if self.stream.kinds.get(kind) != field:
             raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """See :class:`OptimizerStateStorage`: chunks that move in one transfer."""
+        """Yield the chunks that move in one transfer."""
         for begin in range(0, self.numel, self.stream.chunk_elements):
             yield begin, min(begin + self.stream.chunk_elements, self.numel)
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
-        """See :class:`OptimizerStateStorage`: a copy."""
         return self.read_kinds([kind], begin, end)[0]
 
     def read_kinds(
         self, kinds: Sequence[str], begin: int, end: int, into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """See :class:`OptimizerStateStorage`: copies, in ``into`` if given."""
+        """Return copies, in ``into`` if given."""
         fields = [self.stream.kinds[kind] for kind in kinds]
         values = list(into or ()) or [
             torch.empty(field.entries(end - begin), dtype=field.dtype, device="cpu") for field in fields
@@ -113,41 +112,40 @@ class NvmeState:
         return values
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """See :class:`OptimizerStateStorage`. Between :meth:`snapshot` and :meth:`commit` or :meth:`rollback`
-        all of a state must be replaced."""
+        """Replace several kinds.
+
+        Between :meth:`snapshot` and :meth:`commit` or :meth:`rollback` all of a state must be replaced.
+        """
         with self.stream.counters() as counters:
             ops.state_stream_write_(
                 self.stream.handle, self.target, self.numel, begin, end, self._fields(kinds), values, counters
             )
 
     def view(self, kind: str, begin: int, end: int) -> Values:
-        """See :class:`OptimizerStateStorage`."""
-        return _StateRange(self, kind, begin, end - begin)
-
-    @contextlib.contextmanager
-    def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`OptimizerStateStorage`."""
-        values = self.read(kind, begin, end)
-        yield values
-        self.write_kinds([kind], begin, end, [values])
+        return StorageRange(
+            begin,
+            end - begin,
+            self.stream.kinds[kind].dtype,
+            lambda first, last: self.read(kind, first, last),
+            lambda first, values: self.write_kinds([kind], first, first + values.numel(), [values]),
+        )
 
     def snapshot(self) -> None:
-        """See :class:`OptimizerStateStorage`: nothing is copied, the step writes to the other extent."""
+        """Make the step write to the other extent. Nothing is copied."""
         if self._shadow is None:
             raise AssertionError("no extent was reserved for state after a step that may be rolled back")
         self.target = self._shadow
 
     def commit(self) -> None:
-        """See :class:`OptimizerStateStorage`: the extents are swapped."""
+        """Swap the extents."""
         if self.target != self.offset:
             self._shadow, self.offset = self.offset, self.target
 
     def rollback(self) -> None:
-        """See :class:`OptimizerStateStorage`."""
         self.target = self.offset
 
     def allocated_bytes(self) -> int:
-        """See :class:`OptimizerStateStorage`: padding to whole blocks included; the ring is staging."""
+        """Return the bytes in the store with padding to full blocks, without the ring."""
         return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
     def subrange(self, begin: int, end: int) -> StateExtent:
@@ -167,27 +165,6 @@ class _StateSlice:
     numel: int
     offset: int
     target: int
-
-
-class _StateRange:
-    """A :class:`StorageRange` of one kind of state."""
-
-    def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
-        self.numel = numel
-        self.dtype = state.stream.kinds[kind].dtype
-        self._state = state
-        self._kind = kind
-        self._begin = begin
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        return self._state.read(self._kind, self._begin + begin, self._begin + end)
-
-    def write(self, begin: int, values: torch.Tensor) -> None:
-        first = self._begin + begin
-        self._state.write_kinds([self._kind], first, first + values.numel(), [values])
-
-    def subrange(self, begin: int, end: int) -> StorageRange:
-        return _StateRange(self._state, self._kind, self._begin + begin, end - begin)
 
 
 class StateExtent(Protocol):

@@ -44,7 +44,7 @@ class DequantizedState:
 
     def view(self, begin: int, end: int) -> Values:
         """The values of elements [begin, end)."""
-        return _DequantizedRange(self, begin, end - begin)
+        return StorageRange(begin, end - begin, torch.float32, self.read, self.write)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The values of elements [begin, end)."""
@@ -92,24 +92,3 @@ class DequantizedState:
         """The elements of the whole blocks around [begin, end)."""
         last = ops.block_count(end) * ops.BLOCK_ELEMENTS
         return begin // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS, min(last, self._state.numel)
-
-
-class _DequantizedRange:
-    """A :class:`StorageRange` of values in blocks."""
-
-    dtype = torch.float32
-
-    def __init__(self, blocks: DequantizedState, begin: int, numel: int) -> None:
-        self.numel = numel
-        self._blocks = blocks
-        self._begin = begin
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        return self._blocks.read(self._begin + begin, self._begin + end)
-
-    def write(self, begin: int, values: torch.Tensor) -> None:
-        if values.numel():
-            self._blocks.write(self._begin + begin, values)
-
-    def subrange(self, begin: int, end: int) -> StorageRange:
-        return _DequantizedRange(self._blocks, self._begin + begin, end - begin)
