@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -51,8 +51,8 @@ class Squares:
         return self._sums[device]
 
 
-class GradientStorage:
-    """Base of the storage of one reduced gradient [numel], or none. Further gradients are added to it.
+class GradientStorage(Protocol):
+    """Stores one reduced gradient [numel], or none. Further gradients are added to it.
 
     Attributes:
         dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype once a second
@@ -65,15 +65,10 @@ class GradientStorage:
 
     tier: Tier
     dtype: torch.dtype
-    alignment = 1
-    is_async = False
+    valid: bool = False
+    alignment: int = 1
+    is_async: bool = False
     failure: RuntimeError | None = None
-
-    def __init__(self, numel: int, accumulation_dtype: torch.dtype, pool: BufferPool) -> None:
-        self.valid = False
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
         """Begin a reduction, of ``sums`` of several passes or not.
@@ -82,7 +77,6 @@ class GradientStorage:
             Device memory [numel] to write the result to, or to add it to where ``valid``, before
             :meth:`complete_reduction`. None where the result is passed to :meth:`adopt` instead.
         """
-        raise NotImplementedError
 
     def complete_reduction(self) -> None:
         """Mark the memory that :meth:`begin_reduction` returned as written."""
@@ -90,11 +84,9 @@ class GradientStorage:
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """Take ownership of a pool buffer whose first numel elements of ``dtype`` are the result."""
-        raise NotImplementedError
 
     def shard(self) -> ShardStorage:
         """Return the gradient as a shard in its tier."""
-        raise NotImplementedError
 
     def device_memory(self) -> torch.Tensor | None:
         """Return the gradient if it is in memory of the device, else None."""
@@ -102,7 +94,6 @@ class GradientStorage:
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """Yield the elements [begin, end) in chunks, in any order. Each is valid until the next one."""
-        raise NotImplementedError
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
         """Apply the element-wise ``change`` in place to the elements [begin, end)."""
@@ -111,20 +102,15 @@ class GradientStorage:
 
     def add_squares(self, squares: Squares) -> None:
         """Add the squares of all elements."""
-        for values in self.visit(0, self._numel):
-            squares.add(values)
 
     def wait_transfers(self) -> None:
         """Wait for all transfers that use memory of the pool."""
-        raise NotImplementedError
 
     def forget(self) -> None:
         """Discard the gradient and the failure."""
-        raise NotImplementedError
 
     def allocated_bytes(self) -> int:
         """Return the bytes allocated in ``tier`` between steps, without those of the pool and of aliases."""
-        raise NotImplementedError
 
 
 class MemoryGradientStorage(GradientStorage):
@@ -147,11 +133,13 @@ class MemoryGradientStorage(GradientStorage):
         lifetime: Lifetime = "permanent",
     ) -> None:
         """``staging_buffers``: host memory for a gradient that is copied from an accelerator, then added."""
-        super().__init__(numel, accumulation_dtype, pool)
         self.tier = tier
         self.dtype = dtype
         self.lifetime = lifetime
         self.is_async = pool.device.torch_device(tier) != pool.device.device
+        self._numel = numel
+        self._accumulation_dtype = accumulation_dtype
+        self._pool = pool
         self._staging_buffers = staging_buffers
         self._transfers = transfers
         # Either of ``dtype`` or bytes of the pool.

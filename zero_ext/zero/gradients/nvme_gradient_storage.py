@@ -143,7 +143,7 @@ class NvmeGradientStorage(GradientStorage):
     """
 
     tier: Tier = "nvme"
-    alignment = STORAGE_ALIGNMENT
+    alignment: int = STORAGE_ALIGNMENT
 
     def __init__(
         self,
@@ -153,7 +153,9 @@ class NvmeGradientStorage(GradientStorage):
         pool: BufferPool,
         tiers: TierManager,
     ) -> None:
-        super().__init__(numel, accumulation_dtype, pool)
+        self._numel = numel
+        self._accumulation_dtype = accumulation_dtype
+        self._pool = pool
         # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
         self._extent = tiers.allocate_nvme_shard(numel, widest)
@@ -258,7 +260,8 @@ class NvmeGradientStorage(GradientStorage):
         """Add the squares of all elements. Read them only if their squares are unknown."""
         if self._squares is None:
             own = Squares()
-            super().add_squares(own)
+            for values in self.visit(0, self._numel):
+                own.add(values)
             self._squares = own
         squares.add_all(self._squares)
 
