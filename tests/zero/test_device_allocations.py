@@ -90,4 +90,4 @@ def test_steps_allocate_nothing_large(world: World, stage: int) -> None:
 @pytest.mark.parametrize("how", ["in_backward", "delayed"])
 def test_updates_beside_the_passes_allocate_nothing_large(world: World, how: str) -> None:
     for tiers in ({"optimizer": "host"}, dict.fromkeys(KINDS, "host"), {"optimizer": "nvme"}):
-        check_steps(world, 3, {**tiers, "step": how}, Plan(dtype="bf16"))
+        check_steps(world, 3, {**tiers, "update_mode": how}, Plan(dtype="bf16"))
