@@ -1,4 +1,4 @@
-// zero_ext::take_device_error_ and device_error_text: errors that the host learns of later.
+// zero_ext::pop_device_error_ and device_error_text: errors that the host learns of later.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@ namespace {
 
 // The CPU's ops raise their errors themselves.
 void pop_device_error(const Tensor& record) {
-  std::fill_n(check_device_error("take_device_error_", record), core::kDeviceErrorWords, 0);
+  std::fill_n(check_device_error("pop_device_error_", record), core::kDeviceErrorWords, 0);
 }
 
 std::string device_error_text(const Tensor& record) {
@@ -21,12 +21,12 @@ std::string device_error_text(const Tensor& record) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("take_device_error_(Tensor(a!) record) -> ()");
+  library.def("pop_device_error_(Tensor(a!) record) -> ()");
   library.def("device_error_text(Tensor record) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("take_device_error_", TORCH_BOX(&pop_device_error));
+  library.impl("pop_device_error_", TORCH_BOX(&pop_device_error));
   library.impl("device_error_text", TORCH_BOX(&device_error_text));
 }
 

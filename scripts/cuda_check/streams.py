@@ -101,9 +101,9 @@ FAMILIES: dict[str, Callable[..., float | None]] = {
     "DequantizeBlocks": lambda code: 4 + 1,
     "QuantizeIntegers": _quantize,
     "WriteIntegers": _write,
-    "CompressSigns": _compress,
-    "ExpandSigns": lambda out: 2 * SIZES[out],
-    "SumSigns": lambda: 1 / 8,
+    "Compress1bit": _compress,
+    "Decompress1bit": lambda out: 2 * SIZES[out],
+    "Sum1bit": lambda: 1 / 8,
     "PrepareGradients": lambda values: 2 * SIZES[values],
 }
 
@@ -130,8 +130,8 @@ def _write_pass(source: str, out: str) -> tuple[float, float]:
 PASSES: dict[str, Callable[..., tuple[float, float]]] = {
     "QuantizeIntegers": _quantize_pass,
     "WriteIntegers": _write_pass,
-    "CompressSigns": _compress_pass,
-    "SumSigns": lambda: (PASS * 4, PASS * 4),
+    "Compress1bit": _compress_pass,
+    "Sum1bit": lambda: (PASS * 4, PASS * 4),
     "PrepareGradients": lambda values: (WIDE_BYTES, 2 * WIDE_BYTES),
 }
 

@@ -51,7 +51,7 @@ def test_table_shows_every_fact() -> None:
 def test_backends_come_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"io_uring": "forbidden by this container (errno 1)", "libaio": "", "threads": ""}
     monkeypatch.setattr(ops, "aio_backends", lambda: reasons)
-    monkeypatch.setattr(ops, "why_no_cufile", lambda: "libcufile.so.0: no such file")
+    monkeypatch.setattr(ops, "cufile_unavailable_reason", lambda: "libcufile.so.0: no such file")
     assert facts()["asynchronous I/O"] == {
         "io_uring": "not available: forbidden by this container (errno 1)",
         "libaio": "available",

@@ -81,7 +81,7 @@ def test_bytes_that_lack_outside_the_main_loop_are_a_fault(dump: str) -> None:
     (function,) = sass.functions(dump.format(architecture="sm_90", called="0x100", width=".128"))
     code = Code(function, threads=256)
     # The results of 32 elements are loaded, to be added to, and stored behind the loop of the messages.
-    found = Checked(kernels()[1], code, streams.stream("SumSigns", code))
+    found = Checked(kernels()[1], code, streams.stream("Sum1bit", code))
     assert found.faults == [
         "sm_90 SumShards<float, BFloat16>: expected all bytes outside the main loop in accesses of 16, "
         "got 256 too few of a thread's."

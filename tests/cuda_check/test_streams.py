@@ -44,8 +44,8 @@ def code_of(text: str) -> Code:
         ("QuantizeIntegers<IntegerSum<4, false>, IntegerCode<8, false>>", 1 / 2),
         ("WriteIntegers<IntegerSum<8, true>, BFloat16>", 1 + 2 + 2),
         ("WriteIntegers<IntegerSum<8, false>, float>", 1),
-        ("ExpandSigns<Float16>", 2 + 2),
-        ("CompressSigns<SignSum>", 1 / 8),
+        ("Decompress1bit<Float16>", 2 + 2),
+        ("Compress1bit<SignSum>", 1 / 8),
     ],
 )
 def test_a_kernel_moves_what_its_types_say(dump: str, name: str, wanted: float) -> None:
@@ -67,20 +67,20 @@ def test_a_narrow_access_in_the_main_loop_is_counted(dump: str) -> None:
 def test_arguments_of_templates_may_be_templates() -> None:
     name = "QuantizeIntegers<IntegerSum<4, false>, IntegerCode<8, true>>"
     assert streams.family(name) == ("QuantizeIntegers", ["IntegerSum<4, false>", "IntegerCode<8, true>"])
-    assert streams.family("SumSigns") == ("SumSigns", [])
+    assert streams.family("Sum1bit") == ("Sum1bit", [])
 
 
 def test_a_kernel_without_a_main_loop_counts_what_it_does_once(dump: str) -> None:
     text = dump.format(architecture="sm_90", called="0x100", width=".128")
     straight = text.replace("@P0 BRA 0x40", "NOP").replace("@P2 BRA 0x20", "NOP")
-    found = streams.stream("CompressSigns<SignValues<BFloat16>>", code_of(straight))
+    found = streams.stream("Compress1bit<SignValues<BFloat16>>", code_of(straight))
     assert found is not None
     # Values and errors are loaded, errors and words of bits stored, of 32 elements.
     loaded, stored = 32 * (2 + 4), 32 * 4 + 16
     assert found.bytes_per_element == (loaded + stored) / 32
     assert (found.widths, found.narrow, found.elements) == ((16, 16, 16), 0, 32)
     assert found.lacking_bytes == loaded - 32 + stored - 16
-    looped = streams.stream("CompressSigns<SignValues<BFloat16>>", code_of(text))
+    looped = streams.stream("Compress1bit<SignValues<BFloat16>>", code_of(text))
     assert looped is not None and looped.lacking_bytes == loaded + stored
 
 

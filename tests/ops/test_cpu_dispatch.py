@@ -27,5 +27,5 @@ def test_unknown_names_and_levels_are_refused() -> None:
         ops.set_isa("sse9")
     for level in (-1, len(ISA_NAMES)):
         with pytest.raises(RuntimeError, match=f"level is {level}"):
-            torch.ops.zero_ext.set_isa_level(level)
+            torch.ops.zero_ext.set_cpu_dispatch_level(level)
     assert ops.get_isa() == before

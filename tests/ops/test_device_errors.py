@@ -190,7 +190,7 @@ def test_a_record_is_read_as_text() -> None:
     for bad in (record.int(), record[:6].clone(), record.view(1, 7)):
         with pytest.raises(RuntimeError, match="device_error_text: argument 'record'"):
             ops.device_error_text(bad)
-        with pytest.raises(RuntimeError, match="take_device_error_: argument 'record'"):
+        with pytest.raises(RuntimeError, match="pop_device_error_: argument 'record'"):
             ops.pop_device_error_(bad)
 
 

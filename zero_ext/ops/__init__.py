@@ -63,7 +63,7 @@ from zero_ext.ops.storage.aio import (
     aio_write_,
 )
 from zero_ext.ops.storage.checksum import crc32c
-from zero_ext.ops.storage.huge_pages import blank_host_memory, host_buffer, host_buffer_bytes
+from zero_ext.ops.storage.huge_pages import nan_filled_host_memory, host_buffer, host_buffer_bytes
 from zero_ext.ops.storage.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
@@ -93,7 +93,7 @@ from zero_ext.ops.storage.striped_store import (
     store_wait,
     store_write,
     store_write_direct,
-    why_no_cufile,
+    cufile_unavailable_reason,
 )
 from zero_ext.ops.storage.swap_storage import (
     load_storage_swap,
@@ -126,7 +126,7 @@ __all__ = [
     "aio_read_",
     "aio_wait",
     "aio_write_",
-    "blank_host_memory",
+    "nan_filled_host_memory",
     "block_count",
     "block_sparse_attention",
     "compress_1bit_",
@@ -191,7 +191,7 @@ __all__ = [
     "swap_storages_",
     "torch_swaps_storages",
     "unpack_",
-    "why_no_cufile",
+    "cufile_unavailable_reason",
 ]
 
 if is_built():

@@ -11,7 +11,7 @@ ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 def get_isa() -> str:
     """Name of the instruction set in use; the widest of this machine until :func:`set_isa`."""
-    return ISA_NAMES[op("isa_level")()]
+    return ISA_NAMES[op("cpu_dispatch_level")()]
 
 
 def set_isa(name: str) -> str:
@@ -27,15 +27,15 @@ def set_isa(name: str) -> str:
     if name not in ISA_NAMES:
         raise ValueError(f"unknown instruction set {name!r}; it must be one of {', '.join(ISA_NAMES)}")
     before = get_isa()
-    op("set_isa_level")(ISA_NAMES.index(name))
+    op("set_cpu_dispatch_level")(ISA_NAMES.index(name))
     return before
 
 
-@fake_kernel("isa_level")
+@fake_kernel("cpu_dispatch_level")
 def _isa_level() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-@fake_kernel("set_isa_level")
+@fake_kernel("set_cpu_dispatch_level")
 def _set_isa_level(level: int) -> None:
     return None

@@ -13,28 +13,28 @@ def cross_process_open(handle: int, name: str, rank: int, world_size: int, creat
     `handle` is any number. One that this process uses already is closed first. Raises RuntimeError naming the
     segment and the kernel's reason.
     """
-    op("host_exchange_open")(handle, name, rank, world_size, create)
+    op("cross_process_open")(handle, name, rank, world_size, create)
 
 
 def cross_process_connect(handle: int) -> bool:
     """Whether every other rank's memory can be read; call it once all ranks have joined."""
-    return bool(op("host_exchange_connect")(handle))
+    return bool(op("cross_process_connect")(handle))
 
 
 def cross_process_unlink(name: str) -> None:
     """Remove the segment's name. Ranks that have joined keep the segment."""
-    op("host_exchange_unlink")(name)
+    op("cross_process_unlink")(name)
 
 
 def cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     """Offers a contiguous CPU tensor to rank `peer`; it must not change until the send was waited for."""
-    op("host_exchange_send")(handle, peer, tensor, tag)
+    op("cross_process_send")(handle, peer, tensor, tag)
 
 
 def cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     """Will fill a contiguous CPU tensor with the next message of rank `peer`, which must be as long and have
     the same tag."""
-    op("host_exchange_receive")(handle, peer, tensor, tag)
+    op("cross_process_receive")(handle, peer, tensor, tag)
 
 
 def cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
@@ -43,7 +43,7 @@ def cross_process_wait(handle: int, peer: int, count: int, receiving: bool, time
     Raises RuntimeError after `timeout_seconds`, when the peer's process has ended, or when it sent a message
     of another size or tag.
     """
-    op("host_exchange_wait")(handle, peer, count, receiving, timeout_seconds)
+    op("cross_process_wait")(handle, peer, count, receiving, timeout_seconds)
 
 
 def cross_process_abort(handle: int, reason: str) -> None:
@@ -51,49 +51,49 @@ def cross_process_abort(handle: int, reason: str) -> None:
 
     So does this rank when it waits. Only the first 1023 bytes are raised. What it sent before still arrives.
     """
-    op("host_exchange_give_up")(handle, reason)
+    op("cross_process_abort")(handle, reason)
 
 
 def cross_process_close(handle: int) -> None:
     """Close the transport, once the peers have read what was sent (at most 5 seconds later)."""
-    op("host_exchange_close")(handle)
+    op("cross_process_close")(handle)
 
 
-@fake_kernel("host_exchange_open")
+@fake_kernel("cross_process_open")
 def _cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
     return None
 
 
-@fake_kernel("host_exchange_connect")
+@fake_kernel("cross_process_connect")
 def _cross_process_connect(handle: int) -> bool:
     return True
 
 
-@fake_kernel("host_exchange_unlink")
+@fake_kernel("cross_process_unlink")
 def _cross_process_unlink(name: str) -> None:
     return None
 
 
-@fake_kernel("host_exchange_send")
+@fake_kernel("cross_process_send")
 def _cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 
-@fake_kernel("host_exchange_receive")
+@fake_kernel("cross_process_receive")
 def _cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 
-@fake_kernel("host_exchange_wait")
+@fake_kernel("cross_process_wait")
 def _cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
     return None
 
 
-@fake_kernel("host_exchange_give_up")
+@fake_kernel("cross_process_abort")
 def _cross_process_abort(handle: int, reason: str) -> None:
     return None
 
 
-@fake_kernel("host_exchange_close")
+@fake_kernel("cross_process_close")
 def _cross_process_close(handle: int) -> None:
     return None

@@ -23,7 +23,7 @@ def pop_device_error_(record: Tensor) -> None:
     Raises:
         RuntimeError: `record` has the wrong dtype, device, layout or size.
     """
-    op("take_device_error_")(record)
+    op("pop_device_error_")(record)
     torch.autograd.graph.increment_version(record)
 
 
@@ -66,7 +66,7 @@ def raise_device_errors(device: torch.device | int | str) -> None:
         raise RuntimeError(f"{record.device}: {text}")
 
 
-@fake_kernel("take_device_error_")
+@fake_kernel("pop_device_error_")
 def _pop_device_error_(record: Tensor) -> None:
     return None
 

@@ -79,7 +79,7 @@ std::vector<BackendReport> probe_backends() {
 
 void check_options(const IoEngineOptions& options) {
   check_range("queue_depth", options.queue_depth, 1, 1024);
-  check_range("submitters", options.submitters, 1, 16);
+  check_range("io_threads", options.io_threads, 1, 16);
   check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
   if (options.block_bytes % kBlockMultiple != 0) {
     throw std::runtime_error("I/O engine: block_bytes is " + std::to_string(options.block_bytes) +
@@ -106,7 +106,7 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options, const B
 std::shared_ptr<IoEngine> IoEngine::make_of(const IoEngineOptions& options,
                                             const QueueMaker& make_queue) {
   Components components{options, std::make_shared<FaultPlan>(), {}};
-  for (int i = 0; i < options.submitters; ++i) {
+  for (int i = 0; i < options.io_threads; ++i) {
     components.submitters.push_back(
         std::make_unique<Submitter>(make_queue(options.queue_depth), components.faults));
   }

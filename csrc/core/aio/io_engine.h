@@ -41,7 +41,7 @@ struct IoEngineOptions {
   Backend backend = Backend::kThreads;
   int queue_depth = 32;                // blocks in flight a submitter, 1 to 1024
   std::int64_t block_bytes = 1 << 20;  // a multiple of 4096, at most 1 GiB
-  int submitters = 1;                  // queues, each with a thread, 1 to 16
+  int io_threads = 1;                  // queues, each with a thread, 1 to 16
 };
 
 // Throws std::runtime_error that names the option out of range, the value seen and those wanted.

@@ -14,19 +14,19 @@ namespace zero_ext::core {
 // the blocks from `first_block` on are read.
 
 // Compresses values * factor + error; the error becomes what that left behind.
-void compress_signs(const void* values, NumericType type, float factor, std::int64_t count,
-                    float* error, PayloadTarget payload);
+void compress_1bit(const void* values, NumericType type, float factor, std::int64_t count,
+                   float* error, PayloadTarget payload);
 
 // out = factor * what the payload stands for [+ out].
-void expand_signs(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
-                  void* out, NumericType type);
+void decompress_1bit(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
+                     void* out, NumericType type);
 
 // out = factor * sum of what the payloads stand for, in their order [+ out].
-void sum_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
-               std::int64_t count, float factor, bool accumulate, float* out);
+void sum_1bit(std::span<const PayloadSource> payloads, std::int64_t first_block, std::int64_t count,
+              float factor, bool accumulate, float* out);
 
 // Compresses factor * that sum + error; the error becomes what that left behind.
-void reduce_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
-                  std::int64_t count, float factor, float* error, PayloadTarget payload);
+void reduce_1bit(std::span<const PayloadSource> payloads, std::int64_t first_block,
+                 std::int64_t count, float factor, float* error, PayloadTarget payload);
 
 }  // namespace zero_ext::core

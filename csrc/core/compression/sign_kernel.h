@@ -183,8 +183,8 @@ inline void write_streamed(const T* out, std::int64_t count, const Write& write)
 }
 
 template <class V, class T>
-void run_compress_signs(const void* values, float factor, std::int64_t count, float* error,
-                        PayloadTarget payload) {
+void run_compress_1bit(const void* values, float factor, std::int64_t count, float* error,
+                       PayloadTarget payload) {
   for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
     const SignValues<T> terms{static_cast<const T*>(values) + begin};
     SignBlock<V>::compress(terms, factor, length, error + begin, payload.words + begin / 32,
@@ -193,8 +193,8 @@ void run_compress_signs(const void* values, float factor, std::int64_t count, fl
 }
 
 template <class V>
-void run_reduce_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
-                      float factor, std::int64_t count, float* error, PayloadTarget payload) {
+void run_reduce_1bit(std::span<const PayloadSource> payloads, std::int64_t first_block,
+                     float factor, std::int64_t count, float* error, PayloadTarget payload) {
   for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
     const SignSum terms{payloads, first_block + block};
     SignBlock<V>::compress(terms, factor, length, error + begin, payload.words + begin / 32,
@@ -203,8 +203,8 @@ void run_reduce_signs(std::span<const PayloadSource> payloads, std::int64_t firs
 }
 
 template <class V, class T>
-void run_expand_signs(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
-                      void* out) {
+void run_decompress_1bit(PayloadSource payload, std::int64_t count, float factor, bool accumulate,
+                         void* out) {
   T* const target = static_cast<T*>(out);
   if (accumulate) {
     for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
@@ -224,8 +224,8 @@ void run_expand_signs(PayloadSource payload, std::int64_t count, float factor, b
 }
 
 template <class V>
-void run_sum_signs(std::span<const PayloadSource> payloads, std::int64_t first_block,
-                   std::int64_t count, float factor, bool accumulate, float* out) {
+void run_sum_1bit(std::span<const PayloadSource> payloads, std::int64_t first_block,
+                  std::int64_t count, float factor, bool accumulate, float* out) {
   write_streamed<V>(out, count, [&]<bool Streamed>(std::bool_constant<Streamed>) {
     for_each_sign_block(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
       SignBlock<V>::template write<Streamed>({payloads, first_block + block}, length, factor,

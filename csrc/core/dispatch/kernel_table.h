@@ -88,15 +88,15 @@ constexpr void fill_flat(Kernels& table, int target) {
 }
 
 template <class V>
-constexpr void fill_signs(Kernels& table) {
-  table.compress_signs[0] = &run_compress_signs<V, float>;
-  table.compress_signs[1] = &run_compress_signs<V, BFloat16>;
-  table.compress_signs[2] = &run_compress_signs<V, Float16>;
-  table.expand_signs[0] = &run_expand_signs<V, float>;
-  table.expand_signs[1] = &run_expand_signs<V, BFloat16>;
-  table.expand_signs[2] = &run_expand_signs<V, Float16>;
-  table.sum_signs = &run_sum_signs<V>;
-  table.reduce_signs = &run_reduce_signs<V>;
+constexpr void fill_1bit(Kernels& table) {
+  table.compress_1bit[0] = &run_compress_1bit<V, float>;
+  table.compress_1bit[1] = &run_compress_1bit<V, BFloat16>;
+  table.compress_1bit[2] = &run_compress_1bit<V, Float16>;
+  table.decompress_1bit[0] = &run_decompress_1bit<V, float>;
+  table.decompress_1bit[1] = &run_decompress_1bit<V, BFloat16>;
+  table.decompress_1bit[2] = &run_decompress_1bit<V, Float16>;
+  table.sum_1bit = &run_sum_1bit<V>;
+  table.reduce_1bit = &run_reduce_1bit<V>;
 }
 
 template <class V, class Code>
@@ -124,7 +124,7 @@ constexpr Kernels make_kernels() {
   fill_flat<V, float>(table, 0);
   fill_flat<V, BFloat16>(table, 1);
   fill_flat<V, Float16>(table, 2);
-  fill_signs<V>(table);
+  fill_1bit<V>(table);
   fill_integer_blocks<V, IntegerCode<4, false>>(table, 0);
   fill_integer_blocks<V, IntegerCode<4, true>>(table, 1);
   fill_integer_blocks<V, IntegerCode<8, false>>(table, 2);

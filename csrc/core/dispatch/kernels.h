@@ -33,12 +33,12 @@ using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&)
 using AllFiniteKernel = bool (*)(const void*, std::int64_t);
 using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
                            bool);
-using CompressSignsKernel = void (*)(const void*, float, std::int64_t, float*, PayloadTarget);
-using ExpandSignsKernel = void (*)(PayloadSource, std::int64_t, float, bool, void*);
-using SumSignsKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t, float,
-                                bool, float*);
-using ReduceSignsKernel = void (*)(std::span<const PayloadSource>, std::int64_t, float,
-                                   std::int64_t, float*, PayloadTarget);
+using Compress1bitKernel = void (*)(const void*, float, std::int64_t, float*, PayloadTarget);
+using Decompress1bitKernel = void (*)(PayloadSource, std::int64_t, float, bool, void*);
+using Sum1bitKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t, float,
+                               bool, float*);
+using Reduce1bitKernel = void (*)(std::span<const PayloadSource>, std::int64_t, float, std::int64_t,
+                                  float*, PayloadTarget);
 using QuantizeBlocksKernel = void (*)(const void*, std::int64_t, std::int64_t, PayloadTarget);
 using DequantizeBlocksKernel = void (*)(PayloadSource, std::int64_t, std::int64_t, void*);
 using SumQuantizedKernel = void (*)(std::span<const PayloadSource>, std::int64_t, std::int64_t,
@@ -63,10 +63,10 @@ struct Kernels {
   SumKernel sum_shards[kNumericTypes][kNumericTypes];      // [target][source]
   SquaredNormKernel squared_norm[kNumericTypes];
   AllFiniteKernel all_finite[kNumericTypes];
-  CompressSignsKernel compress_signs[kNumericTypes];
-  ExpandSignsKernel expand_signs[kNumericTypes];
-  SumSignsKernel sum_signs;
-  ReduceSignsKernel reduce_signs;
+  Compress1bitKernel compress_1bit[kNumericTypes];
+  Decompress1bitKernel decompress_1bit[kNumericTypes];
+  Sum1bitKernel sum_1bit;
+  Reduce1bitKernel reduce_1bit;
   QuantizeBlocksKernel quantize_blocks[kBlockFormats][kNumericTypes];
   DequantizeBlocksKernel dequantize_blocks[kBlockFormats][kNumericTypes];
   SumQuantizedKernel sum_quantized[kBlockFormats];

@@ -40,14 +40,15 @@ void check_fields(std::span<const StateField> fields, std::int64_t chunk_element
 
 }  // namespace
 
-std::int64_t chunk_elements_for(std::int64_t ring_bytes, std::span<const StateField> fields) {
+std::int64_t chunk_elements_for(std::int64_t staging_buffer_bytes,
+                                std::span<const StateField> fields) {
   std::int64_t unit = RingBuffer::kAlignment / kSmallestElement;
   for (const StateField& field : fields) unit = std::lcm(unit, field.elements);
   check_fields(fields, unit);
   const std::int64_t unit_bytes = bytes_of(fields, unit) + kGradientAndParam * unit;
-  const std::int64_t units = ring_bytes / kChunksInRing / unit_bytes;
+  const std::int64_t units = staging_buffer_bytes / kChunksInRing / unit_bytes;
   if (units < 1) {
-    throw std::runtime_error("ring_bytes is " + std::to_string(ring_bytes) +
+    throw std::runtime_error("staging_buffer_bytes is " + std::to_string(staging_buffer_bytes) +
                              "; chunks would be smaller than one aligned block: the smallest "
                              "ring for this state has " +
                              std::to_string(kChunksInRing * unit_bytes) + " bytes");

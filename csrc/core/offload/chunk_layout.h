@@ -19,7 +19,8 @@ struct StateField {
 // parameter in float32, so that several are read and several written while one is computed.
 // Throws std::runtime_error, naming the smallest ring, when a chunk would be smaller than what one
 // aligned transfer of any element type needs.
-std::int64_t chunk_elements_for(std::int64_t ring_bytes, std::span<const StateField> fields);
+std::int64_t chunk_elements_for(std::int64_t staging_buffer_bytes,
+                                std::span<const StateField> fields);
 
 // A range of `elements` lies chunk by chunk, each chunk one contiguous transfer: its fields next to
 // one another, padded to `alignment`.

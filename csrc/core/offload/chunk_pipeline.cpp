@@ -93,7 +93,7 @@ void ChunkPipeline::read_ahead() {
       if (!slots_.empty()) return;
       throw std::runtime_error("ring: a chunk needs " + std::to_string(pending_->bytes) +
                                " bytes and the ring has " + std::to_string(ring_.bytes()) +
-                               "; raise ring_bytes to at least the former");
+                               "; raise staging_buffer_bytes to at least the former");
     }
     Slot& slot = slots_.emplace_back(Slot{*pending_, *memory, {}});
     pending_.reset();

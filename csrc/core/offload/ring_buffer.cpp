@@ -11,7 +11,7 @@ namespace zero_ext::core {
 
 RingBuffer::RingBuffer(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
   if (bytes < kAlignment) {
-    throw std::runtime_error("ring: ring_bytes is " + std::to_string(bytes) +
+    throw std::runtime_error("ring: staging_buffer_bytes is " + std::to_string(bytes) +
                              "; the smallest ring has " + std::to_string(kAlignment) + " bytes");
   }
   memory_.reset(static_cast<std::byte*>(allocate_host(bytes_)));

@@ -1,4 +1,4 @@
-// zero_ext::take_device_error_ on CUDA devices, and the records that it empties.
+// zero_ext::pop_device_error_ on CUDA devices, and the records that it empties.
 #include "../../ops/device_error_arg_checks.h"
 #include "device_errors.cuh"
 #include "launch.cuh"
@@ -29,7 +29,7 @@ DeviceErrorRecord* device_errors(const char* op) {
 namespace {
 
 void pop_device_error(const Tensor& record) {
-  constexpr const char* op = "take_device_error_";
+  constexpr const char* op = "pop_device_error_";
   const torch::stable::accelerator::DeviceGuard guard(record.get_device_index());
   launch(op, PopDeviceError{device_errors(op), ops::check_device_error(op, record)}, 1);
 }
@@ -37,7 +37,7 @@ void pop_device_error(const Tensor& record) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
-  library.impl("take_device_error_", TORCH_BOX(&pop_device_error));
+  library.impl("pop_device_error_", TORCH_BOX(&pop_device_error));
 }
 
 }  // namespace zero_ext::cuda

@@ -1,4 +1,4 @@
-// zero_ext::quantise_, dequantise_, sum_quantised_ and requantise_ on CUDA devices.
+// zero_ext::quantize_, dequantize_, sum_quantized_ and requantize_ on CUDA devices.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -48,8 +48,8 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
   const std::vector<std::int64_t>& order = of.order;
   result.is_ordered = !std::is_sorted(order.begin(), order.end());
   if (!result.is_ordered) return result;
-  STD_TORCH_CHECK(order.size() <= result.kMax, "quantise_: argument 'order' names ", order.size(),
-                  " parts; on a CUDA device it may name at most ", result.kMax,
+  STD_TORCH_CHECK(order.size() <= result.kMax, "quantize_: argument 'order' names ", order.size(),
+                  " chunks; on a CUDA device it may name at most ", result.kMax,
                   ", so order the values before");
   std::transform(order.begin(), order.end(), result.order,
                  [](std::int64_t chunk) { return static_cast<std::int16_t>(chunk); });
@@ -58,7 +58,7 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
 
 void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
               std::int64_t block, std::int64_t chunks, std::vector<std::int64_t> order) {
-  constexpr const char* op = "quantise_";
+  constexpr const char* op = "quantize_";
   const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockConversion of =
@@ -75,7 +75,7 @@ void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, b
 
 void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                 std::int64_t block, std::int64_t chunks) {
-  constexpr const char* op = "dequantise_";
+  constexpr const char* op = "dequantize_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockConversion of = ops::read_dequantize(out, payloads, format, chunks);
@@ -91,7 +91,7 @@ void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bo
 
 void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                    std::int64_t block, double factor, bool accumulate) {
-  constexpr const char* op = "sum_quantised_";
+  constexpr const char* op = "sum_quantized_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockSum of = ops::read_sum_quantized(out, payloads, format, factor);
@@ -106,7 +106,7 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
 void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
                 std::int64_t out_block, double factor, std::int64_t chunks) {
-  constexpr const char* op = "requantise_";
+  constexpr const char* op = "requantize_";
   const torch::stable::accelerator::DeviceGuard guard(payloads_out.get_device_index());
   const BlockFormat from = ops::check_format(op, bits, symmetric, block);
   const BlockFormat to = ops::check_format(op, out_bits, out_symmetric, out_block);
@@ -126,10 +126,10 @@ void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
-  library.impl("quantise_", TORCH_BOX(&quantize));
-  library.impl("dequantise_", TORCH_BOX(&dequantize));
-  library.impl("sum_quantised_", TORCH_BOX(&sum_quantized));
-  library.impl("requantise_", TORCH_BOX(&requantize));
+  library.impl("quantize_", TORCH_BOX(&quantize));
+  library.impl("dequantize_", TORCH_BOX(&dequantize));
+  library.impl("sum_quantized_", TORCH_BOX(&sum_quantized));
+  library.impl("requantize_", TORCH_BOX(&requantize));
 }
 
 }  // namespace zero_ext::cuda

@@ -65,7 +65,7 @@ struct SignSum {
 
 // Compresses factor * terms + errors; the errors become what that left behind.
 template <class Terms>
-struct CompressSigns {
+struct Compress1bit {
   static constexpr int kThreads = static_cast<int>(core::kSignLanes);
   using Tile = CompressTile;
 
@@ -244,7 +244,7 @@ struct CompressSigns {
 
 // result = factor * sum [+ result].
 template <class T>
-ZERO_EXT_HOST_DEVICE void finish_signs(float sum, float factor, bool accumulate, T& result) {
+ZERO_EXT_HOST_DEVICE void finish_1bit(float sum, float factor, bool accumulate, T& result) {
   const float value = sum * factor;
   result = core::from_float<T>(accumulate ? value + core::to_float(result) : value);
 }
@@ -258,7 +258,7 @@ ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Fragment<flo
   each_lane([&](int local, int) {
     ZERO_EXT_UNROLL
     for (int k = 0; k < Tile::kPerLane; ++k) {
-      finish_signs(terms.at[local][k], factor, accumulate, result.at[local][k]);
+      finish_1bit(terms.at[local][k], factor, accumulate, result.at[local][k]);
     }
   });
   Tile::store(target, result);
@@ -266,7 +266,7 @@ ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Fragment<flo
 
 // out = factor * a chunk's payload [+ out], chunk after chunk. A warp takes four tiles at a time.
 template <class T>
-struct ExpandSigns {
+struct Decompress1bit {
   using Tile = SignTile<T>;
   static constexpr std::int64_t kRun = SignWords::kRows * kSignTile;
 
@@ -293,7 +293,7 @@ struct ExpandSigns {
             return expand(own, begin, target + begin);
           const std::int64_t end = begin + kRun < chunk_numel ? begin + kRun : chunk_numel;
           for_each_strided(begin, end, [&](int, std::int64_t i) {
-            finish_signs(own.element(i), factor, accumulate, target[i]);
+            finish_1bit(own.element(i), factor, accumulate, target[i]);
           });
         });
   }
@@ -314,7 +314,7 @@ struct ExpandSigns {
     for (int k = 0; k < SignWords::kRows; ++k, target += kSignTile) {
       typename Tile::template Fragment<float> terms;
       terms.fill(0.0F);
-      add_signs<Tile>(SignPayloads::row_of(words, 0), scales, terms);
+      add_sign_bits<Tile>(SignPayloads::row_of(words, 0), scales, terms);
       rotate(words);
       finish_tile<Tile>(terms, factor, accumulate, target);
     }
@@ -330,7 +330,7 @@ struct ExpandSigns {
 };
 
 // out = factor * sum of all payloads [+ out].
-struct SumSigns {
+struct Sum1bit {
   using Tile = SignTile<float>;
 
   SignPayloads payloads;
@@ -352,7 +352,7 @@ struct SumSigns {
       const std::int64_t end =
           begin + kSignTile < payloads.chunk_numel ? begin + kSignTile : payloads.chunk_numel;
       for_each_strided(begin, end, [&](int, std::int64_t i) {
-        finish_signs(payloads.element(i), factor, accumulate, out[i]);
+        finish_1bit(payloads.element(i), factor, accumulate, out[i]);
       });
     }
   }

@@ -39,8 +39,8 @@ struct SignBlockPosition {
 
 // Adds what a tile's bits stand for, of which lane L has word L, to its terms.
 template <class Tile>
-ZERO_EXT_HOST_DEVICE void add_signs(const LaneWords& words, const LaneWords& scales,
-                                    typename Tile::template Fragment<float>& terms) {
+ZERO_EXT_HOST_DEVICE void add_sign_bits(const LaneWords& words, const LaneWords& scales,
+                                        typename Tile::template Fragment<float>& terms) {
   constexpr int kGroup = Tile::kGroup;
   static_assert(Tile::kElements == kSignTile);
   ZERO_EXT_UNROLL
@@ -90,7 +90,7 @@ struct SignPayloads {
         scales.at[local] = lane < last ? *scale(begin + lane, first) : 0U;
       });
       const auto add = [&](const LaneWords& bits, int payload) {
-        add_signs<Tile>(bits, shuffle(scales, [&](int) { return payload; }), terms);
+        add_sign_bits<Tile>(bits, shuffle(scales, [&](int) { return payload; }), terms);
       };
       const std::uint32_t* source = words(begin, first);
       int payload = 0;

@@ -11,7 +11,7 @@ BlockConversion read_conversion(const Argument& side, const Tensor& payloads, co
   const core::NumericType type = check_numeric(values, side);
   check_flat(values, side, values.numel());
   const std::int64_t chunk_numel = check_chunks(side.op, values.numel(), chunks);
-  const Argument argument{side.op, "messages"};
+  const Argument argument{side.op, "payloads"};
   BlockConversion result{read_blocks(argument, payloads, chunks, chunk_numel, format),
                          static_cast<std::byte*>(values.mutable_data_ptr()), type, chunk_numel,
                          check_order(side.op, std::move(order), chunks)};
@@ -24,43 +24,43 @@ BlockConversion read_conversion(const Argument& side, const Tensor& payloads, co
 BlockConversion read_quantize(const Tensor& payloads, const Tensor& values,
                               const core::BlockFormat& format, std::int64_t chunks,
                               std::vector<std::int64_t> order) {
-  return read_conversion({"quantise_", "values"}, payloads, values, format, chunks,
+  return read_conversion({"quantize_", "values"}, payloads, values, format, chunks,
                          std::move(order));
 }
 
 BlockConversion read_dequantize(const Tensor& out, const Tensor& payloads,
                                 const core::BlockFormat& format, std::int64_t chunks) {
-  return read_conversion({"dequantise_", "out"}, payloads, out, format, chunks, {});
+  return read_conversion({"dequantize_", "out"}, payloads, out, format, chunks, {});
 }
 
 BlockSum read_sum_quantized(const Tensor& out, const Tensor& payloads,
                             const core::BlockFormat& format, double factor) {
-  constexpr const char* op = "sum_quantised_";
+  constexpr const char* op = "sum_quantized_";
   const std::int64_t numel = out.numel();
   BlockSum result{read_floats({op, "out"}, out, numel),
-                  read_blocks({op, "messages"}, payloads, -1, numel, format), numel,
+                  read_blocks({op, "payloads"}, payloads, -1, numel, format), numel,
                   check_factor(op, factor)};
-  check_disjoint({memory_range(out, {op, "out"}), memory_range(payloads, {op, "messages"})});
+  check_disjoint({memory_range(out, {op, "out"}), memory_range(payloads, {op, "payloads"})});
   return result;
 }
 
 BlockReduction read_requantize(const Tensor& payloads_out, const Tensor& payloads_in,
                                const core::BlockFormat& from, const core::BlockFormat& to,
                                double factor, std::int64_t chunks) {
-  constexpr const char* op = "requantise_";
-  const Argument out{op, "messages_out"};
-  const Argument in{op, "messages_in"};
+  constexpr const char* op = "requantize_";
+  const Argument out{op, "payloads_out"};
+  const Argument in{op, "payloads_in"};
   STD_TORCH_CHECK(from.block == to.block, op, ": format has blocks of ", from.block,
                   " elements and out_format of ", to.block, "; they must be equal");
   const std::int64_t bytes = check_chunks(op, payloads_out.numel(), chunks);
   const std::int64_t numel = to.max_elements(bytes);
   STD_TORCH_CHECK(numel >= 0, label(out), "has ", bytes, " bytes for each of ", chunks,
-                  " parts, which no message has; make it of parts * payload_bytes(elements)");
+                  " chunks, which no payload has; make it of chunks * payload_bytes(elements)");
   BlockReduction result{read_blocks(out, payloads_out, chunks, numel, to),
                         read_blocks(in, payloads_in, -1, numel, from), numel,
                         check_factor(op, factor)};
   STD_TORCH_CHECK(result.in.count % chunks == 0, label(in), "has ", result.in.count,
-                  " messages; it must have a multiple of the ", chunks, " parts");
+                  " payloads; it must have a multiple of the ", chunks, " chunks");
   check_disjoint({memory_range(payloads_out, out), memory_range(payloads_in, in)});
   return result;
 }

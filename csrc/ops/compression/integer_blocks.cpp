@@ -1,4 +1,4 @@
-// zero_ext::quantise_, dequantise_, sum_quantised_ and requantise_: blocks of small integers.
+// zero_ext::quantize_, dequantize_, sum_quantized_ and requantize_: blocks of small integers.
 #include "../../core/compression/integer_blocks.h"
 
 #include "integer_block_arg_checks.h"
@@ -34,7 +34,7 @@ Payload from_block(Payload payload, const BlockFormat& format, std::int64_t bloc
 
 void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
               std::int64_t block, std::int64_t chunks, std::vector<std::int64_t> order) {
-  const BlockFormat format = check_format("quantise_", bits, symmetric, block);
+  const BlockFormat format = check_format("quantize_", bits, symmetric, block);
   const BlockConversion arguments =
       read_quantize(payloads, values, format, chunks, std::move(order));
   for_each_block_range(
@@ -48,7 +48,7 @@ void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, b
 
 void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                 std::int64_t block, std::int64_t chunks) {
-  const BlockFormat format = check_format("dequantise_", bits, symmetric, block);
+  const BlockFormat format = check_format("dequantize_", bits, symmetric, block);
   const BlockConversion arguments = read_dequantize(out, payloads, format, chunks);
   for_each_block_range(
       chunks, arguments.chunk_numel, format,
@@ -60,7 +60,7 @@ void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bo
 
 void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                    std::int64_t block, double factor, bool accumulate) {
-  const BlockFormat format = check_format("sum_quantised_", bits, symmetric, block);
+  const BlockFormat format = check_format("sum_quantized_", bits, symmetric, block);
   const BlockSum arguments = read_sum_quantized(out, payloads, format, factor);
   const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
   for_each_block_range(
@@ -74,8 +74,8 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
 void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int64_t bits,
                 bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
                 std::int64_t out_block, double factor, std::int64_t chunks) {
-  const BlockFormat from = check_format("requantise_", bits, symmetric, block);
-  const BlockFormat to = check_format("requantise_", out_bits, out_symmetric, out_block);
+  const BlockFormat from = check_format("requantize_", bits, symmetric, block);
+  const BlockFormat to = check_format("requantize_", out_bits, out_symmetric, out_block);
   const BlockReduction arguments =
       read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
   std::vector<std::vector<core::PayloadSource>> each;
@@ -95,24 +95,25 @@ void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int6
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def(
-      "quantise_(Tensor(a!) messages, Tensor values, int bits, bool symmetric, int block, "
-      "int parts, int[] order) -> ()");
+      "quantize_(Tensor(a!) payloads, Tensor values, int bits, bool symmetric, int block, "
+      "int chunks, int[] order) -> ()");
   library.def(
-      "dequantise_(Tensor(a!) out, Tensor messages, int bits, bool symmetric, int block, "
-      "int parts) -> ()");
+      "dequantize_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, "
+      "int chunks) -> ()");
   library.def(
-      "sum_quantised_(Tensor(a!) out, Tensor messages, int bits, bool symmetric, int block, "
+      "sum_quantized_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, "
       "float factor, bool accumulate) -> ()");
   library.def(
-      "requantise_(Tensor(a!) messages_out, Tensor messages_in, int bits, bool symmetric, "
-      "int block, int out_bits, bool out_symmetric, int out_block, float factor, int parts) -> ()");
+      "requantize_(Tensor(a!) payloads_out, Tensor payloads_in, int bits, bool symmetric, "
+      "int block, int out_bits, bool out_symmetric, int out_block, float factor, int chunks) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("quantise_", TORCH_BOX(&quantize));
-  library.impl("dequantise_", TORCH_BOX(&dequantize));
-  library.impl("sum_quantised_", TORCH_BOX(&sum_quantized));
-  library.impl("requantise_", TORCH_BOX(&requantize));
+  library.impl("quantize_", TORCH_BOX(&quantize));
+  library.impl("dequantize_", TORCH_BOX(&dequantize));
+  library.impl("sum_quantized_", TORCH_BOX(&sum_quantized));
+  library.impl("requantize_", TORCH_BOX(&requantize));
 }
 
 }  // namespace zero_ext::ops

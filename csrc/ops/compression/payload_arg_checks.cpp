@@ -15,7 +15,7 @@ Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::in
     check_flat(payloads, argument, numel);
     count = bytes == 0 ? 1 : numel / bytes;
     STD_TORCH_CHECK(count > 0 && numel == count * bytes, label(argument), "has ", numel,
-                    " bytes; it must hold one or more messages of ", bytes, " bytes each");
+                    " bytes; it must hold one or more payloads of ", bytes, " bytes each");
   }
   auto* data = static_cast<std::byte*>(payloads.mutable_data_ptr());
   STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % 4 == 0, label(argument),
@@ -27,7 +27,7 @@ Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::in
 std::int64_t check_chunks(const char* op, std::int64_t numel, std::int64_t chunks) {
   STD_TORCH_CHECK(chunks > 0 && numel % chunks == 0, op, ": ", numel,
                   " elements cannot be divided into ", chunks,
-                  " equal parts; pad them to a multiple of the parts");
+                  " equal chunks; pad them to a multiple of the chunks");
   return numel / chunks;
 }
 
@@ -59,8 +59,8 @@ Payloads read_blocks(const Argument& argument, const Tensor& payloads, std::int6
   return read_payloads(argument, payloads, count, format.payload_bytes(numel), format.words(numel));
 }
 
-Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64_t count,
-                    std::int64_t numel) {
+Payloads read_sign_bits(const Argument& argument, const Tensor& payloads, std::int64_t count,
+                        std::int64_t numel) {
   return read_payloads(argument, payloads, count, core::sign_payload_bytes(numel),
                        core::sign_words(numel));
 }
@@ -73,11 +73,11 @@ std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> 
     return order;
   }
   STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == chunks, op, ": order names ",
-                  order.size(), " parts; it must name each of the ", chunks, " once");
+                  order.size(), " chunks; it must name each of the ", chunks, " once");
   std::vector<bool> named(order.size());
   for (const std::int64_t chunk : order) {
     STD_TORCH_CHECK(chunk >= 0 && chunk < chunks && !named[static_cast<std::size_t>(chunk)], op,
-                    ": order names part ", chunk, ", which ",
+                    ": order names chunk ", chunk, ", which ",
                     chunk >= 0 && chunk < chunks ? "it has named before" : "there is not",
                     "; it must name each of 0 to ", chunks - 1, " once");
     named[static_cast<std::size_t>(chunk)] = true;

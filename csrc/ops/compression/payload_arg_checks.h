@@ -54,8 +54,8 @@ Payloads read_blocks(const Argument& argument, const Tensor& payloads, std::int6
                      std::int64_t numel, const core::BlockFormat& format);
 
 // For payloads to signs of `numel` elements each.
-Payloads read_signs(const Argument& argument, const Tensor& payloads, std::int64_t count,
-                    std::int64_t numel);
+Payloads read_sign_bits(const Argument& argument, const Tensor& payloads, std::int64_t count,
+                        std::int64_t numel);
 
 // Part of the values that slot p of the payloads holds, for each p; `order` empty: p itself.
 std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,

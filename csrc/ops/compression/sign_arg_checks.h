@@ -37,12 +37,12 @@ struct SignReduction {
   float factor;
 };
 
-SignCompression read_compress_signs(const Tensor& payloads, const Tensor& errors,
-                                    const Tensor& values, double factor, std::int64_t chunks);
-SignExpansion read_expand_signs(const Tensor& out, const Tensor& payloads, double factor,
-                                std::int64_t chunks);
-SignSumArguments read_sum_signs(const Tensor& out, const Tensor& payloads, double factor);
-SignReduction read_reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
-                                double factor);
+SignCompression read_compress_1bit(const Tensor& payloads, const Tensor& errors,
+                                   const Tensor& values, double factor, std::int64_t chunks);
+SignExpansion read_decompress_1bit(const Tensor& out, const Tensor& payloads, double factor,
+                                   std::int64_t chunks);
+SignSumArguments read_sum_1bit(const Tensor& out, const Tensor& payloads, double factor);
+SignReduction read_reduce_1bit(const Tensor& payload, const Tensor& error, const Tensor& payloads,
+                               double factor);
 
 }  // namespace zero_ext::ops

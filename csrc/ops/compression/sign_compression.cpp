@@ -1,4 +1,4 @@
-// zero_ext::compress_signs_, expand_signs_, sum_signs_ and reduce_signs_: one bit an element.
+// zero_ext::compress_1bit_, decompress_1bit_, sum_1bit_ and reduce_1bit_: one bit an element.
 #include "../../core/compression/sign_compression.h"
 
 #include "sign_arg_checks.h"
@@ -28,51 +28,51 @@ Payload from_sign_block(Payload payload, std::int64_t block) {
   return {payload.words + block * (core::kSignBlock / 32), payload.scales + block};
 }
 
-void compress_signs(const Tensor& payloads, const Tensor& errors, const Tensor& values,
-                    double factor, std::int64_t chunks) {
-  const SignCompression arguments = read_compress_signs(payloads, errors, values, factor, chunks);
+void compress_1bit(const Tensor& payloads, const Tensor& errors, const Tensor& values,
+                   double factor, std::int64_t chunks) {
+  const SignCompression arguments = read_compress_1bit(payloads, errors, values, factor, chunks);
   for_each_sign_block_range(
       chunks, arguments.chunk_numel,
       [&](std::int64_t chunk, std::int64_t block, std::int64_t begin, std::int64_t count) {
         const std::int64_t at = chunk * arguments.chunk_numel + begin;
-        core::compress_signs(arguments.values + at * core::element_size(arguments.type),
-                             arguments.type, arguments.factor, count, arguments.errors + at,
-                             from_sign_block(arguments.payloads.target(chunk), block));
+        core::compress_1bit(arguments.values + at * core::element_size(arguments.type),
+                            arguments.type, arguments.factor, count, arguments.errors + at,
+                            from_sign_block(arguments.payloads.target(chunk), block));
       });
 }
 
-void expand_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
-                  std::int64_t chunks) {
-  const SignExpansion arguments = read_expand_signs(out, payloads, factor, chunks);
+void decompress_1bit(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
+                     std::int64_t chunks) {
+  const SignExpansion arguments = read_decompress_1bit(out, payloads, factor, chunks);
   for_each_sign_block_range(
       chunks, arguments.chunk_numel,
       [&](std::int64_t chunk, std::int64_t block, std::int64_t begin, std::int64_t count) {
         const std::int64_t at = chunk * arguments.chunk_numel + begin;
-        core::expand_signs(from_sign_block(arguments.payloads.source(chunk), block), count,
-                           arguments.factor, accumulate,
-                           arguments.out + at * core::element_size(arguments.type), arguments.type);
+        core::decompress_1bit(
+            from_sign_block(arguments.payloads.source(chunk), block), count, arguments.factor,
+            accumulate, arguments.out + at * core::element_size(arguments.type), arguments.type);
       });
 }
 
-void sum_signs(const Tensor& out, const Tensor& payloads, double factor, bool accumulate) {
-  const SignSumArguments arguments = read_sum_signs(out, payloads, factor);
+void sum_1bit(const Tensor& out, const Tensor& payloads, double factor, bool accumulate) {
+  const SignSumArguments arguments = read_sum_1bit(out, payloads, factor);
   const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
   for_each_sign_block_range(
       1, arguments.numel,
       [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
-        core::sum_signs(each, block, count, arguments.factor, accumulate, arguments.out + begin);
+        core::sum_1bit(each, block, count, arguments.factor, accumulate, arguments.out + begin);
       });
 }
 
-void reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payloads,
-                  double factor) {
-  const SignReduction arguments = read_reduce_signs(payload, error, payloads, factor);
+void reduce_1bit(const Tensor& payload, const Tensor& error, const Tensor& payloads,
+                 double factor) {
+  const SignReduction arguments = read_reduce_1bit(payload, error, payloads, factor);
   const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
   for_each_sign_block_range(
       1, arguments.numel,
       [&](std::int64_t, std::int64_t block, std::int64_t begin, std::int64_t count) {
-        core::reduce_signs(each, block, count, arguments.factor, arguments.error + begin,
-                           from_sign_block(arguments.payload.target(0), block));
+        core::reduce_1bit(each, block, count, arguments.factor, arguments.error + begin,
+                          from_sign_block(arguments.payload.target(0), block));
       });
 }
 
@@ -80,21 +80,22 @@ void reduce_signs(const Tensor& payload, const Tensor& error, const Tensor& payl
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def(
-      "compress_signs_(Tensor(a!) messages, Tensor(b!) errors, Tensor values, float factor, "
-      "int parts) -> ()");
+      "compress_1bit_(Tensor(a!) payloads, Tensor(b!) errors, Tensor values, float factor, "
+      "int chunks) -> ()");
   library.def(
-      "expand_signs_(Tensor(a!) out, Tensor messages, float factor, bool accumulate, int parts) "
+      "decompress_1bit_(Tensor(a!) out, Tensor payloads, float factor, bool accumulate, int "
+      "chunks) "
       "-> ()");
-  library.def("sum_signs_(Tensor(a!) out, Tensor messages, float factor, bool accumulate) -> ()");
+  library.def("sum_1bit_(Tensor(a!) out, Tensor payloads, float factor, bool accumulate) -> ()");
   library.def(
-      "reduce_signs_(Tensor(a!) message, Tensor(b!) error, Tensor messages, float factor) -> ()");
+      "reduce_1bit_(Tensor(a!) payload, Tensor(b!) error, Tensor payloads, float factor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("compress_signs_", TORCH_BOX(&compress_signs));
-  library.impl("expand_signs_", TORCH_BOX(&expand_signs));
-  library.impl("sum_signs_", TORCH_BOX(&sum_signs));
-  library.impl("reduce_signs_", TORCH_BOX(&reduce_signs));
+  library.impl("compress_1bit_", TORCH_BOX(&compress_1bit));
+  library.impl("decompress_1bit_", TORCH_BOX(&decompress_1bit));
+  library.impl("sum_1bit_", TORCH_BOX(&sum_1bit));
+  library.impl("reduce_1bit_", TORCH_BOX(&reduce_1bit));
 }
 
 }  // namespace zero_ext::ops

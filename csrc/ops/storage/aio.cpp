@@ -1,5 +1,5 @@
 // zero_ext::aio_*: reads and writes of files that go on while the caller does. Engines are int64
-// handles, transfers tickets that the caller numbers.
+// handles, transfers by numbers of the caller.
 #include <unistd.h>
 
 #include <algorithm>
@@ -90,7 +90,7 @@ class OpenEngine {
   OpenFiles files_;
   std::mutex mutex_;
   std::unordered_map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
-  // Last, so that it goes first: it waits for the transfers, whose owners the tickets hold.
+  // Last, so that it goes first: it waits for the transfers, whose owners the handles hold.
   const std::shared_ptr<core::IoEngine> engine_;
 };
 
@@ -127,11 +127,11 @@ std::string aio_backends() {
 }
 
 std::string aio_open(std::int64_t handle, const std::string& backend, std::int64_t queue_depth,
-                     std::int64_t block_bytes, std::int64_t submitters) {
+                     std::int64_t block_bytes, std::int64_t io_threads) {
   core::IoEngineOptions options;
   options.queue_depth = checked_int("queue_depth", queue_depth);
   options.block_bytes = block_bytes;
-  options.submitters = checked_int("submitters", submitters);
+  options.io_threads = checked_int("io_threads", io_threads);
   core::check_options(options);
   const auto named = core::backend_by_name(backend);
   STD_TORCH_CHECK(named || backend == kAutomatic, "aio_open: backend is '", backend,
@@ -153,29 +153,31 @@ std::size_t nbytes(const Tensor& tensor) {
   return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
 }
 
-void aio_read_(std::int64_t handle, std::int64_t ticket, const std::string& path,
+void aio_read_(std::int64_t handle, std::int64_t transfer, const std::string& path,
                std::int64_t offset, const Tensor& tensor) {
   check_layout(tensor, {"aio_read_", "tensor"});
   const auto open = registry().get(handle);
   auto file = open->files().get(path, false);
   auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-  open->start(ticket, [&] {
+  open->start(transfer, [&] {
     return open->engine().read(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
   });
 }
 
-void aio_write_(std::int64_t handle, std::int64_t ticket, const std::string& path,
+void aio_write_(std::int64_t handle, std::int64_t transfer, const std::string& path,
                 std::int64_t offset, const Tensor& tensor) {
   check_layout(tensor, {"aio_write_", "tensor"});
   const auto open = registry().get(handle);
   auto file = open->files().get(path, true);
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  open->start(ticket, [&] {
+  open->start(transfer, [&] {
     return open->engine().write(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
   });
 }
 
-void aio_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handle)->wait(ticket); }
+void aio_wait(std::int64_t handle, std::int64_t transfer) {
+  registry().get(handle)->wait(transfer);
+}
 
 void aio_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,
                       std::int64_t times) {
@@ -188,12 +190,12 @@ void aio_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def("aio_backends() -> str");
   library.def(
-      "aio_open(int handle, str backend, int queue_depth, int block_bytes, int submitters) -> str");
+      "aio_open(int handle, str backend, int queue_depth, int block_bytes, int io_threads) -> str");
   library.def("aio_close(int handle) -> ()");
   library.def("aio_close_all() -> ()");
-  library.def("aio_read_(int handle, int ticket, str path, int offset, Tensor(a!) tensor) -> ()");
-  library.def("aio_write_(int handle, int ticket, str path, int offset, Tensor tensor) -> ()");
-  library.def("aio_wait(int handle, int ticket) -> ()");
+  library.def("aio_read_(int handle, int transfer, str path, int offset, Tensor(a!) tensor) -> ()");
+  library.def("aio_write_(int handle, int transfer, str path, int offset, Tensor tensor) -> ()");
+  library.def("aio_wait(int handle, int transfer) -> ()");
   library.def("aio_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");
 }
 

@@ -1,4 +1,4 @@
-// zero_ext::host_buffer, host_buffer_bytes and blank_host_memory: host memory as tensors.
+// zero_ext::host_buffer, host_buffer_bytes and nan_filled_host_memory: host memory as tensors.
 #include <cerrno>
 #include <system_error>
 
@@ -22,10 +22,10 @@ Tensor host_buffer(std::int64_t nbytes) {
   return tensor_at(core::allocate_host(nbytes), nbytes, "host_buffer");
 }
 
-Tensor blank_host_memory(std::int64_t nbytes) {
-  STD_TORCH_CHECK(nbytes >= 0, "blank_host_memory: expected nbytes >= 0, got ", nbytes, ".");
+Tensor nan_filled_host_memory(std::int64_t nbytes) {
+  STD_TORCH_CHECK(nbytes >= 0, "nan_filled_host_memory: expected nbytes >= 0, got ", nbytes, ".");
   if (nbytes == 0) return torch::stable::empty({0}, ScalarType::Byte);
-  return tensor_at(core::map_nan_filled_host(nbytes), nbytes, "blank_host_memory");
+  return tensor_at(core::map_nan_filled_host(nbytes), nbytes, "nan_filled_host_memory");
 }
 
 std::int64_t host_buffer_bytes() { return core::live_host_bytes(); }
@@ -35,13 +35,13 @@ std::int64_t host_buffer_bytes() { return core::live_host_bytes(); }
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def("host_buffer(int nbytes) -> Tensor");
   library.def("host_buffer_bytes() -> SymInt");
-  library.def("blank_host_memory(int nbytes) -> Tensor");
+  library.def("nan_filled_host_memory(int nbytes) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
   library.impl("host_buffer", TORCH_BOX(&host_buffer));
   library.impl("host_buffer_bytes", TORCH_BOX(&host_buffer_bytes));
-  library.impl("blank_host_memory", TORCH_BOX(&blank_host_memory));
+  library.impl("nan_filled_host_memory", TORCH_BOX(&nan_filled_host_memory));
 }
 
 }  // namespace zero_ext::ops

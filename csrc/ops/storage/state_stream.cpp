@@ -41,7 +41,7 @@ StreamRegistry& registry() {
   return instance;
 }
 
-void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t ring_bytes,
+void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t staging_buffer_bytes,
                        const std::vector<std::int64_t>& field_bytes,
                        const std::vector<std::int64_t>& field_elements) {
   STD_TORCH_CHECK(field_bytes.size() == field_elements.size(),
@@ -51,7 +51,8 @@ void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t rin
   for (std::size_t i = 0; i < field_bytes.size(); ++i) {
     fields.push_back({field_bytes[i], field_elements[i]});
   }
-  registry().put(handle, std::make_shared<StateStream>(store_of(store), ring_bytes, fields));
+  registry().put(handle,
+                 std::make_shared<StateStream>(store_of(store), staging_buffer_bytes, fields));
 }
 
 void state_stream_close(std::int64_t handle) { registry().remove(handle); }
@@ -138,7 +139,7 @@ std::shared_ptr<StateStream> stream_of(std::int64_t handle) { return registry().
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def(
-      "state_stream_open(int handle, int store, int ring_bytes, int[] field_bytes, "
+      "state_stream_open(int handle, int store, int staging_buffer_bytes, int[] field_bytes, "
       "int[] field_elements) -> ()");
   library.def("state_stream_close(int handle) -> ()");
   library.def("state_stream_chunk_elements(int handle) -> SymInt");

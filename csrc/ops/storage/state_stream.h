@@ -13,12 +13,12 @@ namespace zero_ext::ops {
 
 // A store, the fields of the state that lies in it, and the ring that the state passes through.
 struct StateStream {
-  StateStream(std::shared_ptr<core::ByteStore> in_store, std::int64_t ring_bytes,
+  StateStream(std::shared_ptr<core::ByteStore> in_store, std::int64_t staging_buffer_bytes,
               std::vector<core::StateField> state_fields)
       : store(std::move(in_store)),
         fields(std::move(state_fields)),
-        chunk_elements(core::chunk_elements_for(ring_bytes, fields)),
-        ring(ring_bytes) {}
+        chunk_elements(core::chunk_elements_for(staging_buffer_bytes, fields)),
+        ring(staging_buffer_bytes) {}
 
   // Of a range of so many elements.
   core::ChunkLayout layout(std::int64_t elements) const {

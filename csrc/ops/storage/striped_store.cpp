@@ -13,7 +13,7 @@
 namespace zero_ext::ops {
 namespace {
 
-// A store and the transfers that nobody has waited for, by the caller's ticket number.
+// A store and the transfers that nobody has waited for, by the caller's transfer number.
 class OpenStore {
  public:
   OpenStore(std::shared_ptr<core::IoEngine> engine, const std::vector<std::string>& paths,
@@ -108,11 +108,11 @@ void store_open(std::int64_t handle, std::vector<std::string> paths, const std::
                 std::vector<std::int64_t> engine_sizes, std::int64_t stripe_bytes, bool checksum,
                 bool block_devices) {
   STD_TORCH_CHECK(engine_sizes.size() == 3, "store_open: engine_sizes has ", engine_sizes.size(),
-                  " entries; queue_depth, block_bytes and submitters wanted");
+                  " entries; queue_depth, block_bytes and io_threads wanted");
   const core::IoEngineOptions options{.backend = chosen_backend(backend),
                                       .queue_depth = small("queue_depth", engine_sizes[0]),
                                       .block_bytes = engine_sizes[1],
-                                      .submitters = small("submitters", engine_sizes[2])};
+                                      .io_threads = small("io_threads", engine_sizes[2])};
   registry().remove(handle);
   registry().put(handle, std::make_shared<OpenStore>(
                              core::IoEngine::make(options), paths,
@@ -138,19 +138,19 @@ std::size_t byte_count(const Tensor& tensor) {
 }
 
 void store_read_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
-                 std::int64_t ticket) {
+                 std::int64_t transfer) {
   check_layout(tensor, {"store_read_", "tensor"});
   const auto open = registry().get(handle);
   const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
-  open->add(ticket, open->store()->read(offset, into, std::make_shared<Tensor>(tensor)));
+  open->add(transfer, open->store()->read(offset, into, std::make_shared<Tensor>(tensor)));
 }
 
 void store_write(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
-                 std::int64_t ticket) {
+                 std::int64_t transfer) {
   check_layout(tensor, {"store_write", "tensor"});
   const auto open = registry().get(handle);
   const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
-  open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor)));
+  open->add(transfer, open->store()->write(offset, from, std::make_shared<Tensor>(tensor)));
 }
 
 // cuFile's driver, open while any store uses it.
@@ -167,7 +167,7 @@ std::shared_ptr<core::CuFileDriver> cufile_driver() {
 }
 
 // Empty if the libraries are there, else the reason. It starts nothing.
-std::string why_no_cufile() {
+std::string cufile_unavailable_reason() {
   try {
     core::load_cufile();
     return "";
@@ -187,24 +187,26 @@ void check_contiguous(const char* op, const Tensor& tensor) {
 }
 
 void store_read_direct_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
-                        std::int64_t ticket) {
+                        std::int64_t transfer) {
   check_contiguous("store_read_direct_", tensor);
   const auto open = registry().get(handle);
   const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
-  open->add(ticket, open->store()->read(offset, into, std::make_shared<Tensor>(tensor),
-                                        core::MemoryKind::kDevice));
+  open->add(transfer, open->store()->read(offset, into, std::make_shared<Tensor>(tensor),
+                                          core::MemoryKind::kDevice));
 }
 
 void store_write_direct(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
-                        std::int64_t ticket) {
+                        std::int64_t transfer) {
   check_contiguous("store_write_direct", tensor);
   const auto open = registry().get(handle);
   const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
-  open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor),
-                                         core::MemoryKind::kDevice));
+  open->add(transfer, open->store()->write(offset, from, std::make_shared<Tensor>(tensor),
+                                           core::MemoryKind::kDevice));
 }
 
-void store_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handle)->wait(ticket); }
+void store_wait(std::int64_t handle, std::int64_t transfer) {
+  registry().get(handle)->wait(transfer);
+}
 
 // The backend's name, then path and "why not direct" of each device, each followed by a NUL, which
 // no path holds.
@@ -217,8 +219,8 @@ std::string store_devices(std::int64_t handle) {
   return text;
 }
 
-void store_counts_(std::int64_t handle, const Tensor& counts) {
-  const Argument argument{"store_counts_", "counts"};
+void store_stats_(std::int64_t handle, const Tensor& counts) {
+  const Argument argument{"store_stats_", "counts"};
   check_dtype(counts, argument, ScalarType::Long);
   check_flat(counts, argument, 6);
   const auto open = registry().get(handle);
@@ -253,16 +255,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def("store_reserve(int handle, int nbytes, bool zeros) -> ()");
   library.def("store_allocate(int handle, int nbytes) -> SymInt");
   library.def("store_release(int handle, int offset) -> ()");
-  library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
-  library.def("store_write(int handle, Tensor tensor, int offset, int ticket) -> ()");
-  library.def("store_wait(int handle, int ticket) -> ()");
-  library.def("why_no_cufile() -> str");
+  library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()");
+  library.def("store_write(int handle, Tensor tensor, int offset, int transfer) -> ()");
+  library.def("store_wait(int handle, int transfer) -> ()");
+  library.def("cufile_unavailable_reason() -> str");
   library.def("store_open_direct(int handle) -> ()");
   library.def("store_close_direct(int handle) -> ()");
-  library.def("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
-  library.def("store_write_direct(int handle, Tensor tensor, int offset, int ticket) -> ()");
+  library.def("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()");
+  library.def("store_write_direct(int handle, Tensor tensor, int offset, int transfer) -> ()");
   library.def("store_devices(int handle) -> str");
-  library.def("store_counts_(int handle, Tensor(a!) counts) -> ()");
+  library.def("store_stats_(int handle, Tensor(a!) counts) -> ()");
   library.def(
       "store_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");
   library.def("store_close(int handle) -> ()");
@@ -274,7 +276,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
   library.impl("store_allocate", TORCH_BOX(&store_allocate));
   library.impl("store_release", TORCH_BOX(&store_release));
   library.impl("store_wait", TORCH_BOX(&store_wait));
-  library.impl("why_no_cufile", TORCH_BOX(&why_no_cufile));
+  library.impl("cufile_unavailable_reason", TORCH_BOX(&cufile_unavailable_reason));
   library.impl("store_open_direct", TORCH_BOX(&store_open_direct));
   library.impl("store_close_direct", TORCH_BOX(&store_close_direct));
   // On every device: what they are given are addresses of its memory.
@@ -288,7 +290,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
   library.impl("store_read_", TORCH_BOX(&store_read_));
   library.impl("store_write", TORCH_BOX(&store_write));
-  library.impl("store_counts_", TORCH_BOX(&store_counts_));
+  library.impl("store_stats_", TORCH_BOX(&store_stats_));
 }
 
 }  // namespace zero_ext::ops

@@ -25,8 +25,8 @@ using testing::ScratchFolder;
 class AioEngine : public ::testing::TestWithParam<Backend> {
  protected:
   std::shared_ptr<IoEngine> make(int queue_depth = 8, std::int64_t block_bytes = 16384,
-                                 int submitters = 2) const {
-    return IoEngine::make({GetParam(), queue_depth, block_bytes, submitters});
+                                 int io_threads = 2) const {
+    return IoEngine::make({GetParam(), queue_depth, block_bytes, io_threads});
   }
   std::shared_ptr<IoFile> create(const std::string& name, bool direct = true) const {
     return IoFile::open(folder_.file(name), IoFile::Mode::kCreate, direct);
@@ -278,15 +278,15 @@ TEST_P(AioEngine, AForkedChildFailsInsteadOfWaiting) {
 }
 
 TEST_P(AioEngine, RefusesOptionsOutOfRange) {
-  const auto text = [&](int queue_depth, std::int64_t block_bytes, int submitters) {
-    return error_of([&] { make(queue_depth, block_bytes, submitters); });
+  const auto text = [&](int queue_depth, std::int64_t block_bytes, int io_threads) {
+    return error_of([&] { make(queue_depth, block_bytes, io_threads); });
   };
   expect_in("queue_depth is 0; 1 to 1024 wanted", text(0, 4096, 1));
   expect_in("queue_depth is 1025; 1 to 1024 wanted", text(1025, 4096, 1));
   expect_in("block_bytes is 5000; a multiple of 4096 wanted", text(1, 5000, 1));
   expect_in("block_bytes is 0; 4096 to 1073741824 wanted", text(1, 0, 1));
-  expect_in("submitters is 17; 1 to 16 wanted", text(1, 4096, 17));
-  expect_in("submitters is 0; 1 to 16 wanted", text(1, 4096, 0));
+  expect_in("io_threads is 17; 1 to 16 wanted", text(1, 4096, 17));
+  expect_in("io_threads is 0; 1 to 16 wanted", text(1, 4096, 0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AioEngine, ::testing::ValuesIn(testing::available_backends()),

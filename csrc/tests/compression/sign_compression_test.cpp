@@ -51,7 +51,7 @@ struct TypeOf<Float16> {
 template <class T>
 Payload compress(const std::vector<T>& values, float factor, std::vector<float>& error) {
   Payload payload;
-  compress_signs(values.data(), TypeOf<T>::value, factor, kCount, error.data(), payload.from(0));
+  compress_1bit(values.data(), TypeOf<T>::value, factor, kCount, error.data(), payload.from(0));
   return payload;
 }
 
@@ -93,8 +93,8 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   {
     const SelectedIsa selected(Isa::scalar);
     expected = compress(values, 0.3F, expected_error);
-    expand_signs(expected.source(), kCount, 0.7F, false, expected_values.data(),
-                 TypeOf<TypeParam>::value);
+    decompress_1bit(expected.source(), kCount, 0.7F, false, expected_values.data(),
+                    TypeOf<TypeParam>::value);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
@@ -105,11 +105,11 @@ TYPED_TEST(SignCompression, InstructionSetsAndThreadSplitsAgreeBitForBit) {
       const std::int64_t begin = first * kSignBlock;
       const std::int64_t count = std::min(last * kSignBlock, kCount) - begin;
       if (count <= 0) return;
-      compress_signs(values.data() + begin, TypeOf<TypeParam>::value, 0.3F, count,
-                     error.data() + begin, split.from(first));
+      compress_1bit(values.data() + begin, TypeOf<TypeParam>::value, 0.3F, count,
+                    error.data() + begin, split.from(first));
       const PayloadTarget own = split.from(first);
-      expand_signs({own.words, own.scales}, count, 0.7F, false, expanded.data() + begin,
-                   TypeOf<TypeParam>::value);
+      decompress_1bit({own.words, own.scales}, count, 0.7F, false, expanded.data() + begin,
+                      TypeOf<TypeParam>::value);
     });
     EXPECT_EQ(split, expected);
     EXPECT_EQ(error, expected_error);
@@ -135,7 +135,7 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
       for (const Payload& payload : payloads) total[i] += static_cast<float>(payload.at(i));
     }
     std::vector<float> out(kCount, 2);
-    sum_signs(sources, 0, kCount, 0.3F, true, out.data());
+    sum_1bit(sources, 0, kCount, 0.3F, true, out.data());
     for (std::int64_t i = 0; i < kCount; ++i) EXPECT_EQ(out[i], total[i] * 0.3F + 2) << i;
 
     const auto before = normal_values<float>(generator, kCount);
@@ -145,8 +145,8 @@ TEST(SignSums, AddUpInOrderAndAreCompressedAgain) {
     auto error = before;
     split_over_threads(3, 2, [&](std::int64_t first, std::int64_t last) {
       const std::int64_t begin = first * kSignBlock;
-      reduce_signs(sources, first, std::min(last * kSignBlock, kCount) - begin, 0.3F,
-                   error.data() + begin, reduced.from(first));
+      reduce_1bit(sources, first, std::min(last * kSignBlock, kCount) - begin, 0.3F,
+                  error.data() + begin, reduced.from(first));
     });
     EXPECT_EQ(reduced, expected);
     EXPECT_EQ(error, expected_error);
@@ -162,12 +162,13 @@ TEST(SignSums, StreamedResultsAreTheSame) {
     std::vector<std::uint32_t> words(sign_words(count));
     std::vector<float> scales(sign_blocks(count));
     std::vector<float> error(count);
-    compress_signs(values.data(), NumericType::float32, 1.0F, count, error.data(),
-                   {words.data(), scales.data()});
+    compress_1bit(values.data(), NumericType::float32, 1.0F, count, error.data(),
+                  {words.data(), scales.data()});
     std::vector<float> memory(count + 16);
     const auto past = reinterpret_cast<std::uintptr_t>(memory.data()) % 64 / sizeof(float);
     float* const aligned = memory.data() + (16 - past) % 16;
-    expand_signs({words.data(), scales.data()}, count, 1.0F, false, aligned, NumericType::float32);
+    decompress_1bit({words.data(), scales.data()}, count, 1.0F, false, aligned,
+                    NumericType::float32);
     for (std::int64_t i = 0; i < count; ++i) {
       ASSERT_EQ(std::abs(aligned[i]), scales[i / kSignBlock]) << i;
       ASSERT_EQ(aligned[i] > 0, values[i] >= 0) << i;

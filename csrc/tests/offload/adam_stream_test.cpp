@@ -429,8 +429,8 @@ TEST(AdamStream, RefusesBeforeAnythingMoves) {
   Problem problem = random_problem(generator, 2, 512);
   FakeStore store(problem.store_bytes, generator(), {512});
   std::vector<AdamRange> requests = problem.requests();
-  const auto message = [&](std::int64_t ring_bytes) {
-    RingBuffer ring(ring_bytes);
+  const auto message = [&](std::int64_t staging_buffer_bytes) {
+    RingBuffer ring(staging_buffer_bytes);
     return message_of([&] { adam_stream(store, ring, requests, problem.moments, in_one_go); });
   };
   requests[0].offset += 1;
@@ -449,7 +449,7 @@ TEST(AdamStream, RefusesBeforeAnythingMoves) {
   const ChunkLayout large(10240, adam_fields(problem.moments), 10240, 512);
   const std::vector<AdamSegment> all{{0, 1, adam_coefficients({}, 1.0F)}};
   requests[0] = {large, 0, {NumericType::float32, store.data.data(), -1}, std::nullopt, all};
-  EXPECT_NE(message(RingBuffer::kAlignment).find("raise ring_bytes"), std::string::npos);
+  EXPECT_NE(message(RingBuffer::kAlignment).find("raise staging_buffer_bytes"), std::string::npos);
   EXPECT_EQ(store.transfers, 0);
 }
 

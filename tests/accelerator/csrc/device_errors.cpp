@@ -80,7 +80,7 @@ torch::CppFunction step() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zero_ext, PrivateUse1, library) {
-  library.impl("take_device_error_", &pop_device_error);
+  library.impl("pop_device_error_", &pop_device_error);
   library.impl("adam_step_", step<core::AdamHyper>());
   library.impl("adam_step_8bit_", step<core::AdamHyper>());
   library.impl("lamb_norms_", step<core::LambHyper>());

@@ -181,7 +181,7 @@ def test_without_it_bytes_go_through_the_host(world: World) -> None:
     ):
         check_the_path_through_the_host(tiers, lines, "/proc/no_modules does not exist")
     with (
-        mock.patch.object(ops, "why_no_cufile", lambda: "libcufile.so.0: no such file"),
+        mock.patch.object(ops, "cufile_unavailable_reason", lambda: "libcufile.so.0: no such file"),
         log_lines() as lines,
         tiers_in(world) as tiers,
     ):

@@ -264,17 +264,17 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     messages = poisoned(3 * format.payload_bytes(30))
     wrong: list[tuple[tuple[object, ...], str]] = [
         ((messages, values.double(), format, 3), "argument 'values' has dtype Double"),
-        ((messages.int(), values, format, 3), "argument 'messages' has dtype Int"),
-        ((messages[:-4], values, format, 3), "argument 'messages' has shape"),
+        ((messages.int(), values, format, 3), "argument 'payloads' has dtype Int"),
+        ((messages[:-4], values, format, 3), "argument 'payloads' has shape"),
         ((poisoned(len(messages) + 1)[1:], values, format, 3), "no multiple of 4"),
-        ((messages, values, format, 4), "90 elements cannot be divided into 4 equal parts"),
-        ((messages, values, format, 3, [0, 1]), "order names 2 parts; it must name each of the 3"),
-        ((messages, values, format, 3, [0, 1, 1]), "order names part 1, which it has named before"),
-        ((messages, values, format, 3, [0, 1, 3]), "order names part 3, which there is not"),
+        ((messages, values, format, 4), "90 elements cannot be divided into 4 equal chunks"),
+        ((messages, values, format, 3, [0, 1]), "order names 2 chunks; it must name each of the 3"),
+        ((messages, values, format, 3, [0, 1, 1]), "order names chunk 1, which it has named before"),
+        ((messages, values, format, 3, [0, 1, 3]), "order names chunk 3, which there is not"),
         ((values.view(torch.uint8)[: len(messages)], values, format, 3), "overlaps the memory"),
     ]
     for arguments, message in wrong:
-        with pytest.raises(RuntimeError, match=f"quantise_.*{message}"):
+        with pytest.raises(RuntimeError, match=f"quantize_.*{message}"):
             ops.quantize_(*arguments)  # type: ignore[arg-type]
     assert torch.equal(messages, poisoned(len(messages)))
     out = poisoned(3 * format.payload_bytes(30))
@@ -284,9 +284,9 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
         ops.requantize_(poisoned(44), messages, format, None, 1.0, 1)
     with pytest.raises(RuntimeError, match="has 4 messages; it must have a multiple of the 3 parts"):
         ops.requantize_(out, torch.cat([messages, messages])[: 4 * 40], format, None, 1.0, 3)
-    with pytest.raises(RuntimeError, match=r"sum_quantised_.*one or more messages of 40 bytes"):
+    with pytest.raises(RuntimeError, match=r"sum_quantized_.*one or more messages of 40 bytes"):
         ops.sum_quantized_(values[:30], messages[:44], format, 1.0, False)
     with pytest.raises(RuntimeError, match="factor is inf"):
         ops.sum_quantized_(values[:30], messages[:40], format, float("inf"), False)
-    with pytest.raises(RuntimeError, match=r"dequantise_.*'out' has dtype Int"):
+    with pytest.raises(RuntimeError, match=r"dequantize_.*'out' has dtype Int"):
         ops.dequantize_(values.int(), messages, format, 3)

@@ -221,21 +221,21 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
         ((messages, errors, values.double(), 1.0, 3), "argument 'values' has dtype Double"),
         ((messages, errors.half(), values, 1.0, 3), "argument 'errors' has dtype Half"),
         ((messages, errors[:89], values, 1.0, 3), "argument 'errors' has shape"),
-        ((messages.view(torch.int8), errors, values, 1.0, 3), "argument 'messages' has dtype Char"),
-        ((messages[:-4], errors, values, 1.0, 3), "argument 'messages' has shape"),
+        ((messages.view(torch.int8), errors, values, 1.0, 3), "argument 'payloads' has dtype Char"),
+        ((messages[:-4], errors, values, 1.0, 3), "argument 'payloads' has shape"),
         ((poisoned(25)[1:], errors, values, 1.0, 3), "no multiple of 4"),
-        ((messages, errors, values, 1.0, 4), "90 elements cannot be divided into 4 equal parts"),
-        ((messages, errors, values, 1.0, 0), "0 equal parts"),
+        ((messages, errors, values, 1.0, 4), "90 elements cannot be divided into 4 equal chunks"),
+        ((messages, errors, values, 1.0, 0), "0 equal chunks"),
         ((messages, errors, values, float("nan"), 3), "factor is nan"),
         ((messages, values, values, 1.0, 3), "overlaps the memory"),
     ]
     for arguments, message in wrong:
-        with pytest.raises(RuntimeError, match=f"compress_signs_.*{message}"):
+        with pytest.raises(RuntimeError, match=f"compress_1bit_.*{message}"):
             ops.compress_1bit_(*arguments)  # type: ignore[arg-type]
     assert (messages == POISON).all()
-    with pytest.raises(RuntimeError, match=r"sum_signs_.*one or more messages of 16 bytes"):
+    with pytest.raises(RuntimeError, match=r"sum_1bit_.*one or more messages of 16 bytes"):
         ops.sum_1bit_(errors, messages[:20], 1.0, False)
-    with pytest.raises(RuntimeError, match=r"reduce_signs_.*'message' has shape"):
+    with pytest.raises(RuntimeError, match=r"reduce_1bit_.*'message' has shape"):
         ops.reduce_1bit_(messages, errors, messages, 1.0)
-    with pytest.raises(RuntimeError, match=r"expand_signs_.*'out' has dtype Long"):
+    with pytest.raises(RuntimeError, match=r"decompress_1bit_.*'out' has dtype Long"):
         ops.decompress_1bit_(torch.zeros(90, dtype=torch.int64), messages, 1.0, False, 3)

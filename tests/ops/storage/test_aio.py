@@ -175,7 +175,7 @@ def test_bad_arguments_are_named(engine: int, tmp_path: Path) -> None:
         ({"queue_depth": 0}, "queue_depth is 0; 1 to 1024 wanted"),
         ({"queue_depth": 2**40}, "queue_depth is 1099511627776, far out of range"),
         ({"block_bytes": 1000}, "block_bytes is 1000; 4096 to 1073741824 wanted"),
-        ({"io_threads": 17}, "submitters is 17; 1 to 16 wanted"),
+        ({"io_threads": 17}, "io_threads is 17; 1 to 16 wanted"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.aio_open(next(HANDLES), **wrong)

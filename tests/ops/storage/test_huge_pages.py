@@ -60,7 +60,7 @@ def test_refuses_bad_arguments() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 5_000_001, 2**40])
 def test_blank_memory_is_nan_and_uses_almost_no_memory(nbytes: int) -> None:
     before, resident = ops.host_buffer_bytes(), resident_bytes()
-    blank = ops.blank_host_memory(nbytes)
+    blank = ops.nan_filled_host_memory(nbytes)
     assert blank.dtype == torch.uint8 and blank.shape == (nbytes,)
     assert bool((blank[:: max(nbytes // 1000, 1)] == 255).all())
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64):
@@ -72,9 +72,9 @@ def test_blank_memory_is_nan_and_uses_almost_no_memory(nbytes: int) -> None:
 
 def test_blank_memory_refuses_bad_arguments() -> None:
     with pytest.raises(RuntimeError, match=r"expected nbytes >= 0, got -1"):
-        ops.blank_host_memory(-1)
+        ops.nan_filled_host_memory(-1)
     with pytest.raises(RuntimeError, match=r"refused"):
-        ops.blank_host_memory(2**62)
+        ops.nan_filled_host_memory(2**62)
 
 
 def resident_bytes() -> int:

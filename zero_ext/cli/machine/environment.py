@@ -165,7 +165,7 @@ def _backends() -> Section:
         reasons = ops.aio_backends()
     except RuntimeError as error:
         return {"backends": f"unknown: {str(error).splitlines()[0]}"}
-    reasons["GPUDirect Storage (cuFile)"] = ops.why_no_cufile()
+    reasons["GPUDirect Storage (cuFile)"] = ops.cufile_unavailable_reason()
     return {name: f"not available: {why}" if why else "available" for name, why in reasons.items()}
 
 

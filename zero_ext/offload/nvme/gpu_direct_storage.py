@@ -94,7 +94,7 @@ def _why_no_library(device: Device) -> str:
         return f"GPUDirect Storage is for CUDA devices, this is {device.device}"
     if not MODULES.exists():
         return f"{MODULES} does not exist, without which cuFile's driver may never finish opening"
-    return ops.why_no_cufile()
+    return ops.cufile_unavailable_reason()
 
 
 def _why_not_tried(store: NvmeStore, device: Device, direct: GpuDirectStorage) -> str:

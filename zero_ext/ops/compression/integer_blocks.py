@@ -83,7 +83,7 @@ def quantize_(
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
             `chunks` does not divide n, or `order` does not name each chunk once; nothing has been changed.
     """
-    op("quantise_")(payloads, values, format.bits, format.symmetric, format.block, chunks, list(order or ()))
+    op("quantize_")(payloads, values, format.bits, format.symmetric, format.block, chunks, list(order or ()))
     torch.autograd.graph.increment_version(payloads)
 
 
@@ -98,7 +98,7 @@ def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int)
 
     Errors as for :func:`quantize_`.
     """
-    op("dequantise_")(out, payloads, format.bits, format.symmetric, format.block, chunks)
+    op("dequantize_")(out, payloads, format.bits, format.symmetric, format.block, chunks)
     torch.autograd.graph.increment_version(out)
 
 
@@ -116,7 +116,7 @@ def sum_quantized_(
 
     Errors as for :func:`quantize_`; RuntimeError, too, when `factor` is not finite.
     """
-    op("sum_quantised_")(out, payloads, format.bits, format.symmetric, format.block, factor, accumulate)
+    op("sum_quantized_")(out, payloads, format.bits, format.symmetric, format.block, factor, accumulate)
     torch.autograd.graph.increment_version(out)
 
 
@@ -144,11 +144,11 @@ def requantize_(
     to = out_format or format
     source = (format.bits, format.symmetric, format.block)
     target = (to.bits, to.symmetric, to.block)
-    op("requantise_")(payloads_out, payloads_in, *source, *target, factor, chunks)
+    op("requantize_")(payloads_out, payloads_in, *source, *target, factor, chunks)
     torch.autograd.graph.increment_version(payloads_out)
 
 
-@fake_kernel("quantise_")
+@fake_kernel("quantize_")
 def _quantize_(
     payloads: Tensor,
     values: Tensor,
@@ -158,15 +158,15 @@ def _quantize_(
     chunks: int,
     order: Sequence[int],
 ) -> None:
-    check_one_device("quantise_", [payloads, values])
+    check_one_device("quantize_", [payloads, values])
 
 
-@fake_kernel("dequantise_")
+@fake_kernel("dequantize_")
 def _dequantize_(out: Tensor, payloads: Tensor, bits: int, symmetric: bool, block: int, chunks: int) -> None:
-    check_one_device("dequantise_", [out, payloads])
+    check_one_device("dequantize_", [out, payloads])
 
 
-@fake_kernel("sum_quantised_")
+@fake_kernel("sum_quantized_")
 def _sum_quantized_(
     out: Tensor,
     payloads: Tensor,
@@ -176,9 +176,9 @@ def _sum_quantized_(
     factor: float,
     accumulate: bool,
 ) -> None:
-    check_one_device("sum_quantised_", [out, payloads])
+    check_one_device("sum_quantized_", [out, payloads])
 
 
-@fake_kernel("requantise_")
+@fake_kernel("requantize_")
 def _requantize_(payloads_out: Tensor, payloads_in: Tensor, *formats_factor_and_chunks: object) -> None:
-    check_one_device("requantise_", [payloads_out, payloads_in])
+    check_one_device("requantize_", [payloads_out, payloads_in])

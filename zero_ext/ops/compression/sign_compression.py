@@ -35,7 +35,7 @@ def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: flo
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
             `chunks` does not divide n, or `factor` is not finite; nothing has been changed.
     """
-    op("compress_signs_")(payloads, errors, values, factor, chunks)
+    op("compress_1bit_")(payloads, errors, values, factor, chunks)
     torch.autograd.graph.increment_version((payloads, errors))
 
 
@@ -51,7 +51,7 @@ def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: b
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("expand_signs_")(out, payloads, factor, accumulate, chunks)
+    op("decompress_1bit_")(out, payloads, factor, accumulate, chunks)
     torch.autograd.graph.increment_version(out)
 
 
@@ -66,7 +66,7 @@ def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) ->
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("sum_signs_")(out, payloads, factor, accumulate)
+    op("sum_1bit_")(out, payloads, factor, accumulate)
     torch.autograd.graph.increment_version(out)
 
 
@@ -83,25 +83,25 @@ def reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("reduce_signs_")(payload, error, payloads, factor)
+    op("reduce_1bit_")(payload, error, payloads, factor)
     torch.autograd.graph.increment_version((payload, error))
 
 
-@fake_kernel("compress_signs_")
+@fake_kernel("compress_1bit_")
 def _compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: float, chunks: int) -> None:
-    check_one_device("compress_signs_", [payloads, errors, values])
+    check_one_device("compress_1bit_", [payloads, errors, values])
 
 
-@fake_kernel("expand_signs_")
+@fake_kernel("decompress_1bit_")
 def _decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool, chunks: int) -> None:
-    check_one_device("expand_signs_", [out, payloads])
+    check_one_device("decompress_1bit_", [out, payloads])
 
 
-@fake_kernel("sum_signs_")
+@fake_kernel("sum_1bit_")
 def _sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) -> None:
-    check_one_device("sum_signs_", [out, payloads])
+    check_one_device("sum_1bit_", [out, payloads])
 
 
-@fake_kernel("reduce_signs_")
+@fake_kernel("reduce_1bit_")
 def _reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float) -> None:
-    check_one_device("reduce_signs_", [payload, error, payloads])
+    check_one_device("reduce_1bit_", [payload, error, payloads])

@@ -25,7 +25,7 @@ def host_buffer_bytes() -> int:
     return op("host_buffer_bytes")()
 
 
-def blank_host_memory(nbytes: int) -> Tensor:
+def nan_filled_host_memory(nbytes: int) -> Tensor:
     """A uint8 tensor [nbytes] of 0xFF, which is NaN in every floating-point dtype.
 
     Its memory takes a few MiB until it is written to, however large it is. It goes back to the kernel when
@@ -34,7 +34,7 @@ def blank_host_memory(nbytes: int) -> Tensor:
     Raises:
         RuntimeError: `nbytes` is negative, or the kernel refuses (its reason is in the message).
     """
-    return op("blank_host_memory")(nbytes)
+    return op("nan_filled_host_memory")(nbytes)
 
 
 @fake_kernel("host_buffer")
@@ -42,7 +42,7 @@ def _host_buffer(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-@fake_kernel("blank_host_memory")
+@fake_kernel("nan_filled_host_memory")
 def _blank_host_memory(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 

@@ -97,9 +97,9 @@ def store_write(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
     op("store_write")(handle, tensor, offset, ticket)
 
 
-def why_no_cufile() -> str:
+def cufile_unavailable_reason() -> str:
     """Why NVIDIA's cuFile library cannot be loaded here; "" if it can. It starts neither it nor CUDA."""
-    return str(op("why_no_cufile")())
+    return str(op("cufile_unavailable_reason")())
 
 
 def store_open_direct(handle: int) -> None:
@@ -142,7 +142,7 @@ def store_facts(handle: int) -> StoreFacts:
     """What the store is made of and what it has done so far."""
     backend, *texts = op("store_devices")(handle).split("\0")[:-1]
     counts = torch.empty(6, dtype=torch.int64, device="cpu")
-    op("store_counts_")(handle, counts)
+    op("store_stats_")(handle, counts)
     alignment, capacity, live_bytes, bytes_read, bytes_written, largest_free = counts.tolist()
     return StoreFacts(
         backend=backend,
@@ -207,7 +207,7 @@ def _store_write(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
     return None
 
 
-@fake_kernel("why_no_cufile")
+@fake_kernel("cufile_unavailable_reason")
 def _why_no_cufile() -> str:
     return ""
 
@@ -242,7 +242,7 @@ def _store_devices(handle: int) -> str:
     return ""
 
 
-@fake_kernel("store_counts_")
+@fake_kernel("store_stats_")
 def _store_counts_(handle: int, counts: Tensor) -> None:
     return None
 

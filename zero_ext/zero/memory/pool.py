@@ -93,7 +93,7 @@ class BufferPool:
         if self.device.device.type != "cpu":
             return torch.empty(0, dtype=torch.uint8, device=self.device.device)
         if self._blank is None or self._blank.nbytes < nbytes:
-            self._blank = ops.blank_host_memory(nbytes)
+            self._blank = ops.nan_filled_host_memory(nbytes)
         return _view_bytes(self._blank, 0, nbytes)
 
     def _await_readers(self, begin: int, end: int) -> None:

@@ -30,8 +30,8 @@ constexpr std::pair<std::int64_t, std::int64_t> kShifts[] = {
     {0, 0}, {1, 1}, {5, 0}, {0, 3}, {8, 2}};
 
 template <class Terms>
-void emulate(const CompressSigns<Terms>& kernel, std::mt19937_64& generator) {
-  using Kernel = CompressSigns<Terms>;
+void emulate(const Compress1bit<Terms>& kernel, std::mt19937_64& generator) {
+  using Kernel = Compress1bit<Terms>;
   emulate_grid(kernel, kernel.blocks(), Kernel::kThreads / kWarpLanes, Kernel::kSharedBytes,
                generator);
 }
@@ -81,15 +81,15 @@ class CudaSignCompression : public ::testing::Test {
     const PayloadBuffer own_payloads(kChunks * bytes, words);
     for (std::int64_t chunk = 0; chunk < kChunks; ++chunk) {
       const std::int64_t at = shift + chunk * chunk_numel;
-      core::compress_signs(values.data() + at, kTypeOf<T>, 0.3F, chunk_numel, errors.data() + at,
-                           target_of(payloads, chunk, chunk_numel));
+      core::compress_1bit(values.data() + at, kTypeOf<T>, 0.3F, chunk_numel, errors.data() + at,
+                          target_of(payloads, chunk, chunk_numel));
     }
-    emulate(CompressSigns<SignValues<T>>{{values.data() + shift},
-                                         0.3F,
-                                         own_errors.data() + shift,
-                                         own_payloads.data(),
-                                         chunk_numel,
-                                         kChunks},
+    emulate(Compress1bit<SignValues<T>>{{values.data() + shift},
+                                        0.3F,
+                                        own_errors.data() + shift,
+                                        own_payloads.data(),
+                                        chunk_numel,
+                                        kChunks},
             generator_);
     EXPECT_TRUE(own_payloads.same_words(payloads)) << chunk_numel << " elements, shift " << shift;
     EXPECT_TRUE(same_bits(own_errors, errors)) << chunk_numel << " elements, shift " << shift;
@@ -102,13 +102,13 @@ class CudaSignCompression : public ::testing::Test {
     std::vector<T> out = core::testing::normal_values<T>(generator_, size);
     std::vector<T> own = out;
     for (std::int64_t chunk = 0; chunk < kChunks; ++chunk) {
-      core::expand_signs(source_of(payloads, chunk, chunk_numel), chunk_numel, 1.7F, accumulate,
-                         out.data() + shift + chunk * chunk_numel, kTypeOf<T>);
+      core::decompress_1bit(source_of(payloads, chunk, chunk_numel), chunk_numel, 1.7F, accumulate,
+                            out.data() + shift + chunk * chunk_numel, kTypeOf<T>);
     }
     for (const std::int64_t warps : {1, 7}) {
       std::vector<T> found = own;
-      emulate_launch(ExpandSigns<T>{payloads.data(), chunk_numel, kChunks, 1.7F, accumulate,
-                                    found.data() + shift},
+      emulate_launch(Decompress1bit<T>{payloads.data(), chunk_numel, kChunks, 1.7F, accumulate,
+                                       found.data() + shift},
                      warps, generator_);
       EXPECT_TRUE(same_bits(found, out)) << chunk_numel << " elements, shift " << shift;
     }
@@ -137,8 +137,8 @@ void compare_sums(std::int64_t chunk_numel, std::int64_t count, std::int64_t shi
     const std::vector<float> values =
         values_of<float>(static_cast<std::size_t>(chunk_numel), generator);
     std::vector<float> error(values.size());
-    core::compress_signs(values.data(), core::NumericType::float32, 1.0F, chunk_numel, error.data(),
-                         target_of(payloads, m, chunk_numel));
+    core::compress_1bit(values.data(), core::NumericType::float32, 1.0F, chunk_numel, error.data(),
+                        target_of(payloads, m, chunk_numel));
     sources.push_back(source_of(payloads, m, chunk_numel));
   }
   std::vector<float> sum =
@@ -147,15 +147,15 @@ void compare_sums(std::int64_t chunk_numel, std::int64_t count, std::int64_t shi
   std::vector<float> error = values_of<float>(sum.size(), generator);
   std::vector<float> own_error = error;
   const SignPayloads of{payloads.data(), chunk_numel, count};
-  core::sum_signs(sources, 0, chunk_numel, 0.2F, count == 5, sum.data() + shift);
-  emulate_launch(SumSigns{of, 0.2F, count == 5, own_sum.data() + shift}, 3, generator);
+  core::sum_1bit(sources, 0, chunk_numel, 0.2F, count == 5, sum.data() + shift);
+  emulate_launch(Sum1bit{of, 0.2F, count == 5, own_sum.data() + shift}, 3, generator);
   EXPECT_TRUE(same_bits(own_sum, sum)) << chunk_numel << " elements, " << count << " messages";
   const PayloadBuffer reduced(bytes, 0);
   const PayloadBuffer own_reduced(bytes, 0);
-  core::reduce_signs(sources, 0, chunk_numel, 0.2F, error.data() + shift,
-                     target_of(reduced, 0, chunk_numel));
+  core::reduce_1bit(sources, 0, chunk_numel, 0.2F, error.data() + shift,
+                    target_of(reduced, 0, chunk_numel));
   emulate(
-      CompressSigns<SignSum>{
+      Compress1bit<SignSum>{
           {of}, 0.2F, own_error.data() + shift, own_reduced.data(), chunk_numel, 1},
       generator);
   EXPECT_TRUE(own_reduced.same_words(reduced)) << chunk_numel << " elements, " << count;
@@ -188,7 +188,7 @@ TEST(CudaSignWords, EveryBitOfATileHasItsPosition) {
     const int column = element % CompressTile::kRow;
     const int bit = element / CompressTile::kRow * 4 + column % 4;
     nibbles.at[column / 4] = 1U << bit;
-    const LaneWords words = CompressSigns<SignSum>::words_of_nibbles(nibbles);
+    const LaneWords words = Compress1bit<SignSum>::words_of_nibbles(nibbles);
     alignas(kAccessBytes) std::uint32_t stored[kWarpLanes];
     store_lane_words(stored, words);
     for (int lane = 0; lane < kWarpLanes; ++lane) {
