@@ -39,7 +39,7 @@ def test_volumes_are_those_counted(world: World, stage: int) -> None:
         found = {kind: sent for kind, sent in counted(engine).items() if sent.all}
         assert found == onebit_step_bytes(world.size, units, ranks_per_node=per_node)
         messages = sum(2 * world.size * sign_payload_bytes(numel // world.size) for numel in units.elements())
-        allocated = engine.optimizer_step.updates.allocated_bytes()["device"]
+        allocated = engine.updates.allocated_bytes()["device"]
         wanted = allocated + messages if world.size > 1 else allocated
         assert onebit_state_bytes(stage, world.size, units) == wanted
 

@@ -159,7 +159,7 @@ class Trace:
     def _sample(self, at_rest: bool) -> None:
         engine = self._engine()
         # While a delayed update runs beside the training its state must not be looked at.
-        if engine is not None and (at_rest or not engine.optimizer_step.in_progress):
+        if engine is not None and (at_rest or not engine.updates.in_progress):
             self.memory.sample(engine)
 
 

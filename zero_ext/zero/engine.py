@@ -27,6 +27,7 @@ from zero_ext.zero.memory.lifetime import Ending, weakly
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.step.memory_breakdown import KINDS, memory_by_tier
 from zero_ext.zero.step.optimizer_step import OptimizerStep
+from zero_ext.zero.step.update_schedule import UpdateSchedule
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.collective_errors import CollectiveError, DeferredError
 from zero_ext.zero.units.dtensor_local import local_gradient
@@ -109,11 +110,12 @@ class Engine(Ending):
         # Steps that take a norm need the gradients as they are shown, and other parts of the model would have
         # other factors.
         defers = not (config.gradient_clipping or scales_loss or collectives.model is not None)
+        step = self.optimizer_step
         self.views = GradientViews(
             self.reducer,
             self.norms,
             collectives,
-            self.optimizer_step,
+            lambda: step.updates,
             defers and config.offload.update_mode != "in_backward",
         )
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -162,6 +164,11 @@ class Engine(Ending):
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far because fp16 gradients overflowed."""
         return self.optimizer_step.skipped_steps
+
+    @property
+    def updates(self) -> UpdateSchedule:
+        """The schedule of the optimizer's updates."""
+        return self.optimizer_step.updates
 
     @property
     def grad_norm(self) -> float | None:
@@ -225,7 +232,7 @@ class Engine(Ending):
         if torch.is_grad_enabled() or any(unit.placement.params for unit in self.units):
             self._refuse_capture("a forward", "Python gathers parameters and reduces gradients")
         self.optimizer_step.refuse_damage()
-        self.optimizer_step.refuse_pending("a forward")
+        self.updates.refuse_pending("a forward")
         check_unchanged(self.model, self._assignments, self.names)
         for unit in self.units:
             if not unit.placement.params:
@@ -283,7 +290,7 @@ class Engine(Ending):
             )
         self._collected = True
         self._tied.forget()
-        self.optimizer_step.gradient_arrived(gradients)
+        self.updates.gradient_arrived(gradients)
         self.reducer.synchronized = False
         self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
@@ -295,10 +302,10 @@ class Engine(Ending):
         if in_backward() and parameter in self.index:
             unit, number = self.index[parameter]
             if unit in self._gradients:
-                self.optimizer_step.read(self._gradients[unit], number)
+                self.updates.read(self._gradients[unit], number)
 
     def _reduces_now(self) -> bool:
-        if self.optimizer_step.needs_local_gradients:
+        if self.updates.needs_local_gradients:
             return False
         sharded = any(master.unit.placement.grads for master in self.masters)
         return self._ends_accumulation() or (self.syncs and sharded)
@@ -318,7 +325,7 @@ class Engine(Ending):
 
     def _adds_up(self, gradients: UnitGradients) -> bool:
         """Whether this pass's gradients stay with those of other passes of the same step."""
-        if self.optimizer_step.needs_local_gradients:
+        if self.updates.needs_local_gradients:
             return gradients.has_local or not self._ends_accumulation()
         return not self._reduces_now()
 
@@ -353,8 +360,8 @@ class Engine(Ending):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See :meth:`ZeroModule.clip_grad_norm_`."""
-        self.optimizer_step.refuse_pending("clip_grad_norm_")
-        self.optimizer_step.refuse_local("clip_grad_norm_")
+        self.updates.refuse_pending("clip_grad_norm_")
+        self.updates.refuse_local("clip_grad_norm_")
         self.synchronize_gradients()
         self.views.factors.apply_all()
         step = self.optimizer_step
@@ -388,13 +395,13 @@ class Engine(Ending):
     def synchronize_gradients(self) -> None:
         """Makes the reduced gradients complete on every rank; a collective. See
         ``GradientReducer.synchronize``. Raises ``RuntimeError`` where the next step leaves them unreduced."""
-        self.optimizer_step.refuse_local("reading or changing averaged gradients")
+        self.updates.refuse_local("reading or changing averaged gradients")
         self._synchronize_gradients()
 
     def _synchronize_gradients(self) -> None:
         self.views.follow()
         if not self.reducer.synchronized:
-            self.reducer.synchronize(not self.optimizer_step.needs_local_gradients)
+            self.reducer.synchronize(not self.updates.needs_local_gradients)
         self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
@@ -430,16 +437,16 @@ class Engine(Ending):
             self._synchronize_gradients()
             self.optimizer_step.factor = self.views.factors.common(self.reducer.gradients)
             stepped = self.optimizer_step.run(self.reducer.edits)
-        if stepped and not self.optimizer_step.in_progress:
+        if stepped and not self.updates.in_progress:
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
         self.passes = 0
         self.reducer.synchronized = False
-        if self.optimizer_step.clears_gradients:
+        if self.updates.clears:
             self.clear_gradients()
         self._clock.end("step", began)
         self._publish_step_end(not stepped)
-        self.optimizer_step.begin_delayed()
+        self.updates.begin_delayed()
         return stepped
 
     def _publish_step_end(self, skipped: bool) -> None:
@@ -460,7 +467,7 @@ class Engine(Ending):
             )
         for unit in self.units:
             if not unit.placement.params and unit.written():
-                self.optimizer_step.refuse_pending(f"a write to parameters of {unit.describe()}")
+                self.updates.refuse_pending(f"a write to parameters of {unit.describe()}")
         self._follow_writes(self.collectives)
 
     def follow_writes(self) -> None:
@@ -469,14 +476,14 @@ class Engine(Ending):
         Raises:
             RuntimeError: between updates in backward and their step.
         """
-        self.optimizer_step.refuse_pending("reading the state")
+        self.updates.refuse_pending("reading the state")
         self._follow_writes()
 
     def _follow_writes(self, collectives: Collectives | None = None) -> None:
         written = [unit for unit in self.units if not unit.placement.params and unit.written()]
         if written:
-            self.optimizer_step.refuse_drift(f"a write to parameters of {written[0].describe()}")
-        if written and self.optimizer_step.in_progress:
+            self.updates.refuse_drift(f"a write to parameters of {written[0].describe()}")
+        if written and self.updates.in_progress:
             name = written[0].layout.specs[written[0].written()[0]].name
             raise RuntimeError(
                 f"parameter '{name}' was written to while a delayed update was under way "
@@ -497,7 +504,7 @@ class Engine(Ending):
             step.refuse_damage()
             if not self.in_use:
                 step.judge()
-        if not step.in_progress:
+        if not step.updates.in_progress:
             return
         if not replaced:
             if self.in_use or any(unit.holders for unit in self.units):

@@ -77,7 +77,7 @@ class Evaluated(Language):
         self.in_progress: dict[str, set[bool]] = {"training": set(), "validation": set()}
 
     def note(self, phase: str) -> None:
-        self.in_progress[phase].add(engine_of(self).optimizer_step.in_progress)
+        self.in_progress[phase].add(engine_of(self).updates.in_progress)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         self.note("training")

@@ -303,11 +303,11 @@ def test_updates_run_on_a_thread_of_their_own_once_delayed(world: World) -> None
     gate = Gate(engine_of(model))
     gate.open()
     train_step(world, model, optimizer, 0)
-    assert gate.threads == {threading.get_ident()} and not engine_of(model).optimizer_step.in_progress
+    assert gate.threads == {threading.get_ident()} and not engine_of(model).updates.in_progress
     train_step(world, model, optimizer, 1)
-    assert engine_of(model).optimizer_step.in_progress
+    assert engine_of(model).updates.in_progress
     model.finish_update()
-    assert len(gate.threads) == 2 and not engine_of(model).optimizer_step.in_progress
+    assert len(gate.threads) == 2 and not engine_of(model).updates.in_progress
 
 
 @on_ranks(1, 2)
@@ -364,7 +364,7 @@ def test_state_is_read_and_edited_as_after_the_update(world: World, stage: int) 
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     assert any(not torch.equal(before[name], wanted[name]) for name in before)  # what forward uses
     found = optimizer.state_dict()
-    assert engine_of(model).optimizer_step.in_progress and found["scalars"] == state["scalars"]
+    assert engine_of(model).updates.in_progress and found["scalars"] == state["scalars"]
     assert all(torch.equal(found["shards"][key], value) for key, value in state["shards"].items())
     with zero_ext.gathered(model, modifier_rank=0), torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -469,7 +469,7 @@ offload = {"optimizer": "nvme", "nvme_paths": [sys.argv[1]], "update_mode": "del
 model, optimizer = zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), {"offload": offload})
 language_loss(model, language_batch(0, 0, 0, 0)).backward()
 optimizer.step()
-assert engine_of(model).optimizer_step.in_progress
+assert engine_of(model).updates.in_progress
 """
 
 

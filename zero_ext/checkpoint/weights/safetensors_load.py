@@ -59,7 +59,7 @@ def load_safetensors(
     engine = engine_of(model)
     state = checkpoint_sources(engine).own
     session = session_of(state)
-    if engine.optimizer_step.in_progress:
+    if engine.updates.in_progress:
         engine.finish_updates()
     consensus = RankConsensus(
         state.rank, state.world_size, session.group_of(state), f"loading weights from {os.fspath(path)}"

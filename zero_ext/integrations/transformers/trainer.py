@@ -127,7 +127,7 @@ class ZeroTrainerMixin(_Base):
 
     def _check_own_optimizer(self) -> None:
         name = type(self.model).__name__
-        if self._engine.optimizer_step.updates is None:
+        if self._engine.optimizer_step.stepper is None:
             raise RuntimeError(
                 f"{name} was sharded for evaluation, without an optimizer, because the trainer that did it "
                 "had no train_dataset; give it one before the first evaluate()"

@@ -71,10 +71,9 @@ def close(engines: Sequence[Engine], model: nn.Module) -> None:
 
 
 def _refuse_in_use(engine: Engine) -> None:
-    step = engine.optimizer_step
-    step.refuse_damage()
-    step.refuse_pending("preparing the model again")
-    step.refuse_drift("preparing the model again")
+    engine.optimizer_step.refuse_damage()
+    engine.updates.refuse_pending("preparing the model again")
+    engine.updates.refuse_drift("preparing the model again")
     problem = _use_of(engine) or next(filter(None, (obstacle(engine) for obstacle in OBSTACLES)), "")
     if problem:
         raise RuntimeError(problem)

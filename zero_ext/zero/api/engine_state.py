@@ -128,8 +128,8 @@ class EngineState:
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
         """What the updates keep beside the optimizer's state: what is the same on all ranks is shared out
         over them where it is saved."""
-        updates = self._engine.optimizer_step.updates
-        for auxiliary in updates.auxiliary_state() if updates is not None else ():
+        updates = self._engine.updates
+        for auxiliary in updates.auxiliary_state():
             layout = self._engine.masters[auxiliary.number].unit.layout
             if saves and auxiliary.ownership is Ownership.SHARED:
                 begin, end = layout.shard_range(self.rank)
@@ -239,7 +239,7 @@ class EngineState:
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         step = self._engine.optimizer_step
-        if step.stepper is not None and step.updates is not None:
+        if step.stepper is not None:
             tiles = self._engine.full_tensors.to_tiles(kinds)
             undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 
@@ -251,8 +251,7 @@ class EngineState:
 
     def leaves(self, kind: str) -> bool:
         """Whether state of this kind in a checkpoint has no place here and is left aside."""
-        updates = self._engine.optimizer_step.updates
-        return updates is not None and updates.leaves(kind)
+        return self._engine.updates.leaves(kind)
 
     def abandon_load(self) -> None:
         """After a load that was refused: takes back what :meth:`prepare_load` made."""
@@ -269,9 +268,7 @@ class EngineState:
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
-        updates = self._engine.optimizer_step.updates
-        if updates is not None:
-            updates.restore()
+        self._engine.updates.restore()
 
 
 class TrainedState(EngineState):

@@ -48,9 +48,9 @@ def gathered(
 @contextlib.contextmanager
 def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
     for engine, unit in units:
-        engine.optimizer_step.refuse_pending("gathered")
+        engine.updates.refuse_pending("gathered")
         if modifier_rank is not None:
-            engine.optimizer_step.refuse_drift("a write to parameters")
+            engine.updates.refuse_drift("a write to parameters")
         if modifier_rank is not None and modifier_rank not in range(engine.world_size):
             raise ValueError(
                 f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
@@ -194,7 +194,7 @@ def load_full_state_dict(
     engine = engine_of(model)
     _check_shapes(state, engine.full_tensors.shapes())
     engine.finish_updates()
-    engine.optimizer_step.refuse_drift("a write to parameters")
+    engine.updates.refuse_drift("a write to parameters")
     state = engine.full_tensors.cut(state)
     names, buffers = _names_of(engine), persistent_buffers(engine.model)
     found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}
@@ -271,7 +271,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     Of fp16 parameters it is still multiplied by the loss scale.
     """
     engine = engine_of_parameter(parameter)
-    engine.optimizer_step.refuse_pending("full_gradient")
+    engine.updates.refuse_pending("full_gradient")
     engine.synchronize_gradients()
     unit, number = engine.index[parameter]
     if unit not in {master.unit for master in engine.masters}:

@@ -113,7 +113,7 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     ``ValueError`` for another shape, or if the parameter has no gradient.
     """
     engine = engine_of_parameter(parameter)
-    engine.optimizer_step.refuse_pending("replacing a gradient")
+    engine.updates.refuse_pending("replacing a gradient")
     _check_shape(engine, parameter, value)
     engine.synchronize_gradients()
     unit, number = engine.index[parameter]

@@ -11,7 +11,6 @@ from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise_check import on_other_tensors
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.step.update_schedule import UpdatesAfterBackward
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -56,14 +55,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def rolled_back_steps(self) -> int:
         """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
         overflowed (``offload.update_mode`` "in_backward")."""
-        updates = self.engine.optimizer_step.updates
-        return updates.rolled_back_steps if updates is not None else 0
+        return self.engine.updates.rolled_back_steps
 
     @property
     def committed_steps(self) -> int:
         """Steps whose updates were made in backward before it was known that they are right, and were."""
-        updates = self.engine.optimizer_step.updates
-        return updates.committed_steps if updates is not None else 0
+        return self.engine.updates.committed_steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,7 +133,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kind, _, rest = key.partition("/")
             name = rest.rpartition("/")[0]
             kinds[name] = (*kinds.get(name, ()), kind)
-        undo, undo_auxiliary = stepper.make_state(kinds), self._updates().prepare_auxiliary_state(kinds)
+        updates = self.engine.updates
+        undo, undo_auxiliary = stepper.make_state(kinds), updates.prepare_auxiliary_state(kinds)
         live = self._live_shards()
         problem = _mismatch(live, state_dict["shards"])
         if problem is not None:
@@ -149,19 +147,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for key, values in live.items():
             replace(values, state_dict["shards"][key])
         self.engine.refresh_parameters()
-        self._updates().restore()
+        updates.restore()
 
     def _stepper(self) -> Stepper:
         stepper = self.engine.optimizer_step.stepper
         if stepper is None:
             raise AssertionError("an optimizer without a stepper")
         return stepper
-
-    def _updates(self) -> UpdatesAfterBackward:
-        updates = self.engine.optimizer_step.updates
-        if updates is None:
-            raise AssertionError("an optimizer without updates")
-        return updates
 
     def _live_shards(self) -> dict[str, Values]:
         """All state and master weights of this rank where they lie, by kind, parameter and first element."""
@@ -172,7 +164,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master in self.engine.masters:
             for segment in master.owned.values():
                 shards[f"master/{segment.name}/{segment.start}"] = master.values_of(segment)
-        for auxiliary in self._updates().auxiliary_state():
+        for auxiliary in self.engine.updates.auxiliary_state():
             for name, start, values in auxiliary.by_parameter(
                 self.engine.masters[auxiliary.number].unit.layout
             ):

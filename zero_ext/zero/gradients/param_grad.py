@@ -37,7 +37,7 @@ from zero_ext.zero.unshard.backward_pass import in_backward
 
 
 class StepGuard(Protocol):
-    """The optimizer step, which may hold gradients that nobody may touch."""
+    """The schedule of the updates, which may use gradients that nobody else may touch."""
 
     @property
     def pending(self) -> bool:
@@ -62,10 +62,10 @@ class GradientViews:
         reducer: GradientReducer,
         norms: GradientNorms,
         collectives: Collectives,
-        step: StepGuard,
+        guard: Callable[[], StepGuard],
         defers_factors: bool,
     ) -> None:
-        self._reducer, self._norms, self._collectives, self._step = reducer, norms, collectives, step
+        self._reducer, self._norms, self._collectives, self._guard = reducer, norms, collectives, guard
         self.factors = PendingFactors(defers_factors)
         self._shown: dict[nn.Parameter, _Shown] = {}
         # Of each parameter the last one: the next gradient is shown by it too, unless somebody has kept it.
@@ -75,7 +75,7 @@ class GradientViews:
 
     def publish(self) -> None:
         """Makes every contributed gradient visible as ``param.grad``."""
-        readable = not self._step.pending
+        readable = not self._guard().pending
         self._shown = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._publish(readable)
@@ -148,7 +148,7 @@ class GradientViews:
             return value.clone() if any(storage == each.storage for each in self._shown.values()) else value
 
     def _clear(self, gradients: UnitGradients, numbers: list[int]) -> None:
-        self._step.refuse_pending("clearing param.grad")
+        self._guard().refuse_pending("clearing param.grad")
         with torch._C.DisableTorchFunctionSubclass():
             for number in numbers:
                 self.factors.drop(gradients, number)
@@ -217,7 +217,7 @@ class GradientViews:
 
     def zero(self, key: object) -> None:
         """See :class:`GradientAccess`."""
-        self._step.refuse_pending("zeroing param.grad")
+        self._guard().refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
         self.factors.drop(gradients, number)
@@ -282,8 +282,8 @@ class GradientViews:
         self._norms.forget()
 
     def _refuse(self, what: str) -> None:
-        self._step.refuse_pending(what)
-        self._step.refuse_local(what)
+        self._guard().refuse_pending(what)
+        self._guard().refuse_local(what)
 
     def _synchronize(self) -> None:
         reducer = self._reducer

@@ -58,7 +58,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         self._joining: weakref.finalize[Any, Any] | None = None
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdatesAfterBackward`. Copy the gradients. The updates start in :meth:`begin_delayed`,
+        """See :class:`UpdateSchedule`. Copy the gradients. The updates start in :meth:`begin_delayed`,
         or at the latest in :meth:`finish`."""
         if self._job is not None:
             raise AssertionError("the updates of a step before were not finished")
@@ -72,19 +72,19 @@ class DelayedUpdates(UpdatesAfterBackward):
         self.in_progress = True
 
     def begin_delayed(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         if self._job is not None:
             self._job.start()
             # A model that goes takes its storage and memory along, so the thread has to end first.
             self._joining = weakref.finalize(self, self._job.join)
 
     def wait(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         if self._job is not None:
             self._job.result()
 
     def finish(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         job = self._job
         if job is None:
             return
@@ -107,7 +107,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         publish(units)
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`UpdatesAfterBackward`: the copies of the gradients."""
+        """See :class:`UpdateSchedule`: the copies of the gradients."""
         held: Counter[Tier] = Counter()
         for number, copy in self._copies.items():
             held[self._near(number)] += copy.nbytes

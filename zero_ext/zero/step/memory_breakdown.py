@@ -50,9 +50,8 @@ def memory_by_tier(
     if step.stepper is not None:
         for tier, nbytes in step.stepper.state_bytes().items():
             held[tier]["optimizer"] += nbytes
-    if step.updates is not None:
-        for tier, nbytes in step.updates.allocated_bytes().items():
-            held[tier]["grads"] += nbytes
+    for tier, nbytes in step.updates.allocated_bytes().items():
+        held[tier]["grads"] += nbytes
     for tier, pool in pools.items():
         held[tier]["staging"] = pool.total_bytes
     held["host"]["staging"] += collectives.staging_bytes

@@ -32,7 +32,14 @@ from zero_ext.zero.step.step_verdict import (
     sum_of_ranks,
 )
 from zero_ext.zero.step.update_in_backward import UpdatesInBackward
-from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, any_stored, settings_of
+from zero_ext.zero.step.update_schedule import (
+    MIXTURE,
+    NoUpdates,
+    UpdatesAfterBackward,
+    UpdateSchedule,
+    any_stored,
+    settings_of,
+)
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
@@ -44,7 +51,7 @@ _CPU = torch.device("cpu")
 class OptimizerStep:
     """Steps the master shards by their reduced gradients and keeps count.
 
-    ``updates`` decides when the updates run; None without an optimizer. ``steps`` counts all steps, those
+    ``updates`` decides when the updates run. ``steps`` counts all steps, those
     skipped for overflow too; ``damage`` says why the state is a mixture, until a checkpoint is loaded.
 
     Where state, gradients and parameters are in an accelerator's memory, kernels obey a step's verdict
@@ -79,7 +86,7 @@ class OptimizerStep:
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
-        self.updates: UpdatesAfterBackward | None = None
+        self.updates: UpdateSchedule = NoUpdates()
         self.groups: Groups = []
         self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
@@ -128,49 +135,16 @@ class OptimizerStep:
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 
-    @property
-    def pending(self) -> bool:
-        """Whether updates may have been made in backward that no step has finished."""
-        return self.updates is not None and self.updates.pending
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether parameters are still to follow the updates of the last step."""
-        return self.updates is not None and self.updates.in_progress
-
-    @property
-    def needs_local_gradients(self) -> bool:
-        """Whether the next step wants gradients unreduced."""
-        return self.updates is not None and self.updates.needs_local_gradients
-
-    def refuse_local(self, what: str) -> None:
-        """Raises ``RuntimeError`` where the next step exchanges signs: averaged gradients do not exist."""
-        if self.needs_local_gradients:
-            raise RuntimeError(
-                f"{what}: the ranks exchange signs in this step, so averaged gradients do not exist, nor "
-                "their norm. Clip or change gradients in steps of full precision only (1-bit Adam: up to "
-                "freeze_step), or the loss."
-            )
-
-    def refuse_drift(self, what: str) -> None:
-        """Raises ``RuntimeError`` while the parameters differ between the ranks."""
-        if self.updates is not None and self.updates.drifts:
-            raise RuntimeError(
-                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. "
-                "Write before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
-            )
-
     def wait(self) -> None:
         """Return when no update runs and counts are those of the steps made; raises what failed here."""
-        if self.updates is not None:
-            self.updates.wait()
+        self.updates.wait()
         self._look(wait=True)
 
     def finish(self) -> None:
         """Makes the parameters follow the updates of the last step; a collective."""
-        if self.updates is not None and self.updates.in_progress:
-            self._guarded(lambda updates: updates.finish())
-            self._guarded(lambda updates: self._refuse_state(self.steps))
+        if self.updates.in_progress:
+            self._guarded(self.updates.finish)
+            self._guarded(lambda: self._refuse_state(self.steps))
 
     # -- verdicts -----------------------------------------------------------------------------------------
 
@@ -212,7 +186,7 @@ class OptimizerStep:
         bad = self._launched.pop_bad()
         if bad is not None:
             self._refuse(bad, late=True)
-        if self.updates is not None and not self.in_progress:
+        if not self.updates.in_progress:
             self._refuse_last_update()
 
     def _look(self, wait: bool) -> None:
@@ -235,7 +209,6 @@ class OptimizerStep:
         """Whether kernels obey the verdict on a step before the host knows it."""
         return (
             self.stepper is not None
-            and self.updates is not None
             and self.updates.obeys_scale
             and self.stepper.reads_scale_on_device
             and self._collectives.model is None
@@ -244,15 +217,14 @@ class OptimizerStep:
 
     def _decide(self, edits: Edits) -> DecidedStep:
         """Add up over the ranks what decides on the step; a collective."""
-        needs_norm = bool(self._clipping or self.scales_loss) and not self.needs_local_gradients
+        needs_norm = bool(self._clipping or self.scales_loss) and not self.updates.needs_local_gradients
         found = self._looks_at_gradients and self._norms.read_on_all_ranks(
             lambda: not self._checks.gradients_are_finite()
         )
-        flag = self._flag if self._waits_for_flag and not self.in_progress else None
+        flag = self._flag if self._waits_for_flag and not self.updates.in_progress else None
         raised = flag is not None and flag.is_raised_on(_CPU)
-        updated = self.updates is not None and self.updates.updated
         checksums = self._hyperparameters.checksum(), 1 + edits.checksum
-        facts = OwnFacts(*checksums, bool(found), raised, updated)
+        facts = OwnFacts(*checksums, bool(found), raised, self.updates.updated)
         error = self._device_errors.poll()
         squares = self._norms.own() if needs_norm else None
         sums = sum_of_ranks(self._collectives, self._tiers.device, facts, squares, flag, error)
@@ -260,25 +232,14 @@ class OptimizerStep:
         scalars = self.stepper.scalars() if self.stepper is not None else {}
         return DecidedStep(self.steps + 1, verdict, squares, edits.last, scalars)
 
-    @property
-    def clears_gradients(self) -> bool:
-        """Whether a step forgets its gradients."""
-        return self.updates is not None and self.updates.clears
-
     def begin_backward(self, last: bool) -> None:
         """A backward pass begins; ``last`` says that it is the last of its step."""
         self._last_pass = last
-        if self.updates is not None:
-            self.updates.begin_backward(last, self._unscale())
-
-    def gradient_arrived(self, gradients: UnitGradients) -> None:
-        """Handle a new gradient of this unit."""
-        if self.updates is not None:
-            self.updates.gradient_arrived(gradients)
+        self.updates.begin_backward(last, self._unscale())
 
     def reduced(self, gradients: UnitGradients) -> None:
         """Handle a finished reduction of this unit. Only finite gradients start an update."""
-        if self.updates is not None and self._look_at(gradients):
+        if self._look_at(gradients):
             self.updates.reduced(gradients)
 
     def _look_at(self, gradients: UnitGradients) -> bool:
@@ -292,25 +253,17 @@ class OptimizerStep:
     @property
     def _looks_at_gradients(self) -> bool:
         """Whether gradients are looked at themselves: their norm, where there is one, tells it too."""
-        return self._flag is not None and not (
-            self._clipping or self.scales_loss or self.needs_local_gradients
-        )
-
-    def read(self, gradients: UnitGradients, index: int) -> None:
-        """Backward runs code of the model again that reads parameter ``index`` of this unit."""
-        if self.updates is not None:
-            self.updates.read(gradients, index)
+        normed = self._clipping or self.scales_loss or self.updates.needs_local_gradients
+        return self._flag is not None and self.stepper is not None and not normed
 
     def forget_gradients(self) -> None:
         """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
         self._checks.forget()
-        if self.updates is not None:
-            self.damage = self.updates.forget() or self.damage
+        self.damage = self.updates.forget() or self.damage
 
     def abandon(self) -> None:
         """A backward pass broke off."""
-        if self.updates is not None:
-            self.damage = self.updates.abandon() or self.damage
+        self.damage = self.updates.abandon() or self.damage
 
     def forget_damage(self) -> None:
         """State and parameters were replaced."""
@@ -321,18 +274,7 @@ class OptimizerStep:
         self._device_errors.poll()
         if self._flag is not None:
             self._flag.lower()
-        if self.updates is not None:
-            self.updates.drop()
-
-    def refuse_pending(self, what: str) -> None:
-        """Raises ``RuntimeError`` between a backward pass that makes updates and its step."""
-        if self.pending:
-            raise RuntimeError(
-                f"{what} between backward and optimizer.step(): offload.update_mode is 'in_backward', so "
-                "some units are updated, some are not, and gradients are used up. Call optimizer.step() "
-                "first. To clip, set gradient_clipping. To read or change gradients, set "
-                "offload.update_mode to 'after_backward'."
-            )
+        self.updates.drop()
 
     def refuse_damage(self) -> None:
         """Raises ``RuntimeError`` if an earlier step broke off half-way."""
@@ -342,11 +284,11 @@ class OptimizerStep:
     def run(self, edits: Edits) -> bool:
         """Step with synchronized gradients, which ``edits`` changed in place; a collective. Return False
         if fp16 gradients overflowed. Raise ``RuntimeError`` if no rank has a gradient since the last step."""
-        used = self._used()
+        used = self.updates.used_parameters()
         if self._known_to_all:
             self.judge()
         step = self._decide(edits)
-        self._verdict = None if self.needs_local_gradients else step.verdict
+        self._verdict = None if self.updates.needs_local_gradients else step.verdict
         overflow = (self._launch if self._judges_on_device else self._run_judged)(step, used)
         self._device_errors.claim()
         self.skipped_steps += overflow
@@ -356,23 +298,11 @@ class OptimizerStep:
         self._tiers.transfers.begin_step()
         return not overflow
 
-    def _used(self) -> frozenset[str]:
-        if self.updates is None:
-            raise RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
-        owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients.values()]
-        used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
-        if not used:
-            raise RuntimeError(
-                "optimizer.step() without gradients: no parameter of this model got one since the last "
-                "zero_grad(). Call loss.backward() on a loss that depends on the model."
-            )
-        return used
-
     def _launch(self, step: DecidedStep, used: frozenset[str]) -> bool:
         """Give the device a step that it makes if the verdict is good; then wait whether fp16 overflowed."""
         scale = step.verdict.scale(self._clipping)
         if self.scales_loss:
-            self._guarded(lambda updates: updates.run(scale, used))
+            self._guarded(lambda: self.updates.run(scale, used))
             findings = step.verdict.read()
             if findings.refused or findings.overflow:
                 self._undo_counts(step)
@@ -381,7 +311,7 @@ class OptimizerStep:
             self.scaler.update(findings.overflow, self._name_overflow)
             return findings.overflow
         scale = self._launched.add(step, scale)
-        self._guarded(lambda updates: updates.run(scale, used))
+        self._guarded(lambda: self.updates.run(scale, used))
         return False
 
     def _run_judged(self, step: DecidedStep, used: frozenset[str]) -> bool:
@@ -389,32 +319,25 @@ class OptimizerStep:
         findings = step.verdict.read()
         if findings.refused or (findings.overflow and not self.scales_loss):
             self._refuse(step)
-        overflow = findings.overflow or (self.needs_local_gradients and self._refuse_local_overflow())
+        overflow = findings.overflow or (self.updates.needs_local_gradients and self._refuse_local_overflow())
         if findings.overflow:
-            self._guarded(lambda updates: updates.rollback())
+            self._guarded(self.updates.rollback)
         scale = gradient_scale(self._unscale(), findings.norm_tensor(), self._clipping)
         self.finish()
         if self.scales_loss:
             self.scaler.update(overflow, self._name_overflow)
         if overflow:
             return True
-        self._guarded(lambda updates: updates.run(scale, used))
+        self._guarded(lambda: self.updates.run(scale, used))
         if self.steps < self._delays_after:
             self.finish()
-        if not (self._waits_for_flag or self.in_progress):
-            self._guarded(lambda updates: self._refuse_state(self.steps + 1))
+        if not (self._waits_for_flag or self.updates.in_progress):
+            self._guarded(lambda: self._refuse_state(self.steps + 1))
         return False
 
-    def begin_delayed(self) -> None:
-        """Start the updates that overlap the next step, after this one is counted and published."""
-        if self.updates is not None:
-            self.updates.begin_delayed()
-
-    def _guarded(self, action: Callable[[UpdatesAfterBackward], None]) -> None:
-        if self.updates is None:
-            raise AssertionError("a step without an optimizer")
+    def _guarded(self, action: Callable[[], object]) -> None:
         try:
-            action(self.updates)
+            action()
         except CollectiveError as error:
             self.damage = str(error)
             raise
@@ -428,27 +351,27 @@ class OptimizerStep:
         findings = step.verdict.read()
         if findings.device_error:
             own = step.verdict.read_error()
-            self._guarded(lambda updates: self._device_errors.refuse(own, step.number, late))
+            self._guarded(lambda: self._device_errors.refuse(own, step.number, late))
         if findings.edits_differ:
             raise self._errors.edits(step.edited, late)
         if findings.settings_differ:
             self.damage = MIXTURE if findings.updated else self.damage
             self._errors.raise_settings(step.number, self._hyperparameters, mixed=findings.updated, late=late)
         if findings.weights:
-            self._guarded(lambda updates: self._raise_state(step.number - 1))
+            self._guarded(lambda: self._raise_state(step.number - 1))
         if not findings.updated:
-            self._guarded(lambda updates: updates.rollback())
+            self._guarded(self.updates.rollback)
         error = self._errors.gradients(
             step.number,
             "" if findings.norm is None else f" (their norm is {findings.norm})",
-            local=self.needs_local_gradients,
+            local=self.updates.needs_local_gradients,
             mixed=findings.updated,
             known=step.non_finite() if late else None,
             late=late,
         )
         if findings.updated:
             self.damage = str(error)
-            self._guarded(lambda updates: updates.drop())
+            self._guarded(self.updates.drop)
         raise error
 
     def _refuse_local_overflow(self) -> bool:
@@ -456,13 +379,13 @@ class OptimizerStep:
         scaled."""
         if self._flag is None and not self.scales_loss:
             return False
-        ranks = self.updates.not_finite() if self.updates is not None else []
+        ranks = self.updates.not_finite()
         if ranks and not self.scales_loss:
             raise self._errors.gradients(self.steps + 1, f" on ranks {ranks}", local=True)
         return bool(ranks)
 
     def _name_overflow(self) -> str:
-        return self._errors.overflow(self.needs_local_gradients)
+        return self._errors.overflow(self.updates.needs_local_gradients)
 
     def _refuse_state(self, step: int) -> None:
         """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
@@ -476,9 +399,9 @@ class OptimizerStep:
         found = [bool(error[0]), self._flag is not None and self._flag.is_raised()]
         failed, bad = self._checks.agree(found, "the last update")
         if failed:
-            self._guarded(lambda updates: self._device_errors.refuse(error, self.steps + 1))
+            self._guarded(lambda: self._device_errors.refuse(error, self.steps + 1))
         if bad:
-            self._guarded(lambda updates: self._raise_state(self.steps))
+            self._guarded(lambda: self._raise_state(self.steps))
 
     def _raise_state(self, step: int) -> None:
         if self._flag is not None:
@@ -495,5 +418,5 @@ class OptimizerStep:
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,
-            rolled_back=self.updates is not None and self.updates.rolled_back,
+            rolled_back=self.updates.rolled_back,
         )

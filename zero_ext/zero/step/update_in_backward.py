@@ -52,7 +52,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self._stale: str | None = None  # a parameter that was read after its update
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdatesAfterBackward`. Raises ``RuntimeError`` if the step of the pass before is still
+        """See :class:`UpdateSchedule`. Raises ``RuntimeError`` if the step of the pass before is still
         due."""
         if self.pending:
             raise RuntimeError(
@@ -68,17 +68,27 @@ class UpdatesInBackward(UpdatesAfterBackward):
 
     @property
     def updated(self) -> bool:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         return bool(self._early) and not self._on_trial
 
+    def refuse_pending(self, what: str) -> None:
+        """See :class:`UpdateSchedule`."""
+        if self.pending:
+            raise RuntimeError(
+                f"{what} between backward and optimizer.step(): offload.update_mode is 'in_backward', so "
+                "some units are updated, some are not, and gradients are used up. Call optimizer.step() "
+                "first. To clip, set gradient_clipping. To read or change gradients, set "
+                "offload.update_mode to 'after_backward'."
+            )
+
     def gradient_arrived(self, gradients: UnitGradients) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         self.pending = self.pending or self._last
         if self._last and (self._number_of[gradients] in self._early or gradients.reducing):
             self._refuse_late(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """See :class:`UpdatesAfterBackward`: updates the unit if its gradients are all there."""
+        """See :class:`UpdateSchedule`: updates the unit if its gradients are all there."""
         number = self._number_of[gradients]
         if number in self._early:
             self._refuse_late(gradients)
@@ -109,13 +119,13 @@ class UpdatesInBackward(UpdatesAfterBackward):
         )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
-        """See :class:`UpdatesAfterBackward`: a value from after the update would go into other gradients."""
+        """See :class:`UpdateSchedule`: a value from after the update would go into other gradients."""
         name = gradients.unit.layout.specs[index].name
         if name in self._early.get(self._number_of[gradients], ()):
             self._stale = self._stale or name
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdatesAfterBackward`. Agree on the updates in backward, commit or roll back trial
+        """See :class:`UpdateSchedule`. Agree on the updates in backward, commit or roll back trial
         updates, make the remaining ones and publish parameters."""
         self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
         self.rolled_back_steps += self.rolled_back
@@ -156,7 +166,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         list(self._stepper.step(self._updates(done), scale, used))
 
     def rollback(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         self.rolled_back = bool(self._early)
         self.rolled_back_steps += self.rolled_back
         try:
@@ -174,7 +184,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self.flag.lower()
 
     def forget(self) -> str | None:
-        """See :class:`UpdatesAfterBackward`. Raise ``RuntimeError`` if updates cannot be rolled back."""
+        """See :class:`UpdateSchedule`. Raise ``RuntimeError`` if updates cannot be rolled back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
                 "gradients cannot be cleared between backward and optimizer.step(): offload.update_mode is "
@@ -183,7 +193,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         return self.abandon()
 
     def abandon(self) -> str | None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         try:
             if self._early and not self._on_trial:
                 return (
@@ -198,7 +208,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self.drop()
 
     def drop(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         if self._on_trial:
             for number in self._early:
                 self._stepper.commit(number)

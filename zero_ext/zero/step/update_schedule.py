@@ -49,10 +49,10 @@ class AuxiliaryState(NamedTuple):
             yield segment.name, segment.start, self.values[segment.begin : segment.end]
 
 
-class UpdatesAfterBackward:
-    """All updates of a step run inside ``optimizer.step()``, from the gradients of all units.
+class UpdateSchedule:
+    """Decides when the updates of a step run. The engine calls the methods on every schedule.
 
-    The engine calls the methods on every schedule. In this one only :meth:`run` does something.
+    Here all of them but :meth:`used_parameters` and :meth:`run` do nothing.
 
     Attributes:
         pending: updates may have been made that ``optimizer.step()`` has not finished.
@@ -70,22 +70,10 @@ class UpdatesAfterBackward:
     clears = False
     rolled_back = False
     in_progress = False
-    obeys_scale = True
+    obeys_scale = False
     flag: NonFiniteFlag | None = None
     committed_steps = 0
     rolled_back_steps = 0
-
-    def __init__(
-        self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-    ) -> None:
-        self._stepper = stepper
-        self._masters = tuple(masters)
-        self._gradients = [gradients[master.unit] for master in masters]
-        self._collectives = collectives
 
     @property
     def needs_local_gradients(self) -> bool:
@@ -102,6 +90,15 @@ class UpdatesAfterBackward:
         """Whether the ranks' parameters differ, until a later step."""
         return False
 
+    def refuse_pending(self, what: str) -> None:
+        """Raise ``RuntimeError`` between a backward pass that makes updates and its step."""
+
+    def refuse_local(self, what: str) -> None:
+        """Raise ``RuntimeError`` where the next step needs local gradients: averages do not exist."""
+
+    def refuse_drift(self, what: str) -> None:
+        """Raise ``RuntimeError`` while the parameters differ between the ranks."""
+
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
         """A backward pass begins; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
         gradients are multiplied with unless they are clipped. Raises ``RuntimeError`` to refuse the pass."""
@@ -115,29 +112,15 @@ class UpdatesAfterBackward:
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
 
+    def used_parameters(self) -> frozenset[str]:
+        """Return the names of the parameters that have a gradient. Raise ``RuntimeError`` if none has."""
+        raise NotImplementedError
+
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
         parameters that have one on any rank. A collective; :class:`CollectiveError` on all ranks if it failed
-        on some and left a mixture.
-
-        Where state lies in storage, which may fail on one rank alone, all ranks agree before anything is
-        published.
-        """
-        publishing: Iterable[Unit]
-        if any_stored(self._masters, self._gradients):
-            publishing = raise_on_all_ranks(
-                self._collectives,
-                lambda: list(self._step(scale, used)),
-                "the optimizer step",
-                MIXTURE,
-            )
-        else:
-            publishing = self._step(scale, used)
-        publish(publishing)
-
-    def _step(self, scale: torch.Tensor, used: frozenset[str]) -> Iterator[Unit]:
-        for number in self._stepper.step(self._updates(), scale, used):
-            yield self._masters[number].unit
+        on some and left a mixture."""
+        raise NotImplementedError
 
     def begin_delayed(self) -> None:
         """The step is counted: updates that run beside the next forward and backward may start."""
@@ -191,12 +174,76 @@ class UpdatesAfterBackward:
     def restore(self) -> None:
         """Update parameters after a load, where they differ from their rounded masters."""
 
+
+class NoUpdates(UpdateSchedule):
+    """The schedule of a model that was prepared without an optimizer."""
+
+    def used_parameters(self) -> frozenset[str]:
+        """Raise ``RuntimeError``: there is no optimizer."""
+        raise _no_optimizer()
+
+    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """Raise ``RuntimeError``: there is no optimizer."""
+        raise _no_optimizer()
+
+
+class UpdatesAfterBackward(UpdateSchedule):
+    """All updates of a step run inside ``optimizer.step()``, from the gradients of all units."""
+
+    obeys_scale = True
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        masters: Sequence[MasterShard],
+        gradients: Mapping[Unit, UnitGradients],
+        collectives: Collectives,
+    ) -> None:
+        self._stepper = stepper
+        self._masters = tuple(masters)
+        self._gradients = [gradients[master.unit] for master in masters]
+        self._collectives = collectives
+
+    def used_parameters(self) -> frozenset[str]:
+        """See :class:`UpdateSchedule`."""
+        owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients]
+        used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
+        if not used:
+            raise RuntimeError(
+                "optimizer.step() without gradients: no parameter of this model got one since the last "
+                "zero_grad(). Call loss.backward() on a loss that depends on the model."
+            )
+        return used
+
+    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """See :class:`UpdateSchedule`. With state on NVMe, which may fail on one rank alone, all ranks agree
+        before anything is published."""
+        publishing: Iterable[Unit]
+        if any_stored(self._masters, self._gradients):
+            publishing = raise_on_all_ranks(
+                self._collectives,
+                lambda: list(self._step(scale, used)),
+                "the optimizer step",
+                MIXTURE,
+            )
+        else:
+            publishing = self._step(scale, used)
+        publish(publishing)
+
+    def _step(self, scale: torch.Tensor, used: frozenset[str]) -> Iterator[Unit]:
+        for number in self._stepper.step(self._updates(), scale, used):
+            yield self._masters[number].unit
+
     def _updates(self, done: Container[int] = ()) -> list[Update]:
         return [
             Update(number, gradients.for_optimizer())
             for number, gradients in enumerate(self._gradients)
             if gradients.contributed and number not in done
         ]
+
+
+def _no_optimizer() -> RuntimeError:
+    return RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
 
 
 def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:

@@ -24,8 +24,8 @@ from zero_ext.zero.unshard.gather_order import GatherOrder
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 
 
-class StepState(Protocol):
-    """What the optimizer step permits."""
+class UpdateGuard(Protocol):
+    """The schedule of the updates, which refuses uses and writes while parameters may change."""
 
     @property
     def in_progress(self) -> bool:
@@ -48,8 +48,8 @@ class ShardedState(Protocol):
     prefetcher: Prefetcher
 
     @property
-    def optimizer_step(self) -> StepState:
-        """Its optimizer step."""
+    def updates(self) -> UpdateGuard:
+        """The schedule of its updates."""
 
     @property
     def in_use(self) -> bool:
@@ -86,7 +86,7 @@ class OnDemandAccess:
         engine = self._alive()
         unit, number = engine.index[parameter]
         self._refuse_unfit(parameter, unit.layout.specs[number].name)
-        engine.optimizer_step.refuse_pending(f"a use of parameter '{unit.layout.specs[number].name}'")
+        engine.updates.refuse_pending(f"a use of parameter '{unit.layout.specs[number].name}'")
         engine.parameter_read(parameter)
         with plain_torch(), held(engine, [unit]):
             return like_parameter(parameter, unit.view_of(number).clone())
@@ -96,7 +96,7 @@ class OnDemandAccess:
         engine = self._alive()
         unit, number = engine.index[parameter]
         name = unit.layout.specs[number].name
-        engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
+        engine.updates.refuse_pending(f"a write to parameter '{name}'")
         with plain_torch():
             if not engine.in_use:
                 engine.finish_updates()
@@ -109,8 +109,8 @@ class OnDemandAccess:
         them; a collective, before the unit is released."""
         engine = self._alive()
         name = unit.layout.specs[numbers[0]].name
-        engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
-        if engine.optimizer_step.in_progress:
+        engine.updates.refuse_pending(f"a write to parameter '{name}'")
+        if engine.updates.in_progress:
             unit.accept_writes()
             raise RuntimeError(
                 f"parameter '{name}' was written to in a forward while a delayed update is under way "
@@ -181,7 +181,7 @@ def commit_writes(engine: ShardedState, unit: Unit, numbers: Iterable[int]) -> N
             spec, begin = unit.layout.specs[number], unit.layout.offsets[number]
             everyone = engine.collectives.holders(bool(expert_ranks(unit.parameters[number])))
             refuse_different_writes(everyone, spec.name, unit.flat[begin : begin + spec.numel])
-        engine.optimizer_step.refuse_drift(f"a write to parameters of {unit.describe()}")
+        engine.updates.refuse_drift(f"a write to parameters of {unit.describe()}")
         store_values(unit, engine.masters, engine.collectives)
     finally:
         unit.accept_writes()

@@ -62,20 +62,37 @@ class OneBitUpdates(UpdatesAfterBackward):
 
     @property
     def needs_local_gradients(self) -> bool:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         return self._phase.compresses and self._collectives.world_size > 1
 
     @property
     def drifts(self) -> bool:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         return bool(self._one_bit.rates)
+
+    def refuse_local(self, what: str) -> None:
+        """See :class:`UpdateSchedule`."""
+        if self.needs_local_gradients:
+            raise RuntimeError(
+                f"{what}: the ranks exchange signs in this step, so averaged gradients do not exist, nor "
+                "their norm. Clip or change gradients in steps of full precision only (1-bit Adam: up to "
+                "freeze_step), or the loss."
+            )
+
+    def refuse_drift(self, what: str) -> None:
+        """See :class:`UpdateSchedule`."""
+        if self.drifts:
+            raise RuntimeError(
+                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. "
+                "Write before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
+            )
 
     @property
     def _phase(self) -> CompressionPhase:
         return self._one_bit.optimizer.phase(self._made() + 1, self._sharded)
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
                 "backward adds to gradients of the last step in full precision, which are averaged over the "
@@ -84,7 +101,7 @@ class OneBitUpdates(UpdatesAfterBackward):
             )
 
     def not_finite(self) -> list[int]:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         squares = Squares()
         for gradients in self._gradients:
             if gradients.has_local:
@@ -95,7 +112,7 @@ class OneBitUpdates(UpdatesAfterBackward):
         return self._collectives.sum_(flags, "agreement on finite gradients").nonzero().flatten().tolist()
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         phase = self._phase
         if not phase.compresses:
             super().run(scale, used)
@@ -128,11 +145,11 @@ class OneBitUpdates(UpdatesAfterBackward):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         return iter(()) if self._strategy is None else self._strategy.auxiliary_state()
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
         before, self._strategy = self._strategy, None
         for strategy in self._strategies.values():
@@ -152,14 +169,14 @@ class OneBitUpdates(UpdatesAfterBackward):
         return undo
 
     def leaves(self, kind: str) -> bool:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         return kind.startswith(PREFIX) and self._strategy is None
 
     def restore(self) -> None:
-        """See :class:`UpdatesAfterBackward`."""
+        """See :class:`UpdateSchedule`."""
         if self._strategy is not None:
             self._strategy.restore()
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`UpdatesAfterBackward`. The auxiliary state of the exchange."""
+        """See :class:`UpdateSchedule`. The auxiliary state of the exchange."""
         return {"device": 0 if self._strategy is None else self._strategy.allocated_bytes()}
