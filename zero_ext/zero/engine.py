@@ -19,6 +19,7 @@ from zero_ext.offload import TierManager
 from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.param_grad import GradientViews
 from zero_ext.zero.gradients.reducer import GradientReducer
@@ -79,22 +80,24 @@ class Engine(Ending):
         self.passes, self.syncs, self._loss_scaled, self._collected = 0, True, False, False
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
+        self._generation = GradientGeneration()
         self._gradients = {
             master.unit: UnitGradients(
-                master.unit, pool, gradient_staging, tiers, config, collectives, used_up
+                master.unit, pool, gradient_staging, tiers, config, collectives, used_up, self._generation
             )
             for master in self.masters
         }
         trained = list(self._gradients.values())
         uncounted = {item.parameter for item in owned if not item.counted}
-        self.norms = GradientNorms(trained, collectives, tiers.device, uncounted)
-        self._tied = TiedGradients(trained, collectives.model)
+        self.norms = GradientNorms(trained, collectives, tiers.device, self._generation, uncounted)
+        self._tied = TiedGradients(trained, collectives.model, self._generation)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
+        stream = tiers.device.reduction_stream
         self.reducer = GradientReducer(
-            trained, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
+            trained, collectives, stream, self._bus, self.optimizer_step, self._generation
         )
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
@@ -289,10 +292,7 @@ class Engine(Ending):
                 "model.scale_loss(loss).backward(), instead of loss.backward()"
             )
         self._collected = True
-        self._tied.forget()
         self.updates.gradient_arrived(gradients)
-        self.reducer.synchronized = False
-        self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
         if gradients.complete:
             self.reducer.arrived(gradients, self._reduces_now())
@@ -340,7 +340,7 @@ class Engine(Ending):
             if self._collected:
                 reduces = self._reduces_now()
                 self.reducer.end_backward(reduces)
-                self.reducer.synchronized = False
+                self._generation.rounds += 1
                 if reduces and self._ends_accumulation():
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.synchronize()
@@ -403,7 +403,7 @@ class Engine(Ending):
         if not self.reducer.synchronized:
             self.reducer.synchronize(not self.updates.needs_local_gradients)
         self._tied.sum_()
-        self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
+        self._generation.writes += 1  # users may have written to full gradients directly
         self.views.publish()
 
     def clear_gradients(self) -> None:
@@ -421,8 +421,7 @@ class Engine(Ending):
                 for parameter in gradients.unit.parameters:
                     parameter.grad = None
         self.passes = 0
-        self.reducer.synchronized = False
-        self.norms.forget()
+        self._generation.rounds += 1
 
     def step(self) -> bool:
         """One optimizer step on all ranks; False if fp16 gradients overflowed and it was skipped.
@@ -441,7 +440,7 @@ class Engine(Ending):
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
         self.passes = 0
-        self.reducer.synchronized = False
+        self._generation.rounds += 1
         if self.updates.clears:
             self.clear_gradients()
         self._clock.end("step", began)

@@ -13,6 +13,7 @@ from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
+from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_storage import (
     CopyInOrder,
     GradientStorage,
@@ -47,6 +48,7 @@ class UnitGradients:
         config: ZeroConfig,
         collectives: Collectives,
         used_up: bool,
+        generation: GradientGeneration,
     ) -> None:
         """Allocate the buffers of ``unit`` in the precisions of ``config``.
 
@@ -55,6 +57,7 @@ class UnitGradients:
         """
         accumulation_dtype = DTYPES[config.precision.grad_accum_dtype]
         self.unit = unit
+        self._generation = generation
         self._pool = pool
         self._tiers = tiers
         self._staging: torch.Tensor | None = None  # pool memory for the result of a reduction
@@ -72,8 +75,8 @@ class UnitGradients:
         self._gathering: PendingCollective | None = None
         self._pending: PendingCollective | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
-        # Counts writes to the reduced gradient from outside. Those of a ShardedGradient move no version
-        # counter, because torch does not count writes that happen below its dispatcher.
+        # Counts reductions and other writes to the reduced gradient. The version counter of its memory does
+        # not show them all, because torch does not count writes that happen below its dispatcher.
         self.changes = 0
         accumulates = config.batch.gradient_accumulation_steps > 1
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
@@ -115,6 +118,7 @@ class UnitGradients:
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
+        self._generation.arrivals += 1
         self._tiers.device.reduction_stream.release()
         self._waiting.append((index, gradient.detach() if gradient.requires_grad else gradient))
         self._arrived.add(index)
@@ -210,6 +214,7 @@ class UnitGradients:
     def start_reduction(self) -> None:
         """Begin to average ``local`` over the ranks. Parameters without a gradient count as zero."""
         unit, layout = self.unit, self.unit.layout
+        self.changes += 1
         self.pack()
         self._prepare_local()
         if self._sums:
@@ -362,6 +367,7 @@ class UnitGradients:
         replicated."""
         layout, full = self.unit.layout, self.full()
         self.changes += 1
+        self._generation.writes += 1
         if full is not None:
             change(full[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
             return

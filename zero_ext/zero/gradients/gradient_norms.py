@@ -12,6 +12,7 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.model_parallel_sync import largest_over_model, sum_over_model
@@ -38,7 +39,7 @@ class GradientNorms:
     The sum is an integer superaccumulator, so its value does not depend on where shards or buckets end, nor
     on how the model is spread over ranks; parameters ``uncounted`` are counted by another one of these.
     Gradients in an accelerator's memory are added up there, by its own collectives, and nobody waits for it.
-    Every method is a collective unless its result is known since the last :meth:`forget`.
+    Every method is a collective unless its result is known for the ``generation`` of the gradients.
     """
 
     def __init__(
@@ -46,12 +47,15 @@ class GradientNorms:
         gradients: Sequence[UnitGradients],
         collectives: Collectives,
         device: Device,
+        generation: GradientGeneration,
         uncounted: Collection[nn.Parameter] = (),
     ) -> None:
         self._gradients = tuple(gradients)
         self._collectives = collectives
         self._device = device
         self._uncounted = frozenset(uncounted)
+        self._generation = generation
+        self._computed_at = generation.of_values  # the results below
         self._total: torch.Tensor | None = None
         self._each: dict[tuple[int, int], torch.Tensor] | None = None
         self._largest: dict[tuple[int, int], torch.Tensor] | None = None
@@ -62,12 +66,14 @@ class GradientNorms:
         tiers = {gradients.storage.tier for gradients in self._gradients}
         return self._device.is_accelerator and tiers <= {"device"}
 
-    def forget(self) -> None:
-        """The gradients changed."""
-        self._total = self._each = self._largest = None
+    def _drop_outdated(self) -> None:
+        if self._computed_at != self._generation.of_values:
+            self._computed_at = self._generation.of_values
+            self._total = self._each = self._largest = None
 
     def total(self) -> torch.Tensor:
         """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
+        self._drop_outdated()
         if self._total is None:
             limbs = self._collectives.shards.sum_(self.own().limbs, "global gradient norm")
             if self._collectives.model is not None:
@@ -99,6 +105,7 @@ class GradientNorms:
     def of(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """The 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's, with
         those in its place elsewhere."""
+        self._drop_outdated()
         if self._each is None:
             keys = self._keys()
             table = self.read_on_all_ranks(lambda: self._table_of(keys))
@@ -128,6 +135,7 @@ class GradientNorms:
 
     def largest(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """The inf-norm of one parameter's gradient, as :meth:`of` gives the 2-norm."""
+        self._drop_outdated()
         if self._largest is None:
             keys = self._keys()
             own = self.read_on_all_ranks(lambda: self._own_largest(keys))

@@ -203,7 +203,6 @@ class GradientViews:
     def _multiply(self, gradients: UnitGradients, number: int, factor: float) -> None:
         shown = self._shown.get(gradients.unit.parameters[number])
         self.factors.multiply(gradients, number, factor, seen=shown is None or bool(shown.address))
-        self._norms.forget()
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
         """See :class:`GradientAccess`."""
@@ -213,7 +212,6 @@ class GradientViews:
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
         self.factors.apply(gradients, number)
         gradients.change_parameter(number, change)
-        self._norms.forget()
 
     def zero(self, key: object) -> None:
         """See :class:`GradientAccess`."""
@@ -222,7 +220,6 @@ class GradientViews:
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
         self.factors.drop(gradients, number)
         gradients.zero_parameter(number)
-        self._norms.forget()
 
     def read(self, key: object) -> torch.Tensor:
         """See :class:`GradientAccess`."""
@@ -279,7 +276,6 @@ class GradientViews:
         )
         self.factors.drop(gradients, number)
         gradients.assign(number, flat)
-        self._norms.forget()
 
     def _refuse(self, what: str) -> None:
         self._guard().refuse_pending(what)

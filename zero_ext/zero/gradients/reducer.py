@@ -15,6 +15,7 @@ from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
 from zero_ext.zero.memory.lifetime import weakly
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
@@ -62,6 +63,7 @@ class GradientReducer:
         stream: SideStream,
         bus: Bus,
         listener: Listener,
+        generation: GradientGeneration,
     ) -> None:
         self._stream = stream
         self._listener = listener
@@ -85,7 +87,8 @@ class GradientReducer:
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
         self.edits = Edits()
-        self.synchronized = False  # since the last gradient: every rank holds all and knows whose there are
+        self._generation = generation
+        self._agreed_at: tuple[int, int] | None = None  # the generation of the last agreement
 
     def _make_schedule(self) -> ReductionSchedule | None:
         """The schedule where gathers and reductions must keep one order."""
@@ -153,6 +156,11 @@ class GradientReducer:
         self._next = 0
         self._passed.clear()
 
+    @property
+    def synchronized(self) -> bool:
+        """Whether every rank holds all gradients that arrived and knows which parameters have one."""
+        return self._agreed_at == self._generation.of_agreement
+
     def synchronize(self, reduce: bool = True) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
         ``reduce`` is False. The one agreement of a step that the host waits for.
@@ -170,7 +178,7 @@ class GradientReducer:
                 "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
                 "repeat it.",
             )
-        self.synchronized = True
+        self._agreed_at = self._generation.of_agreement
         return alike
 
     def _raise_failure(self) -> None:

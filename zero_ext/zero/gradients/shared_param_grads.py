@@ -10,6 +10,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.units.parameter_marks import tie_of
 
 
@@ -29,10 +30,13 @@ class TiedGradients:
     backend asks of all ranks of its connections. Making one of these is a collective of ``model``.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], model: Collectives | None) -> None:
+    def __init__(
+        self, gradients: Sequence[UnitGradients], model: Collectives | None, generation: GradientGeneration
+    ) -> None:
         self._own: dict[_Tied, tuple[UnitGradients, int]] = {}
         self._ties: list[_Tied] = []
-        self._summed = False
+        self._generation = generation
+        self._summed_at = -1  # the number of arrived gradients at the last sum, which counts as a write
         if model is None:
             return
         self._model = model
@@ -46,18 +50,14 @@ class TiedGradients:
         everyones = _of_all_ranks(model, list(self._own))
         self._ties = sorted(each for each in everyones if each.on_device or each in self._own)
 
-    def forget(self) -> None:
-        """New gradients came."""
-        self._summed = False
-
     def sum_(self) -> None:
         """Adds them up, once for all gradients there are; a collective of the ranks with the model's parts.
 
         Raises ``RuntimeError`` for a tied parameter that got no gradient here.
         """
-        if self._summed:
+        if self._summed_at == self._generation.arrivals:
             return
-        self._summed = True
+        self._summed_at = self._generation.arrivals
         for tied in self._ties:
             self._sum(tied)
 

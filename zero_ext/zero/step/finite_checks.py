@@ -130,10 +130,6 @@ class FiniteChecks:
             self._verdicts[gradients] = verdict
         return verdict.flag
 
-    def forget(self) -> None:
-        """Forget what was found: the gradients are cleared."""
-        self._verdicts.clear()
-
     # -- agreement ----------------------------------------------------------------------------------------
 
     def agree(self, facts: Sequence[bool], what: str) -> list[bool]:

@@ -258,7 +258,6 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
-        self._checks.forget()
         self.damage = self.updates.forget() or self.damage
 
     def abandon(self) -> None:
