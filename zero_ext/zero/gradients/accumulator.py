@@ -118,7 +118,7 @@ class UnitGradients:
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
-        self._generation.arrivals += 1
+        self._generation.received += 1
         self._tiers.device.reduction_stream.release()
         self._waiting.append((index, gradient.detach() if gradient.requires_grad else gradient))
         self._arrived.add(index)

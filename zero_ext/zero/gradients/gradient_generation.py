@@ -13,22 +13,22 @@ class GradientGeneration:
     time that it synchronizes the gradients.
 
     Attributes:
-        arrivals: gradients that backward brought.
+        received: gradients that backward has brought.
         writes: changes of reduced gradients outside reductions, such as clipping.
         rounds: ends of backward passes and of steps, and clearings of all gradients. The ranks have to agree
             on their gradients again after each.
     """
 
-    arrivals: int = 0
+    received: int = 0
     writes: int = 0
     rounds: int = 0
 
     @property
     def of_values(self) -> tuple[int, int, int]:
         """The counts that the values of the reduced gradients depend on."""
-        return self.arrivals, self.writes, self.rounds
+        return self.received, self.writes, self.rounds
 
     @property
     def of_agreement(self) -> tuple[int, int]:
         """The counts that an agreement of the ranks on their gradients depends on."""
-        return self.arrivals, self.rounds
+        return self.received, self.rounds

@@ -55,9 +55,9 @@ class TiedGradients:
 
         Raises ``RuntimeError`` for a tied parameter that got no gradient here.
         """
-        if self._summed_at == self._generation.arrivals:
+        if self._summed_at == self._generation.received:
             return
-        self._summed_at = self._generation.arrivals
+        self._summed_at = self._generation.received
         for tied in self._ties:
             self._sum(tied)
 
