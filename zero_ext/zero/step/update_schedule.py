@@ -52,7 +52,7 @@ class AuxiliaryState(NamedTuple):
 class UpdateSchedule:
     """Decides when the updates of a step run. The engine calls the methods on every schedule.
 
-    Here all of them but :meth:`used_parameters` and :meth:`run` do nothing.
+    Here they do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer.
 
     Attributes:
         pending: updates may have been made that ``optimizer.step()`` has not finished.
@@ -114,13 +114,13 @@ class UpdateSchedule:
 
     def used_parameters(self) -> frozenset[str]:
         """Return the names of the parameters that have a gradient. Raise ``RuntimeError`` if none has."""
-        raise NotImplementedError
+        raise _no_optimizer()
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
         parameters that have one on any rank. A collective; :class:`CollectiveError` on all ranks if it failed
         on some and left a mixture."""
-        raise NotImplementedError
+        raise _no_optimizer()
 
     def begin_delayed(self) -> None:
         """The step is counted: updates that run beside the next forward and backward may start."""
@@ -177,14 +177,6 @@ class UpdateSchedule:
 
 class NoUpdates(UpdateSchedule):
     """The schedule of a model that was prepared without an optimizer."""
-
-    def used_parameters(self) -> frozenset[str]:
-        """Raise ``RuntimeError``: there is no optimizer."""
-        raise _no_optimizer()
-
-    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """Raise ``RuntimeError``: there is no optimizer."""
-        raise _no_optimizer()
 
 
 class UpdatesAfterBackward(UpdateSchedule):
