@@ -63,7 +63,7 @@ from zero_ext.ops.storage.aio import (
     aio_write_,
 )
 from zero_ext.ops.storage.checksum import crc32c
-from zero_ext.ops.storage.huge_pages import nan_filled_host_memory, host_buffer, host_buffer_bytes
+from zero_ext.ops.storage.huge_pages import host_buffer, host_buffer_bytes, nan_filled_host_memory
 from zero_ext.ops.storage.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
@@ -79,6 +79,7 @@ from zero_ext.ops.storage.state_stream import (
 from zero_ext.ops.storage.striped_store import (
     StoreDevice,
     StoreFacts,
+    cufile_unavailable_reason,
     store_allocate,
     store_close,
     store_close_direct,
@@ -93,7 +94,6 @@ from zero_ext.ops.storage.striped_store import (
     store_wait,
     store_write,
     store_write_direct,
-    cufile_unavailable_reason,
 )
 from zero_ext.ops.storage.swap_storage import (
     load_storage_swap,
@@ -126,7 +126,6 @@ __all__ = [
     "aio_read_",
     "aio_wait",
     "aio_write_",
-    "nan_filled_host_memory",
     "block_count",
     "block_sparse_attention",
     "compress_1bit_",
@@ -139,6 +138,7 @@ __all__ = [
     "cross_process_send",
     "cross_process_unlink",
     "cross_process_wait",
+    "cufile_unavailable_reason",
     "decompress_1bit_",
     "dequantize_",
     "dequantize_blockwise",
@@ -152,6 +152,7 @@ __all__ = [
     "lion_step_",
     "load_kernels",
     "load_storage_swap",
+    "nan_filled_host_memory",
     "pack_",
     "pop_device_error_",
     "quantize_",
@@ -191,7 +192,6 @@ __all__ = [
     "swap_storages_",
     "torch_swaps_storages",
     "unpack_",
-    "cufile_unavailable_reason",
 ]
 
 if is_built():

@@ -30,9 +30,9 @@ from zero_ext.zero.step.memory_breakdown import KINDS, memory_by_tier
 from zero_ext.zero.step.optimizer_step import OptimizerStep
 from zero_ext.zero.step.update_schedule import UpdateSchedule
 from zero_ext.zero.tiling import FullTensorMap
-from zero_ext.zero.units.collective_errors import CollectiveError, DeferredError
+from zero_ext.zero.units.collective_errors import CollectiveError
 from zero_ext.zero.units.dtensor_local import local_gradient
-from zero_ext.zero.units.master_weights import MasterShard, follow_writes
+from zero_ext.zero.units.master_weights import MasterShard, follow_writes, write_all_params
 from zero_ext.zero.units.model_parallel_sync import abort_model_parallel_on_error
 from zero_ext.zero.units.parameter_marks import mean_over_senders
 from zero_ext.zero.units.unit import Unit
@@ -81,12 +81,8 @@ class Engine(Ending):
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._generation = GradientGeneration()
-        self._gradients = {
-            master.unit: UnitGradients(
-                master.unit, pool, gradient_staging, tiers, config, collectives, used_up, self._generation
-            )
-            for master in self.masters
-        }
+        settings = (pool, gradient_staging, tiers, config, collectives, used_up, self._generation)
+        self._gradients = {master.unit: UnitGradients(master.unit, *settings) for master in self.masters}
         trained = list(self._gradients.values())
         uncounted = {item.parameter for item in owned if not item.counted}
         self.norms = GradientNorms(trained, collectives, tiers.device, self._generation, uncounted)
@@ -95,10 +91,8 @@ class Engine(Ending):
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
-        stream = tiers.device.reduction_stream
-        self.reducer = GradientReducer(
-            trained, collectives, stream, self._bus, self.optimizer_step, self._generation
-        )
+        context = (collectives, tiers.device.reduction_stream, self._bus)
+        self.reducer = GradientReducer(trained, *context, self.optimizer_step, self._generation)
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
@@ -110,20 +104,22 @@ class Engine(Ending):
             for unit in self.units
             for number, parameter in enumerate(unit.parameters)
         }
-        # Steps that take a norm need the gradients as they are shown, and other parts of the model would have
-        # other factors.
-        defers = not (config.gradient_clipping or scales_loss or collectives.model is not None)
         step = self.optimizer_step
         self.views = GradientViews(
-            self.reducer,
-            self.norms,
-            collectives,
-            lambda: step.updates,
-            defers and config.offload.update_mode != "in_backward",
+            self.reducer, self.norms, collectives, lambda: step.updates, self._defers_factors(scales_loss)
         )
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
+
+    def _defers_factors(self, scales_loss: bool) -> bool:
+        """Whether factors of clipping by calls wait for the step.
+
+        Steps with a norm need the gradients as they are shown, and other stages would have other factors.
+        """
+        config = self.config
+        shown = config.gradient_clipping or scales_loss or self.collectives.model is not None
+        return not shown and config.offload.update_mode != "in_backward"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is an ordinary module without an engine."""
@@ -363,32 +359,14 @@ class Engine(Ending):
         self.updates.refuse_pending("clip_grad_norm_")
         self.updates.refuse_local("clip_grad_norm_")
         self.synchronize_gradients()
-        self.views.factors.apply_all()
         step = self.optimizer_step
         unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
-        if norm_type == 2:
-            norm = self.norms.total().double() * unscale
-        elif norm_type == float("inf"):
-            norm = torch.tensor(self.norms.largest_of_all(), dtype=torch.float64, device="cpu") * unscale
-        else:
-            raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
-        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        if factor < 1.0:
-            self.views.multiply_all(factor)
-        return norm.to(self.device, torch.float32)
+        return self.views.clip_norm(max_norm, norm_type, unscale).to(self.device, torch.float32)
 
     def refresh_parameters(self) -> None:
-        """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
-        on all ranks if storage fails on any."""
+        """After master weights changed from outside: parameters follow on all ranks; a collective."""
         self.prefetcher.forget_values()
-        failures = DeferredError()
-        for master in self.masters:
-            failures.attempt(master.write_params)
-        failures.raise_deferred(self.collectives, "rounding master weights into parameters")
-        for unit in self.units:
-            pending = unit.start_publishing()
-            if pending is not None:
-                pending.wait()
+        write_all_params(self.masters, self.units, self.collectives)
 
     # -- step ---------------------------------------------------------------------------------------------
 

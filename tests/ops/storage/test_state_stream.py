@@ -284,7 +284,9 @@ def test_a_failed_transfer_is_named_and_the_stream_lives_on(
 
 def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
     before = ops.host_buffer_bytes()
-    with pytest.raises(RuntimeError, match=rf"staging_buffer_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"):
+    with pytest.raises(
+        RuntimeError, match=rf"staging_buffer_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"
+    ):
         open_stream(store, SMALLEST_RING - 1)
     with pytest.raises(RuntimeError, match="field of 0 bytes"):
         ops.state_stream_open(HANDLE, store, 1 << 20, (4, 0), (1, 1))

@@ -194,6 +194,27 @@ class GradientViews:
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
         self._multiply(gradients, number, factor)
 
+    def clip_norm(self, max_norm: float, norm_type: float, unscale: float) -> torch.Tensor:
+        """Scale all synchronized gradients so that their global norm is at most ``max_norm``.
+
+        Returns:
+            The norm before, times ``unscale`` (0-d float64). ``norm_type`` is 2 or inf.
+
+        Raises:
+            ValueError: ``norm_type`` is another one.
+        """
+        self.factors.apply_all()
+        if norm_type == 2:
+            norm = self._norms.total().double() * unscale
+        elif norm_type == float("inf"):
+            norm = torch.tensor(self._norms.largest_of_all(), dtype=torch.float64, device="cpu") * unscale
+        else:
+            raise ValueError(f"norm_type: expected 2 or inf for sharded gradients, got {norm_type!r}.")
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if factor < 1.0:
+            self.multiply_all(factor)
+        return norm
+
     def multiply_all(self, factor: float) -> None:
         """Multiplies all settled gradients; in the step, where that is more exact."""
         for gradients in self._reducer.gradients:

@@ -12,7 +12,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
-from zero_ext.zero.units.collective_errors import raise_on_all_ranks
+from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
@@ -169,3 +169,19 @@ def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | Non
         follow()
     for master in written:
         master.unit.accept_writes()
+
+
+def write_all_params(masters: Iterable[MasterShard], units: Iterable[Unit], collectives: Collectives) -> None:
+    """Round all master weights into their parameters, on all ranks; a collective.
+
+    Raises:
+        CollectiveError: Storage failed on some rank. It is raised on all of them.
+    """
+    failures = DeferredError()
+    for master in masters:
+        failures.attempt(master.write_params)
+    failures.raise_deferred(collectives, "rounding master weights into parameters")
+    for unit in units:
+        pending = unit.start_publishing()
+        if pending is not None:
+            pending.wait()
