@@ -110,7 +110,7 @@ def write_runs(folder: Path, settings: Any, changes: dict[str, Any]) -> None:
         sharded = dict(zip(full, (stage >= 3, stage >= 2, stage >= 1), strict=True))
         held = {kind: count // (2 if sharded[kind] else 1) for kind, count in full.items()}
         sent = Counter({kind: traffic[stage].count(kind) * PARAMETERS for kind in traffic[stage]})
-        runs[f"stage-{stage}"] = (2, {"losses": losses, "seconds": 0.5, "bytes": held, "wire_bytes": sent})
+        runs[f"stage-{stage}"] = (2, {"losses": losses, "seconds": 0.5, "bytes": held, "sent_bytes": sent})
     for run, (ranks, record) in runs.items():
         for rank in range(ranks):
             text = json.dumps({**record, **changes.get(run, {})})
@@ -146,7 +146,7 @@ def test_a_run_that_held_its_promises_passes_and_gets_its_report(demo: Any, tmp_
         ("plain", {"losses": [5.0, 4.0, 3.6]}, "from the plain loop's"),
         ("plain", {"losses": [5.0, 4.0, float("nan")]}, "from the plain loop's"),
         ("stage-3", {"bytes": {"params": 2 * PARAMETERS, "grads": 0, "optimizer": 0}}, "stage 3: 8192 bytes"),
-        ("stage-1", {"wire_bytes": {"gather_updated": 3 * PARAMETERS}}, "stage 1: 12288 bytes sent"),
+        ("stage-1", {"sent_bytes": {"gather_updated": 3 * PARAMETERS}}, "stage 1: 12288 bytes sent"),
     ],
 )
 def test_a_broken_promise_fails(

@@ -125,7 +125,7 @@ def check_loaded(world: World, stage: int, offload: dict[str, Any], stored: str,
         model, optimizer = prepared(world, Mixture(), storage, stage, offload=offload, config=config)
         with (
             mock.patch.object(safetensors_load, "CHUNK_BYTES", 64),
-            mock.patch.object(master_weights, "_PIECE_ELEMENTS", 100),
+            mock.patch.object(master_weights, "_CHUNK_ELEMENTS", 100),
         ):
             assert zero_ext.load_safetensors(model, folder, strict=False) == ([], [])
         assert masters(model) == masters(wanted)
