@@ -26,7 +26,7 @@ PRIVATE_WORD = re.compile(
 )
 # Names of traceback, sys and pathlib, and arguments and attributes of DeepSpeed.
 FOREIGN = {"clear_frames", "_current_frames", "num_parts", "parts"}
-TERMS = {"in_place", "inplace", "IN_PLACE"}
+TERMS = {"in_place", "inplace", "IN_PLACE", "InPlace"}
 
 
 def test_imports_point_in_one_direction() -> None:
@@ -157,4 +157,21 @@ def test_names_are_the_fields_own_terms(folder: str) -> None:
             for name, line in identifiers(ast.parse(file.read_text()))
             if private_words(name)
         ]
+    assert offenders == []
+
+
+CPP_TOKEN = re.compile(r'R"\w*\(.*?\)\w*"|"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|[A-Za-z_]\w*', re.DOTALL)
+
+
+def test_names_in_cpp_are_the_fields_own_terms() -> None:
+    """Outside comments and strings."""
+    offenders = []
+    for file in sorted((ROOT / "csrc").rglob("*")):
+        if file.suffix in {".h", ".cpp", ".cu", ".cuh"}:
+            names = {match[0] for match in CPP_TOKEN.finditer(file.read_text())}
+            path = file.relative_to(ROOT)
+            offenders += [
+                f"{path} {name}" for name in sorted(names) if name.isidentifier() and private_words(name)
+            ]
+            offenders += [f"{path}" for each in path.parts if private_words(each)]
     assert offenders == []

@@ -108,7 +108,7 @@ TEST_F(AioSubmitter, FillsTheQueueAndNeverOverfillsIt) {
   }
 }
 
-TEST_F(AioSubmitter, TakesEveryBlockOfItsShare) {
+TEST_F(AioSubmitter, UsesEveryBlockOfItsShare) {
   Observed observed;
   const auto full = transfer(100);
   {

@@ -86,8 +86,8 @@ inline std::vector<Backend> available_backends() {
   return found;
 }
 
-inline void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_PRED_FORMAT2(::testing::IsSubstring, part, text);
+inline void expect_in(const std::string& expected, const std::string& text) {
+  EXPECT_PRED_FORMAT2(::testing::IsSubstring, expected, text);
 }
 
 // What the callable's exception says; fails the test if there is none.

@@ -88,11 +88,11 @@ TEST_P(AioEngine, ThreadsShareOneEngine) {
   auto generator = fresh_generator();
   const Bytes bytes = random_bytes(generator, 4 * kSlice);
   std::vector<std::jthread> threads;
-  for (std::size_t part = 0; part < 4; ++part) {
-    threads.emplace_back([&, part] {
-      const Memory source(std::span<const std::byte>(bytes).subspan(part * kSlice, kSlice), 512);
+  for (std::size_t chunk = 0; chunk < 4; ++chunk) {
+    threads.emplace_back([&, chunk] {
+      const Memory source(std::span<const std::byte>(bytes).subspan(chunk * kSlice, kSlice), 512);
       Memory back(kSlice);
-      const auto offset = static_cast<std::int64_t>(part * kSlice);
+      const auto offset = static_cast<std::int64_t>(chunk * kSlice);
       engine->write(file, offset, source.span())->wait();
       engine->read(file, offset, back.span())->wait();
       EXPECT_EQ(back.copy(), source.copy());
@@ -123,7 +123,7 @@ TEST_P(AioEngine, HoldsTheOwnerUntilWaitedFor) {
   EXPECT_TRUE(watch.expired());
 }
 
-TEST_P(AioEngine, DestructionWaitsForWhatIsUnderWay) {
+TEST_P(AioEngine, DestructionWaitsForWhatIsInFlight) {
   auto generator = fresh_generator();
   const auto source = std::make_shared<Memory>(random_bytes(generator, 3'000'000));
   const auto file = create("abandoned");

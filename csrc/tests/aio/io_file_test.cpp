@@ -28,7 +28,7 @@ TEST(AioFile, CreatesAPrivateFileOnce) {
             error_of([&] { IoFile::open(path, IoFile::Mode::kCreate, true); }));
 }
 
-TEST(AioFile, DirectTransfersNeedWholePages) {
+TEST(AioFile, DirectTransfersNeedFullPages) {
   const ScratchFolder folder;
   const auto file = IoFile::open(folder.file("a"), IoFile::Mode::kCreate, true);
   ASSERT_TRUE(file->direct()) << file->direct_io_refusal();

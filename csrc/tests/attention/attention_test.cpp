@@ -267,7 +267,7 @@ TEST(Attention, ErrorsOfALayoutAreNamed) {
 }
 
 // The known answers of Random123 (Salmon et al. 2011).
-TEST(Philox, GivesTheKnownAnswers) {
+TEST(Philox, YieldsTheKnownAnswers) {
   const Philox4 zeros = philox4x32({{0, 0, 0, 0}}, 0);
   EXPECT_EQ(zeros.words[0], 0x6627E8D5U);
   EXPECT_EQ(zeros.words[3], 0x9B00DBD8U);
@@ -279,7 +279,7 @@ TEST(Philox, GivesTheKnownAnswers) {
   EXPECT_EQ(pi.words[3], 0x24126EA1U);
 }
 
-TEST(Dropout, TheThresholdIsThePartThatIsDropped) {
+TEST(Dropout, TheThresholdIsTheShareThatIsDropped) {
   EXPECT_EQ(drop_threshold(0.0), 0U);
   EXPECT_EQ(drop_threshold(0.5), 0x80000000U);
   EXPECT_EQ(drop_threshold(std::nextafter(1.0, 0.0)), 0xFFFFFFFFU);

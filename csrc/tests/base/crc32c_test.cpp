@@ -45,7 +45,7 @@ using Form = std::uint32_t (*)(std::span<const std::byte>, std::uint32_t);
 
 class Crc32c : public ::testing::TestWithParam<Form> {};
 
-TEST_P(Crc32c, GivesThePublishedValues) {  // RFC 3720 appendix B.4
+TEST_P(Crc32c, YieldsThePublishedValues) {  // RFC 3720 appendix B.4
   const Form form = GetParam();
   EXPECT_EQ(form(bytes_of("123456789"), 0), 0xE3069283u);
   EXPECT_EQ(form(std::vector<std::byte>(32, std::byte{0}), 0), 0x8A9136AAu);
@@ -69,8 +69,8 @@ TEST_P(Crc32c, EqualsTheBitwiseDefinitionAtEveryLengthAndAlignment) {
   for (const std::size_t length : lengths) {
     const std::size_t begin = random() % 17;
     const auto seed = static_cast<std::uint32_t>(random());
-    const auto part = all.subspan(begin, length);
-    EXPECT_EQ(GetParam()(part, seed), reference(part, seed)) << "length " << length;
+    const auto chunk = all.subspan(begin, length);
+    EXPECT_EQ(GetParam()(chunk, seed), reference(chunk, seed)) << "length " << length;
   }
 }
 

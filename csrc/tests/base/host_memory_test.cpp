@@ -24,7 +24,7 @@ TEST(HostMemory, IsAlignedZeroAndCounted) {
   }
 }
 
-TEST(HostMemory, BlankMemoryIsOnesAndTakesNextToNothing) {
+TEST(HostMemory, BlankMemoryIsOnesAndCostsNextToNothing) {
   constexpr std::int64_t kLarge = std::int64_t{1} << 36;
   for (const std::int64_t bytes : {std::int64_t{1}, std::int64_t{5'000'001}, kLarge}) {
     void* const address = map_nan_filled_host(bytes);

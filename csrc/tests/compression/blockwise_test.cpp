@@ -82,7 +82,7 @@ TEST(Blockwise, CodesStandForTheValuesOfTheirDefinition) {
   }
 }
 
-TEST(Blockwise, EachElementTakesTheNearestValue) {
+TEST(Blockwise, EachElementUsesTheNearestValue) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);

@@ -356,14 +356,14 @@ TEST(AdamStream, TransfersOfSeveralChunksOverlapWithTheStep) {
   FakeStore store(layout.extent_bytes(), generator(), {1, std::chrono::microseconds(1000)});
   RingBuffer ring(6 * RingBuffer::kAlignment);  // six chunks of 3600 bytes, of forty
   int most_while_computing = 0;
-  const auto parts = [&](std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
-                         const RangeFunction& function) {
+  const auto segments = [&](std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
+                            const RangeFunction& function) {
     most_while_computing = std::max(most_while_computing, store.outstanding());
     EXPECT_EQ(live_host_bytes(), ring.bytes());
     EXPECT_GT(so_far.waiting_for_reads.count(), 0);
     in_one_go(count, grain, so_far, function);
   };
-  adam_stream(store, ring, {&range, 1}, moments, parts);
+  adam_stream(store, ring, {&range, 1}, moments, segments);
   EXPECT_GT(store.most_outstanding, 3);
   EXPECT_LE(store.most_outstanding, 6);
   EXPECT_GT(most_while_computing, 2);
@@ -413,12 +413,12 @@ TEST(AdamStream, AFailedComputationLeavesNothingInFlight) {
   FakeStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(100)});
   RingBuffer ring(4 * problem.largest_chunk);
   int calls = 0;
-  const auto parts = [&](std::int64_t, std::int64_t, const PipelineCounters&,
-                         const RangeFunction&) {
+  const auto segments = [&](std::int64_t, std::int64_t, const PipelineCounters&,
+                            const RangeFunction&) {
     if (++calls == 3) throw std::runtime_error("no more threads");
   };
   EXPECT_EQ(
-      message_of([&] { adam_stream(store, ring, problem.requests(), problem.moments, parts); }),
+      message_of([&] { adam_stream(store, ring, problem.requests(), problem.moments, segments); }),
       "no more threads");
   EXPECT_EQ(store.unwaited, 0);
   ASSERT_TRUE(ring.acquire(ring.bytes()));

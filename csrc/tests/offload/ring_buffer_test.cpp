@@ -41,7 +41,7 @@ TEST(RingBuffer, SpansAreAlignedDisjointAndInsideOneAllocation) {
   }
 }
 
-TEST(RingBuffer, GivesAllOfItselfAgainAndAgain) {
+TEST(RingBuffer, YieldsAllOfItselfAgainAndAgain) {
   RingBuffer ring(4 * RingBuffer::kAlignment);
   for (int round = 0; round < 3; ++round) {
     ASSERT_TRUE(ring.acquire(4 * RingBuffer::kAlignment));

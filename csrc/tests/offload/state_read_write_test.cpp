@@ -110,7 +110,7 @@ TEST(StateAccess, RandomSlicesAgreeWithAModelInMemory) {
   }
 }
 
-TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
+TEST(StateAccess, FullRangesAreWrittenWithoutReading) {
   auto generator = fresh_generator();
   Model model(generator, 64);
   FakeStore store(model.offset + model.layout.extent_bytes(), generator(), {64});

@@ -111,13 +111,13 @@ TEST(Adam8Bit, EqualsAdamOnDequantizedMomentsThatAreQuantizedAgain) {
     Problem expected = problem;
     std::vector<float> exp_avg = expected.moment(DynamicCode::is_signed);
     std::vector<float> exp_avg_sq = expected.moment(DynamicCode::is_unsigned);
-    const std::vector<AdamSegment> parts = segments();
+    const std::vector<AdamSegment> chunks = segments();
     std::int64_t total = 0;
-    for (const AdamSegment& part : parts) total += part.end - part.begin;
+    for (const AdamSegment& chunk : chunks) total += chunk.end - chunk.begin;
     adam_step(
         {expected.master.data(), exp_avg.data(), exp_avg_sq.data(), NumericType::float32,
          expected.grad.data(), NumericType::bfloat16, expected.param.data(), NumericType::float16},
-        parts, 0, total);
+        chunks, 0, total);
     expected.set_moments(exp_avg, exp_avg_sq);
     for (std::int64_t i = 0; i < std::ssize(expected.exp_avg_codes); ++i) {
       if (!untouched(i)) continue;
@@ -126,7 +126,7 @@ TEST(Adam8Bit, EqualsAdamOnDequantizedMomentsThatAreQuantizedAgain) {
       expected.exp_avg_scales[i / kBlock] = before.exp_avg_scales[i / kBlock];
       expected.exp_avg_sq_scales[i / kBlock] = before.exp_avg_sq_scales[i / kBlock];
     }
-    adam_step_8bit(problem.buffers(), parts, 0, kBlocks);
+    adam_step_8bit(problem.buffers(), chunks, 0, kBlocks);
     EXPECT_TRUE(problem == expected);
     EXPECT_EQ(problem.master[kCount - 1], before.master[kCount - 1]);
     EXPECT_EQ(problem.param[200].bits, 0x7E00);
@@ -136,24 +136,24 @@ TEST(Adam8Bit, EqualsAdamOnDequantizedMomentsThatAreQuantizedAgain) {
 TEST(Adam8Bit, InstructionSetsAndThreadSplitsAgreeBitForBit) {
   auto generator = fresh_generator();
   const Problem start(generator);
-  const std::vector<AdamSegment> parts = segments();
+  const std::vector<AdamSegment> chunks = segments();
   Problem full = start;
   {
     const SelectedIsa selected(Isa::scalar);
-    adam_step_8bit(full.buffers(), parts, 0, kBlocks);
+    adam_step_8bit(full.buffers(), chunks, 0, kBlocks);
   }
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     Problem split = start;
     const Adam8BitBuffers buffers = split.buffers();
     split_over_threads(kBlocks, 4, [&](std::int64_t first, std::int64_t last) {
-      adam_step_8bit(buffers, parts, first, last);
+      adam_step_8bit(buffers, chunks, first, last);
     });
     EXPECT_TRUE(split == full);
   }
 }
 
-TEST(Adam8Bit, ANaNTakesItsBlockAndNoOther) {
+TEST(Adam8Bit, ANaNUsesItsBlockAndNoOther) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);

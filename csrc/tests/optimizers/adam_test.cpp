@@ -106,9 +106,9 @@ TEST(Adam, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     const SelectedIsa selected(isa);
     Problem split = start;
     const AdamBuffers buffers = split.buffers();
-    const std::vector<AdamSegment> parts = segments();
+    const std::vector<AdamSegment> chunks = segments();
     split_over_threads(197 + 820, 4, [&](std::int64_t begin, std::int64_t end) {
-      adam_step(buffers, parts, begin, end);
+      adam_step(buffers, chunks, begin, end);
     });
     EXPECT_EQ(split.master, full.master);
     EXPECT_EQ(split.exp_avg, full.exp_avg);

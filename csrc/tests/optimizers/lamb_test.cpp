@@ -118,13 +118,13 @@ TEST(Lamb, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     const SelectedIsa selected(isa);
     Problem split = start;
     const LambBuffers buffers = split.buffers();
-    const std::vector<LambSegment> parts = segments();
+    const std::vector<LambSegment> chunks = segments();
     std::vector<LambNorms> norms(3);
     split_over_threads(kTotal, 4, [&](std::int64_t begin, std::int64_t end) {
-      lamb_norms(buffers, parts, begin, end, norms, mutex);
+      lamb_norms(buffers, chunks, begin, end, norms, mutex);
     });
     split_over_threads(kTotal, 4, [&](std::int64_t begin, std::int64_t end) {
-      lamb_step(buffers, parts, begin, end);
+      lamb_step(buffers, chunks, begin, end);
     });
     EXPECT_EQ(split.master, full.master);
     for (std::size_t i = 0; i < kCount; ++i) {

@@ -90,9 +90,9 @@ TEST(Lion, InstructionSetsAndThreadSplitsAgreeBitForBit) {
     const SelectedIsa selected(isa);
     Problem split = start;
     const LionBuffers buffers = split.buffers();
-    const std::vector<LionSegment> parts = segments();
+    const std::vector<LionSegment> chunks = segments();
     split_over_threads(kTotal, 4, [&](std::int64_t begin, std::int64_t end) {
-      lion_step(buffers, parts, begin, end);
+      lion_step(buffers, chunks, begin, end);
     });
     for (std::size_t i = 0; i < kCount; ++i) {
       if (i == 8 || i == 901) {

@@ -147,7 +147,7 @@ TEST(ExtentArena, RoundsUpToTheAlignmentAndNothingMore) {
   EXPECT_EQ(arena.largest_free(), 0);
 }
 
-TEST(ExtentArena, TakesTheTightestRange) {
+TEST(ExtentArena, UsesTheTightestRange) {
   ExtentArena arena(100, 1);
   const std::int64_t wide = arena.allocate(30);
   arena.allocate(1);
@@ -164,8 +164,8 @@ TEST(ExtentArena, SaysWhatWasWantedAndWhatIsFree) {
   arena.allocate(300);
   arena.release(first);
   const std::string text = reason([&] { arena.allocate(401); });
-  for (const char* part : {"401 bytes wanted", "largest free range has 400", "300 of 1000"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << text;
+  for (const char* chunk : {"401 bytes wanted", "largest free range has 400", "300 of 1000"}) {
+    EXPECT_NE(text.find(chunk), std::string::npos) << text;
   }
   EXPECT_EQ(arena.live_bytes(), 300);
   EXPECT_EQ(arena.allocate(400), first);

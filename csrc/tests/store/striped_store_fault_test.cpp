@@ -86,15 +86,15 @@ TEST_F(StripedStoreFault, ADamagedByteIsFoundWhereItIsRead) {
   const std::span<const std::byte> all(bytes_);
   for (const std::int64_t at : {std::int64_t{0}, 3 * kSector + 17, 8 * kSector - 1}) {
     const std::int64_t sector = at / kSector;
-    const auto part = all.subspan(static_cast<std::size_t>(sector * kSector), kSector);
-    const std::uint32_t expected = crc32c(part, 0);
+    const auto chunk = all.subspan(static_cast<std::size_t>(sector * kSector), kSector);
+    const std::uint32_t expected = crc32c(chunk, 0);
     damage(at);
     const auto [path, offset] = location(sector * kSector);
     for (const auto& [begin, count] : {std::pair<std::int64_t, std::int64_t>{0, 8}, {sector, 1}}) {
       const std::string text = error_of([&, first = begin, n = count] { read_sectors(first, n); });
       expect_in("'" + path + "' at offset " + std::to_string(offset) + " ", text);
       expect_in(hexadecimal(expected) + " expected", text);
-      expect_in(hexadecimal(crc32c(part, 0)) + " found", text);
+      expect_in(hexadecimal(crc32c(chunk, 0)) + " found", text);
     }
     if (sector > 0) read_sectors(0, sector);
     if (sector < 7) read_sectors(sector + 1, 7 - sector);
@@ -165,7 +165,7 @@ TEST_F(StripedStoreFault, InterruptedAndShortTransfersAreContinued) {
   EXPECT_EQ(store_->stats().bytes_written, 8 * kSector);
 }
 
-TEST_F(StripedStoreFault, ReservingFailsAsAWhole) {
+TEST_F(StripedStoreFault, ReservingFailsAtomically) {
   open(true);
   store_->reserve(4 * kSector);
   store_->inject_fault({IoDirection::kWrite, 1, -ENOSPC});
@@ -193,7 +193,7 @@ TEST_F(StripedStoreFault, TooLittleSpaceIsSaidBeforeAnythingIsWritten) {
   store_->reserve(1 << 20);
 }
 
-TEST_F(StripedStoreFault, OnlyBlockDevicesAreTakenForBlockDevices) {
+TEST_F(StripedStoreFault, OnlyBlockDevicesPassAsBlockDevices) {
   testing::fill_file(paths_[0], Bytes(4 << 20));
   const auto engine = IoEngine::make({});
   for (const std::string& path : {paths_[0], std::string("/dev/null"), folder_.file("")}) {

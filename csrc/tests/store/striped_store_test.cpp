@@ -143,7 +143,7 @@ class RandomTransfers {
   std::int64_t written_ = 0;
 };
 
-TEST(StripedStore, KeepsWhatWasWrittenOnEveryBackend) {
+TEST(StripedStore, RetainsWhatWasWrittenOnEveryBackend) {
   std::mt19937_64 random = fresh_generator();
   for (const Backend backend : testing::available_backends()) {
     for (std::size_t devices = 1; devices <= 3; ++devices) {

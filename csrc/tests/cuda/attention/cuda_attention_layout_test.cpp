@@ -41,8 +41,8 @@ std::map<std::int32_t, std::int32_t> bands_of(const Data<float>& data, const Lis
     const auto at = static_cast<std::size_t>(heads * (count + 1) + list);
     for (std::int32_t i = lists.pointers[at]; i < lists.pointers[at + 1]; ++i) {
       const std::int32_t block = lists.blocks[static_cast<std::size_t>(i)];
-      for (int part = 0; part < 1 << shift; part += 16) {
-        expected[(block << shift) + part] |= 1 << band;
+      for (int chunk = 0; chunk < 1 << shift; chunk += 16) {
+        expected[(block << shift) + chunk] |= 1 << band;
       }
     }
   }

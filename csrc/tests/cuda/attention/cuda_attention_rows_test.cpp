@@ -73,7 +73,7 @@ class CudaAttentionRows : public ::testing::Test {
 using Types = ::testing::Types<float, core::BFloat16, core::Float16>;
 TYPED_TEST_SUITE(CudaAttentionRows, Types);
 
-TYPED_TEST(CudaAttentionRows, EveryHeadDimLengthAndAlignmentGivesTheSumsOfTheRows) {
+TYPED_TEST(CudaAttentionRows, EveryHeadDimLengthAndAlignmentYieldsTheSumsOfTheRows) {
   for (const std::int32_t dim : {1, 4, 7, 8, 16, 31, 32, 40, 64, 96, 128, 200, 255, 256}) {
     this->compare({2, 3, 33, dim, dim, 0});
     this->compare({1, 2, 64, dim, (dim + 7) / 8 * 8 + 8, 0});

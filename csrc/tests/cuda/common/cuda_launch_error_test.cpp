@@ -7,8 +7,8 @@ namespace {
 
 constexpr GpuProperties gpu(int major, int minor) { return {1, major, minor, 49152, 65536}; }
 
-bool holds(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
+bool holds(const std::string& text, const std::string& chunk) {
+  return text.find(chunk) != std::string::npos;
 }
 
 TEST(CudaLaunchError, NamesTheGpuWhatItHasAndWhatToDo) {

@@ -58,7 +58,7 @@ TEST(CudaWarpTile, LanesSwapWhatTheyMoveForWhatTheyHold) {
   expect_each_lane_to_hold_its_positions<WarpTile<4, 4, 16>, std::uint8_t>(generator);
 }
 
-TEST(CudaWarpTile, LanesOfShortRowsHaveAllRowsOfTheirPart) {
+TEST(CudaWarpTile, LanesOfShortRowsHaveAllRowsOfTheirSlice) {
   using Tile = WarpTile<4, 8, 8>;
   EXPECT_EQ(std::pair(Tile::kElements, Tile::kPerLane), std::pair(1024, 32));
   for (const auto& [lane, fragment, position] :

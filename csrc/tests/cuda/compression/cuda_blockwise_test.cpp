@@ -83,7 +83,7 @@ void expect_the_bits_of_the_cpu(std::int64_t count, std::int64_t shift,
   }
 }
 
-TYPED_TEST(CudaBlockwise, EveryLengthGridAndAlignmentGivesTheBitsOfTheCpu) {
+TYPED_TEST(CudaBlockwise, EveryLengthGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const std::int64_t count : {0, 1, 7, 8, 255, 256, 257, 1000, 12345}) {
     for (const std::int64_t shift : {0, 1, 5}) {

@@ -185,7 +185,7 @@ using Codes = ::testing::Types<core::IntegerCode<4, true>, core::IntegerCode<4, 
                                core::IntegerCode<8, true>, core::IntegerCode<8, false>>;
 TYPED_TEST_SUITE(CudaIntegerBlocks, Codes);
 
-TYPED_TEST(CudaIntegerBlocks, EveryLengthOrderAndAlignmentGivesTheBitsOfTheCpu) {
+TYPED_TEST(CudaIntegerBlocks, EveryLengthOrderAndAlignmentYieldsTheBitsOfTheCpu) {
   for (const std::int64_t chunk_numel : kShares) {
     for (const std::int64_t size : kSizes) {
       this->template compare<float>(chunk_numel, size, 0, 0);
@@ -217,7 +217,7 @@ TYPED_TEST(CudaIntegerBlocks, SumsThatAreQuantizedAgainAreTheCpus) {
   }
 }
 
-TYPED_TEST(CudaIntegerBlocks, AZeroKeepsItsSignInASum) {
+TYPED_TEST(CudaIntegerBlocks, AZeroRetainsItsSignInASum) {
   // One payload whose elements are all the lowest, -0: the sum of it alone is -0 too.
   constexpr std::int64_t chunk_numel = 1024;
   const BlockFormat format = format_of<TypeParam>(256);

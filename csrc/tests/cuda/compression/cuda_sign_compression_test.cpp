@@ -120,7 +120,7 @@ class CudaSignCompression : public ::testing::Test {
 using Types = ::testing::Types<float, core::BFloat16, core::Float16>;
 TYPED_TEST_SUITE(CudaSignCompression, Types);
 
-TYPED_TEST(CudaSignCompression, EveryLengthAndAlignmentGivesTheBitsOfTheCpu) {
+TYPED_TEST(CudaSignCompression, EveryLengthAndAlignmentYieldsTheBitsOfTheCpu) {
   for (const std::int64_t chunk_numel : kShares) {
     for (const auto& [shift, words] : kShifts) this->compare(chunk_numel, shift, words);
   }
@@ -170,7 +170,7 @@ TEST(CudaSignSums, AreTheCpusInTheOrderOfThePayloads) {
 }
 
 // Four payloads at a time, and as many at once as lanes have scales.
-TEST(CudaSignSums, EveryCountAndAlignmentGivesTheBitsOfTheCpu) {
+TEST(CudaSignSums, EveryCountAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const std::int64_t chunk_numel : {1024, 9216, 25576}) {
     for (const std::int64_t count : {2, 3, 4, 7, 8, 32, 33, 37, 68}) {

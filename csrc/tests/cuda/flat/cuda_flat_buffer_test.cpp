@@ -94,15 +94,15 @@ void expect_the_bits_of_the_cpu(const Reference& reference) {
   }
 }
 
-TEST(CudaFlat, PackGivesTheBitsOfTheCpu) {
+TEST(CudaFlat, PackYieldsTheBitsOfTheCpu) {
   expect_the_bits_of_the_cpu<PackElement>(core::copy_cast);
 }
 
-TEST(CudaFlat, AccumulateGivesTheBitsOfTheCpu) {
+TEST(CudaFlat, AccumulateYieldsTheBitsOfTheCpu) {
   expect_the_bits_of_the_cpu<AccumulateElement>(core::accumulate_cast);
 }
 
-TEST(CudaFlat, UnpackGivesTheBitsOfTheCpu) {
+TEST(CudaFlat, UnpackYieldsTheBitsOfTheCpu) {
   expect_the_bits_of_the_cpu<UnpackElement>(
       [](const void* flat, NumericType flat_type, void* tensor, NumericType type,
          std::int64_t numel) { core::copy_cast(tensor, type, flat, flat_type, numel); });
@@ -121,7 +121,7 @@ struct SumProblem {
   }
 };
 
-TEST(CudaFlat, SumOfShardsGivesTheBitsOfTheCpu) {
+TEST(CudaFlat, SumOfShardsYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const NumericType target : kTypes) {
     for (const NumericType source : kTypes) {

@@ -67,7 +67,7 @@ class CudaSquaredNorm : public ::testing::Test {};
 using Types = ::testing::Types<float, core::BFloat16, core::Float16>;
 TYPED_TEST_SUITE(CudaSquaredNorm, Types);
 
-TYPED_TEST(CudaSquaredNorm, EveryLengthGridAndAlignmentGivesTheBitsOfTheCpu) {
+TYPED_TEST(CudaSquaredNorm, EveryLengthGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const std::size_t count : {0, 1, 7, 9, 255, 2047, 2048, 2049, 10000}) {
     expect_the_bits_of_the_cpu(core::testing::normal_values<TypeParam>(generator, count, 0.01F),

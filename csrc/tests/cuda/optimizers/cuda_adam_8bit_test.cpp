@@ -91,7 +91,7 @@ void cpu_step(Problem& problem, const std::vector<core::AdamSegment>& segments) 
   core::adam_step_8bit(problem.buffers(), segments, 0, core::block_count(problem.count));
 }
 
-TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
+TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const NumericType grad : kTypes) {
     for (int param = 0; param <= core::kNumericTypes; ++param) {
@@ -150,7 +150,7 @@ TEST(CudaAdam8Bit, AScaleThatIsNotFiniteChangesNothing) {
   EXPECT_TRUE(problem == start);
 }
 
-TEST(CudaAdam8Bit, ANaNTakesItsBlockAsOnTheCpu) {
+TEST(CudaAdam8Bit, ANaNUsesItsBlockAsOnTheCpu) {
   auto generator = fresh_generator();
   testing::Plan<core::AdamHyper> plan;
   plan.add(0, 600, kRows[0]);

@@ -85,7 +85,7 @@ void emulate_step(Problem& problem, std::int64_t numel, const std::vector<AdamSe
   });
 }
 
-TEST(CudaAdam, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
+TEST(CudaAdam, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const NumericType moments : {NumericType::float32, NumericType::bfloat16}) {
     for (const NumericType grad : kTypes) {

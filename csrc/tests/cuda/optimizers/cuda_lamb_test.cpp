@@ -125,7 +125,7 @@ Sums emulated_sums(Problem& problem, std::int64_t numel,
   return sums;
 }
 
-TEST(CudaLamb, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
+TEST(CudaLamb, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const NumericType moments : {NumericType::float32, NumericType::bfloat16}) {
     for (const NumericType grad : kTypes) {

@@ -74,7 +74,7 @@ void emulate_step(Problem& problem, std::int64_t numel,
   });
 }
 
-TEST(CudaLion, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
+TEST(CudaLion, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
   auto generator = fresh_generator();
   for (const NumericType moments : {NumericType::float32, NumericType::bfloat16}) {
     for (const NumericType grad : kTypes) {
