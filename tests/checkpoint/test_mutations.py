@@ -27,8 +27,8 @@ from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state,
 from zero_ext.checkpoint.format.manifest import checksum
 from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.config import ConfigError, load_config, load_deepspeed_config
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import read_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
 
 DAY = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d")
 SEED = int(os.environ.get("ZERO_EXT_MUTATION_SEED", DAY))

@@ -20,7 +20,7 @@ def import_and_report(
     Errors are those of ``import_deepspeed_checkpoint``.
     """
     # Late: the other commands need nothing of it.
-    from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import import_deepspeed_checkpoint
+    from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
 
     bar = Progress(
         TextColumn("{task.description}"),

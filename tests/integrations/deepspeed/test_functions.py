@@ -16,7 +16,7 @@ import zero_ext
 from zero_ext.config import ActivationCheckpointingConfig, ConfigError
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed import checkpointing as deepspeed_checkpointing
-from zero_ext.integrations.deepspeed.checkpoint.clone_tensors import clone_tensors_for_torch_save
+from zero_ext.integrations.deepspeed.checkpoint_io.clone_tensors import clone_tensors_for_torch_save
 from zero_ext.integrations.deepspeed.checkpointing import _Configured
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedZeroConfig
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError

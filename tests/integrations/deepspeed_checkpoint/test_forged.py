@@ -22,8 +22,8 @@ from tests.integrations.deepspeed_checkpoint.forged import Forged, fragment_addr
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.inspection import open_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,

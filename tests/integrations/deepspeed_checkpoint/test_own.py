@@ -18,8 +18,8 @@ from tests.integrations.deepspeed.pipe.model import engine_of, full_values, micr
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, save_state
-from zero_ext.integrations.deepspeed.checkpoint import checkpoint_tags
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
+from zero_ext.integrations.deepspeed.checkpoint_io import checkpoint_tags
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,

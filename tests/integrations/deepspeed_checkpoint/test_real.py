@@ -30,8 +30,8 @@ from tests.integrations.deepspeed_checkpoint.subject import (
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import inspect_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,

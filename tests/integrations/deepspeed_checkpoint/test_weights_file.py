@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero_ext.integrations.deepspeed.checkpoint.weights_file import _write
+from zero_ext.integrations.deepspeed.checkpoint_io.weights_file import _write
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.data import ShardedLoader
-from zero_ext.integrations.deepspeed.checkpoint import checkpoint_tags
-from zero_ext.integrations.deepspeed.checkpoint.weights_file import write_weights
+from zero_ext.integrations.deepspeed.checkpoint_io import checkpoint_tags
+from zero_ext.integrations.deepspeed.checkpoint_io.weights_file import write_weights
 from zero_ext.integrations.deepspeed.engine_accessors import SettingsQuestions
 from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of

@@ -10,7 +10,7 @@ from zero_ext.integrations.deepspeed.registry.names import ROOT
 _PACKAGE = "zero_ext.integrations.deepspeed"
 _FOLDER = Path(__file__).parents[1]
 _ELSEWHERE = {
-    "checkpoint.utils": "checkpoint.clone_tensors",
+    "checkpoint.utils": "checkpoint_io.clone_tensors",
     "ops.adagrad": "ops.optimizer_classes",
     "ops.adam": "ops.optimizer_classes",
     "ops.lamb": "ops.optimizer_classes",
@@ -30,7 +30,7 @@ _ELSEWHERE = {
     "utils.init_on_device": "utils.on_device",
     "utils.tensor_fragment": "utils.safe_get_set",
     "utils.z3_leaf_module": "utils.leaf_modules",
-    "utils.zero_to_fp32": "checkpoint.checkpoint_weights",
+    "utils.zero_to_fp32": "checkpoint_io.checkpoint_weights",
 }
 
 

@@ -22,7 +22,7 @@ from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files.checkpoint_error import brief, shortened
 from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES
 from zero_ext.checkpoint.format.manifest import Count
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import StubFragment, StubScaler
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import StubFragment, StubScaler
 
 Check = Callable[[Any], Any]
 _MOST_DIMENSIONS = 64

@@ -31,10 +31,13 @@ from zero_ext.checkpoint.format.manifest import (
 )
 from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
 from zero_ext.checkpoint.transfer.shard_file import saved_slices, write_shard
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import find_files, tag_folder
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import verify_pickled
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_scalars import scalar_state
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_source import DeepSpeedCheckpoint, open_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import find_files, tag_folder
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import verify_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_scalars import scalar_state
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
+    DeepSpeedCheckpoint,
+    open_checkpoint,
+)
 from zero_ext.zero.api.engine_state import StateSlice
 
 _LOCK_SECONDS = 60.0

@@ -24,14 +24,17 @@ from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.weights.hf_export import stored_weights
 from zero_ext.checkpoint.weights.weight_files import LazyTensor, write_weights
 from zero_ext.config.parse_sizes import bytes_of
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     find_files,
     is_own,
     tag_folder,
 )
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import read_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_source import DeepSpeedCheckpoint, StoredParameter
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import read_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
+    DeepSpeedCheckpoint,
+    StoredParameter,
+)
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import load_full_state_dict
@@ -40,7 +43,7 @@ SCRIPT_NAMES = ("zero_to_fp32.py", "zero_to_torch.py")
 SCRIPT = '''#!/usr/bin/env python
 """Writes the weights of the checkpoint beside this file: python zero_to_fp32.py . output_dir; see --help."""
 
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import main
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import main
 
 if __name__ == "__main__":
     main()

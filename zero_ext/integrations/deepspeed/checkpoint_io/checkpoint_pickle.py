@@ -18,7 +18,7 @@ import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files.safe_open import open_regular
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle_scan import check_expanded, check_opcodes
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import check_expanded, check_opcodes
 
 _READ_BYTES = 1 << 20
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from typing import Any
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import one_number
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_rank import RankState
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_source import DeepSpeedCheckpoint
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import one_number
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_rank import RankState
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import DeepSpeedCheckpoint
 
 _ADAM = ("Adam", "AdamW")
 _ADAM_KINDS = {"exp_avg", "exp_avg_sq"}

@@ -18,13 +18,13 @@ from torch import nn
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.json_state import encode
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     LATEST,
     is_tag,
     tag_folder,
 )
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import SCRIPT, SCRIPT_NAMES
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import SCRIPT, SCRIPT_NAMES
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 

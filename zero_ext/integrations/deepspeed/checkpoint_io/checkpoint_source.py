@@ -12,21 +12,21 @@ import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.format.state_source import MASTER
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import (
     ModelFile,
     client_state,
     damaged,
     stored_tensor,
 )
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import CheckpointFiles
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_layout import (
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import CheckpointFiles
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_layout import (
     Fragment,
     even_fragments,
     stage1_and_2_layout,
     stage3_layout,
 )
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import read_pickled
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_rank import RankState, read_rank
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_rank import RankState, read_rank
 
 _UNREADABLE = {
     "mp_world_size": "of tensor parallelism",

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import OptimizerFile, damaged, is_flat, seen
-from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import read_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import (
+    OptimizerFile,
+    damaged,
+    is_flat,
+    seen,
+)
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
 
 
 @dataclass(frozen=True)
