@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,10 +32,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def frequent_thread_switches() -> Iterator[None]:
+    # torch.get_rng_state allocates a Python object while it holds the generator's lock. A collection that
+    # begins there may run a callback in Python, as hypothesis registers one. The callback hands the
+    # interpreter to a thread that waits for the same lock, and neither goes on.
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+    gc.callbacks[:] = callbacks
 
 
 def slopes(seed: int, number: int, run: Callable[..., Any]) -> list[torch.Tensor]:
