@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,22 @@ BLOCK, HEADER = 32768, 7
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: LevelDB's log format after seven bytes of the file's own."""
+    """The whole records of a .wandb file: LevelDB's log format after seven bytes of the file's own.
+
+    wandb's own process may still be writing: a record of which only a part has arrived ends the reading.
+    """
     data = path.read_bytes()
     offset, payload = HEADER, b""
     while offset + HEADER <= len(data):
         if BLOCK - offset % BLOCK < HEADER:
             offset += BLOCK - offset % BLOCK
             continue
-        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
-        kind = data[offset + 6]  # 1 whole, 2 first, 3 middle, 4 last
-        payload += data[offset + HEADER : offset + HEADER + length]
+        # The kinds of a part: 1 whole, 2 first, 3 middle, 4 last.
+        checksum, length, kind = struct.unpack_from("<IHB", data, offset)
+        chunk = data[offset + HEADER : offset + HEADER + length]
+        if zlib.crc32(bytes([kind]) + chunk) != checksum:
+            return
+        payload += chunk
         offset += HEADER + length
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()
