@@ -135,7 +135,7 @@ class RankPool:
                 continue
             if not ready:
                 for rank in pending.values():
-                    failures[rank] = f"no answer within the time limit; it stood at\n{self._where(rank)}"
+                    failures[rank] = f"no answer within the time limit; it stood at{self._where(rank)}"
                 break
             for connection in ready:
                 rank = pending.pop(connection)  # type: ignore[arg-type]
@@ -143,7 +143,9 @@ class RankPool:
                     answer = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE_SECONDS)
-                    failures[rank] = f"the process died, exit code {self._processes[rank].exitcode}"
+                    failures[rank] = (
+                        f"the process died, exit code {self._processes[rank].exitcode}{self._stacks(rank)}"
+                    )
                     answer = {}
                 if "error" in answer:
                     failures[rank] = answer["error"]
@@ -155,10 +157,12 @@ class RankPool:
 
     def _where(self, rank: int) -> str:
         """Python stacks of a rank that does not answer."""
-        if self._folder is None:
-            return "(no stacks)"
         with contextlib.suppress(ProcessLookupError):
             self._processes[rank]._popen._send_signal(signal.SIGUSR1)
         time.sleep(0.2)
-        dump = Path(self._folder.name) / f"stacks-{rank}"
-        return dump.read_text() if dump.exists() else "(no stacks)"
+        return self._stacks(rank)
+
+    def _stacks(self, rank: int) -> str:
+        """The stacks that the rank has written, after a fatal signal or when asked."""
+        dump = Path(self._folder.name) / f"stacks-{rank}" if self._folder is not None else None
+        return f"\n{dump.read_text()}" if dump is not None and dump.exists() else ""

@@ -57,6 +57,7 @@ def serve(
     if stand_in:
         enable()
     with (Path(folder) / f"stacks-{rank}").open("w") as stacks:
+        faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         dist.init_process_group(
             backend,

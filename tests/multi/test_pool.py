@@ -31,9 +31,9 @@ def raise_on(world: World, rank: int) -> None:
     world.barrier()
 
 
-def die_on(world: World, rank: int) -> None:
+def die_on(world: World, rank: int, by: int = signal.SIGKILL) -> None:
     if world.rank == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
 
 def hang_on(world: World, rank: int) -> None:
@@ -70,6 +70,8 @@ def test_failures_name_the_rank_and_the_pool_comes_back(small_pool: RankPool) ->
         small_pool.run(2, f"{THIS_MODULE}:raise_on", {"rank": 1}, timeout=0.5)
     with pytest.raises(RankFailure, match=r"rank 0 ---\nthe process died, exit code -9"):
         small_pool.run(2, f"{THIS_MODULE}:die_on", {"rank": 0})
+    with pytest.raises(RankFailure, match=r"rank 1 ---\nthe process died, exit code -11(?s:.*)in die_on"):
+        small_pool.run(2, f"{THIS_MODULE}:die_on", {"rank": 1, "by": int(signal.SIGSEGV)})
     with pytest.raises(RankFailure, match=r"rank 1 ---\nno answer(?s:.*)in hang_on"):
         small_pool.run(2, f"{THIS_MODULE}:hang_on", {"rank": 1}, timeout=1.0)
     assert [result["rank"] for result in small_pool.run(2, f"{THIS_MODULE}:sum_of_ranks", {"factor": 2})] == [
