@@ -280,11 +280,11 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
     out = poisoned(3 * format.payload_bytes(30))
     with pytest.raises(RuntimeError, match="must be equal"):
         ops.requantize_(out, messages, format, BlockFormat(8, False, 128), 1.0, 3)
-    with pytest.raises(RuntimeError, match=r"'messages_out' has 44 bytes.*which no message has"):
+    with pytest.raises(RuntimeError, match=r"'payloads_out' has 44 bytes.*which no payload has"):
         ops.requantize_(poisoned(44), messages, format, None, 1.0, 1)
-    with pytest.raises(RuntimeError, match="has 4 messages; it must have a multiple of the 3 parts"):
+    with pytest.raises(RuntimeError, match="has 4 payloads; it must have a multiple of the 3 chunks"):
         ops.requantize_(out, torch.cat([messages, messages])[: 4 * 40], format, None, 1.0, 3)
-    with pytest.raises(RuntimeError, match=r"sum_quantized_.*one or more messages of 40 bytes"):
+    with pytest.raises(RuntimeError, match=r"sum_quantized_.*one or more payloads of 40 bytes"):
         ops.sum_quantized_(values[:30], messages[:44], format, 1.0, False)
     with pytest.raises(RuntimeError, match="factor is inf"):
         ops.sum_quantized_(values[:30], messages[:40], format, float("inf"), False)

@@ -233,9 +233,9 @@ def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
         with pytest.raises(RuntimeError, match=f"compress_1bit_.*{message}"):
             ops.compress_1bit_(*arguments)  # type: ignore[arg-type]
     assert (messages == POISON).all()
-    with pytest.raises(RuntimeError, match=r"sum_1bit_.*one or more messages of 16 bytes"):
+    with pytest.raises(RuntimeError, match=r"sum_1bit_.*one or more payloads of 16 bytes"):
         ops.sum_1bit_(errors, messages[:20], 1.0, False)
-    with pytest.raises(RuntimeError, match=r"reduce_1bit_.*'message' has shape"):
+    with pytest.raises(RuntimeError, match=r"reduce_1bit_.*'payload' has shape"):
         ops.reduce_1bit_(messages, errors, messages, 1.0)
     with pytest.raises(RuntimeError, match=r"decompress_1bit_.*'out' has dtype Long"):
         ops.decompress_1bit_(torch.zeros(90, dtype=torch.int64), messages, 1.0, False, 3)
