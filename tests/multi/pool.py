@@ -59,6 +59,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._tasks = 0
 
     def run(
         self,
@@ -74,7 +75,8 @@ class RankPool:
         if not self._processes:
             self._start()
         seed = secrets.randbits(31) if seed is None else seed
-        task = RankTask(target=target, arguments=arguments, world_size=world_size, seed=seed)
+        self._tasks += 1
+        task = RankTask(target, arguments, world_size, seed, self._tasks)
         message = json.dumps(task._asdict()).encode()
         pending = {self._connections[rank]: rank for rank in range(world_size)}
         for connection in pending:

@@ -20,14 +20,20 @@ from torch.distributed.distributed_c10d import _world
 
 from tests.accelerator.stand_in import enable, is_enabled
 
+_GROUPS_PER_TASK = 1000
+
 
 class RankTask(NamedTuple):
-    """One call: ``module:function`` and its keyword arguments, on the first ``world_size`` ranks."""
+    """One call: ``module:function`` and its keyword arguments, on the first ``world_size`` ranks.
+
+    ``number`` counts the calls of the pool, from 1 on.
+    """
 
     target: str
     arguments: dict[str, Any]
     world_size: int
     seed: int
+    number: int
 
 
 class World(NamedTuple):
@@ -76,6 +82,9 @@ def serve(
                 task = RankTask(**json.loads(connection.recv_bytes()))
             except EOFError:
                 return
+            # Torch names groups by a count of each process, in which calls on fewer ranks differ. A group whose
+            # name was used before would find the addresses of the earlier one in the store.
+            _world.group_count = max(_world.group_count, _GROUPS_PER_TASK * task.number)
             buffer = io.BytesIO()
             answer = _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed))
             torch.save(answer | {"groups": len(_world.pg_map)}, buffer)

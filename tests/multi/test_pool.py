@@ -98,3 +98,13 @@ def test_ranks_with_many_groups_are_replaced(small_pool: RankPool) -> None:
     assert first == second
     assert small_pool.run(2, f"{THIS_MODULE}:leave_groups", {"count": MOST_GROUPS}) == second
     assert not set(small_pool.run(2, f"{THIS_MODULE}:leave_groups", {"count": 0})) & set(second)
+
+
+def name_of_a_group(world: World) -> str:
+    return dist.new_group(list(range(world.size))).group_name
+
+
+def test_groups_of_calls_on_fewer_ranks_lend_no_name_to_later_ones(small_pool: RankPool) -> None:
+    (alone,) = small_pool.run(1, f"{THIS_MODULE}:name_of_a_group", {})
+    first, second = small_pool.run(2, f"{THIS_MODULE}:name_of_a_group", {})
+    assert first == second != alone
