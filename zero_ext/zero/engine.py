@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from zero_ext.offload import TierManager
 from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_collector import GradientCollector
 from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.param_grad import GradientViews
@@ -31,10 +33,8 @@ from zero_ext.zero.step.optimizer_step import OptimizerStep
 from zero_ext.zero.step.update_schedule import UpdateSchedule
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.collective_errors import CollectiveError
-from zero_ext.zero.units.dtensor_local import local_gradient
 from zero_ext.zero.units.master_weights import MasterShard, follow_writes, write_all_params
 from zero_ext.zero.units.model_parallel_sync import abort_model_parallel_on_error
-from zero_ext.zero.units.parameter_marks import mean_over_senders
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
 from zero_ext.zero.unshard.forward_hooks import ForwardHooks
@@ -46,9 +46,8 @@ from zero_ext.zero.unshard.step_clock import StepClock
 class Engine(Ending):
     """Holds a model's sharded state and moves it through forward, backward and step (DESIGN §3).
 
-    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine. ``passes`` counts
-    the backward passes that brought gradients since the last step or ``zero_grad``; inside :meth:`no_sync`
-    ``syncs`` is False; ``wrappers`` act for it.
+    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine. ``wrappers`` act
+    for it.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Engine(Ending):
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
         self._model, self._began = weakref.ref(model), time.perf_counter()
-        self.passes, self.syncs, self._loss_scaled, self._collected = 0, True, False, False
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._generation = GradientGeneration()
@@ -96,7 +94,7 @@ class Engine(Ending):
         self.access = OnDemandAccess(self)
         self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self.passed), *events)
+        self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self._passed), *events)
         check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
         self.index = {
@@ -104,10 +102,11 @@ class Engine(Ending):
             for unit in self.units
             for number, parameter in enumerate(unit.parameters)
         }
-        step = self.optimizer_step
-        self.views = GradientViews(
-            self.reducer, self.norms, collectives, lambda: step.updates, self._defers_factors(scales_loss)
-        )
+        updates, defers = partial(getattr, self.optimizer_step, "updates"), self._defers_factors(scales_loss)
+        self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
+        moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
+        passes = config.batch.gradient_accumulation_steps
+        self.collector = GradientCollector(*moved, passes, scales_loss)
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
@@ -241,57 +240,10 @@ class Engine(Ending):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale (fp16; otherwise unchanged); call ``backward`` on the result."""
-        self._loss_scaled = True
+        self.collector.loss_scaled = True
         self._clock.see(loss)
         step = self.optimizer_step
         return loss.float() * step.scaler.scale if step.scales_loss else loss
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to unreduced local gradients; the next pass outside reduces the sum."""
-        before, self.syncs = self.syncs, False
-        try:
-            yield
-        finally:
-            self.syncs = before
-
-    @contextlib.contextmanager
-    def scaled_pass(self, reduces: bool, micro_batches: int = 1) -> Iterator[None]:
-        """Around a backward pass, of ``micro_batches`` at once, from gradients of a loss that some rank has
-        scaled; unless it ``reduces``, as inside :meth:`no_sync`."""
-        self._loss_scaled = True
-        self.passes += micro_batches - 1
-        with contextlib.nullcontext() if reduces else self.no_sync():
-            yield
-
-    def before_accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """See :class:`GradientSink`."""
-        self.backward_pass.enter()
-        parameter.grad = None
-
-    def after_accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """See :class:`GradientSink`."""
-        unit, number = self.index[parameter]
-        gradient, parameter.grad = parameter.grad, None
-        if unit not in self._gradients:
-            raise RuntimeError(
-                f"parameter '{unit.layout.specs[number].name}' got a gradient, but it was frozen at "
-                "zero_ext.prepare and the optimizer does not have it, so nobody would reduce or apply it. "
-                "Give it to the optimizer before prepare, frozen or not, or keep requires_grad False."
-            )
-        gradients = self._gradients[unit]
-        if gradient is None:
-            raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
-        if self.optimizer_step.scales_loss and not self._loss_scaled:
-            raise RuntimeError(
-                "fp16 gradients need a scaled loss: call model.backward(loss), or "
-                "model.scale_loss(loss).backward(), instead of loss.backward()"
-            )
-        self._collected = True
-        self.updates.gradient_arrived(gradients)
-        gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
-        if gradients.complete:
-            self.reducer.arrived(gradients, self._reduces_now())
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Code of the model reads a parameter of its own, in forward or as backward runs it again."""
@@ -300,58 +252,25 @@ class Engine(Ending):
             if unit in self._gradients:
                 self.updates.read(self._gradients[unit], number)
 
-    def _reduces_now(self) -> bool:
-        if self.updates.needs_local_gradients:
-            return False
-        sharded = any(master.unit.placement.grads for master in self.masters)
-        return self._ends_accumulation() or (self.syncs and sharded)
-
-    def _ends_accumulation(self) -> bool:
-        return self.syncs and self.passes + 1 >= self.config.batch.gradient_accumulation_steps
-
     def _begin_backward(self) -> None:
         self._refuse_capture("a backward", "Python gathers parameters and reduces gradients")
-        self.optimizer_step.begin_backward(self._ends_accumulation())
-        self._collected = False
+        self.optimizer_step.begin_backward(self.collector.ends_accumulation)
         self.views.factors.apply_all()
         self.views.follow()
-        self.reducer.begin_backward(self._reduces_now(), self.prefetcher.expects_gathers)
-        for gradients in self.reducer.gradients:
-            gradients.begin_pass(unreduced=self._adds_up(gradients))
+        self.collector.begin_pass(self.prefetcher.expects_gathers)
 
-    def _adds_up(self, gradients: UnitGradients) -> bool:
-        """Whether this pass's gradients stay with those of other passes of the same step."""
-        if self.updates.needs_local_gradients:
-            return gradients.has_local or not self._ends_accumulation()
-        return not self._reduces_now()
-
-    def passed(self, unit: Unit) -> None:
-        """The backward pass under way brings no more gradients of ``unit``."""
-        gradients = self._gradients.get(unit)
-        if gradients is not None and self._reduces_now():
-            self.reducer.passed(gradients)
+    def _passed(self, unit: Unit) -> None:
+        self.collector.passed(unit)
 
     def _end_backward(self) -> None:
         try:
-            if self._collected:
-                reduces = self._reduces_now()
-                self.reducer.end_backward(reduces)
-                self._generation.rounds += 1
-                if reduces and self._ends_accumulation():
-                    # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
-                    self.reducer.synchronize()
-                self.passes += 1
-            else:
-                # torch.autograd.grad brought none, but passed units: what follows may assign them.
-                self.reducer.end_backward(False)
+            self.collector.end_pass()
         finally:
-            self._loss_scaled = False
             self.views.publish()
 
     def _abandon_backward(self) -> None:
         self.optimizer_step.abandon()
-        self.reducer.end_backward(False)
-        self._loss_scaled = False
+        self.collector.abandon_pass()
         self.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -392,14 +311,7 @@ class Engine(Ending):
         if not in_backward():
             self.prefetcher.release_retained()
         self.views.forget()
-        self.reducer.forget_edits()
-        with torch._C.DisableTorchFunctionSubclass():
-            for gradients in self._gradients.values():
-                gradients.clear()
-                for parameter in gradients.unit.parameters:
-                    parameter.grad = None
-        self.passes = 0
-        self._generation.rounds += 1
+        self.collector.clear()
 
     def step(self) -> bool:
         """One optimizer step on all ranks; False if fp16 gradients overflowed and it was skipped.
@@ -417,8 +329,7 @@ class Engine(Ending):
         if stepped and not self.updates.in_progress:
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
-        self.passes = 0
-        self._generation.rounds += 1
+        self.collector.end_accumulation()
         if self.updates.clears:
             self.clear_gradients()
         self._clock.end("step", began)

@@ -18,8 +18,7 @@ from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.comm import DeviceTransport
 from zero_ext.zero import engine_of
-from zero_ext.zero.gradients.reducer import GradientReducer
-from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
+from zero_ext.zero.gradients.reducer import GradientReducer, ReductionSchedule
 
 WIDTH = 24
 BEGUN = ("gather", "all_to_all", "reduce_scatter", "broadcast", "all_reduce")

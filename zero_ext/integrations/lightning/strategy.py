@@ -210,7 +210,7 @@ class ZeroStrategy(DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Around all micro-batches of a step but the last: gradients stay local."""
-        with self._engine.no_sync():
+        with self._engine.collector.no_sync():
             yield
 
     # -- checkpoints --------------------------------------------------------------------------------------

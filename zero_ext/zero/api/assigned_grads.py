@@ -27,5 +27,5 @@ def adopt_assigned(
         result = compute()
         for parameter in parameters:
             if parameter.grad is not None:
-                engine.after_accumulate_grad(parameter)
+                engine.collector.collect(parameter)
     return result

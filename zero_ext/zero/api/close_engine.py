@@ -13,7 +13,6 @@ from zero_ext.zero.api.misuse_guards import unguard
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.construction.input_cast import end_casts
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.gradients.parameter_hooks import unwatch
 from zero_ext.zero.memory.lifetime import end
 from zero_ext.zero.tiling.tile_consensus import remove_tile_consensus
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
@@ -77,9 +76,10 @@ def _refuse_in_use(engine: Engine) -> None:
     problem = _use_of(engine) or next(filter(None, (obstacle(engine) for obstacle in OBSTACLES)), "")
     if problem:
         raise RuntimeError(problem)
-    if engine.passes:
+    passes = engine.collector.passes
+    if passes:
         warnings.warn(
-            f"the gradients of {engine.passes} backward passes, which no optimizer.step() has used, are "
+            f"the gradients of {passes} backward passes, which no optimizer.step() has used, are "
             "dropped as the model is prepared again. Call step() before to use them, or zero_grad() to say "
             "that they may go.",
             RuntimeWarning,
@@ -102,7 +102,7 @@ def _use_of(engine: Engine) -> str:
         return "parameters are in use inside 'with zero_ext.gathered(...)'; leave the block first"
     if engine.hooks.gathers_saved_tensors:
         return "'with zero_ext.double_backward(model)' is open; leave the block first"
-    if not engine.syncs:
+    if not engine.collector.syncs:
         return "'with model.no_sync()' is open; leave the block first"
     if passed.awaited:
         return (
@@ -129,10 +129,10 @@ def _close(engine: Engine, model: nn.Module) -> None:
         end_casts(root)
         unguard(root, engine.index)
         remove_tile_consensus(root)
-    unwatch(engine.index)
+    engine.collector.unwatch()
     for unit in engine.units:
         _hand_over(engine, unit)
-    for ended in (*engine.wrappers, *engine.units, engine.hooks, engine):
+    for ended in (*engine.wrappers, *engine.units, engine.hooks, engine.collector, engine):
         end(ended, reason)
 
 

@@ -35,7 +35,7 @@ class LayerPasses:
     def all_layers(self) -> Iterator[None]:
         """Around all layers; a collective. Ends the micro-batches of a step."""
         engine = self._engine
-        with engine.scaled_pass(True, self._micro_batches), engine.backward_pass.by_hand():
+        with engine.collector.scaled_pass(True, self._micro_batches), engine.backward_pass.by_hand():
             self._begin(engine.units)
             yield
 
@@ -43,13 +43,13 @@ class LayerPasses:
     def layer(self, number: int) -> Iterator[None]:
         """Around autograd's passes through one layer."""
         engine, units = self._engine, self._layers[number]
-        with present(engine, units, engine.prefetcher.backward_order), engine.no_sync():
+        with present(engine, units, engine.prefetcher.backward_order), engine.collector.no_sync():
             yield
         below = set().union(*self._layers[:number])
         self._begin(unit for unit in units if unit in below)
         for unit in units:
             if unit not in below:
-                engine.passed(unit)
+                engine.collector.passed(unit)
 
     def _begin(self, units: Iterable[Unit]) -> None:
         """No gradient of ``units`` is the last one yet."""

@@ -59,7 +59,6 @@ from zero_ext.zero.construction.oom_report import MemoryEstimate
 from zero_ext.zero.construction.parameter_aliases import find_aliases, renew
 from zero_ext.zero.construction.rank_consistency import check_agreement
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.gradients.parameter_hooks import watch_all
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import PoolPlan
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
@@ -274,7 +273,7 @@ def _settings(
 
 
 def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
-    watch_all(engine.index, engine)
+    engine.collector.watch()
     if engine.config.offload.update_mode == "in_backward":
         trained = {parameter for master in engine.masters for parameter in master.unit.parameters}
         watch_reads(engine.model, trained, engine.parameter_read)

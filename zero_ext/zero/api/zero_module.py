@@ -70,7 +70,7 @@ class ZeroModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep unreduced local gradients; the first one outside reduces the sum."""
-        with engine_of(self).no_sync():
+        with engine_of(self).collector.no_sync():
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -70,7 +70,7 @@ def accumulated(
         )
         for number, (inputs, targets) in enumerate(pairs):
             engine = engine_of(model)
-            with engine.scaled_pass(number == micro_batches - 1 or "batch" in config):
+            with engine.collector.scaled_pass(number == micro_batches - 1 or "batch" in config):
                 (mean_loss(model(0, inputs), targets) / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()

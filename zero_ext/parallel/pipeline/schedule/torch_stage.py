@@ -61,7 +61,7 @@ class ZeroStage(PipelineStage):
         def run() -> Any:
             return PipelineStage.backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward)
 
-        with self._engine.scaled_pass(reduces=last):
+        with self._engine.collector.scaled_pass(reduces=last):
             if backward_type == "weight":
                 return adopt_assigned(self._engine, self._parameters, run)
             return run()
