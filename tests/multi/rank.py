@@ -82,8 +82,8 @@ def serve(
                 task = RankTask(**json.loads(connection.recv_bytes()))
             except EOFError:
                 return
-            # Torch names groups by a count of each process, in which calls on fewer ranks differ. A group whose
-            # name was used before would find the addresses of the earlier one in the store.
+            # Torch names groups by a count of each process, and calls on fewer ranks advance it on those
+            # alone. A group whose name was used before would find the earlier one's addresses in the store.
             _world.group_count = max(_world.group_count, _GROUPS_PER_TASK * task.number)
             buffer = io.BytesIO()
             answer = _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed))
