@@ -74,7 +74,7 @@ def first_page(world: World, folder: str) -> None:
 
 def all_else(world: World, folder: str) -> None:
     os.chdir(folder)
-    code = next(block for block in blocks("README.md") if "zero_ext.Init" in block)
+    code = next(block for block in blocks("docs/calls.md") if "zero_ext.Init" in block)
     named = {
         "BigModel": BigModel,
         "config": {"stage": 3},
@@ -82,16 +82,16 @@ def all_else(world: World, folder: str) -> None:
         "loader": SimpleNamespace(state_dict=dict),
         "scheduler": SimpleNamespace(state_dict=dict),
     }
-    names = run_block(world, code, "README.md", named)
+    names = run_block(world, code, "docs/calls.md", named)
     assert not names["state"]["head.weight"].any() and names["state"]["body.weight"].any()
     assert (Path(folder) / "checkpoints" / "latest").exists()
 
 
 def engine_loop(world: World, folder: str) -> None:
     os.chdir(folder)
-    code = next(block for block in blocks("README.md") if "initialize" in block)
+    code = next(block for block in blocks("docs/calls.md") if "initialize" in block)
     data = [{"inputs": torch.randn(4), "target": torch.zeros(2)} for _ in range(16)]
-    names = run_block(world, code, "README.md", {"model": BigModel(), "data": data})
+    names = run_block(world, code, "docs/calls.md", {"model": BigModel(), "data": data})
     assert names["engine"].global_steps == 2
 
 

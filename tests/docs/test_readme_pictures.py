@@ -1,0 +1,41 @@
+"""The README's pictures and the tables of docs/figures.md show the figures of benchmarks/results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.plot_readme import FOLDER, PICTURES, THEMES, memory_figures, shown_in, speed_figures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_shows_the_results_of_today(name: str, theme: str) -> None:
+    _, _, figures = PICTURES[name]
+    shown = shown_in(FOLDER / f"{name}_{theme}.svg")
+    assert shown == figures(), "redraw it by `python -m scripts.plot_readme`"
+    assert f"docs/images/{name}_{theme}.svg" in (ROOT / "README.md").read_text()
+
+
+def test_the_first_page_is_short_and_begins_with_a_picture() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert any("<picture>" in line for line in lines[:12])
+
+
+def test_the_tables_of_figures_are_those_of_the_pictures() -> None:
+    text = (ROOT / "docs" / "figures.md").read_text()
+    ratios = {title: median for title, median, _, _ in speed_figures()}
+    rows = re.findall(r"^\| (stage \d) \| (\w+)[^|]* \| [\d.]+ \| ([\d.]+) \|$", text, re.MULTILINE)
+    shown = {f"{stage} / {peer}": float(ratio) for stage, peer, ratio in rows}
+    assert shown == ratios
+    peaks = {(stage, title): round(value, 1) for stage, title, value in memory_figures()}
+    for stage, title in peaks:
+        (row,) = re.findall(rf"^\| {stage[-1]} \| .*$", text, re.MULTILINE)
+        own, peers = row.split(" | ")[-2:]
+        found = own if title == "zero_ext" else peers[peers.index(title) :].split(",")[0]
+        assert float(re.findall(r"[\d.]+(?= \||$)", found.strip())[-1]) == peaks[stage, title], (stage, title)
