@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md into docs/images, each for light and for dark pages.
+"""Draw the plots of README.md into docs/images, each for light and for dark pages.
 
 ``python -m scripts.plot_readme`` redraws them: how state is placed in each stage, and two charts of
 ``benchmarks/results``. Each SVG file holds the figures that it shows as metadata, so a test can compare them
@@ -73,7 +73,7 @@ def speed_figures() -> list[tuple[str, float, float, float]]:
 
 
 def shown_in(file: Path) -> Any:
-    """Return the figures that a picture shows."""
+    """Return the figures that a plot shows."""
     found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
     return None if found is None else json.loads(" ".join(found[1].split()))
 
@@ -155,7 +155,7 @@ def _draw_stages(axes: Axes, theme: Theme) -> None:
     axes.set_axis_off()
 
 
-PICTURES: dict[str, tuple[Callable[[Any, Theme], None], tuple[float, float], Callable[[], Any]]] = {
+PLOTS: dict[str, tuple[Callable[[Any, Theme], None], tuple[float, float], Callable[[], Any]]] = {
     "stages": (_draw_stages, (9.0, 3.5), lambda: None),
     "memory": (_draw_memory, (6.0, 3.4), lambda: [list(each) for each in memory_figures()]),
     "speed": (_draw_speed, (6.0, 2.6), lambda: [list(each) for each in speed_figures()]),
@@ -163,14 +163,14 @@ PICTURES: dict[str, tuple[Callable[[Any, Theme], None], tuple[float, float], Cal
 
 
 def plot(folder: Path = FOLDER) -> None:
-    """Draw all pictures into ``folder``."""
+    """Draw all plots into ``folder``."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "readme", "svg.fonttype": "none", "font.size": 10})
     from matplotlib import pyplot
 
-    for name, (draw, size, figures) in PICTURES.items():
+    for name, (draw, size, figures) in PLOTS.items():
         for theme_name in THEMES:
             theme = _THEMES[theme_name]
             figure, axes = pyplot.subplots(figsize=size)

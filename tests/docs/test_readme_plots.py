@@ -1,4 +1,4 @@
-"""The README's pictures and the tables of docs/figures.md show the figures of benchmarks/results."""
+"""The README's plots and the tables of docs/figures.md show the figures of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plot_readme import FOLDER, PICTURES, THEMES, memory_figures, shown_in, speed_figures
+from scripts.plot_readme import FOLDER, PLOTS, THEMES, memory_figures, shown_in, speed_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_shows_the_results_of_today(name: str, theme: str) -> None:
-    _, _, figures = PICTURES[name]
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_plot_shows_the_results_of_today(name: str, theme: str) -> None:
+    _, _, figures = PLOTS[name]
     shown = shown_in(FOLDER / f"{name}_{theme}.svg")
     assert shown == figures(), "redraw it by `python -m scripts.plot_readme`"
     assert f"docs/images/{name}_{theme}.svg" in (ROOT / "README.md").read_text()
 
 
-def test_the_first_page_is_short_and_begins_with_a_picture() -> None:
+def test_the_first_page_is_short_and_begins_with_a_plot() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert any("<picture>" in line for line in lines[:12])
 
 
-def test_the_tables_of_figures_are_those_of_the_pictures() -> None:
+def test_the_tables_of_figures_are_those_of_the_plots() -> None:
     text = (ROOT / "docs" / "figures.md").read_text()
     ratios = {title: median for title, median, _, _ in speed_figures()}
     rows = re.findall(r"^\| (stage \d) \| (\w+)[^|]* \| [\d.]+ \| ([\d.]+) \|$", text, re.MULTILINE)
