@@ -24,7 +24,7 @@ from tests.zero.models import (
 )
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 def features_model() -> nn.Module:

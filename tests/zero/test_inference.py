@@ -26,7 +26,7 @@ from tests.zero.training import adamw, configuration
 from zero_ext import ops
 from zero_ext.config.events import GatherEvent
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,

@@ -16,7 +16,7 @@ from tests.multi.rank import World
 from tests.zero.models import VOCABULARY, language_batch
 from tests.zero.training import Plan, adamw, check_against_plain, configuration
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 def llama(tied: bool) -> Any:

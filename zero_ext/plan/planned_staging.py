@@ -16,7 +16,7 @@ from zero_ext.plan.state_memory import check_count
 from zero_ext.zero.construction.build_units import device_of
 from zero_ext.zero.construction.grouping import owned_parameters, plan_units
 from zero_ext.zero.construction.oom_report import plan_staging
-from zero_ext.zero.memory.staging_sizes import Staging
+from zero_ext.zero.construction.staging_sizes import Staging
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
 
 

@@ -142,10 +142,15 @@ def test_parameters_on_nvme_are_read_two_units_ahead() -> None:
     assert first["forward 0"] == (30, 60)
     assert first["fetch 1"] == (30, 40)
     assert first["fetch 2"] == (40, 50)
-    assert first["gather 1"] == (50, 60)
-    assert first["forward 1"] == (60, 90)
-    assert first["shard 2"][0] == 60  # read already; exchanged only when it comes next
-    assert first["forward 3"] == (120, 150)
+    # Read already. The engine's host would wait for the read to exchange it before forward 0.
+    assert first["shard 1"] == (60, 70)
+    assert first["gather 1"] == (70, 80)
+    assert first["forward 1"] == (80, 110)
+    assert first["fetch 3"] == (80, 90)
+    assert first["gather 2"] == (90, 100)  # beside forward 1, as it comes next
+    assert first["forward 2"] == (110, 140)
+    assert first["gather 3"] == (120, 130)
+    assert first["forward 3"] == (140, 170)
 
 
 def test_state_on_nvme_streams_through_a_ring() -> None:

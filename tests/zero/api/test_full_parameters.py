@@ -16,7 +16,7 @@ from tests.zero.models import TIME, VOCABULARY, TinyModel, language_batch, langu
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 class Everything(nn.Module):

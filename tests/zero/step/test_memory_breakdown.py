@@ -16,7 +16,7 @@ from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 KINDS = ("params", "grads", "optimizer")
 

@@ -22,7 +22,7 @@ from tests.zero.tiers import test_tiers
 from tests.zero.training import DEFAULT, Plan, adamw, check_equal, configuration
 from zero_ext import ops
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.multi.rank import World
 from tests.zero.models import WIDTH, feature_batch
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 class Returned(nn.Module):

@@ -11,7 +11,7 @@ from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, fla
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
-from zero_ext.zero.memory.staging_sizes import bucket_groups, gradient_spans
+from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
 from zero_ext.zero.memory.unit_spec import UnitSpec
 
 ParameterSpan = tuple[int, int]

@@ -12,9 +12,9 @@ from zero_ext.config import ZeroConfig
 from zero_ext.plan.simulation.planned_units import planned_units
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
-from zero_ext.zero.memory.pool_replay import gathered_once
-from zero_ext.zero.memory.staging_sizes import StateStep, staging_of
+from zero_ext.zero.construction.staging_sizes import StateStep, staging_of
 from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.unshard.pool_replay import gathered_once
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
 _UNITS_AT_ONCE = 8
@@ -41,7 +41,7 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
     """
     key = _what_counts(training), accelerated
     if key not in model.derived:
-        config = _config(training)
+        config = config_of(training)
         placement = training.placement.consuming_gradients(training.world_size)
         placement = placement if training.uses_up_gradients else training.placement
         groups = tuple(_shallow(model.tensor_groups, training))
@@ -66,16 +66,14 @@ def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
     if key not in model.derived:
         groups = tuple(_shallow(model.tensor_groups, training))
         units = tuple(planned_units(groups, training.placement, training))
-        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, _config(training)))
+        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, config_of(training)))
     return model.derived[key]
 
 
-def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> frozenset[int]:
-    """The numbers of those of ``units`` that a step gathers for forward alone, each a unit of the engine."""
-    if not training.placement.params:
-        return frozenset()
+def unit_specs(units: Sequence[UnitCost], training: Training) -> list[UnitSpec]:
+    """Return ``units``, each a unit of the engine, as the engine describes them."""
     last = len(units) - 1
-    staged = [
+    return [
         UnitSpec(
             str(number),
             unit.parameters,
@@ -89,7 +87,6 @@ def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> froz
         )
         for number, unit in enumerate(units)
     ]
-    return frozenset(int(unit.name) for unit in gathered_once(staged, _config(training)))
 
 
 def _what_counts(training: Training) -> tuple[Any, ...]:
@@ -109,7 +106,8 @@ def _what_counts(training: Training) -> tuple[Any, ...]:
     )
 
 
-def _config(training: Training) -> ZeroConfig:
+def config_of(training: Training) -> ZeroConfig:
+    """Return the configuration of a run with ``training``."""
     offload = {kind: getattr(training, kind) for kind in ("params", "grads", "optimizer")}
     paths = {"nvme_paths": ["/"]} if "nvme" in offload.values() else {}
     return ZeroConfig.from_mapping(

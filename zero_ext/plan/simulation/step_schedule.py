@@ -9,18 +9,47 @@ from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.optimizer_schedule import OptimizerSchedule
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
-from zero_ext.plan.simulation.simulated_staging import numbers_gathered_once
+from zero_ext.plan.simulation.simulated_staging import config_of, unit_specs
 from zero_ext.plan.simulation.task_timeline import Timeline
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
-from zero_ext.zero.memory.lookahead import look_ahead
+from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+
+
+class _SimulatedUnit(PlannedUnit):
+    """A unit whose fetches and gathers are tasks of a schedule."""
+
+    def __init__(self, spec: UnitSpec, number: int, schedule: StepSchedule) -> None:
+        super().__init__(spec)
+        self._number, self._schedule = number, schedule
+
+    @property
+    def needs_early_gather(self) -> bool:
+        """Whether other ranks have shards of it, or the device is not the processor."""
+        return super().needs_early_gather or not self._schedule.costs.hardware.device_is_host
+
+    def to_fetching(self, exact: bool = False) -> None:
+        """Add the read from NVMe, if there is one."""
+        super().to_fetching(exact)
+        self._schedule.fetch(self._number)
+
+    def to_gathering(self) -> None:
+        """Add the copy to the device and the exchange."""
+        super().to_gathering()
+        self._schedule.gather(self._number)
+
+    def to_gathered(self) -> None:
+        """Let what follows wait for it."""
+        super().to_gathered()
+        self._schedule.wait_for(self._number)
 
 
 class StepSchedule:
     """The tasks of a step: micro-batches of forward and backward, and the updates when their time comes.
 
-    Units are gathered ahead as in ``Prefetcher``, reduced as in ``GradientReducer``, updated as in the
-    classes that ``offload.update_mode`` chooses from.
+    The engine's own prefetcher gathers and releases the units. They are reduced as in ``GradientReducer`` and
+    updated as in the classes that ``offload.update_mode`` chooses from.
     """
 
     def __init__(self, units: Sequence[UnitCost], costs: Costs) -> None:
@@ -31,9 +60,12 @@ class StepSchedule:
         self.timeline = Timeline()
         self._add = Resources(self.timeline, costs.hardware, self.training).add
         self._updates = OptimizerSchedule(self.units, costs, self._add)
-        self._once = numbers_gathered_once(self.units, self.training)
-        self._gathered: dict[int, int] = {}
+        specs = unit_specs(self.units, self.training)
+        simulated = [_SimulatedUnit(spec, number, self) for number, spec in enumerate(specs)]
+        self._passes = PlannedPasses(simulated, len(specs), config_of(self.training).units)
+        self._gathered: dict[int, list[int]] = {}
         self._fetched: dict[int, int] = {}
+        self._awaited: list[int] = []  # gathers that have been waited for since something was computed last
         self._outputs: dict[int, int] = {}
         self._reduced: dict[int, int] = {}
         # By unit, the task after which its reduced gradient is in its storage.
@@ -58,28 +90,22 @@ class StepSchedule:
         return self.timeline
 
     def _forward(self) -> None:
-        order = range(len(self.units))
-        for position, number in enumerate(order):
-            unit, before = self.units[number], self._now
-            self._now = [self._compute("forward", number, self.costs.forward(unit), before)]
+        for number in self._passes.forward():
+            unit = self.units[number]
+            self._now = [self._compute("forward", number, self.costs.forward(unit), self._now)]
             if self.training.activations == "recomputed_host" and unit.recomputes:
                 away, _ = self.costs.output(unit)
                 self._outputs[number] = self._add(f"offload output {number}", TO_HOST, away, self._now)
-            self._look_ahead(order, position, before)
-        self._release(remaining=self._once)
 
     def _backward(self, first: bool, last: bool) -> None:
-        order = range(len(self.units))[::-1]
         flying: deque[int] = deque()
-        for position, number in enumerate(order):
-            unit, before = self.units[number], self._now
-            after = before
+        for number in self._passes.backward():
+            unit, after = self.units[number], self._now
             if number in self._outputs:
                 _, back = self.costs.output(unit)
-                ready = [self._outputs.pop(number), *before]
-                after = [*before, self._add(f"fetch output {number}", TO_DEVICE, back, ready)]
+                ready = [self._outputs.pop(number), *self._now]
+                after = [*self._now, self._add(f"fetch output {number}", TO_DEVICE, back, ready)]
             self._now = [self._compute("backward", number, self.costs.backward(unit), after)]
-            self._look_ahead(order, position, before)
             if self.placement.grads or last:
                 if len(flying) == REDUCTIONS_IN_FLIGHT:
                     self._finish_oldest(flying, last)
@@ -91,7 +117,6 @@ class StepSchedule:
                 self._add_up(number)
         while flying:
             self._finish_oldest(flying, last)
-        self._release()
 
     def _finish_oldest(self, flying: deque[int], last: bool) -> None:
         """Backward waits for the reduction; an update in backward runs in its thread."""
@@ -101,38 +126,21 @@ class StepSchedule:
             self._now = [*self._now, *self._updates.run(number, [*self._now, self._stored_gradients[number]])]
 
     def _compute(self, what: str, number: int, seconds: float, after: Sequence[int]) -> int:
-        if self.placement.params and number not in self._gathered:
-            self._fetch(number, after)
-            self._gather(number, after)
-        present = [self._gathered[number]] if number in self._gathered else []
-        return self._add(f"{what} {number}", COMPUTE, seconds, [*after, *present])
+        awaited, self._awaited = self._awaited, []
+        return self._add(f"{what} {number}", COMPUTE, seconds, [*after, *awaited])
 
-    def _look_ahead(self, order: Sequence[int], position: int, before: Sequence[int]) -> None:
-        """What the need of the unit at ``position`` starts, once that is present."""
-        if not self.placement.params:
-            return
-        after = [*before, self._gathered[order[position]]]
-        stored = self.placement.params_tier == "nvme"
-        ahead = look_ahead(
-            order[position + 1 :],
-            lambda number: self.units[number].parameters,
-            lambda _: stored,
-            self.training.prefetch_elements,
-        )
-        for count, number in enumerate(ahead):
-            if number not in self._gathered:
-                self._fetch(number, after)
-                if not stored or count == 0:
-                    self._gather(number, after)
-
-    def _fetch(self, number: int, after: Sequence[int]) -> None:
-        if self.placement.params_tier == "nvme" and number not in self._fetched:
+    def fetch(self, number: int) -> None:
+        """Read the shard of a unit, if it is on NVMe."""
+        if self.placement.params_tier == "nvme":
             seconds = self.costs.fetch(self.units[number])
-            self._fetched[number] = self._add(f"fetch {number}", READ, seconds, after)
+            self._fetched[number] = self._add(f"fetch {number}", READ, seconds, [*self._now, *self._awaited])
 
-    def _gather(self, number: int, after: Sequence[int]) -> None:
+    def gather(self, number: int) -> None:
+        """Bring the shards of a unit to the device, on every rank."""
         unit, tier = self.units[number], self.placement.params_tier
-        ready = [*after, self._fetched[number]] if number in self._fetched else list(after)
+        ready = [*self._now, *self._awaited]
+        if number in self._fetched:
+            ready.append(self._fetched.pop(number))
         straight = tier == "nvme" and self.costs.hardware.device_is_host
         if tier != "device" and not straight:
             shard = self.training.owned(unit.parameters, True)
@@ -141,12 +149,11 @@ class StepSchedule:
         if self.training.world_size > 1:
             seconds = self.costs.collective(unit.parameters, PARAMETER_BYTES)
             ready = [self._add(f"gather {number}", LINK, seconds, ready)]
-        self._gathered[number] = ready[-1]  # the exchange, else what brings the shard
+        self._gathered[number] = ready
 
-    def _release(self, remaining: frozenset[int] = frozenset()) -> None:
-        """All units but those ``remaining`` go: backward finds them there, or does not read them."""
-        self._gathered = {number: task for number, task in self._gathered.items() if number in remaining}
-        self._fetched.clear()
+    def wait_for(self, number: int) -> None:
+        """Let what follows wait for the gather of a unit."""
+        self._awaited += self._gathered[number]
 
     def _add_up(self, number: int) -> None:
         """A gradient that stays local goes into what earlier micro-batches left."""

@@ -13,13 +13,14 @@ from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
 from zero_ext.zero.construction.gathered_presharded import gathered_presharded
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.units.collective_errors import refuse_different
 from zero_ext.zero.units.dtensor_local import full_tensor_of, is_split, local_value
 from zero_ext.zero.units.flat_layout import in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard, store_values
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.unit import Unit, UnitState
+from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.on_demand import held
 
 

@@ -26,7 +26,7 @@ from zero_ext.zero.construction.grouping import (
     plan_units,
     uses_up_gradients,
 )
-from zero_ext.zero.memory.staging_sizes import Staging, StateStep, staging_of
+from zero_ext.zero.construction.staging_sizes import Staging, StateStep, staging_of
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.presharded import presharded_of
 

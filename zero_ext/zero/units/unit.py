@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config.sections.communication import CommunicationConfig
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
+from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.memory.pool import BufferPool, attach, detach
 from zero_ext.zero.memory.unit_spec import UnitSpec
@@ -20,15 +20,6 @@ from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.param_gather import ParameterGather
 from zero_ext.zero.units.placeholder import blanks
 from zero_ext.zero.units.released_params import gathered_class, plain_class, released_class
-
-
-class UnitState(enum.Enum):
-    """The life of a unit's full parameters."""
-
-    RELEASED = "released"  # only the shard exists; every parameter is a placeholder
-    FETCHING = "fetching"  # a pool buffer is attached and the shard is being copied into it
-    GATHERING = "gathering"  # the all-gather is running
-    GATHERED = "gathered"  # the parameters are views of the full flat buffer
 
 
 class Unit(Ending):
@@ -220,14 +211,9 @@ class Unit(Ending):
         advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
         return RuntimeError(f"{reason}. {advice}")
 
-    def ensure_gathered(self, exact: bool = False) -> None:
-        """Gather from whatever state the unit is in, and waits; ``exact`` where it is RELEASED."""
-        if self.state is UnitState.RELEASED:
-            self.to_fetching(exact)
-        if self.state is UnitState.FETCHING:
-            self.to_gathering()
-        if self.state is UnitState.GATHERING:
-            self.to_gathered()
+    def invalidate(self) -> None:
+        """Drop what nodes keep of others' shards, before shards change."""
+        self.param_gather.invalidate()
 
     def start_publishing(self) -> PendingCollective | None:
         """Start to gather the updated shards after a step, where parameters are replicated but updated in
@@ -280,7 +266,7 @@ class Unit(Ending):
                 f"{self.describe()} is in use, gathered as communication.quantized_weights says, and so not "
                 "with the exact values of its shards; write to it outside forward and backward"
             )
-        self.param_gather.invalidate()
+        self.invalidate()
         put(self.storage, 0, self._own, "device")
 
     def view_of(self, index: int) -> torch.Tensor:

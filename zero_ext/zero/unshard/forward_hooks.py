@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from zero_ext.activation import ActivationCheckpointing
+from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.plain_torch import in_transform, without_modes
-from zero_ext.zero.units.unit import Unit, UnitState
+from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
 from zero_ext.zero.unshard.block_outputs import opaque_in, shares_memory, tensors_in, with_own_memory
 from zero_ext.zero.unshard.call_stack import BlockCall, CallStack

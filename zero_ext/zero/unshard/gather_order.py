@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Generic, TypeVar
 
-from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.memory.gathered_unit import GatheredUnit
+
+U = TypeVar("U", bound=GatheredUnit)
 
 
-class GatherOrder:
+class GatherOrder(Generic[U]):
     """The units of one pass (forward or backward) in the order they were needed.
 
     The longest complete pass is the prediction, or a shorter one once two in turn were alike; a pass that
@@ -16,10 +20,10 @@ class GatherOrder:
     last one is the prediction, and after its end comes its beginning. Of any other the pass ``then`` follows.
     """
 
-    def __init__(self, then: GatherOrder | None = None) -> None:
-        self._recorded: list[Unit] = []
-        self._trace: list[Unit] = []
-        self._last: list[Unit] = []  # the pass before this one
+    def __init__(self, then: GatherOrder[U] | None = None) -> None:
+        self._recorded: list[U] = []
+        self._trace: list[U] = []
+        self._last: list[U] = []  # the pass before this one
         self._cursor = 0
         self._then = then
         self.repeats = False
@@ -30,7 +34,7 @@ class GatherOrder:
         self._trace = []
         self._cursor = 0
 
-    def needed(self, unit: Unit) -> list[Unit]:
+    def needed(self, unit: U) -> list[U]:
         """Notes that ``unit`` is needed now; the units that were expected before it."""
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
@@ -49,10 +53,17 @@ class GatherOrder:
             self._trace = []
             self._cursor = len(self._recorded)
 
-    def upcoming(self, beyond: bool = False) -> Sequence[Unit]:
-        """The units expected next, nearest first; each place of the order once. ``beyond``: also of the pass
-        that follows."""
-        left = self._recorded[self._cursor :]
+    def expect(self, units: Iterable[U]) -> None:
+        """Predict a pass that needs ``units`` in this order, before any was recorded."""
+        self._recorded = list(units)
+
+    def upcoming(self, beyond: bool = False) -> Iterator[U]:
+        """Yield the units expected next, nearest first; each place of the order once.
+
+        ``beyond``: also those of the pass that follows.
+        """
+        yield from islice(self._recorded, self._cursor, None)
         if self.repeats:
-            return left + self._recorded[: self._cursor]
-        return left + self._then._recorded if beyond and self._then is not None else left
+            yield from islice(self._recorded, self._cursor)
+        elif beyond and self._then is not None:
+            yield from self._then._recorded

@@ -150,7 +150,7 @@ def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
     raises."""
     holder, complete = object(), False
     # An order of its own: to look ahead from here would gather units that nobody asked for.
-    order = GatherOrder()
+    order = GatherOrder[Unit]()
     engine.prefetcher.borrowers.add(holder)
     try:
         for unit in units:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
-from zero_ext.zero.memory.lookahead import is_reused, look_ahead
-from zero_ext.zero.units.unit import Unit, UnitState
+from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
 from zero_ext.zero.unshard.gather_order import GatherOrder
+
+U = TypeVar("U", bound=GatheredUnit)
 
 _RETAINED = object()  # holds units whose values a second backward pass will need
 
 
-class Prefetcher:
+class Prefetcher(Generic[U]):
     """Gathers and releases the sharded units of one model.
 
     As ``policy`` says. The next unit is always gathered ahead, further ones as long as all that is ahead
@@ -24,35 +26,45 @@ class Prefetcher:
     alone, with one warning naming it. Between two passes of an order that repeats, what the next one needs
     first stays under way; parameters may be changed only after :meth:`forget_values`. What was written in
     place to gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are
-    released.
+    released. Memory plans and simulated steps run the same code, with units of which only sizes exist; their
+    number may be large, so nothing that runs once a unit goes over all units.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[U],
         policy: UnitConfig,
         bus: Bus,
-        commit: Callable[[Unit, list[int]], None],
+        commit: Callable[[U, list[int]], None],
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        self.units = tuple(unit for unit in units if unit.placement.params)
-        self.backward_order = GatherOrder()
+        self.units = tuple(unit for unit in units if unit.spec.placement.params)
+        self.backward_order = GatherOrder[U]()
         self.forward_order = GatherOrder(then=self.backward_order)
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._seen_live = set(self.units)  # all that are not released, and some that are
         self._live_limit = policy.max_live_elements
-        self._fits = sum(unit.layout.numel for unit in self.units) <= self._live_limit  # all of them at once
+        self._fits = sum(unit.spec.numel for unit in self.units) <= self._live_limit  # all of them at once
         self._prefetch_limit = policy.prefetch_elements
         self._reuse_limit = policy.reuse_elements
-        self._retained: set[Unit] = set()  # for their next use, farther than one looks ahead
+        self._retained: set[U] = set()  # for their next use, farther than one looks ahead
         self._bus = bus
         self._commit = commit
+        self._warn = warn or _warn
         self._warned: set[str] = set()
         self.borrowers: set[object] = set()  # blocks of code that use whole parameters, replicated or not
 
     @property
     def live_elements(self) -> int:
         """Elements of all units that are gathered or being gathered."""
-        return sum(unit.layout.numel for unit in self.units if unit.state is not UnitState.RELEASED)
+        return sum(unit.spec.numel for unit in self._live())
 
-    def order_of_forward(self) -> GatherOrder:
+    def _live(self) -> list[U]:
+        """Return the units that are gathered or being gathered, in their order."""
+        self._seen_live = {unit for unit in self._seen_live if unit.state is not UnitState.RELEASED}
+        return sorted(self._seen_live, key=self._numbers.__getitem__)
+
+    def order_of_forward(self) -> GatherOrder[U]:
         """Return the order that the forward about to run follows and records.
 
         With every unit held from outside, ranks may run different numbers of forwards through different
@@ -60,10 +72,10 @@ class Prefetcher:
         """
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 
-    def need(self, unit: Unit, holder: object, order: GatherOrder, exact: bool = False) -> None:
+    def need(self, unit: U, holder: object, order: GatherOrder[U], exact: bool = False) -> None:
         """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``; ``exact``:
         with the values of its shards, unless somebody holds it."""
-        if not unit.placement.params or holder in unit.holders:
+        if not unit.spec.placement.params or holder in unit.holders:
             return
         for skipped in order.needed(unit):
             # Gathered ahead for nothing; where the order changes from step to step such units would pile up.
@@ -76,18 +88,18 @@ class Prefetcher:
         unit.holders.add(holder)
         self._prefetch(order)
 
-    def release(self, unit: Unit, holder: object, order: GatherOrder | None = None) -> None:
+    def release(self, unit: U, holder: object, order: GatherOrder[U] | None = None) -> None:
         """Ends ``holder``'s need; the unit is released when nobody holds it, unless ``order``, or backward
         after it, expects it next or within the limit of reuse."""
         unit.holders.discard(holder)
-        if unit.state is not UnitState.GATHERED or unit.holders or not unit.placement.params:
+        if unit.state is not UnitState.GATHERED or unit.holders or not unit.spec.placement.params:
             return
         if order is not None and self._stays(unit, order) and not unit.written():
             unit.set_aside()
         else:
             self._evict(unit)
 
-    def retain(self, units: Iterable[Unit], reason: str) -> None:
+    def retain(self, units: Iterable[U], reason: str) -> None:
         """Keep ``units`` gathered until :meth:`release_retained`, and warn of the ``reason`` once.
 
         For a backward pass that needs them at a time that hooks cannot foresee.
@@ -96,17 +108,15 @@ class Prefetcher:
             self.need(unit, _RETAINED, self.backward_order)
         if reason not in self._warned and self.units:
             self._warned.add(reason)
-            warnings.warn(
+            self._warn(
                 f"{reason}: its parameters stay gathered until the next optimizer.step() or zero_grad(). Run "
                 "forward and backward inside 'with zero_ext.double_backward(model):' to hold one unit at a "
-                "time.",
-                RuntimeWarning,
-                stacklevel=2,
+                "time."
             )
 
-    def retain_present(self, unit: Unit) -> None:
+    def retain_present(self, unit: U) -> None:
         """Keep ``unit``, which is gathered, until :meth:`release_retained`."""
-        if unit.placement.params:
+        if unit.spec.placement.params:
             unit.holders.add(_RETAINED)
 
     def release_retained(self) -> None:
@@ -134,7 +144,7 @@ class Prefetcher:
         self.release_retained()
         self.release_idle()
         for unit in self.units:
-            unit.param_gather.invalidate()
+            unit.invalidate()
 
     def expects_gathers(self) -> bool:
         """Whether the backward pass under way will begin to gather units, as far as its order is known."""
@@ -152,7 +162,7 @@ class Prefetcher:
         self.backward_order.finish()
         self.release_all()
 
-    def end_pass(self, order: GatherOrder) -> None:
+    def end_pass(self, order: GatherOrder[U]) -> None:
         """At the end of a forward: releases what nobody holds, but for what is expected next. That is
         started where another forward follows; backward starts it itself, as it may never come."""
         order.finish()
@@ -160,48 +170,64 @@ class Prefetcher:
         if order.repeats:
             self._prefetch(order)
 
-    def _stays(self, unit: Unit, order: GatherOrder) -> bool:
+    def _stays(self, unit: U, order: GatherOrder[U]) -> bool:
         if self._is_first(unit, order):
             return self._fits_in(0)
-        expected = order.upcoming(beyond=True) if self._reuse_limit else ()
-        if not self._is_reused(unit, expected):
+        if not self._is_reused(unit, order):
             return False
         # What is gathered ahead has its room first.
+        expected = order.upcoming(beyond=True)
         following = next((each for each in expected if each.state is UnitState.RELEASED), None)
-        if self._fits_in(0 if following is None else following.layout.numel):
+        if self._fits_in(0 if following is None else following.spec.numel):
             self._retained.add(unit)
         return unit in self._retained
 
-    def _is_reused(self, unit: Unit, expected: Sequence[Unit]) -> bool:
-        return is_reused(unit, expected, _numel, self._reuse_limit)
+    def _is_reused(self, unit: U, order: GatherOrder[U]) -> bool:
+        """Return whether ``unit`` is needed again before more than the limit of reuse is used."""
+        used = 0
+        for other in order.upcoming(beyond=True) if self._reuse_limit else ():
+            if other is unit:
+                return True
+            used += other.spec.numel
+            if used > self._reuse_limit:
+                break
+        return False
 
-    def _release_unexpected(self, order: GatherOrder) -> None:
-        expected = order.upcoming(beyond=True)
-        wanted = set(self._window(expected))
-        for unit in self.units:
-            retained = unit in self._retained and self._is_reused(unit, expected)
+    def _release_unexpected(self, order: GatherOrder[U]) -> None:
+        wanted = set(self._window(order.upcoming(beyond=True)))
+        for unit in self._live():
+            retained = unit in self._retained and self._is_reused(unit, order)
             if not unit.holders and not retained and unit not in wanted:
                 self._evict(unit)
 
-    def _evict(self, unit: Unit) -> None:
+    def _evict(self, unit: U) -> None:
         self._retained.discard(unit)
         if unit.state is UnitState.GATHERED:
             self._release(unit)
         elif unit.state is not UnitState.RELEASED:
             unit.to_released()  # never was present: no event
 
-    def _gather(self, unit: Unit, exact: bool) -> None:
+    def _gather(self, unit: U, exact: bool) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._free_space(unit)
         again = unit.is_aside
         self._retained.discard(unit)
-        unit.ensure_gathered(exact)
+        if unit.state is UnitState.RELEASED:
+            self._fetch(unit, exact)
+        if unit.state is UnitState.FETCHING:
+            unit.to_gathering()
+        if unit.state is UnitState.GATHERING:
+            unit.to_gathered()
         if self._bus and not again:
             seconds = time.perf_counter() - began
-            self._bus.publish(GatherEvent(unit.name, unit.layout.numel, prefetched, seconds))
+            self._bus.publish(GatherEvent(unit.spec.name, unit.spec.numel, prefetched, seconds))
 
-    def _release(self, unit: Unit) -> None:
+    def _fetch(self, unit: U, exact: bool = False) -> None:
+        self._seen_live.add(unit)
+        unit.to_fetching(exact)
+
+    def _release(self, unit: U) -> None:
         try:
             written = unit.written()
             if written:
@@ -209,58 +235,65 @@ class Prefetcher:
         finally:
             unit.to_released()
         if self._bus:
-            self._bus.publish(ReleaseEvent(unit.name, unit.layout.numel))
+            self._bus.publish(ReleaseEvent(unit.spec.name, unit.spec.numel))
 
     def _fits_in(self, numel: int) -> bool:
         """Whether ``numel`` more elements may be live."""
         return self._fits or self.live_elements + numel <= self._live_limit
 
-    def _free_space(self, unit: Unit) -> None:
-        for other in self.units:
-            if self._fits_in(unit.layout.numel):
+    def _free_space(self, unit: U) -> None:
+        for other in self._live() if not self._fits_in(unit.spec.numel) else ():
+            if self._fits_in(unit.spec.numel):
                 return
             if other is not unit and not other.holders:
                 self._evict(other)
-        if not self._fits_in(unit.layout.numel) and unit.name not in self._warned:
-            self._warned.add(unit.name)
-            warnings.warn(
-                f"{unit.describe()} has {unit.layout.numel} elements and {self.live_elements} others are in "
+        if not self._fits_in(unit.spec.numel) and unit.spec.name not in self._warned:
+            self._warned.add(unit.spec.name)
+            self._warn(
+                f"{unit.describe()} has {unit.spec.numel} elements and {self.live_elements} others are in "
                 f"use: more than 'units.max_live_elements' = {self._live_limit}. It is gathered all the "
-                "same, without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'.",
-                RuntimeWarning,
-                stacklevel=2,
+                "same, without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'."
             )
 
-    def _prefetch(self, order: GatherOrder) -> None:
+    def _prefetch(self, order: GatherOrder[U]) -> None:
         for position, unit in enumerate(self._window(order.upcoming())):
             if unit.state is UnitState.RELEASED:
-                if not self._fits_in(unit.layout.numel):
+                if not self._fits_in(unit.spec.numel):
                     return
-                unit.to_fetching()
-                if unit.storage.tier != "nvme":
+                self._fetch(unit)
+                if not _is_stored(unit):
                     unit.to_gathering()
             elif unit.state is UnitState.FETCHING and position == 0 and unit.needs_early_gather:
                 # Decided by position alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()
 
-    def _is_first(self, unit: Unit, order: GatherOrder) -> bool:
+    def _is_first(self, unit: U, order: GatherOrder[U]) -> bool:
         """Whether ``unit``, if it were released, would be the first that should be under way."""
         for expected in order.upcoming(beyond=True) if self._prefetch_limit else ():
             if expected is unit or expected.state is not UnitState.GATHERED:
                 return expected is unit
         return False
 
-    def _window(self, expected: Sequence[Unit]) -> Iterator[Unit]:
-        """The units that should be under way: those ``expected`` next and not gathered."""
-        ahead = (
-            unit for unit in expected if unit.state is not UnitState.GATHERED and unit not in self._retained
-        )
-        return look_ahead(ahead, _numel, _is_stored, self._prefetch_limit)
+    def _window(self, expected: Iterable[U]) -> Iterator[U]:
+        """Yield the units that should be under way: those ``expected`` next and not gathered, nearest first.
+
+        The next one always is, and further ones while all of them stay within the limit of prefetching. A
+        shard on NVMe is read before it is gathered, so two such units always are. With limit 0 none is.
+        """
+        ahead, seen = 0, set[U]()
+        for unit in expected if self._prefetch_limit else ():
+            if unit.state is UnitState.GATHERED or unit in self._retained or unit in seen:
+                continue
+            ahead += unit.spec.numel
+            if ahead > self._prefetch_limit and len(seen) >= (2 if _is_stored(unit) else 1):
+                return
+            seen.add(unit)
+            yield unit
 
 
-def _numel(unit: Unit) -> int:
-    return unit.layout.numel
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _is_stored(unit: Unit) -> bool:
-    return unit.storage.tier == "nvme"
+def _is_stored(unit: GatheredUnit) -> bool:
+    return unit.spec.placement.params_tier == "nvme"

@@ -23,8 +23,8 @@ from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_
 from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
-from zero_ext.zero.memory.pool_replay import demands_of_a_step
 from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.unshard.pool_replay import demands_of_a_step
 
 _NEIGHBORS = 8
 _GRAIN = 2 * SLOTS * STORAGE_ALIGNMENT

@@ -1,0 +1,220 @@
+"""Replay of a step that finds its demands on the pool: how many bytes each unit needs, and when.
+
+The engine's prefetcher gathers and releases in it. What ``accumulator.py`` and ``reducer.py`` do is repeated,
+for a model that uses its parameters in the order of their registration, block by block. Inside a block
+gradients may come in any order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from zero_ext.config import ZeroConfig
+from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, GRADIENT_CHUNK_ELEMENTS
+from zero_ext.config.overlap_limits import (
+    READS_AHEAD,
+    REDUCTIONS_IN_FLIGHT,
+    SHARD_TRANSFERS_IN_FLIGHT,
+    WRITES_BEHIND,
+)
+from zero_ext.zero.memory.gathered_unit import UnitState
+from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
+from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+
+# Chunks of gradients on NVMe in memory at a time: read ahead for running reductions, written behind for those
+# that have ended, one that is read, and one that it is added to.
+_CHUNKS = READS_AHEAD * REDUCTIONS_IN_FLIGHT + WRITES_BEHIND * (SHARD_TRANSFERS_IN_FLIGHT + 1) + 2
+_REDUCING: tuple[Purpose, ...] = ("received", "sent")
+_ANY_CHUNKS: Key = ("", "chunks")
+
+
+def demands_of_a_step(units: Sequence[UnitSpec], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
+    """Return the demands of one forward and backward pass on the pool.
+
+    ``used_up``: each unit's gradient ends with its update in backward.
+
+    - Forward, and backward in reverse: a unit is needed while the module that has it runs; ``Prefetcher``
+      decides what is gathered besides.
+    - Quantized parameters need a payload with all shards until they are used.
+    - A sharded gradient is full from the block of the unit's last parameter to the end of its reduction.
+    - A reduction needs the other ranks' shards, a copy in the communication dtype if that differs or twice
+      the quantized payload, and the shard that is copied to another tier or used by an update in backward.
+      Two reductions run simultaneously while further gradients are computed. Two more that have ended may
+      still be written to NVMe. Where gradients add up there, chunks of them are read back.
+    - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
+    """
+    replay = _Replay(units, config, used_up)
+    _run(replay.passes.forward())
+    replay.backward()
+    _run(replay.passes.forward(repeats=True))
+    return replay.demands()
+
+
+def gathered_once(units: Sequence[UnitSpec], config: ZeroConfig) -> list[UnitSpec]:
+    """Return the sharded units that a step gathers for forward alone, as backward reuses or needs none."""
+    replay = _Replay(units, config, used_up=False)
+    _run(replay.passes.forward())
+    return [
+        unit.spec for unit in replay.sharded if not (unit.spec.rereads and unit.state is UnitState.RELEASED)
+    ]
+
+
+def _run(a_pass: Iterator[int]) -> None:
+    for _ in a_pass:
+        pass
+
+
+class _ReplayedUnit(PlannedUnit):
+    def __init__(self, spec: UnitSpec, replay: _Replay) -> None:
+        super().__init__(spec)
+        self._replay = replay
+
+    def to_fetching(self, exact: bool = False) -> None:
+        super().to_fetching(exact)
+        self._replay.acquire(self.spec, "parameters", self.spec.nbytes)
+
+    def to_gathering(self) -> None:
+        super().to_gathering()
+        codes = self._replay.config.communication.quantized_weights
+        if codes is not None and self.spec.is_float and self.spec.world_size > 1:
+            self._replay.acquire(self.spec, "payload", self.spec.payload_bytes(codes))
+
+    def to_gathered(self) -> None:
+        super().to_gathered()
+        self._replay.free(self.spec, "payload")
+
+    def to_released(self) -> None:
+        super().to_released()
+        self._replay.free(self.spec, "parameters")
+        self._replay.free(self.spec, "payload")
+
+
+class _Replay:
+    def __init__(self, units: Sequence[UnitSpec], config: ZeroConfig, used_up: bool) -> None:
+        self._units = units
+        self.config = config
+        self.sharded = [_ReplayedUnit(unit, self) for unit in units if unit.placement.params]
+        parameters = 1 + max((unit.gathered[1] for unit in units), default=-1)
+        self.passes = PlannedPasses(self.sharded, parameters, config.units)
+        self._accumulates = config.batch.gradient_accumulation_steps > 1
+        self._sum_bytes = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
+        sent = config.precision.communication_dtype
+        self._used_up = used_up
+        self._sent_bytes = BYTES_OF_DTYPE[sent] if sent is not None else None
+        self._flying: deque[UnitSpec] = deque()
+        self._moving: deque[UnitSpec] = deque()
+        self._now = 0
+        self._open: dict[Key, int] = {}
+        self._nbytes: dict[Key, int] = {}
+        self._when: dict[Key, list[tuple[int, int]]] = defaultdict(list)
+
+    def demands(self) -> list[Demand]:
+        """Return the demands replayed so far, after which nothing stays gathered."""
+        self.passes.end()
+        return [
+            Demand(key, self._nbytes[key], tuple(when), _CHUNKS if key == _ANY_CHUNKS else 1)
+            for key, when in self._when.items()
+        ]
+
+    def backward(self) -> None:
+        """Replay backward with its gradients: parameter after parameter, from the last one on."""
+        grads_start, early, complete = defaultdict(list), defaultdict(list), defaultdict(list)
+        for unit in self._units:
+            if unit.grads_end is not None:
+                first, last = unit.grads_end
+                grads_start[unit.grads_start].append(unit)
+                complete[first].append(unit)
+                if any(unit.grads_end == other.grads_end for other in self._units if other is not unit) or (
+                    unit.grads_end != unit.gathered
+                ):
+                    early[last].append(unit)
+        for number in self.passes.backward():
+            for unit in grads_start[number]:
+                if unit.placement.grads:
+                    self.acquire(unit, "gradient", unit.nbytes)
+            for unit in early[number]:
+                self._acquire_scratch(unit)
+            for unit in reversed(complete[number]):
+                self._reduce(unit)
+        while self._flying:
+            self._finish_oldest()
+        while self._moving:
+            self._end_transfer()
+        self._close(_ANY_CHUNKS)
+
+    def _reduce(self, unit: UnitSpec) -> None:
+        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+            self._finish_oldest()
+        self._flying.append(unit)
+        self._acquire_scratch(unit)
+        if unit.world_size == 1:
+            self._finish_oldest()
+
+    def _acquire_scratch(self, unit: UnitSpec) -> None:
+        """Acquire what a reduction needs, unless the unit has it already."""
+        placement = unit.placement
+        if self._accumulates and placement.grads and placement.grads_tier == "nvme":
+            size = max(self._sum_bytes, unit.itemsize)
+            self._open_up(_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
+        if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _REDUCING):
+            return
+        own = self._sum_bytes if self._accumulates else unit.itemsize
+        local = unit.itemsize if placement.grads else own
+        sent = local if self._sent_bytes is None else self._sent_bytes
+        if placement.grads and (placement.grads_tier != "device" or self._used_up):
+            self.acquire(unit, "staging", unit.shard_numel * own)
+        codes = self.config.communication.quantized_gradients
+        if codes is not None and placement.grads:
+            self.acquire(unit, "sent", unit.payload_bytes(codes))
+            self.acquire(unit, "received", unit.payload_bytes(codes))
+            return
+        reduction = self.config.precision.reduction if unit.replicas == 1 else "rank_order"
+        if sent != local or reduction == "node_order":
+            self.acquire(unit, "sent", unit.numel * sent)
+        if reduction == "node_order":
+            received = unit.numel * sent if sent > local else 0
+        elif reduction == "backend":
+            received = unit.shard_numel * sent
+        else:
+            received = unit.shard_numel * (max(unit.world_size, unit.replicas) - 1) * sent
+        if received:
+            self.acquire(unit, "received", received)
+
+    def _finish_oldest(self) -> None:
+        unit = self._flying.popleft()
+        self.free(unit, "received")
+        self.free(unit, "sent")
+        self._moving.append(unit)
+        stored = unit.placement.grads_tier == "nvme"
+        if unit.world_size > 1 or not stored:
+            self.free(unit, "gradient")
+        if not stored:
+            self.free(unit, "staging")
+        while len(self._moving) > SHARD_TRANSFERS_IN_FLIGHT:
+            self._end_transfer()
+
+    def _end_transfer(self) -> None:
+        unit = self._moving.popleft()
+        self.free(unit, "staging")
+        self.free(unit, "gradient")
+
+    def acquire(self, unit: UnitSpec, purpose: Purpose, nbytes: int) -> None:
+        """Note that ``unit`` needs bytes for a purpose from now on, unless it has them."""
+        self._open_up((unit.name, purpose), nbytes)
+
+    def free(self, unit: UnitSpec, purpose: Purpose) -> None:
+        """Note the end of such a need, if there is one."""
+        self._close((unit.name, purpose))
+
+    def _open_up(self, key: Key, nbytes: int) -> None:
+        self._nbytes[key] = max(nbytes, self._nbytes.get(key, 0))
+        self._open.setdefault(key, self._now)
+        self._now += 1
+
+    def _close(self, key: Key) -> None:
+        begin = self._open.pop(key, None)
+        if begin is not None:
+            self._when[key].append((begin, self._now))
+            self._now += 1
