@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.import_graph import ROOT
+from zero_ext.config.plot_colors import BLUE, GRAY, GREEN, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,14 +40,14 @@ _SPEED = [
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one theme. The fills are those of Okabe and Ito, which colour-blind readers tell apart."""
+    """Colors of one theme."""
 
     ink: str
     faint: str
-    params: str = "#0072b2"
-    grads: str = "#e69f00"
-    optimizer: str = "#009e73"
-    peer: str = "#9aa5b1"
+    params: str = BLUE
+    grads: str = ORANGE
+    optimizer: str = GREEN
+    peer: str = GRAY
 
 
 _THEMES = {"light": Theme("#1f2a37", "#c3ccd6"), "dark": Theme("#e6edf3", "#4a5561", peer="#7d8894")}

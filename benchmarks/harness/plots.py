@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.formula import STATE_KINDS
+from zero_ext.config.plot_colors import GRAY, KINDS
 from zero_ext.plan.simulation import Simulation
 
-COLOURS = {"params": "#4c72b0", "grads": "#dd8452", "optimizer": "#55a868", "other": "#b0b0b0"}
+_COLORS = {**KINDS, "other": GRAY}
 
 
 def plot_state_bytes(accounts: list[dict[str, Any]], path: Path) -> Path:
@@ -24,7 +25,7 @@ def plot_state_bytes(accounts: list[dict[str, Any]], path: Path) -> Path:
         bars["other"] = account["total"] - account["state"]
         for kind, count in bars.items():
             label = kind if position == 0 else ""
-            axes.bar(position, count / 1e6, bottom=base, color=COLOURS[kind], label=label, width=0.7)
+            axes.bar(position, count / 1e6, bottom=base, color=_COLORS[kind], label=label, width=0.7)
             base += count / 1e6
         formula = sum(account["formula"].values()) / 1e6
         label = "formula" if position == 0 else ""
@@ -50,7 +51,7 @@ def plot_scaling(found: Sequence[Simulation], title: str, path: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(6.0, 4.0))
     ranks = [one.training.world_size for one in found]
     rates = [one.tokens_per_second for one in found]
-    axes.plot(ranks, rates, marker="o", color=COLOURS["params"], label="simulated")
+    axes.plot(ranks, rates, marker="o", color=_COLORS["params"], label="simulated")
     axes.hlines(rates[0], ranks[0], ranks[-1], colors="black", linestyles="dotted", label="perfect scaling")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from demo.comparison import MEGA, STATE_KINDS, Row
 from demo.settings import SETTINGS
 from demo.training_run import TrainingRun
+from zero_ext.config.plot_colors import BLUE, KINDS, VERMILION
 
-COLOURS = {"params": "#4c72b0", "grads": "#dd8452", "optimizer": "#55a868"}
 NAMES = {
     "params": "parameters (bf16)",
     "grads": "gradients (bf16)",
@@ -41,14 +41,14 @@ def draw_loss(run: TrainingRun, path: Path) -> None:
     """Training loss of every step, held-out loss where it was taken, and the two bars."""
     axes = _axes(f"Byte-level Llama, {run.parameters / MEGA:.0f}M parameters, ZeRO-3: loss")
     axes.plot(
-        range(1, len(run.losses) + 1), run.losses, color="#4c72b0", linewidth=1.3, label="training, each step"
+        range(1, len(run.losses) + 1), run.losses, color=BLUE, linewidth=1.3, label="training, each step"
     )
     steps = [0, SETTINGS.save_at, SETTINGS.steps]
     held_out = [run.held_out_start, run.held_out_saved, run.held_out_end]
-    axes.plot(steps, held_out, "o", color="#c44e52", markersize=7, label="held-out", zorder=3)
+    axes.plot(steps, held_out, "o", color=VERMILION, markersize=7, label="held-out", zorder=3)
     for step, loss in zip(steps, held_out, strict=True):
         axes.annotate(
-            f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(6, -15), color="#c44e52"
+            f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(6, -15), color=VERMILION
         )
     bars = (
         (run.unigram_entropy, "byte-unigram entropy", "--"),
@@ -74,7 +74,7 @@ def draw_memory(rows: list[Row], path: Path) -> None:
     bases = [0.0] * len(rows)
     for kind in STATE_KINDS:
         heights = [getattr(row.measured, kind) / MEGA for row in rows]
-        bars = axes.bar(range(len(rows)), heights, 0.62, bottom=bases, color=COLOURS[kind], label=NAMES[kind])
+        bars = axes.bar(range(len(rows)), heights, 0.62, bottom=bases, color=KINDS[kind], label=NAMES[kind])
         axes.bar_label(
             bars, [f"{height:.0f}" for height in heights], label_type="center", color="white", fontsize=9
         )

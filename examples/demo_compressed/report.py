@@ -9,6 +9,7 @@ from demo.report import markdown_table
 from demo_compressed.modes import MODES
 from demo_compressed.outcome import Outcome, compare
 from demo_compressed.settings import CompressedSettings
+from zero_ext.config.plot_colors import SERIES
 
 HEADINGS = (
     "way",
@@ -20,7 +21,7 @@ HEADINGS = (
     "in all",
     "verdict",
 )
-COLOURS = {"adam": "C0", "onebit_adam": "C1", "zero_one_adam": "C2", "zero3": "C4", "zeropp": "C3"}
+COLORS = dict(zip(("adam", "onebit_adam", "zero_one_adam", "zero3", "zeropp"), SERIES, strict=True))
 KILO = 1e3
 
 
@@ -64,7 +65,7 @@ def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
         axes.plot(
             *zip(*outcome.held_out, strict=True),
             style,
-            color=COLOURS[name],
+            color=COLORS[name],
             label=MODES[name].title,
             marker=".",
         )
@@ -92,7 +93,7 @@ def draw_bytes(outcomes: dict[str, Outcome], settings: CompressedSettings, path:
         for count in outcome.crossing:
             total += count
             summed.append(total / 1e6)
-        style = {"color": COLOURS[name], "label": MODES[name].title, "linewidth": 1.2}
+        style = {"color": COLORS[name], "label": MODES[name].title, "linewidth": 1.2}
         steps = range(1, len(summed) + 1)
         left.plot(steps, [max(count, 1) / KILO for count in outcome.crossing], **style)
         right.plot(steps, summed, **style)

@@ -14,8 +14,9 @@ from matplotlib.axes import Axes
 
 from demo_offload.timeline import TIERS, Sample
 from demo_offload.verdict import MEGA, NAMES, Result
+from zero_ext.config.plot_colors import BLUE, GREEN, LIMIT, ORANGE
 
-COLOURS = {"process": "#444444", "device": "#4c72b0", "host": "#dd8452", "nvme": "#55a868"}
+COLORS = {"process": "#444444", "device": BLUE, "host": ORANGE, "nvme": GREEN}
 ROWS = {"process": "process", "device": "device tier", "host": "host tier", "nvme": "NVMe tier"}
 
 
@@ -32,10 +33,10 @@ def draw_timeline(result: Result, path: Path) -> None:
         under = "no cap" if run == "memory" else result.cap_name
         top.set_title(f"{title}\n{under}: {result.endings[run]}", fontsize=11)
         if run != "memory":
-            top.axhline(result.cap_bytes / MEGA, color="#c44e52", linewidth=1.4, label="cap")
+            top.axhline(result.cap_bytes / MEGA, color=LIMIT, linewidth=1.4, label="cap")
         if run == "plain" and samples:
             for axes in grid[:, column]:
-                axes.axvline(samples[-1].seconds, color="#c44e52", linewidth=1, linestyle=":")
+                axes.axvline(samples[-1].seconds, color=LIMIT, linewidth=1, linestyle=":")
         grid[-1, column].set_xlabel("seconds")
     for axes, name in zip(grid[:, 0], ROWS.values(), strict=True):
         axes.set_ylabel(f"{name}\nMB (10⁶ bytes)")
@@ -52,8 +53,8 @@ def _panel(axes: Axes, samples: list[Sample], row: str, column: str) -> None:
     axes.set_axisbelow(True)
     seconds = [sample.seconds for sample in samples]
     held = [getattr(sample, column) / MEGA for sample in samples]
-    axes.fill_between(seconds, held, color=COLOURS[row], alpha=0.25, linewidth=0)
-    axes.plot(seconds, held, color=COLOURS[row], linewidth=1.3)
+    axes.fill_between(seconds, held, color=COLORS[row], alpha=0.25, linewidth=0)
+    axes.plot(seconds, held, color=COLORS[row], linewidth=1.3)
     for before, after in itertools.pairwise(samples):
         if before.step != after.step:
             axes.axvline(after.seconds, color="#bbbbbb", linewidth=0.7, zorder=0)

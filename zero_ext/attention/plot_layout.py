@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_ext.attention.block_layout import BlockLayout
+from zero_ext.config.plot_colors import BLUE
 
 _MOST_CELLS = 256  # blocks a side beyond which several are drawn as one
 _GAMMA = 0.5  # so that a cell with few of its blocks is seen
 _MOST_HEADS = 16
 _TICKS = 4
-_COLOUR = "#4c72b0"
 
 
 def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
@@ -37,7 +37,7 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     across = min(4, math.ceil(math.sqrt(shown)))
     down = math.ceil(shown / across)
     side = 5.0 if shown == 1 else 3.2
-    colours = LinearSegmentedColormap.from_list("blocks", ["#ffffff", _COLOUR])
+    colors = LinearSegmentedColormap.from_list("blocks", ["#ffffff", BLUE])
     extent = (0, layout.key_length, layout.query_length, 0)
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(side * across + 0.6, side * down + 0.7), layout="constrained")
@@ -47,7 +47,7 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
                 axes.set_axis_off()
                 continue
             cells = density_cells(layout, head)
-            axes.imshow(cells**_GAMMA, cmap=colours, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+            axes.imshow(cells**_GAMMA, cmap=colors, vmin=0, vmax=1, extent=extent, interpolation="nearest")
             axes.tick_params(labelsize=8)
             for ticks, length in ((axes.xaxis, layout.key_length), (axes.yaxis, layout.query_length)):
                 positions = [length * tick // _TICKS for tick in range(_TICKS + 1)]

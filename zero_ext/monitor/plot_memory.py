@@ -6,10 +6,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from zero_ext.config import plot_colors
 from zero_ext.monitor.sources.memory_timeline import MemorySample, MemoryTimeline
 from zero_ext.zero.step.memory_breakdown import KINDS
 
-_COLOURS = {"params": "#4269d0", "grads": "#efb118", "optimizer": "#6cc5b0", "staging": "#9c6b4e"}
+_COLORS = {**plot_colors.KINDS, "staging": plot_colors.GRAY}
 _PHASES = {"forward": "#dde6f5", "backward": "#f7ead0", "step": "#dff0ea"}
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
@@ -38,7 +39,7 @@ def draw(timeline: MemoryTimeline, phases: Sequence[dict[str, Any]]) -> bytes:
     handles, labels = axes[0].get_legend_handles_labels()
     from matplotlib.patches import Patch
 
-    handles += [Patch(color=colour) for colour in _PHASES.values()]
+    handles += [Patch(color=color) for color in _PHASES.values()]
     figure.legend(
         handles, [*labels, *_PHASES], loc="outside lower center", ncols=7, fontsize=8, frameon=False
     )
@@ -60,18 +61,18 @@ def _panel(axis: Any, timeline: MemoryTimeline, panel: str, first: float) -> Non
     if panel == "gathered":
         moments = [seconds - first for seconds, _ in timeline.live]
         rows = [[nbytes for _, nbytes in timeline.live]]
-        names, colours = ["gathered units"], ["#a463f2"]
+        names, colors = ["gathered units"], [plot_colors.PINK]
     elif panel == "process":
         moments, rows = times, [[each.process for each in timeline.samples]]
-        names, colours = ["resident"], ["#7f7f7f"]
+        names, colors = ["resident"], [plot_colors.SKY]
     else:
         moments = times
         rows = [[_kinds(each, panel)[kind] for each in timeline.samples] for kind in KINDS]
-        names, colours = list(KINDS), [_COLOURS[kind] for kind in KINDS]
+        names, colors = list(KINDS), [_COLORS[kind] for kind in KINDS]
     most = max((sum(column) for column in zip(*rows, strict=True)), default=0)
     size, unit = next(each for each in _UNITS if most >= each[0] or each[0] == 1)
     scaled = [[value / size for value in row] for row in rows]
-    axis.stackplot(moments, scaled, labels=names, colors=colours, alpha=0.9, step="post", lw=0)
+    axis.stackplot(moments, scaled, labels=names, colors=colors, alpha=0.9, step="post", lw=0)
     axis.set_ylabel(f"{panel}\n{unit}", fontsize=8)
     axis.set_ylim(0, max(most / size * 1.15, 1e-9))
     axis.tick_params(labelsize=8)

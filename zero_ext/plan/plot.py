@@ -1,4 +1,4 @@
-"""A plan as a picture: a stacked bar for every placement and tier, against what there is of the tier."""
+"""A plan as a plot: a stacked bar for every placement and tier, as a share of the tier's capacity."""
 
 from __future__ import annotations
 
@@ -6,90 +6,86 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config import Tier
-from zero_ext.plan.plan_entry import KINDS, TIERS, PlanEntry
+from zero_ext.config.plot_colors import KINDS as COLORS
+from zero_ext.config.plot_colors import LIMIT
+from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 
-COLOURS = {
-    "params": "#4c72b0",
-    "grads": "#dd8452",
-    "optimizer": "#55a868",
-    "activations": "#8172b3",
-    "buffers": "#b0b0b0",
-    "autograd": "#da8bc3",
-    "NCCL": "#937860",
-}
-_TITLES = {"device": "memory of a GPU", "host": "memory of a host", "nvme": "NVMe of a host"}
-_MOST_SHOWN = 1.6  # times the capacity; longer bars are cut, with their figure beside them
+_TITLES = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe of a host"}
+_LONGEST = 1.5  # times the capacity: longer bars are cut there, and their label says the bytes
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "bytes"))
 
 
 def plot_plan(plan: Plan, path: Path) -> Path:
-    """Draws ``plan`` to ``path`` (PNG, SVG or PDF by its suffix); bars of what does not fit are pale.
+    """Draw ``plan`` to ``path`` and return it.
 
-    ModuleNotFoundError where matplotlib is not installed.
+    Args:
+        plan: The placements, of which the recommended one is marked.
+        path: A PNG, SVG or PDF file, by its suffix.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise ModuleNotFoundError("--plot needs matplotlib: pip install matplotlib") from None
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(13, 0.42 * len(plan.entries) + 1.9), layout="constrained")
+    with matplotlib.rc_context({"font.size": 12}):
+        figure = Figure(figsize=(13, 0.45 * len(plan.entries) + 2.4), layout="constrained")
         panels = figure.subplots(1, len(TIERS), sharey=True)
+        kinds: set[str] = set()
         for axes, tier in zip(panels, TIERS, strict=True):
-            _draw_tier(axes, plan, tier)
-        panels[0].set_yticks(range(len(plan.entries)), [_label(plan, row) for row in plan.entries])
+            kinds |= _draw_tier(axes, plan, tier)
+        panels[0].set_yticks(range(len(plan.entries)), [str(row.candidate) for row in plan.entries])
         panels[0].invert_yaxis()
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.suptitle(
-            f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name}\n"
-            f"→ recommended; pale: does not fit; bars end at {_MOST_SHOWN:g} times what there is"
-        )
-        figure.savefig(path, dpi=130)
+        for label, row in zip(panels[0].get_yticklabels(), plan.entries, strict=True):
+            label.set_fontweight("bold" if _is_recommended(plan, row) else "normal")
+        handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        notes = ["bold: recommended"] * (plan.recommendation is not None) + ["pale: more than there is"]
+        figure.suptitle(f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name} ({', '.join(notes)})")
+        figure.savefig(path, dpi=110)
     return path
 
 
-def _label(plan: Plan, row: PlanEntry) -> str:
-    chosen = plan.recommendation is not None and plan.recommendation.entry is row
-    return f"{'→ ' if chosen else ''}{row.candidate}"
+def _is_recommended(plan: Plan, row: PlanEntry) -> bool:
+    return plan.recommendation is not None and plan.recommendation.entry is row
 
 
-def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> None:
+def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> set[str]:
+    """Draw one tier, and return the kinds of bytes in it."""
     capacity = getattr(plan.hardware, f"{tier}_bytes")
-    if capacity <= 1:  # there is none
-        axes.set_title(f"{_TITLES[tier]}: none", fontsize=10)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_xticks([])
-        return
-    scale, unit = _unit(capacity)
-    longest = _MOST_SHOWN * capacity / scale
-    for position, row in enumerate(plan.entries):
-        left, short = 0.0, {shortfall.tier for shortfall in row.shortfalls}
-        for kind, nbytes in row.by_kind(tier).items():
-            width = min(nbytes / scale, max(longest - left, 0.0))
-            axes.barh(position, width, left=left, color=COLOURS[kind], alpha=0.35 if tier in short else 1.0)
-            left += width
-        total = sum(row.by_kind(tier).values()) / scale
-        if total > 0:
-            axes.text(
-                left,
-                position,
-                f" {total:,.3g}" if total < 1000 else f" {total:,.0f}",
-                va="center",
-                fontsize=8,
-            )
-    for kind in KINDS:
-        axes.barh(0, 0, color=COLOURS[kind], label=kind)
-    axes.axvline(capacity / scale, color="#c44e52", linestyle="--", label="capacity")
-    axes.set_xlim(0, longest * 1.18)
-    axes.set_xlabel(unit)
-    axes.set_title(f"{_TITLES[tier]}: {capacity / scale:,.4g} {unit}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    if capacity <= 1:
+        axes.set_title(f"{_TITLES[tier]}: none", fontsize=12)
+        axes.spines["bottom"].set_visible(False)
+        axes.set_xticks([])
+        return set()
+    kinds = set()
+    for position, row in enumerate(plan.entries):
+        left, total = 0.0, sum(row.by_kind(tier).values())
+        alpha = 0.3 if any(shortfall.tier == tier for shortfall in row.shortfalls) else 1.0
+        if _is_recommended(plan, row):
+            axes.axhspan(position - 0.5, position + 0.5, color="#eef2f7", zorder=0)
+        for kind, nbytes in row.by_kind(tier).items():
+            width = min(nbytes / capacity, max(_LONGEST - left, 0.0))
+            axes.barh(position, width, left=left, color=COLORS[kind], alpha=alpha)
+            left += width
+            if width:
+                kinds.add(kind)
+        if total:
+            text = axes.text(left + 0.02, position, _bytes_text(total), va="center", fontsize=11)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # over the limit's line
+    axes.axvline(1.0, color=LIMIT, linestyle="--")
+    axes.set_xlim(0, _LONGEST + 0.45)
+    axes.set_xticks([0, 0.5, 1.0], ["0", "50%", "100%"])
+    axes.set_title(f"{_TITLES[tier]}: {_bytes_text(capacity)}", fontsize=12)
+    return kinds
 
 
-def _unit(capacity: int) -> tuple[float, str]:
-    return next(
-        ((scale, unit) for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if capacity >= 2 * scale),
-        (1.0, "bytes"),
-    )
+def _bytes_text(nbytes: float) -> str:
+    size, unit = next(each for each in _UNITS if nbytes >= each[0] or each[0] == 1.0)
+    return f"{nbytes / size:,.3g} {unit}"

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from zero_ext.cli.nvme.nvme_sweep import Contender, Sweep
 from zero_ext.config.parse_sizes import size_text
+from zero_ext.config.plot_colors import SERIES
 
-_COLOURS = {"io_uring": "#4c72b0", "libaio": "#dd8452", "threads": "#55a868"}
+_COLORS = dict(zip(("io_uring", "libaio", "threads"), SERIES, strict=False))
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -73,7 +74,7 @@ def plot_sweep(sweep: Sweep, path: Path) -> Path:
             axes.plot(
                 [size_text(block) for block, _ in members],
                 [_rate(each, sweep.nbytes, writing) for _, each in members],
-                color=_COLOURS.get(backend, "black"),
+                color=_COLORS.get(backend, "black"),
                 linestyle=style,
                 marker="o",
                 label=f"{backend}, depth {depth}, {io_threads} thread{'s' if io_threads > 1 else ''}",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_ext.config.plot_colors import SERIES
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -19,7 +21,7 @@ class Slot:
     seconds: float
 
 
-_COLOURS = {"forward": "C0", "backward": "C1", "weights": "C2"}
+_COLORS = dict(zip(("forward", "backward", "weights"), SERIES, strict=False))
 
 
 def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") -> Path:
@@ -42,7 +44,7 @@ def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") 
                 row,
                 1e3 * slot.seconds,
                 left=start,
-                color=_COLOURS[slot.what],
+                color=_COLORS[slot.what],
                 edgecolor="white",
                 linewidth=0.5,
             )
@@ -54,7 +56,7 @@ def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") 
     axes.set_xlabel("milliseconds")
     axes.set_title(title)
     drawn = {slot.what for slots in ranks for slot in slots}
-    shown = [Patch(color=colour, label=what) for what, colour in _COLOURS.items() if what in drawn]
+    shown = [Patch(color=color, label=what) for what, color in _COLORS.items() if what in drawn]
     axes.legend(handles=shown, fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
