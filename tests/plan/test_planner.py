@@ -191,3 +191,18 @@ def test_total_time_is_steps_times_step_time() -> None:
     steps = -(-(10**9) // (64 * row.sequence))
     assert plan.total_seconds(row) == pytest.approx(steps * row.step.seconds)
     assert planned("1.5B", 8).total_seconds(row) is None
+
+
+def test_large_blocks_have_room_to_be_gathered_ahead_where_it_fits() -> None:
+    recommendation = planned("175b", 1024, machine="dgx-a100").recommendation
+    assert recommendation is not None
+    training = recommendation.entry.training
+    block = max(unit.parameters for unit in model_named("175b").full_cost.units)
+    assert training.max_live_elements >= 2 * block > 1_000_000_000
+    cost, machine = model_named("175b").full_cost, MACHINES["dgx-a100"]
+    slow = simulate(cost, replace(training, max_live_elements=1_000_000_000), machine)
+    assert simulate(cost, training, machine).seconds < slow.seconds
+    written = config_of(model_named("175b"), training).units
+    assert written.max_live_elements == training.max_live_elements
+    small = planned("1.4B", 16, machine="dgx-a100")
+    assert {row.training.max_live_elements for row in small.entries} == {ZeroConfig().units.max_live_elements}

@@ -15,6 +15,7 @@ from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Activations, Tr
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 KINDS = ("params", "grads", "optimizer", "activations", "buffers", "autograd", "NCCL")
+_LIVE_GRAIN = 100_000_000
 _ACTIVATION_KEYS = ("activations", "outputs of blocks")
 
 
@@ -109,6 +110,9 @@ def make_plan_entry(
         if not shortfalls:
             break
     _, training, largest, needs, shortfalls = min(tried, key=lambda one: one[0])
+    if not shortfalls:
+        training = _with_look_ahead(model, training, hardware)
+        needs = memory_needs(model.full_cost, training, hardware)
     return PlanEntry(
         candidate=candidate,
         training=training,
@@ -119,6 +123,25 @@ def make_plan_entry(
         samples=batch.samples,
         sequence=model.shape.sequence,
     )
+
+
+def _with_look_ahead(model: ModelSpec, training: Training, hardware: Hardware) -> Training:
+    """Return ``training`` with room for the blocks ahead beside the one in use and tied tables, if it fits.
+
+    The default of ``units.max_live_elements`` leaves none where blocks have more than half a billion
+    elements, so that every gather would be waited for.
+    """
+    if not training.placement.params:
+        return training
+    units = model.full_cost.units
+    tied = sum(unit.parameters for unit in units if unit.tied)
+    largest = max(unit.parameters for unit in units if not unit.tied)
+    for ahead in (2, 1) if training.params == "nvme" else (1,):
+        wanted = -(-(tied + (1 + ahead) * largest) // _LIVE_GRAIN) * _LIVE_GRAIN
+        raised = replace(training, max_live_elements=max(wanted, training.max_live_elements))
+        if fits(model.full_cost, raised, hardware):
+            return raised
+    return training
 
 
 def largest_micro_batch(model: ModelSpec, training: Training, hardware: Hardware) -> int:

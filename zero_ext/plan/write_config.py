@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_ext.config import ZeroConfig
+from zero_ext.config import UnitConfig, ZeroConfig
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.training_setup import Training
 
@@ -18,7 +18,8 @@ def config_of(
     *,
     tiles: bool = True,
 ) -> ZeroConfig:
-    """The configuration of ``training``: stage, precision, batch sizes, tiers, and ``tiles`` of large layers.
+    """The configuration of ``training``: stage, precision, batch sizes, tiers, ``tiles`` of large
+    layers, and room to gather large blocks ahead.
 
     Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
     """
@@ -40,6 +41,9 @@ def config_of(
         "gradient_clipping": 1.0,
         "offload": offload,
     }
+    units: dict[str, Any] = {}
     if tiles and training.stage == 3 and model.shape.tiles > 1:
-        values["units"] = {"tiles": {"Linear": model.shape.matrix_tiles}}
-    return ZeroConfig.from_mapping(values)
+        units["tiles"] = {"Linear": model.shape.matrix_tiles}
+    if training.max_live_elements != UnitConfig().max_live_elements:
+        units["max_live_elements"] = training.max_live_elements
+    return ZeroConfig.from_mapping({**values, "units": units})
