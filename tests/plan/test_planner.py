@@ -193,7 +193,7 @@ def test_total_time_is_steps_times_step_time() -> None:
     assert planned("1.5B", 8).total_seconds(row) is None
 
 
-def test_large_blocks_have_room_to_be_gathered_ahead_where_it_fits() -> None:
+def test_large_blocks_are_gathered_ahead_where_memory_allows() -> None:
     recommendation = planned("175b", 1024, machine="dgx-a100").recommendation
     assert recommendation is not None
     training = recommendation.entry.training

@@ -126,7 +126,7 @@ def make_plan_entry(
 
 
 def _with_look_ahead(model: ModelSpec, training: Training, hardware: Hardware) -> Training:
-    """Return ``training`` with room for the blocks ahead beside the one in use and tied tables, if it fits.
+    """Return ``training`` with a limit for the blocks ahead, the one in use and tied tables, if it fits.
 
     The default of ``units.max_live_elements`` leaves none where blocks have more than half a billion
     elements, so that every gather would be waited for.
