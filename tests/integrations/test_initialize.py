@@ -307,7 +307,7 @@ def test_bad_input_is_refused_before_the_model_changes(world: World) -> None:
         ({"optimizer": {"type": "Muon", "params": {}}}, {}, "Muon"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, {}, "warmup"),
         ({}, {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
-        ({}, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "not a parameter of the model"),
+        ({}, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "parameters of the model"),
         ({"train_batch_size": None}, {"training_data": data}, "batch size"),
         ({}, {"training_data": Sentences(world.seed, 0)}, "0 samples"),
     ]

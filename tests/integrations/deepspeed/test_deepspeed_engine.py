@@ -161,7 +161,7 @@ def test_state_of_single_parameters(world: World, stage: int) -> None:
         engine.step()
     reference.step([2, 3])
     reference.assert_alike(engine)
-    with pytest.raises(ValueError, match=r"'2\.weight' has shape \(5, 17\), a value of shape \(3,\) given"):
+    with pytest.raises(ValueError, match=r"'2\.weight': expected a value of shape \(5, 17\), got \(3,\)"):
         utils.safe_set_full_fp32_param(own["2.weight"], torch.zeros(3))
     assert utils.safe_get_full_optimizer_state(own["2.weight"], "momentum_buffer") is None
 

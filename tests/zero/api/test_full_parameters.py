@@ -167,7 +167,7 @@ def test_an_exception_inside_releases_and_drops_the_edits(world: World) -> None:
                 zero_ext.gathered(model, modifier_rank=wrong),
             ):
                 raise AssertionError("entered")
-        with pytest.raises(ValueError, match="no prepared model"), zero_ext.gathered(nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="one of a prepared"), zero_ext.gathered(nn.Linear(2, 2)):
             raise AssertionError("entered")
         train(world, model, optimizer)
 
@@ -332,7 +332,7 @@ def test_a_deep_copy_is_an_ordinary_model(world: World, stage: int) -> None:
     model, optimizer = prepared(world, stage)
     train(world, model, optimizer)
     clone = copy.deepcopy(model.module)
-    with pytest.raises(ValueError, match="not a prepared model"):
+    with pytest.raises(ValueError, match="expected a prepared one"):
         engine_of(clone)
     assert all(torch.equal(value, clone.state_dict()[name]) for name, value in model.state_dict().items())
     reference = Everything()

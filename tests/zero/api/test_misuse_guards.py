@@ -177,7 +177,7 @@ def test_a_write_in_gathered_for_reading_raises(world: World) -> None:
     with pytest.raises(ValueError, match=r"modifier_rank: 5 given, a rank from 0 to 1 wanted"):  # noqa: SIM117
         with zero_ext.gathered(model.parameters(), modifier_rank=5):
             pass
-    with pytest.raises(ValueError, match="belongs to no prepared model"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="expected one of a prepared model, got another"):  # noqa: SIM117
         with zero_ext.gathered(nn.Parameter(torch.ones(2))):
             pass
 

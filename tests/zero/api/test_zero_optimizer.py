@@ -180,11 +180,11 @@ def test_a_state_of_other_ranks_stage_or_parameters_is_refused(world: World) -> 
             model, adamw(model.parameters()), configuration(stage), process_group=world.group
         )
         states[stage] = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"'stage': 1(?s:.*)'stage': 3(?s:.*)save_checkpoint"):
+    with pytest.raises(ValueError, match=r"'stage': 3(?s:.*)'stage': 1(?s:.*)save_checkpoint"):
         optimizer.load_state_dict(states[1])
     changed = copy.deepcopy(states[3])
     changed["param_groups"][0]["params"].pop()
-    with pytest.raises(ValueError, match="other param groups or parameters"):
+    with pytest.raises(ValueError, match="the param groups and parameters of this optimizer, got others"):
         optimizer.load_state_dict(changed)
 
 
@@ -244,7 +244,7 @@ def test_step_accepts_a_closure_and_profiles_as_torchs(world: World) -> None:
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     optimizer.step(closure)
     assert seen == ["before", "after"]
-    with pytest.raises(RuntimeError, match="add_param_group after"):
+    with pytest.raises(RuntimeError, match="add_param_group: expected every parameter before"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
@@ -327,7 +327,7 @@ def test_step_after_a_backward_that_raised(world: World) -> None:
         with pytest.raises(RuntimeError, match="after a backward pass that raised"):
             optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="without gradients"):
+        with pytest.raises(RuntimeError, match="expected a gradient, got none"):
             optimizer.step()
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
         optimizer.step()

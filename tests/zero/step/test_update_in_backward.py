@@ -193,7 +193,7 @@ def test_what_is_refused_between_backward_and_step(world: World) -> None:
         parameter = next(model.parameters())
         for number in range(2):
             backward(world, model, number)
-            refused = pytest.raises(RuntimeError, match="between backward and optimizer")
+            refused = pytest.raises(RuntimeError, match=r"expected optimizer\.step\(\) before it")
             with refused:
                 model.clip_grad_norm_(1.0)
             with refused:
@@ -208,7 +208,7 @@ def test_what_is_refused_between_backward_and_step(world: World) -> None:
                 model(language_batch(0, 0, 0, 0))
             optimizer.step()
             assert parameter.grad is None
-        with pytest.raises(RuntimeError, match="without gradients"):
+        with pytest.raises(RuntimeError, match="expected a gradient, got none"):
             optimizer.step()
         zero_ext.full_state_dict(model)
 
@@ -237,7 +237,7 @@ def test_a_second_backward_is_refused_and_the_first_counts(world: World) -> None
 def test_zero_grad_before_the_step(world: World) -> None:
     model, optimizer = prepared(world)
     backward(world, model)
-    with pytest.raises(RuntimeError, match="cannot be cleared between backward"):
+    with pytest.raises(RuntimeError, match=r"clearing gradients: expected optimizer\.step\(\) before it"):
         optimizer.zero_grad()
     optimizer.step()
     model, optimizer = prepared(world, gradient_clipping=1e9)
@@ -281,7 +281,7 @@ def test_settings_that_change_before_the_step(world: World) -> None:
     model, optimizer = prepared(world)
     backward(world, model)
     optimizer.param_groups[0]["lr"] = 5.0
-    with pytest.raises(RuntimeError, match="'lr' of param group 0 changed"):
+    with pytest.raises(RuntimeError, match="param group 0, 'lr': expected(?s:.*)got 5.0"):
         optimizer.step()
 
 
@@ -305,9 +305,9 @@ def test_parameters_used_after_their_update(world: World, stage: int) -> None:
     features = feature_batch(world.seed, 0, 0, world.rank)
     model, optimizer = prepared(world, Shared(), stage=stage, units=units)
     feature_loss(model, features).backward()
-    with pytest.raises(RuntimeError, match="got a gradient after its update"):
+    with pytest.raises(RuntimeError, match="expected no gradient after its update inside backward"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="not usable since"):
+    with pytest.raises(RuntimeError, match="got one in which a step failed"):
         model(features)
 
 
@@ -345,7 +345,7 @@ def test_storage_that_fails_in_backward(world: World, clipping: float) -> None:
         backward(world, model, 4)
         with pytest.raises(RuntimeError, match=r"optimizer step failed on ranks \[0\]"):
             optimizer.step()
-        with pytest.raises(RuntimeError, match="not usable since"):
+        with pytest.raises(RuntimeError, match="got one in which a step failed"):
             backward(world, model, 5)
         zero_ext.load_checkpoint(saves, model)
         for number in (2, 3):
@@ -414,7 +414,7 @@ def test_a_forward_run_again_does_not_read_updated_parameters(world: World) -> N
             units = {"bucket_elements": 100, "persistence_threshold": 0}
             model, optimizer = prepared(world, Hinted(), stage=stage, gradient_clipping=clipping, units=units)
             model.backward(feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)))
-            with pytest.raises(RuntimeError, match=r"'head\.weight' was read after its update"):
+            with pytest.raises(RuntimeError, match=r"'head\.weight': expected no read after its update"):
                 optimizer.step()
 
 

@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "data_ptr": (lambda m: m.shared.data_ptr(), r"'shared'.*got data_ptr"),
     "storage": (lambda m: m.shared.untyped_storage(), r"'shared'.*got untyped_storage"),
     "dlpack": (lambda m: m.shared.detach().__dlpack__(), r"'shared'.*dlpack"),
-    "pickle": (pickle.dumps, "cannot be pickled.*full_state_dict"),
+    "pickle": (pickle.dumps, "pickling a sharded parameter.*full_state_dict"),
     "jacrev": (
         lambda m: torch.func.jacrev(lambda x: m(x).sum(0))(feature_batch(0, 0, 0, 0)),
         r"torch\.func transform.*gathered",

@@ -48,8 +48,9 @@ def activation_group_of(
         return groups.tensor if policy.partition_activations else None
     if not policy.partition_activations:
         raise ValueError(
-            "activation_group is given, which has no effect: activation_checkpointing.partition_activations "
-            "is false; set it to true, or leave the group out"
+            "activation_group: expected None, as activation_checkpointing.partition_activations "
+            "is false, got a group that would have no effect. Set partition_activations to true, "
+            "or leave the group out."
         )
     if dist.is_initialized():
         check_group(group, groups.data or dist.group.WORLD)

@@ -73,8 +73,8 @@ def engine_of(model: nn.Module) -> Engine:
         found = vars(model._modules["module"]).get(MODULE_ATTRIBUTE)
     if not isinstance(found, Engine):
         raise ValueError(
-            f"{type(model).__name__} is not a prepared model; call model, optimizer = "
-            f"zero_ext.prepare(...) first"
+            f"model: expected a prepared one, got {type(model).__name__}, which is not. Call "
+            "model, optimizer = zero_ext.prepare(...) first."
         )
     return found
 
@@ -85,7 +85,7 @@ def engine_of_parameter(parameter: nn.Parameter) -> Engine:
     engine = reference() if reference is not None else None
     if not isinstance(engine, Engine) or parameter not in engine.index:
         raise ValueError(
-            f"parameter of shape {tuple(parameter.shape)} belongs to no prepared model; call "
-            f"zero_ext.prepare first"
+            f"parameter of shape {tuple(parameter.shape)}: expected one of a prepared model, got "
+            "another. Call zero_ext.prepare first."
         )
     return engine

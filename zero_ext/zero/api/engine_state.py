@@ -214,26 +214,32 @@ class EngineState:
     def _check_optimizer(self, state: dict[str, Any]) -> None:
         own = self.scalar_state()
         if state["optimizer"] is None:
-            raise ValueError("the checkpoint was saved without an optimizer, and this model has one")
+            raise ValueError(
+                "checkpoint: expected one with optimizer state, as this model has an optimizer, got "
+                "one that was saved without. Load its weights by zero_ext.load_safetensors after "
+                "zero-ext export, or prepare without an optimizer."
+            )
         if not resumes_from(own["optimizer_class"], state["optimizer_class"]):
             raise ValueError(
-                f"the checkpoint was saved with the optimizer {state['optimizer_class']}, this model has "
-                f"{own['optimizer_class']}"
+                f"checkpoint: expected state of {own['optimizer_class']}, got that of "
+                f"{state['optimizer_class']}. Prepare with the optimizer that it was saved with."
             )
         same = state["optimizer_class"] == own["optimizer_class"]
         if same and state["optimizer"].keys() != own["optimizer"].keys():
             raise ValueError(
-                f"the checkpoint's state of {own['optimizer_class']} is of another form than this model's; "
-                "was it saved with other settings, as amsgrad?"
+                f"checkpoint: expected state of {own['optimizer_class']} as this model has it, got "
+                "another form. Give the optimizer the settings that it was saved with, such as "
+                "amsgrad."
             )
         # Within a group the order says nothing: all state goes by name.
         groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
         if groups != saved:
             different = sorted(set().union(*groups) ^ set().union(*saved))
             raise ValueError(
-                "the checkpoint's param groups hold other parameters than this optimizer's: groups of "
-                f"{[len(group) for group in saved]} parameters, here {[len(group) for group in groups]}; in "
-                f"one of both alone: {', '.join(different[:5]) or 'none, they are grouped otherwise'}"
+                f"checkpoint: expected param groups of {[len(group) for group in groups]} parameters, "
+                f"got groups of {[len(group) for group in saved]}, with other ones "
+                f"({', '.join(different[:5]) or 'none in one alone, they are grouped otherwise'}). "
+                "Build the param groups as when it was saved."
             )
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:

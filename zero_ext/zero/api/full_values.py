@@ -97,7 +97,10 @@ def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> No
     known = torch.full((1,), float(len(slices)), dtype=torch.float32, device="cpu")
     engine.collectives.sum_(known, "whether there is state to replace")
     if not known.item():
-        raise ValueError(f"'{unit.layout.specs[number].name}' has no optimizer state {kind!r} yet")
+        raise ValueError(
+            f"optimizer state {kind!r} of '{unit.layout.specs[number].name}': expected some to "
+            "replace, got none. Make a step first."
+        )
 
     def write() -> None:
         for start, values in slices:
@@ -120,7 +123,9 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     spec = unit.layout.specs[number]
     gradients = engine.gradients_of(unit) if unit in {master.unit for master in engine.masters} else None
     if gradients is None or number not in gradients.contributed:
-        raise ValueError(f"'{spec.name}' has no gradient to replace; call backward first")
+        raise ValueError(
+            f"gradient of '{spec.name}': expected one to replace, got none. Call backward first."
+        )
     engine.views.replace(gradients, number, value)
 
 
@@ -143,6 +148,6 @@ def _owned_slices(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterato
 def _check_shape(engine: Engine, parameter: nn.Parameter, value: torch.Tensor) -> None:
     if tuple(value.shape) != tuple(parameter.shape):
         raise ValueError(
-            f"'{engine.names[parameter][0]}' has shape {tuple(parameter.shape)}, a value of shape "
-            f"{tuple(value.shape)} given"
+            f"parameter '{engine.names[parameter][0]}': expected a value of shape "
+            f"{tuple(parameter.shape)}, got {tuple(value.shape)}. Pass the whole value."
         )

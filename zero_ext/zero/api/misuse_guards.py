@@ -47,22 +47,24 @@ def unguard(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
 
 def _refuse_pickling(*_: object) -> Any:
     raise RuntimeError(
-        "a sharded parameter cannot be pickled: this rank holds only a part of it. Use "
-        "zero_ext.full_state_dict(model), or copy inside 'with zero_ext.gathered(params):' by .clone()."
+        "pickling a sharded parameter: expected a whole value, got a part of it, as this "
+        "rank has only that. Use zero_ext.full_state_dict(model), or copy inside 'with "
+        "zero_ext.gathered(params):' by .clone()."
     )
 
 
 def _refuse_pickling_of_model(*_: object) -> Any:
     raise RuntimeError(
-        "a prepared model cannot be pickled: it holds process groups, threads and hooks. Use "
-        "zero_ext.full_state_dict(model) or zero_ext.save_checkpoint."
+        "pickling a prepared model: expected a plain one, got one with process groups, "
+        "threads and hooks. Use zero_ext.full_state_dict(model) or zero_ext.save_checkpoint."
     )
 
 
 def _refuse_sharing(*_: object) -> Any:
     raise RuntimeError(
-        "share_memory() would move parameters away from their shards. Share a plain copy of the model, "
-        "filled from zero_ext.full_state_dict(model)."
+        "share_memory(): expected a plain model, got a prepared one, whose parameters it "
+        "would move away from their shards. Share a plain copy of the model, filled from "
+        "zero_ext.full_state_dict(model)."
     )
 
 
@@ -115,9 +117,10 @@ class _Conversion(_Guard):
             moved = fn(torch.empty(0, dtype=dtype, device=device))
             if moved.dtype != dtype or _numbered(moved.device) != _numbered(device):
                 raise RuntimeError(
-                    f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would "
-                    "break the link between parameters and their shards. Convert the model, and move it to "
-                    "its device, before zero_ext.prepare, or set 'precision.dtype' in the configuration."
+                    f"{type(model).__name__}: expected no conversion after zero_ext.prepare, got .to(), "
+                    ".half(), .bfloat16(), .cuda() or the like, which would break the link between "
+                    "parameters and their shards. Convert the model, and move it to its device, before "
+                    "prepare, or set 'precision.dtype' in the configuration."
                 )
         return model
 

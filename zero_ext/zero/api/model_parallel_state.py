@@ -72,7 +72,8 @@ class ModelParallelState:
         known = self._table.get(name, entry)
         if known._replace(aliases=()) != entry._replace(aliases=()):
             raise RuntimeError(
-                f"parameter '{name}' is {known} in one part of the model and {entry} in another"
+                f"parameter '{name}': expected the same in all parts of the model, got {known} in one "
+                f"and {entry} in another. Build all parts from one model."
             )
         aliases = tuple(sorted({*known.aliases, *entry.aliases} - {name}))
         self._table[name] = entry._replace(aliases=aliases)
@@ -200,7 +201,7 @@ def _united(one: Any, other: Any, key: str = "state") -> Any:
             return [_united(*pair, key) for pair in zip(one, other, strict=True)]
     if one != other:
         raise RuntimeError(
-            f"the parts of the model on different ranks have different values of '{key}': {one} and {other}; "
-            "give their optimizers the same param groups and settings"
+            f"state of '{key}': expected the same on all parts of the model, got {one} and "
+            f"{other}. Give their optimizers the same param groups and settings."
         )
     return one

@@ -130,7 +130,10 @@ def prepare(
     activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
     owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
     if not owned:
-        raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+        raise ValueError(
+            f"model: expected one with parameters, got {type(model).__name__} without any. "
+            "Prepare the module that has them."
+        )
     train_device = Device(device_of(owned, device))
     collectives = _join(groups, settings, train_device)
     collectives.shard_among(settings.communication.shard_group_size)
@@ -295,14 +298,14 @@ def _check_parameters(
         name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
         if optimizer is not None and parameter.requires_grad and dtype.is_complex:
             raise ValueError(
-                f"parameter '{name}': expected real numbers, got {dtype}: optimizer state, clipping and "
-                "reduction are in float32. Keep it as real numbers with a last axis of 2, and use "
-                "torch.view_as_complex(parameter) in forward; or freeze it."
+                f"parameter '{name}': expected real numbers, as optimizer state, clipping and "
+                f"reduction are in float32, got {dtype}. Keep it as real numbers with a last axis of "
+                "2, and use torch.view_as_complex(parameter) in forward, or freeze it."
             )
         if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
             raise ValueError(
-                f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
-                "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
+                f"parameter '{name}': expected a trainable one in float32, bfloat16 or float16, got "
+                f"{dtype}. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
         ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
         problem = problem_of(parameter, ranks, dtype)
@@ -311,9 +314,10 @@ def _check_parameters(
         value: Any = parameter
         if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
             raise ValueError(
-                f"parameter '{name}' is a {type(value).__name__}, a tensor made of several others, which has "
-                "no flat memory to shard. Quantise with bitsandbytes, whose 4-bit weights are bytes, keep "
-                "packed weights in a uint8 parameter of your own, or prepare the model unquantised."
+                f"parameter '{name}': expected one flat memory to shard, got a "
+                f"{type(value).__name__}, which is made of several tensors. Quantize with "
+                "bitsandbytes, whose 4-bit weights are bytes, keep packed weights in a uint8 "
+                "parameter of your own, or prepare the model unquantized."
             )
 
 
@@ -355,26 +359,31 @@ def _check_optimizer(
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: a torch.optim.Optimizer wanted, {type(optimizer).__name__} given")
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build "
+            "it from model.parameters()."
+        )
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(
-                    f"optimizer param group {number}, parameter {position} of shape "
-                    f"{tuple(parameter.shape)} is "
-                    "not a parameter of the model given to zero_ext.prepare; build the optimizer from "
-                    "model.parameters() of that same model, after any change to it"
+                    "optimizer: expected parameters of the model given to zero_ext.prepare, got another "
+                    f"in param group {number}, position {position}, of shape {tuple(parameter.shape)}. "
+                    "Build the optimizer from model.parameters() of that same model, after any change to "
+                    "it."
                 )
     if was_stepped(optimizer):
         raise ValueError(
-            "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
-            "training with zero_ext.load_checkpoint"
+            "optimizer: expected one before its first step, got one with state. Call "
+            "zero_ext.prepare before the first step, and restore training with "
+            "zero_ext.load_checkpoint."
         )
     check_step_time(optimizer, settings.offload.update_mode)
     if groups.tensor is not None and isinstance(optimizer, Lamb):
         raise ValueError(
-            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
-            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
+            "optimizer: expected another one than Lamb with a mesh whose 'tp' is longer than 1, "
+            "as a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or "
+            "'tp' 1."
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)

@@ -113,7 +113,8 @@ class ZeroModule(nn.Module):
         :func:`zero_ext.load_full_state_dict`; returns torch's missing and unexpected keys."""
         if assign:
             raise ValueError(
-                "load_state_dict(assign=True) would replace sharded parameters; use assign=False"
+                "load_state_dict: expected assign=False, got assign=True, which would replace "
+                "sharded parameters. Leave assign out."
             )
         missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

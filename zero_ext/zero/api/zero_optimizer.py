@@ -89,9 +89,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refused after construction: the model's parameters were laid out at prepare."""
         if hasattr(self, "engine"):
             raise RuntimeError(
-                "add_param_group after zero_ext.prepare: give every parameter to the optimizer before "
-                "prepare; "
-                "a group with lr 0 can wait for later"
+                "add_param_group: expected every parameter before zero_ext.prepare, got a group "
+                "after it. Give it to the optimizer before prepare, with lr 0 if it can wait for "
+                "later."
             )
         super().add_param_group(param_group)
 
@@ -121,12 +121,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         own = self.state_dict()
         if state_dict.get("layout") != own["layout"]:
             raise ValueError(
-                f"optimizer state of {state_dict.get('layout')} cannot be loaded as {own['layout']}; use "
-                "zero_ext.save_checkpoint and zero_ext.load_checkpoint to change ranks or stage"
+                f"optimizer state: expected that of {own['layout']}, got {state_dict.get('layout')}. "
+                "Use zero_ext.save_checkpoint and zero_ext.load_checkpoint to change ranks or stage."
             )
         names = [group["params"] for group in own["param_groups"]]
         if [group["params"] for group in state_dict["param_groups"]] != names:
-            raise ValueError("optimizer state has other param groups or parameters than this optimizer")
+            raise ValueError(
+                "optimizer state: expected the param groups and parameters of this optimizer, got "
+                "others. Build the param groups as when it was saved."
+            )
         stepper = self._stepper()
         kinds: dict[str, tuple[str, ...]] = {}
         for key in state_dict["shards"]:

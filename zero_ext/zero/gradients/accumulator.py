@@ -115,8 +115,8 @@ class UnitGradients:
         spec = self.unit.layout.specs[index]
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
-                "Build its module with sparse=False."
+                f"gradient of '{spec.name}': expected a dense one, got {gradient.layout}. Build its "
+                "module with sparse=False."
             )
         self._generation.received += 1
         self._tiers.device.reduction_stream.release()

@@ -94,17 +94,17 @@ class GradientCollector(Ending):
         gradient, parameter.grad = parameter.grad, None
         if unit not in self._gradients:
             raise RuntimeError(
-                f"parameter '{unit.layout.specs[number].name}' got a gradient, but it was frozen at "
-                "zero_ext.prepare and the optimizer does not have it, so nobody would reduce or apply it. "
-                "Give it to the optimizer before prepare, frozen or not, or keep requires_grad False."
+                f"parameter '{unit.layout.specs[number].name}': expected no gradient, as it was "
+                "frozen at zero_ext.prepare and is not in the optimizer, got one that nobody would "
+                "apply. Give it to the optimizer before prepare, or keep requires_grad False."
             )
         gradients = self._gradients[unit]
         if gradient is None:
             raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
         if self._scales_loss and not self.loss_scaled:
             raise RuntimeError(
-                "fp16 gradients need a scaled loss: call model.backward(loss), or "
-                "model.scale_loss(loss).backward(), instead of loss.backward()"
+                "loss in fp16: expected a scaled one, got loss.backward(). Call "
+                "model.backward(loss), or model.scale_loss(loss).backward()."
             )
         self._collected = True
         self._reader().gradient_arrived(gradients)

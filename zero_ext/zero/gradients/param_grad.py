@@ -177,9 +177,9 @@ class GradientViews:
         parameter = gradients.unit.parameters[number]
         if is_split(parameter) or expert_ranks(parameter):
             raise RuntimeError(
-                f"a norm of '{gradients.unit.layout.specs[number].name}'.grad, of which other ranks have "
-                "other parts, or other experts; call model.clip_grad_norm_(max_norm), which takes the norm "
-                "of the whole model"
+                f"norm of '{gradients.unit.layout.specs[number].name}'.grad: expected a parameter "
+                "that every rank has whole, got one whose parts or experts other ranks have. Call "
+                "model.clip_grad_norm_(max_norm), which takes the norm of the whole model."
             )
         self._synchronize()
         norms = self._norms
@@ -310,9 +310,9 @@ class GradientViews:
         self.publish()
         if not alike:
             raise RuntimeError(
-                "after no_sync() or inside an accumulation the ranks hold gradients of different parameters, "
-                "so what is done to param.grad would differ between them. Use model.clip_grad_norm_ or "
-                "zero_ext.full_gradient(param), or do it after the pass that reduces."
+                "param.grad: expected gradients of the same parameters on all ranks, got others, as "
+                "after no_sync() or inside an accumulation. Use model.clip_grad_norm_ or "
+                "zero_ext.full_gradient(param), or use param.grad after the pass that reduces."
             )
 
     def _find(self, key: Any) -> tuple[UnitGradients, int]:
@@ -321,8 +321,9 @@ class GradientViews:
         alive = self._placeholders.get(gradients.unit.parameters[number])
         if alive is None or alive.tensor.key != key:  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"'{gradients.unit.layout.specs[number].name}'.grad was cleared: expected a use before "
-                "optimizer.zero_grad(). Keep param.grad.clone() to use it later."
+                f"'{gradients.unit.layout.specs[number].name}'.grad: expected a use before "
+                "optimizer.zero_grad(), got one after it was cleared. Keep param.grad.clone() to use "
+                "it later."
             )
         return gradients, number
 

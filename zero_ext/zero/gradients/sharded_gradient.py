@@ -163,8 +163,9 @@ class ShardedGradient(torch.Tensor):
 
 def _memory_refusal(name: str, function: str) -> RuntimeError:
     return RuntimeError(
-        f"'{name}'.grad has no memory on this rank: expected a use of its value, got {function}, which is "
-        "about its memory. Use param.grad.clone() or zero_ext.full_gradient(param), on all ranks."
+        f"'{name}'.grad has no memory on this rank: expected a use of its value, got "
+        f"{function}, which is about its memory. Use param.grad.clone() or "
+        "zero_ext.full_gradient(param), on all ranks."
     )
 
 
@@ -262,9 +263,9 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     if func.namespace != "aten":
         name = next(item._source.name for item in instances_in((args, kwargs), ShardedGradient))
         raise RuntimeError(
-            f"the gradient of '{name}' is sharded over the ranks and already their mean: expected a function "
-            f"of its values, got {func}, which works on its memory. Drop that call, or use "
-            "zero_ext.full_gradient(param) and assign the result to param.grad."
+            f"gradient of '{name}', sharded over the ranks and already their mean: expected a "
+            f"function of its values, got {func}, which works on its memory. Drop that call, or "
+            "use zero_ext.full_gradient(param) and assign the result to param.grad."
         )
     written = _written(func, args, kwargs)
     # A sum of passes may be kept in more bits than it shows; what is written back keeps them.

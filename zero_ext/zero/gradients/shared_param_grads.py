@@ -77,8 +77,8 @@ class TiedGradients:
             gradients, number = self._own[tied]
             if number not in gradients.contributed:
                 raise RuntimeError(
-                    f"tied parameter '{tied.name}' got no gradient in this stage, and may have one "
-                    "elsewhere: use it in every stage that has it, or leave it out of the tie"
+                    f"tied parameter '{tied.name}': expected a gradient in every stage that has it, got "
+                    "none in this one. Use it in every such stage, or leave it out of the tie."
                 )
             gradients.change_parameter(number, add_up)
         if tied.on_device and not added:

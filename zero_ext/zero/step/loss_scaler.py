@@ -52,9 +52,9 @@ class LossScaler:
         if self.scale <= policy.minimum:
             which = f" {explain()}" if explain is not None else ""
             raise FloatingPointError(
-                f"gradients overflow in fp16 even at the smallest loss scale {self.scale:g} "
-                f"(loss_scale.minimum).{which} The loss or the model diverges. Use bf16, or lower the "
-                "learning rate."
+                f"gradients in fp16: expected finite ones at the smallest loss scale {self.scale:g} "
+                f"(loss_scale.minimum), got an overflow.{which} The loss or the model diverges. Use "
+                "bf16, or lower the learning rate."
             )
         self.scale = max(self.scale / 2.0, policy.minimum)
 
@@ -72,7 +72,10 @@ class LossScaler:
             ("clean_steps", clean, clean >= 0),
         ):
             if not valid:
-                raise ValueError(f"loss scaler state: {name} is {value!r}, which no scaler has")
+                raise ValueError(
+                    f"loss scaler state: expected a {name} that a scaler has, got {value!r}. Load another "
+                    "checkpoint."
+                )
         if not self._policy.static:
             self.scale = scale
         self._hysteresis, self._clean_steps = hysteresis, clean

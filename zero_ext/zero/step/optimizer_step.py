@@ -278,7 +278,10 @@ class OptimizerStep:
     def refuse_damage(self) -> None:
         """Raises ``RuntimeError`` if an earlier step broke off half-way."""
         if self.damage is not None:
-            raise RuntimeError(f"this model is not usable since an earlier step failed: {self.damage}")
+            raise RuntimeError(
+                "prepared model: expected one whose steps all ended, got one in which a step failed: "
+                f"{self.damage}. Build and prepare the model again, and load the last checkpoint."
+            )
 
     def run(self, edits: Edits) -> bool:
         """Step with synchronized gradients, which ``edits`` changed in place; a collective. Return False

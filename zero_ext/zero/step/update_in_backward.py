@@ -56,10 +56,10 @@ class UpdatesInBackward(UpdatesAfterBackward):
         due."""
         if self.pending:
             raise RuntimeError(
-                "a further backward pass before optimizer.step(): offload.update_mode is 'in_backward', so "
-                "the updates of the last pass are under way. For several passes a step set "
-                "batch.gradient_accumulation_steps to their number or run all but the last inside "
-                f"'with model.no_sync():'; or {_INSTEAD}."
+                "backward: expected optimizer.step() before it, as offload.update_mode is "
+                "'in_backward' and the updates of the last pass are under way, got a further pass. "
+                "For several passes a step set batch.gradient_accumulation_steps to their number, "
+                f"run all but the last inside 'with model.no_sync():', or {_INSTEAD}."
             )
         self._last, self._scale = last, scale
         self._settings = settings_of(self._groups)
@@ -75,10 +75,10 @@ class UpdatesInBackward(UpdatesAfterBackward):
         """See :class:`UpdateSchedule`."""
         if self.pending:
             raise RuntimeError(
-                f"{what} between backward and optimizer.step(): offload.update_mode is 'in_backward', so "
-                "some units are updated, some are not, and gradients are used up. Call optimizer.step() "
-                "first. To clip, set gradient_clipping. To read or change gradients, set "
-                "offload.update_mode to 'after_backward'."
+                f"{what}: expected optimizer.step() before it, as offload.update_mode is "
+                "'in_backward', some units are updated and gradients are used up. Call "
+                "optimizer.step() first. To clip, set gradient_clipping. To read or change "
+                f"gradients, {_INSTEAD}."
             )
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
@@ -113,9 +113,9 @@ class UpdatesInBackward(UpdatesAfterBackward):
 
     def _refuse_late(self, gradients: UnitGradients) -> None:
         self._error = self._error or RuntimeError(
-            f"{gradients.unit.describe()} got a gradient after its update inside backward: a parameter is "
-            f"used again by a later part of the pass, as reentrant checkpointing does with shared layers; "
-            f"{_INSTEAD}"
+            f"{gradients.unit.describe()}: expected no gradient after its update inside backward, "
+            "got one: a parameter is used again by a later part of the pass, as reentrant "
+            f"checkpointing does with shared layers. To update later, {_INSTEAD}."
         )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
@@ -143,9 +143,9 @@ class UpdatesInBackward(UpdatesAfterBackward):
             raise self._error
         if self._stale is not None:
             raise RuntimeError(
-                f"parameter '{self._stale}' was read after its update inside backward: activation "
-                "checkpointing runs a part of the model again that uses it detached, or a hook reads it; "
-                f"{_INSTEAD}"
+                f"parameter '{self._stale}': expected no read after its update inside backward, got "
+                "one: activation checkpointing runs a part of the model again that uses it detached, "
+                f"or a hook reads it. To update later, {_INSTEAD}."
             )
         if self._early:
             _refuse_changes(self._settings, settings_of(self._groups))
@@ -154,8 +154,9 @@ class UpdatesInBackward(UpdatesAfterBackward):
             missed = sorted(used.intersection(spec.name for spec in specs) - names)
             if missed:
                 raise RuntimeError(
-                    f"'{missed[0]}' has a gradient, but its unit was updated without it: it was frozen "
-                    f"during an accumulation, or on some ranks; {_INSTEAD}"
+                    f"parameter '{missed[0]}': expected its gradient before the update of its unit, got "
+                    "it after: it was frozen during an accumulation, or on some ranks. To update later, "
+                    f"{_INSTEAD}."
                 )
         if self._on_trial:
             for number in self._early:
@@ -187,8 +188,8 @@ class UpdatesInBackward(UpdatesAfterBackward):
         """See :class:`UpdateSchedule`. Raise ``RuntimeError`` if updates cannot be rolled back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
-                "gradients cannot be cleared between backward and optimizer.step(): offload.update_mode is "
-                f"'in_backward' and updates were made. Call optimizer.step() first; or {_INSTEAD}."
+                "clearing gradients: expected optimizer.step() before it, as offload.update_mode is "
+                f"'in_backward' and updates were made. Call optimizer.step() first, or {_INSTEAD}."
             )
         return self.abandon()
 
@@ -222,7 +223,7 @@ def _refuse_changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
         changed = [key for key in new if key not in old or bool(old[key] != new[key])]
         if changed:
             raise RuntimeError(
-                f"'{changed[0]}' of param group {number} changed between backward and optimizer.step(), when "
-                f"updates had been made with the value before: {old.get(changed[0])!r}, then "
-                f"{new[changed[0]]!r}. Change it after optimizer.step(), as schedulers do; or {_INSTEAD}"
+                f"param group {number}, '{changed[0]}': expected the value of the updates made in "
+                f"backward, {old.get(changed[0])!r}, got {new[changed[0]]!r} before optimizer.step(). "
+                f"Change it after optimizer.step(), as schedulers do, or {_INSTEAD}."
             )

@@ -202,8 +202,9 @@ class UpdatesAfterBackward(UpdateSchedule):
         used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
         if not used:
             raise RuntimeError(
-                "optimizer.step() without gradients: no parameter of this model got one since the last "
-                "zero_grad(). Call loss.backward() on a loss that depends on the model."
+                "optimizer.step(): expected a gradient, got none for any parameter of this model "
+                "since the last zero_grad(). Call loss.backward() on a loss that depends on the "
+                "model."
             )
         return used
 
@@ -235,7 +236,10 @@ class UpdatesAfterBackward(UpdateSchedule):
 
 
 def _no_optimizer() -> RuntimeError:
-    return RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
+    return RuntimeError(
+        "prepared model: expected one with an optimizer, got one without. Pass an optimizer "
+        "to zero_ext.prepare."
+    )
 
 
 def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:

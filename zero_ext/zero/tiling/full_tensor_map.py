@@ -80,7 +80,7 @@ class FullTensorMap:
             full, item = self.name(name), self.to_full(item)
             if found.setdefault(full, item) != item:
                 raise RuntimeError(
-                    f"the tiles of '{full}' differ in their numbers of steps, which one name cannot say; "
-                    "use every tile in every step (take all of TiledLinear.chunks)"
+                    f"tiles of '{full}': expected the same number of steps in each, got others, which one "
+                    "name cannot say. Use every tile in every step (take all of TiledLinear.chunks)."
                 )
         return found

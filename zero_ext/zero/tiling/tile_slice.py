@@ -16,7 +16,10 @@ def bounds(size: int, splits: int, what: str) -> list[tuple[int, int]]:
     Raises ``ValueError`` naming ``what`` unless ``splits`` is an integer from 1 to ``size``.
     """
     if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= size:
-        raise ValueError(f"{what}: got {splits!r}, an integer from 1 to {size} wanted")
+        raise ValueError(
+            f"{what}: expected an integer from 1 to {size}, got {splits}. Choose a number of "
+            "tiles in that range."
+        )
     edges = [size * number // splits for number in range(splits + 1)]
     return list(itertools.pairwise(edges))
 

@@ -48,7 +48,8 @@ class TiledEmbedding(TiledModule):
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(
-                    f"padding_idx: got {padding_idx}, wanted one of the {num_embeddings} rows or null"
+                    f"padding_idx: expected one of the {num_embeddings} rows or None, got {padding_idx}. "
+                    "Choose a row of the table."
                 )
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
@@ -69,7 +70,10 @@ class TiledEmbedding(TiledModule):
         """
         for name in ("max_norm", "sparse"):
             if getattr(embedding, name):
-                raise ValueError(f"{name}: got {getattr(embedding, name)!r}, which tiles cannot have")
+                raise ValueError(
+                    f"{name}: expected the default, got {getattr(embedding, name)}, which tiles cannot "
+                    "have. Leave the layer out of units.tiles."
+                )
         weight = embedding.weight
         made = cls(
             embedding.num_embeddings,
@@ -97,7 +101,10 @@ class TiledEmbedding(TiledModule):
         flat = ids.reshape(-1)
         low, high = (int(bound) for bound in flat.aminmax()) if flat.numel() else (0, 0)
         if low < 0 or high >= self.num_embeddings:
-            raise IndexError(f"ids from {low} to {high} given, from 0 to {self.num_embeddings - 1} wanted")
+            raise IndexError(
+                f"TiledEmbedding: expected ids from 0 to {self.num_embeddings - 1}, got {low} to "
+                f"{high}. Check the vocabulary of the tokenizer."
+            )
         ends = torch.tensor([last for _, last in self._rows], device=flat.device)
         tile_of = torch.bucketize(flat, ends, right=True)
         counts = torch.bincount(tile_of, minlength=len(self._rows))

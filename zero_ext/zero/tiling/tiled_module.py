@@ -61,8 +61,8 @@ class TiledModule(nn.Module):
         shapes = [tuple(each.shape) for each in parameters]
         if shapes != [sizes for _, sizes in wanted]:
             raise ValueError(
-                f"{name}: tiles of shapes {shapes} given, {[sizes for _, sizes in wanted]} wanted; cut both "
-                "layers into the same number of tiles"
+                f"{name}: expected tiles of shapes {[sizes for _, sizes in wanted]}, got {shapes}. "
+                "Cut both layers into the same number of tiles."
             )
         for (inner, _), parameter in zip(wanted, parameters, strict=True):
             setattr(self.get_submodule(inner.rpartition(".")[0]), name, parameter)

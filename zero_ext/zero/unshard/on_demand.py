@@ -113,9 +113,9 @@ class OnDemandAccess:
         if engine.updates.in_progress:
             unit.accept_writes()
             raise RuntimeError(
-                f"parameter '{name}' was written to in a forward while a delayed update is under way "
-                "(offload.update_mode is 'delayed'): expected no write until it is finished. Call "
-                "model.finish_update() before that forward, or set offload.update_mode to 'after_backward'."
+                f"parameter '{name}': expected no write in a forward while a delayed update is under "
+                "way (offload.update_mode is 'delayed'), got one. Call model.finish_update() before "
+                "that forward, or set offload.update_mode to 'after_backward'."
             )
         with plain_torch():
             commit_writes(engine, unit, numbers)
@@ -124,8 +124,8 @@ class OnDemandAccess:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
-                "a parameter of a model that was deleted was used, and its value is not in memory. Keep a "
-                "reference to the prepared model."
+                "parameter: expected one of a model that exists, got one of a deleted model, whose "
+                "value is not in memory. Keep a reference to the prepared model."
             )
         return engine
 

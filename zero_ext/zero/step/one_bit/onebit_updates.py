@@ -74,17 +74,18 @@ class OneBitUpdates(UpdatesAfterBackward):
         """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients:
             raise RuntimeError(
-                f"{what}: the ranks exchange signs in this step, so averaged gradients do not exist, nor "
-                "their norm. Clip or change gradients in steps of full precision only (1-bit Adam: up to "
-                "freeze_step), or the loss."
+                f"{what}: expected averaged gradients, got a step in which the ranks exchange signs "
+                "and no average exists. Clip or change gradients in steps of full precision only "
+                "(1-bit Adam: up to freeze_step), or the loss."
             )
 
     def refuse_drift(self, what: str) -> None:
         """See :class:`UpdateSchedule`."""
         if self.drifts:
             raise RuntimeError(
-                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. "
-                "Write before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
+                f"{what}: expected the same parameters on all ranks, got a step between two exchanges "
+                "of 0/1 Adam. Write before var_freeze_step or after a step that exchanges, or set "
+                "local_step_clipper to 1."
             )
 
     @property
@@ -95,9 +96,9 @@ class OneBitUpdates(UpdatesAfterBackward):
         """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
-                "backward adds to gradients of the last step in full precision, which are averaged over the "
-                "ranks already, but from this step on gradients stay on their rank and signs are exchanged; "
-                "call optimizer.zero_grad() between the two"
+                "backward: expected no gradients of a step before, as from this step on they stay on "
+                "their rank and signs are exchanged, got averaged ones. Call optimizer.zero_grad() "
+                "between the two."
             )
 
     def not_finite(self) -> list[int]:
