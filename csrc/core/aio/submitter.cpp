@@ -32,8 +32,10 @@ void fail(const TransferShare& share, const std::string& reason) {
 
 }  // namespace
 
-Submitter::Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults)
+Submitter::Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults,
+                     std::chrono::milliseconds drain_limit)
     : faults_(std::move(faults)),
+      drain_limit_(drain_limit),
       queue_(std::move(queue)),
       slots_(queue_->capacity()),
       thread_([this] { run(); }) {}
@@ -175,13 +177,17 @@ void Submitter::back_off() {
   max_attempts_ = 0;
 }
 
-// The queue is of no use any more: all that was asked of it, and all that will be, has failed.
+// The queue is of no use any more: all that was asked of it, and all that will be, has failed. The
+// kernel may go on with what it has, so transfers end when it is done, or their memory stays.
 void Submitter::fail_all(const std::string& reason) {
+  const bool drained = queue_->drain(drain_limit_);
   const std::lock_guard lock(mutex_);
   broken_ = "the queue of the I/O engine broke: " + reason;
   queue_.reset();
   for (std::uint32_t index = 0; index < slots_.size(); ++index) {
-    if (slots_[index].transfer) end(index, broken_);
+    if (!slots_[index].transfer) continue;
+    if (!drained) slots_[index].transfer->keep_owner();
+    end(index, broken_);
   }
   if (current_) shares_.push_front(*std::exchange(current_, std::nullopt));
   for (const TransferShare& share : shares_) fail(share, broken_);

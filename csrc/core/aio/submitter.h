@@ -1,6 +1,7 @@
 // The thread that feeds one queue of a backend and judges what comes back.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -27,8 +28,10 @@ struct TransferShare {
 
 class Submitter {
  public:
-  // Keeps the queue full.
-  Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults);
+  // Keeps the queue full. Where it breaks, waits for `drain_limit` until the kernel is done with
+  // the memory of its blocks.
+  Submitter(std::unique_ptr<IoQueue> queue, std::shared_ptr<FaultPlan> faults,
+            std::chrono::milliseconds drain_limit = std::chrono::seconds(30));
 
   // Ends when all that was enqueued has.
   ~Submitter();
@@ -54,6 +57,7 @@ class Submitter {
   void fail_all(const std::string& reason);
 
   const std::shared_ptr<FaultPlan> faults_;
+  const std::chrono::milliseconds drain_limit_;
   std::unique_ptr<IoQueue> queue_;
 
   // Of the thread alone.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace zero_ext::core {
 namespace {
@@ -65,6 +66,13 @@ void Transfer::end_blocks(std::int64_t count, const std::string& reason) {
   const std::lock_guard lock(mutex_);
   ended_.store(true, std::memory_order_release);
   changed_.notify_all();
+}
+
+void Transfer::keep_owner() {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;
+  const std::scoped_lock lock(mutex, mutex_);
+  kept.push_back(request_.owner);
 }
 
 std::string Transfer::failure_text(const Block& block, const std::string& reason) const {

@@ -49,6 +49,9 @@ class Transfer final : public TransferHandle {
   // Marks `count` blocks as ended; the first reason that is not empty stays.
   void end_blocks(std::int64_t count, const std::string& reason);
 
+  // Keeps the owner of the memory until the process ends: the kernel may still use it.
+  void keep_owner();
+
   // "reading 4096 bytes at offset 0 of 'path' failed: " and the reason.
   std::string failure_text(const Block& block, const std::string& reason) const;
 

@@ -1,4 +1,5 @@
 // The submitter over a queue whose answers the test chooses, and probing where calls are forbidden.
+#include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
@@ -6,9 +7,13 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
+#include <thread>
+#include <tuple>
 
 #include "../../core/aio/submitter.h"
+#include "../../core/aio/unique_fd.h"
 #include "../test_support.h"
 #include "aio_support.h"
 
@@ -23,6 +28,7 @@ using testing::ScratchFolder;
 
 // What a queue saw; outlives it.
 struct Observed {
+  bool drained = false;
   std::size_t most_in_flight = 0;
   std::size_t largest_batch = 0;
   std::vector<std::int64_t> offsets;
@@ -64,6 +70,11 @@ class FakeQueue final : public IoQueue {
     changed_.notify_one();
   }
 
+  bool drain(std::chrono::milliseconds limit) override {
+    observed_.drained = true;
+    return limit > std::chrono::milliseconds(0);
+  }
+
  private:
   std::mt19937_64 generator_;
   Observed& observed_;
@@ -76,10 +87,12 @@ class FakeQueue final : public IoQueue {
 
 class AioSubmitter : public ::testing::Test {
  protected:
-  std::shared_ptr<Transfer> transfer(std::int64_t blocks) {
+  std::shared_ptr<Transfer> transfer(std::int64_t blocks, std::shared_ptr<void> owner = nullptr) {
     const auto bytes = static_cast<std::size_t>(blocks * 4096);
     return std::make_shared<Transfer>(
-        TransferRequest{file_, IoDirection::kWrite, 0, memory_.span().first(bytes), nullptr}, 4096);
+        TransferRequest{file_, IoDirection::kWrite, 0, memory_.span().first(bytes),
+                        std::move(owner)},
+        4096);
   }
 
   const ScratchFolder folder_;
@@ -173,6 +186,22 @@ TEST_F(AioSubmitter, ABrokenQueueFailsAllThatWasAndWillBeAsked) {
   expect_in("broke: the ring is gone", error_of([&] { late->wait(); }));
 }
 
+TEST_F(AioSubmitter, ABrokenQueueIsDrainedBeforeItsTransfersEnd) {
+  for (const bool drains : {true, false}) {
+    Observed observed;
+    Submitter submitter(std::make_unique<FakeQueue>(4, 1, observed, 0), faults_,
+                        std::chrono::milliseconds(drains ? 1 : 0));
+    auto owner = std::make_shared<int>(0);
+    const std::weak_ptr<int> memory = owner;
+    auto handle = transfer(2, std::move(owner));
+    submitter.enqueue({handle, 0, 1});
+    expect_in("the ring is gone", error_of([&] { handle->wait(); }));
+    EXPECT_TRUE(observed.drained);
+    handle.reset();
+    EXPECT_EQ(memory.expired(), drains);  // memory that the kernel may still write to stays
+  }
+}
+
 // Forbids one system call to this process for good.
 void forbid(std::uint32_t call) {
   std::array<sock_filter, 4> filter = {{
@@ -185,6 +214,42 @@ void forbid(std::uint32_t call) {
   if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
       ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
     throw std::runtime_error("no seccomp filter");
+  }
+}
+
+// A read of an empty pipe is with the kernel when io_uring_enter() stops working.
+int drained_after(std::chrono::milliseconds written_after, std::chrono::milliseconds limit) {
+  constexpr std::uint32_t kIoUringEnter = 426;
+  std::array<int, 2> pipe{};
+  if (::pipe(pipe.data()) != 0) return -1;
+  const UniqueFd zeros(::open("/dev/zero", O_RDONLY | O_CLOEXEC));
+  std::array<std::byte, 8> read{};
+  std::array<std::byte, 8> other{};
+  const auto queue = make_io_uring_queue(4);
+  queue->submit(std::array{BlockRequest{0, pipe[0], IoDirection::kRead, -1, read},
+                           BlockRequest{1, zeros.get(), IoDirection::kRead, 0, other}});
+  std::vector<BlockCompletion> ended;
+  while (ended.empty()) queue->reap(ended);
+  forbid(kIoUringEnter);
+  expect_in("io_uring_enter", error_of([&] { queue->reap(ended); }));
+  std::jthread writer([&] {
+    std::this_thread::sleep_for(written_after);
+    static_cast<void>(::write(pipe[1], "12345678", 8));
+  });
+  const bool drained = queue->drain(limit);
+  return drained ? 1 + (read[7] == std::byte{'8'}) : 0;
+}
+
+TEST(AioBackends, ABrokenRingIsDrained) {
+  using std::chrono::milliseconds;
+  for (const auto& [after, limit, expected] :
+       {std::tuple{milliseconds(50), milliseconds(20000), 2},
+        std::tuple{milliseconds(500), milliseconds(10), 0}}) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(drained_after(after, limit));
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(WEXITSTATUS(status), expected);
   }
 }
 

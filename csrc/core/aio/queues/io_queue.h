@@ -1,6 +1,7 @@
 // The interface of an I/O backend: a queue of blocks with the kernel.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -50,6 +51,10 @@ class IoQueue {
   virtual void reap(std::vector<BlockCompletion>& into) = 0;
 
   virtual void wake() = 0;
+
+  // After the queue broke: waits, for `limit` at most, until the kernel no longer reads or writes
+  // the memory of its requests, and tells whether that is so.
+  virtual bool drain(std::chrono::milliseconds limit) = 0;
 
  private:
   const std::size_t capacity_;

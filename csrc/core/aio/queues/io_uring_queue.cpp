@@ -161,6 +161,20 @@ class IoUringQueue final : public IoQueue {
 
   void wake() override { event_.signal(); }
 
+  // Closing a ring does not wait for its requests. They end in the shared memory of the ring, which
+  // needs no further io_uring_enter(): the kernel writes there while this thread sleeps.
+  bool drain(std::chrono::milliseconds limit) override {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    std::vector<BlockCompletion> ended;
+    event_.signal();  // ends the poll of wake(), which counts too
+    collect(ended);
+    while (in_flight_ > 0 && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      collect(ended);
+    }
+    return in_flight_ == 0;
+  }
+
  private:
   static std::size_t rings_bytes(const io_uring_params& offsets) {
     return std::max(offsets.sq_off.array + offsets.sq_entries * sizeof(std::uint32_t),
@@ -191,6 +205,7 @@ class IoUringQueue final : public IoQueue {
                                 IORING_ENTER_GETEVENTS, nullptr, 0);
     if (sent >= 0) {
       unsent_ -= static_cast<std::uint32_t>(sent);
+      in_flight_ += static_cast<std::uint32_t>(sent);
       refusals_ = 0;
       return;
     }
@@ -206,6 +221,7 @@ class IoUringQueue final : public IoQueue {
     const std::uint32_t tail = counter(completion_tail_).load(std::memory_order_acquire);
     std::uint32_t head = *completion_head_;
     const bool any = head != tail;
+    in_flight_ -= tail - head;
     for (; head != tail; ++head) {
       const io_uring_cqe& entry = completions_[head & completion_mask_];
       if (entry.user_data == kWakeMark) {
@@ -230,6 +246,7 @@ class IoUringQueue final : public IoQueue {
   std::uint32_t completion_mask_;
   io_uring_cqe* completions_;
   std::uint32_t unsent_ = 0;
+  std::uint32_t in_flight_ = 0;  // requests that the kernel has
   int refusals_ = 0;
   bool watching_ = false;
 };

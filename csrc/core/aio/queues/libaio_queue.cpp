@@ -15,6 +15,7 @@
 #include <fstream>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "eventfd.h"
 
@@ -46,7 +47,9 @@ class LibaioQueue final : public IoQueue {
     refused_.reserve(blocks_.size());
   }
 
-  ~LibaioQueue() override { ::syscall(SYS_io_destroy, context_); }
+  ~LibaioQueue() override {
+    if (context_ != 0) ::syscall(SYS_io_destroy, context_);
+  }
 
   void submit(std::span<const BlockRequest> requests) override {
     for (const BlockRequest& request : requests) {
@@ -78,6 +81,12 @@ class LibaioQueue final : public IoQueue {
   }
 
   void wake() override { event_.signal(); }
+
+  // io_destroy() waits for what is in flight, without a limit.
+  bool drain(std::chrono::milliseconds /*limit*/) override {
+    ::syscall(SYS_io_destroy, std::exchange(context_, 0));
+    return true;
+  }
 
  private:
   // Gives the kernel what it takes; a block it refuses ends with the reason.

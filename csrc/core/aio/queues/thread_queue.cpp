@@ -69,6 +69,11 @@ class ThreadQueue final : public IoQueue {
     ended_changed_.notify_one();
   }
 
+  bool drain(std::chrono::milliseconds limit) override {
+    std::unique_lock lock(mutex_);
+    return ended_changed_.wait_for(lock, limit, [this] { return work_.empty() && busy_ == 0; });
+  }
+
  private:
   void start_thread() {
     threads_.push_back(std::make_unique<IoThread>([this] { run(); }));
