@@ -45,7 +45,9 @@ def test_step_without_backward(world: World) -> None:
     for stage in (0, 1, 2, 3):
         model, optimizer = prepared(world, TinyModel(layers=1), stage)
         before = zero_ext.full_state_dict(model)
-        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\): expected a gradient(?s:.*)loss.backward"):
+        with pytest.raises(
+            RuntimeError, match=r"optimizer\.step\(\): expected a gradient(?s:.*)loss.backward"
+        ):
             optimizer.step()
         language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
         optimizer.zero_grad()
@@ -90,15 +92,13 @@ def test_step_inside_backward(world: World) -> None:
     feature_loss(lambda _: model(feature_batch(world.seed, 0, 0, world.rank)), None).backward()  # type: ignore[arg-type]
     handle.remove()
     del inner
-    assert caught and "inside a backward pass" in caught[0]
+    assert caught and "expected no backward pass around it" in caught[0]
 
 
 def test_an_optimizer_of_other_parameters() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     mixed = optim.SGD([*model.parameters(), other.weight], 0.1)
-    with pytest.raises(
-        ValueError, match=r"the model(?s:.*)param group 0, position 2, of shape \(2, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"the model(?s:.*)param group 0, position 2, of shape \(2, 2\)"):
         zero_ext.prepare(model, mixed, {"stage": 3})
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got str"):
         zero_ext.prepare(model, "adam", {"stage": 3})  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_configurations_and_worlds_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="stage: 4 given"):
         StatePlacement.of_stage(4)
     for world_size in (0, -1):
-        with pytest.raises(ValueError, match=f"world_size: {world_size} given, at least 1 wanted"):
+        with pytest.raises(ValueError, match=f"world_size: expected at least 1, got {world_size}"):
             FlatLayout.build([ParameterSpec("a", (2,), (1,), torch.float32)], world_size)
     with pytest.raises(ValueError, match="expected one with parameters, got ReLU"):
         zero_ext.prepare(nn.ReLU(), None, {"stage": 3})
@@ -378,7 +378,9 @@ def test_unfreezing_what_the_optimizer_lacks_is_refused_by_name(world: World) ->
             model, adamw(trainable), configuration(stage), process_group=world.group
         )
         model.blocks[0].up.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias': expected no gradient, as it was frozen"):
+        with pytest.raises(
+            RuntimeError, match=r"'blocks\.0\.up\.bias': expected no gradient, as it was frozen"
+        ):
             language_loss(wrapped, language_batch(world.seed, 0, 0, world.rank)).backward()
 
 
@@ -388,5 +390,5 @@ def test_a_refused_forward_warns_of_nothing_else(world: World) -> None:
     model.module.head.weight = nn.Parameter(torch.zeros(23, WIDTH))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeError, match=r"'head\.weight' was replaced"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight': expected the one that zero_ext\.prepare saw"):
             model(language_batch(world.seed, 0, 0, 0))

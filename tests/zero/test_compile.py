@@ -180,5 +180,5 @@ def test_parameters_and_gradients_stay_in_place_where_graphs_may_be_captured(wor
 
 def test_a_wholly_compiled_model_is_refused() -> None:
     model = torch.compile(nn.Linear(2, 2), backend="eager")
-    with pytest.raises(ValueError, match="compile its blocks instead"):
+    with pytest.raises(ValueError, match="Compile its blocks instead"):
         zero_ext.prepare(model, None, {"stage": 3})

@@ -150,7 +150,10 @@ class Engine(Ending):
         """The user's module; raises ``RuntimeError`` once it was dropped."""
         model = self._model()
         if model is None:
-            raise RuntimeError("the model of this engine was deleted; keep a reference to it while training")
+            raise RuntimeError(
+                "engine: expected its model to exist, got a deleted one. Keep a reference to the "
+                "model while training."
+            )
         return model
 
     @property
@@ -221,9 +224,10 @@ class Engine(Ending):
     def _refuse_capture(self, what: str, why: str) -> None:
         if self.tiers.device.captures:
             raise RuntimeError(
-                f"{what} inside the capture of a graph: {why}, and a replay runs none of it. Capture blocks, "
-                "in stages 0 to 2, where parameters stay in place: torch.cuda.make_graphed_callables(block, "
-                "...) after zero_ext.prepare, or torch.compile(block, mode='reduce-overhead') before it"
+                f"{what}: expected no capture of a graph, as {why} and a replay runs none of it. "
+                "Capture blocks, in stages 0 to 2, where parameters stay in place: "
+                "torch.cuda.make_graphed_callables(block, ...) after zero_ext.prepare, or "
+                "torch.compile(block, mode='reduce-overhead') before it."
             )
 
     def _check_parameters(self) -> None:
@@ -348,10 +352,11 @@ class Engine(Ending):
         self.optimizer_step.refuse_damage()
         if self.backward_pass.running:
             raise RuntimeError(
-                "optimizer.step() inside a backward pass; call it after loss.backward() returned"
+                "optimizer.step(): expected no backward pass around it, got one. Call it after "
+                "loss.backward() has returned."
                 if in_backward()
-                else "optimizer.step() after a backward pass that raised: its gradients are incomplete. Call "
-                "optimizer.zero_grad() and go on with a new forward"
+                else "optimizer.step(): expected complete gradients, got those of a backward pass that "
+                "raised. Call optimizer.zero_grad() and start a new forward."
             )
         for unit in self.units:
             if not unit.placement.params and unit.written():
@@ -374,10 +379,10 @@ class Engine(Ending):
         if written and self.updates.in_progress:
             name = written[0].layout.specs[written[0].written()[0]].name
             raise RuntimeError(
-                f"parameter '{name}' was written to while a delayed update was under way "
-                "(offload.update_mode is 'delayed'), which would undo the write. Write inside 'with "
-                "zero_ext.gathered(params, modifier_rank=0):', or call model.finish_update() first. Load a "
-                "checkpoint to go on."
+                f"parameter '{name}': expected no write while a delayed update is under way "
+                "(offload.update_mode is 'delayed'), which would undo it, got one. Write inside "
+                "'with zero_ext.gathered(params, modifier_rank=0):', or call model.finish_update() "
+                "first. Load a checkpoint to go on."
             )
         follow_writes(self.masters, collectives)
 
@@ -397,11 +402,10 @@ class Engine(Ending):
         if not replaced:
             if self.in_use or any(unit.holders for unit in self.units):
                 raise RuntimeError(
-                    "state is read, or parameters are to be written, inside forward, backward or 'with "
-                    "zero_ext.gathered(...)', while a delayed update is under way (offload.update_mode is "
-                    "'delayed'): parameters in use would change. Do it between steps, or call "
-                    "model.finish_update() before. After a backward pass that raised call "
-                    "optimizer.zero_grad() first."
+                    "state: expected a read or write between steps, as a delayed update is under way "
+                    "(offload.update_mode is 'delayed'), got one inside forward, backward or 'with "
+                    "zero_ext.gathered(...)'. Do it between steps, or call model.finish_update() before. "
+                    "After a backward pass that raised, call optimizer.zero_grad() first."
                 )
             self._follow_writes()
         self.prefetcher.forget_values()  # what was fetched ahead has the values before the update

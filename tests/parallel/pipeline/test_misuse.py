@@ -41,7 +41,7 @@ def test_modules_that_cannot_be(world: World, settings: dict[str, Any], message:
 @pytest.mark.parametrize("units", [{"tiles": {"heads": 2, "layers.2.wide": 2}}, {"leaf_modules": ["heads"]}])
 def test_names_that_no_stage_has_end_on_all_of_them(world: World, units: dict[str, Any]) -> None:
     module = PipelineModule(specifications(), mesh_of(2), loss=mean_loss)
-    with pytest.raises(ValueError, match=r"\['heads'\] match no module"):
+    with pytest.raises(ValueError, match=r"units\..*\['heads'\]"):
         zero_ext.prepare(module, None, {"stage": 3, "units": units}, process_group=mesh_of(2))
 
 

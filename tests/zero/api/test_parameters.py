@@ -271,7 +271,7 @@ def test_a_leaf_module_inside_a_block_is_gathered_with_it(world: World, leaf: st
 def test_a_leaf_or_block_name_that_matches_nothing_is_refused() -> None:
     for key in ("leaf_modules", "block_classes"):
         model = WithRouted()
-        with pytest.raises(ValueError, match=r"\['Nothing'\] match no module(?s:.*)'Routed'"):
+        with pytest.raises(ValueError, match=r"got \['Nothing'\](?s:.*)'Routed'"):
             zero_ext.prepare(model, None, {"stage": 3, "units": {key: ["Nothing"]}})
 
 

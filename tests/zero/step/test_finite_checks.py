@@ -282,9 +282,7 @@ def test_weights_that_are_not_finite_after_a_step_end_it_on_all_ranks(world: Wor
             optimizer.step()
             model.finish_update()
         optimizer.zero_grad()
-        with pytest.raises(
-            RuntimeError, match=r"got one in which a step failed: .*'embedding\.weight'"
-        ):
+        with pytest.raises(RuntimeError, match=r"got one in which a step failed: .*'embedding\.weight'"):
             backward(world, model, case, 2)
 
 

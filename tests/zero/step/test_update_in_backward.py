@@ -281,7 +281,7 @@ def test_settings_that_change_before_the_step(world: World) -> None:
     model, optimizer = prepared(world)
     backward(world, model)
     optimizer.param_groups[0]["lr"] = 5.0
-    with pytest.raises(RuntimeError, match="param group 0, 'lr': expected(?s:.*)got 5.0"):
+    with pytest.raises(RuntimeError, match=r"param group 0, 'lr': expected(?s:.*)got 5\.0"):
         optimizer.step()
 
 

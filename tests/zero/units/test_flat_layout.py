@@ -99,11 +99,11 @@ def test_memory_order_preserves_dense_strides_and_replaces_others(
 
 def test_mistakes_are_named() -> None:
     single = ParameterSpec("w", (2,), (1,), torch.float32)
-    with pytest.raises(ValueError, match="world_size: 0 given, at least 1"):
+    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
         FlatLayout.build([single], 0)
     with pytest.raises(ValueError, match="one dtype"):
         FlatLayout.build([single, ParameterSpec("v", (2,), (1,), torch.float16)], 2)
     with pytest.raises(ValueError, match="one dtype"):
         FlatLayout.build([], 2)
-    with pytest.raises(ValueError, match="rank: 2 given, 0 to 1 wanted"):
+    with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
         FlatLayout.build([single], 2).shard_range(2)

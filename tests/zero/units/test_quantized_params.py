@@ -286,7 +286,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World)
 
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(Several(torch.ones(3, 3)), requires_grad=False)
-    with pytest.raises(ValueError, match=r"'weight' is a Several.*bitsandbytes"):
+    with pytest.raises(ValueError, match=r"'weight': .*a Several.*bitsandbytes"):
         zero_ext.prepare(model, adamw([model.bias]), configuration(3), process_group=world.group)
     assert not distance({"bias": model.bias.detach()}, {"bias": model.bias.detach()})
     # One rank that quantized in other blocks has other scales.

@@ -66,7 +66,9 @@ def engine_of(model: nn.Module) -> Engine:
         RuntimeError: it is a wrapper whose module was prepared again.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a prepared module, got {show(model)}. Mind the arguments' order.")
+        raise TypeError(
+            f"model: expected a prepared module, got {show(model)}. Check the order of the arguments."
+        )
     refuse_ended(model)
     found = vars(model).get(MODULE_ATTRIBUTE)
     if found is None and isinstance(vars(model).get("_modules", {}).get("module"), nn.Module):

@@ -73,9 +73,9 @@ class _NoDataParallel:
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
-            "DistributedDataParallel: expected a model that is not prepared, got one from zero_ext.prepare, "
-            "which reduces its gradients itself. Use the prepared model as it is; with Accelerate pass only "
-            "the loaders to accelerator.prepare."
+            "DistributedDataParallel: expected a model that is not prepared, got one from "
+            "zero_ext.prepare, which reduces its gradients itself. Use the prepared model as it "
+            "is. With Accelerate, pass only the loaders to accelerator.prepare."
         )
 
 

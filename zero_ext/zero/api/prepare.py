@@ -310,7 +310,7 @@ def _check_parameters(
         ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
         problem = problem_of(parameter, ranks, dtype)
         if problem:
-            raise ValueError(f"parameter '{name}' {problem}")
+            raise ValueError(f"parameter '{name}': {problem}")
         value: Any = parameter
         if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
             raise ValueError(

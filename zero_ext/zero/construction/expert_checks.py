@@ -36,16 +36,18 @@ def check_experts(
     for item in experts:
         problem = _problem(item, tiling, ranks)
         if problem:
-            raise ValueError(f"parameter '{item.spec.name}' belongs to an expert and {problem}")
+            raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
     if settings.communication.shard_group_size is not None:
         raise ValueError(
-            f"communication.shard_group_size is {settings.communication.shard_group_size}, and the model has "
-            "experts on several ranks, which are sharded over those with the same ones; leave it out"
+            "communication.shard_group_size: expected None, as experts on several ranks are "
+            "sharded over those with the same ones, got "
+            f"{settings.communication.shard_group_size}. Leave it out."
         )
     if isinstance(optimizer, Lamb):
         raise ValueError(
-            "Lamb with experts on several ranks: a trust ratio needs the norm of a parameter, and the ranks "
-            "have different ones. Use torch.optim.AdamW"
+            "optimizer: expected another one than Lamb with experts on several ranks, as a trust "
+            "ratio needs the norm of a parameter and the ranks have different ones. Use "
+            "torch.optim.AdamW."
         )
 
 
@@ -53,16 +55,18 @@ def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> st
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
-            f"is one of those on ranks {list(spread)}, but the mesh has 'ep' ranks {list(ranks)}; give "
-            "zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with"
+            f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got "
+            f"{list(ranks)}. Pass "
+            "zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with."
         )
     if presharded_of(item.parameter) is not None:
         return (
-            "was built inside zero_ext.Init, which shards over all ranks and gives them one rank's values; "
-            "build experts outside of it"
+            "expected one that was built outside of zero_ext.Init, which shards over all ranks and "
+            "gives them "
+            "one rank's values. Build experts outside of it."
         )
     if any(name.rpartition(".")[0] in tiling.splits for name in item.names):
-        return "is to be tiled (units.tiles), which experts on several ranks cannot be; name other layers"
+        return "expected no tiles of experts on several ranks, got units.tiles. Name other layers."
     if is_packed(item.parameter):
-        return "is quantized, which experts on several ranks cannot be; quantize other layers"
+        return "expected no quantized experts on several ranks, got some. Build them unquantized."
     return ""

@@ -163,8 +163,9 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     if unmatched:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            f"units.block_classes / units.leaf_modules: {sorted(unmatched)} match no module outside another "
-            f"block. The model's classes are {classes}."
+            "units.block_classes / units.leaf_modules: expected names of modules or classes "
+            f"outside another block, got {sorted(unmatched)}. Choose among the model's classes: "
+            f"{classes}."
         )
     blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks

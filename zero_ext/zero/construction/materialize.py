@@ -40,9 +40,10 @@ def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict
             reset()
         elif fresh:
             raise ValueError(
-                f"{type(module).__name__} was built on the meta device with {fresh} and has no "
-                "reset_parameters to initialize them. Build it inside zero_ext.Init without "
-                "torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a checkpoint."
+                f"module {type(module).__name__}, built on the meta device with {fresh}: expected a "
+                "reset_parameters to initialize them, got none. Build it inside zero_ext.Init "
+                "without torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a "
+                "checkpoint."
             )
     return done[module]
 

@@ -17,16 +17,18 @@ def check_modules(model: nn.Module) -> None:
     """
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
-            "the whole model is compiled; compile its blocks instead (for block in model.layers: "
-            "torch.compile(block)) and prepare the plain model around them"
+            "model: expected a plain one, got one that is compiled as a whole. Compile its "
+            "blocks instead (for block in model.layers: torch.compile(block)) and prepare the "
+            "plain model around them."
         )
     for name, module in model.named_modules():
         label = f"module '{name}'" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ValueError(
-                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or scripted "
-                "one, whose parameters Python does not see being used. Prepare the original module; trace or "
-                "script a copy of it, filled from zero_ext.full_state_dict(model)."
+                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or "
+                "scripted one, whose parameters Python does not see being used. Prepare the original "
+                "module. To trace or script it, use a copy that is filled from "
+                "zero_ext.full_state_dict(model)."
             )
 
 
@@ -74,8 +76,9 @@ def check_unchanged(
         # torch.func.functional_call puts tensors that are no parameters there for a while.
         if found is not parameter and (found is None or isinstance(found, nn.Parameter)):
             raise RuntimeError(
-                f"parameter '{name}' was replaced or removed after zero_ext.prepare. Change the model "
-                "before prepare, or values in place inside 'with zero_ext.gathered(params):'."
+                f"parameter '{name}': expected the one that zero_ext.prepare saw, got another or "
+                "none. Change the model before prepare, or values in place inside 'with "
+                "zero_ext.gathered(params):'."
             )
     if _count_parameters(model) == len(known):
         return
@@ -86,7 +89,8 @@ def check_unchanged(
     ]
     if new:
         raise RuntimeError(
-            f"parameters {new} were added after zero_ext.prepare; build the whole model before prepare"
+            f"model: expected the parameters that zero_ext.prepare saw, got new ones: {new}. "
+            "Build the whole model before prepare."
         )
 
 

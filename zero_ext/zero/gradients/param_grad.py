@@ -209,7 +209,9 @@ class GradientViews:
         elif norm_type == float("inf"):
             norm = torch.tensor(self._norms.largest_of_all(), dtype=torch.float64, device="cpu") * unscale
         else:
-            raise ValueError(f"norm_type: expected 2 or inf for sharded gradients, got {norm_type!r}.")
+            raise ValueError(
+                f"norm_type: expected 2 or inf for sharded gradients, got {norm_type!r}. Choose one of them."
+            )
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if factor < 1.0:
             self.multiply_all(factor)

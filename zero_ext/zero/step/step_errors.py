@@ -83,10 +83,11 @@ class StepErrors:
     def edits(self, last: str, late: bool) -> RuntimeError:
         """Return the error of gradients that the ranks changed differently, as ``last`` says on this one."""
         return RuntimeError(
-            "param.grad was changed in place: expected the same calls with the same numbers on all ranks, as "
-            f"each changes its own part, got others on some (last on this one: {last or 'nothing'}). The "
-            "gradients are lost: call optimizer.zero_grad() and repeat the step with numbers that the ranks "
-            f"agree on.{_since(late)}"
+            "changes of param.grad: expected the same calls with the same numbers on all ranks, as each "
+            f"changes its own part, got others on some (last on this one: {last or 'nothing'}). The "
+            "gradients "
+            "are lost. Call optimizer.zero_grad() and repeat the step with numbers that the ranks agree "
+            f"on.{_since(late)}"
         )
 
     def raise_settings(self, step: int, settings: Hyperparameters, *, mixed: bool, late: bool) -> NoReturn:

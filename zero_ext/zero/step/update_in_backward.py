@@ -58,7 +58,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             raise RuntimeError(
                 "backward: expected optimizer.step() before it, as offload.update_mode is "
                 "'in_backward' and the updates of the last pass are under way, got a further pass. "
-                "For several passes a step set batch.gradient_accumulation_steps to their number, "
+                "For several passes a step, set batch.gradient_accumulation_steps to their number, "
                 f"run all but the last inside 'with model.no_sync():', or {_INSTEAD}."
             )
         self._last, self._scale = last, scale

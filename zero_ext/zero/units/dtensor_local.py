@@ -145,28 +145,31 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
         return (
-            f"is split over the ranks {mesh.mesh.tolist()}, but the tensor-parallel ones are {ranks}; split "
-            "it over mesh['tp'] of the mesh that is given to zero_ext.prepare"
+            f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. "
+            "Split it over "
+            "mesh['tp'] of the mesh that is given to zero_ext.prepare."
         )
     if parameter.dtype != dtype:
         return (
-            f"is {parameter.dtype} and split already, but 'precision.dtype' wants {dtype}; convert the model "
-            f"before it is split (model.to({dtype}))"
+            f"expected {dtype}, as 'precision.dtype' says, got {parameter.dtype}, split already. Convert the "
+            f"model before it is split (model.to({dtype}))."
         )
     if not all(type(each).__name__ in _KNOWN for each in parameter.placements):
-        return f"is placed as {parameter.placements}; one of {', '.join(_KNOWN)} wanted"
+        known = ", ".join(_KNOWN)
+        return f"expected a placement of {known}, got {parameter.placements}. Split it in one of these ways."
     placement: Any = parameter.placements[0]
     blocks = _stacked_blocks(parameter)
     if blocks and parameter.shape[placement.dim] % (blocks * mesh.size()):
         return (
-            f"of shape {tuple(parameter.shape)} is {blocks} side by side, which do not divide by "
-            f"{mesh.size()}"
+            f"expected {blocks} blocks side by side that divide by {mesh.size()}, got shape "
+            f"{tuple(parameter.shape)}. Use another number of tensor-parallel ranks."
         )
     if is_split(parameter) and parameter.dim() > 2 and not blocks:
-        return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
+        return f"expected 1 or 2 dimensions where it is split, got {parameter.dim()}. Leave it whole."
     local = parameter._local_tensor
     if not local.is_contiguous() and any(local.stride()):  # which are 0 where a placeholder stands in for it
         return (
-            "has a local tensor that is not contiguous; split it with distribute_tensor or parallelize_module"
+            "expected a contiguous local tensor, got another. Split it with distribute_tensor or "
+            "parallelize_module."
         )
     return ""

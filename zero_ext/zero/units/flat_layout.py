@@ -53,11 +53,12 @@ class FlatLayout:
         buffer, which requires full blocks.
         """
         if world_size < 1:
-            raise ValueError(f"world_size: {world_size} given, at least 1 wanted")
+            raise ValueError(f"world_size: expected at least 1, got {world_size}. Pass the number of ranks.")
         dtypes = {spec.dtype for spec in specs}
         if len(dtypes) != 1:
             raise ValueError(
-                f"a unit holds parameters of exactly one dtype, not of {sorted(map(str, dtypes))}"
+                f"unit: expected parameters of one dtype, got {sorted(map(str, dtypes))}. Build one "
+                "unit for each dtype."
             )
         dtype = dtypes.pop()
         sizes = [spec.numel for spec in specs]
@@ -77,7 +78,9 @@ class FlatLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the first element of ``rank``'s shard and the one after its last."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: {rank} given, 0 to {self.world_size - 1} wanted")
+            raise ValueError(
+                f"rank: expected 0 to {self.world_size - 1}, got {rank}. Pass a rank of the group."
+            )
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def segments(self, begin: int, end: int) -> list[Segment]:

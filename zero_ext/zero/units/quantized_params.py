@@ -29,9 +29,9 @@ def refuse_packed(parameter: nn.Parameter, name: str) -> None:
     kind: Any = plain_class(parameter)
     if is_packed(parameter) or kind.__torch_function__ is not _NO_FUNCTIONS:
         raise RuntimeError(
-            f"parameter '{name}' is sharded over the ranks and its class {kind.__name__} gives its bytes a "
-            "meaning of their own: expected a use in the forward of its module. Else use it inside 'with "
-            "zero_ext.gathered(params):'."
+            f"parameter '{name}' of class {kind.__name__}, sharded over the ranks: expected a use "
+            "in the forward of its module, as the class gives its bytes a meaning of their own. "
+            "Otherwise, use it inside 'with zero_ext.gathered(params):'."
         )
 
 

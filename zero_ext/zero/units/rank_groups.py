@@ -48,9 +48,9 @@ def rank_groups(process_group: dist.ProcessGroup | DeviceMesh | None) -> RankGro
     unknown = [name for name in names if name not in _DATA + _MODEL]
     if unknown or not names:
         raise ValueError(
-            f"process_group: a mesh with dimensions {list(names)} given; those of make_mesh, "
-            f"{list(MESH_AXES)}, are wanted. Name them so (mesh_dim_names), or pass "
-            "the group of the data-parallel ranks"
+            f"process_group: expected a mesh with the dimensions of make_mesh, {list(MESH_AXES)}, "
+            f"got {list(names)}. Name them so (mesh_dim_names), or pass the group of the "
+            "data-parallel ranks."
         )
     tensor, data, experts = _group(mesh, ("tp",)), data_group(mesh), _group(mesh, ("ep",))
     return RankGroups(
@@ -89,8 +89,9 @@ def _group(mesh: DeviceMesh, names: tuple[str, ...], always: bool = False) -> di
             return None
         if not present:
             raise ValueError(
-                f"process_group: the mesh has dimensions {list(sizes)}, but none that ZeRO could shard over; "
-                "add 'dp', of length 1 if every rank has a part of the model of its own"
+                "process_group: expected a mesh with a dimension that ZeRO can shard over, got "
+                f"{list(sizes)}. Add 'dp', of length 1 if every rank has a part of the model of its "
+                "own."
             )
         return mesh[present[0]].get_group()
     submesh = mesh[long]

@@ -419,8 +419,8 @@ class _Use:
             parameter, _ = origin(released)
             if node is not None and value.grad_fn is not node:
                 raise RuntimeError(
-                    f"parameter '{_name(parameter)}' requires grad and was written to in place while "
-                    "autograd records. Write inside 'with torch.no_grad():'."
+                    f"parameter '{_name(parameter)}', which requires grad: expected no write in place "
+                    "while autograd records, got one. Write inside 'with torch.no_grad():'."
                 )
             if value.shape != released.shape or value.dtype != released.dtype:
                 raise RuntimeError(
