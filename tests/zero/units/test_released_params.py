@@ -275,13 +275,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "data_ptr": (lambda m: m.shared.data_ptr(), r"'shared'.*got data_ptr"),
     "storage": (lambda m: m.shared.untyped_storage(), r"'shared'.*got untyped_storage"),
     "dlpack": (lambda m: m.shared.detach().__dlpack__(), r"'shared'.*dlpack"),
-    "pickle": (pickle.dumps, "pickling a sharded parameter.*full_state_dict"),
+    "pickle": (pickle.dumps, "pickling a prepared model.*full_state_dict"),
     "jacrev": (
         lambda m: torch.func.jacrev(lambda x: m(x).sum(0))(feature_batch(0, 0, 0, 0)),
         r"torch\.func transform.*gathered",
     ),
     "trace": (lambda m: torch.jit.trace(m, feature_batch(0, 0, 0, 0)), r"torch\.jit\.trace of a prepared"),
-    "write that autograd records": (lambda m: m.shared.mul_(2.0), "'shared' requires grad.*no_grad"),
+    "write that autograd records": (lambda m: m.shared.mul_(2.0), "'shared', which requires grad.*no_grad"),
 }
 
 
