@@ -450,6 +450,6 @@ def test_what_cannot_be_tiled_is_refused_by_name_and_nothing_changes(world: Worl
     with pytest.raises(zero_ext.ConfigError, match=r"units\.tiles"):
         zero_ext.load_config(configuration(3, units={"tiles": {"head": 0}}))
     for change in ({"max_norm": 1.0}, {"sparse": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))}: got"):
+        with pytest.raises(ValueError, match=f"{next(iter(change))}: expected the default, got"):
             TiledEmbedding.from_embedding(nn.Embedding(4, 4, **change), 2)
     assert not any(isinstance(module, Tile) for module in model.modules())
