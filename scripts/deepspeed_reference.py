@@ -1,6 +1,6 @@
 """The tables of DeepSpeed's names in the docs, written from its sources and what is here.
 
-`python scripts/deepspeed_reference.py docs/deepspeed_api.md` rewrites the tables inside that file.
+`python scripts/deepspeed_reference.py docs/reference/deepspeed_api.md` rewrites the tables inside that file.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def first_page(world: World, folder: str) -> None:
 
 def all_else(world: World, folder: str) -> None:
     os.chdir(folder)
-    code = next(block for block in blocks("docs/calls.md") if "zero_ext.Init" in block)
+    code = next(block for block in blocks("docs/reference/calls.md") if "zero_ext.Init" in block)
     named = {
         "BigModel": BigModel,
         "config": {"stage": 3},
@@ -82,27 +82,27 @@ def all_else(world: World, folder: str) -> None:
         "loader": SimpleNamespace(state_dict=dict),
         "scheduler": SimpleNamespace(state_dict=dict),
     }
-    names = run_block(world, code, "docs/calls.md", named)
+    names = run_block(world, code, "docs/reference/calls.md", named)
     assert not names["state"]["head.weight"].any() and names["state"]["body.weight"].any()
     assert (Path(folder) / "checkpoints" / "latest").exists()
 
 
 def engine_loop(world: World, folder: str) -> None:
     os.chdir(folder)
-    code = next(block for block in blocks("docs/calls.md") if "initialize" in block)
+    code = next(block for block in blocks("docs/reference/calls.md") if "initialize" in block)
     data = [{"inputs": torch.randn(4), "target": torch.zeros(2)} for _ in range(16)]
-    names = run_block(world, code, "docs/calls.md", {"model": BigModel(), "data": data})
+    names = run_block(world, code, "docs/reference/calls.md", {"model": BigModel(), "data": data})
     assert names["engine"].global_steps == 2
 
 
 def for_deepspeed_users(world: World, folder: str) -> None:
     os.chdir(folder)
-    first, report, auto = blocks("docs/deepspeed.md")
+    first, report, auto = blocks("docs/how_to/deepspeed.md")
     named = {"model": BigModel(), "dataset": [torch.randn(4) for _ in range(64)]}
-    names = run_block(world, first, "docs/deepspeed.md", named)
+    names = run_block(world, first, "docs/how_to/deepspeed.md", named)
     assert names["engine"].global_steps == 4
     with contextlib.redirect_stdout(None):
-        names = run_block(world, report, "docs/deepspeed.md", {})
+        names = run_block(world, report, "docs/how_to/deepspeed.md", {})
     assert names["translation"].config.stage == 3
     open_values = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     open_values["train_micro_batch_size_per_gpu"] = "auto"  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def for_deepspeed_users(world: World, folder: str) -> None:
             zero_ext.config.deepspeed.load_deepspeed_config(*args, **settings)
         ),
     }
-    run_block(world, auto, "docs/deepspeed.md", named)
+    run_block(world, auto, "docs/how_to/deepspeed.md", named)
     assert loaded[0].config.batch.micro_batch_size == 4
     assert loaded[0].config.optimizer.params["lr"] == 3e-4
 
@@ -123,9 +123,9 @@ def about_checkpoints(world: World, folder: str) -> None:
     model = BigModel()
     model, optimizer = zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), {"stage": 3})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    code = blocks("docs/checkpoints.md")[0]
+    code = blocks("docs/how_to/checkpoints.md")[0]
     named = {"model": model, "scheduler": scheduler, "print": lambda *_: None}
-    names = run_block(world, code, "docs/checkpoints.md", named)
+    names = run_block(world, code, "docs/how_to/checkpoints.md", named)
     assert names["loaded"].step == 0 and names["handle"].done()
 
 
@@ -133,13 +133,14 @@ def generation(world: World, folder: str) -> None:
     from transformers import LlamaConfig
 
     os.chdir(folder)
-    (code,) = (code for code in blocks("docs/offload.md") if "model.generate" in code)
+    (code,) = (code for code in blocks("docs/explanation/offload.md") if "model.generate" in code)
     sizes = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
     shape = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, eos_token_id=None)
     (Path(folder) / f"nvme-{world.rank}").mkdir()
     named = {"shape": shape, "prompt": torch.arange(4 + world.rank).unsqueeze(0)}
     with mock.patch.object(zero_ext, "load_checkpoint"):  # random weights do
-        names = run_block(world, code.replace("/nvme", f"nvme-{world.rank}"), "docs/offload.md", named)
+        code = code.replace("/nvme", f"nvme-{world.rank}")
+        names = run_block(world, code, "docs/explanation/offload.md", named)
     assert names["ids"].shape == (1, 12 + world.rank)
     del names["model"]
     gc.collect()
@@ -167,18 +168,18 @@ def test_the_code_runs(rank_pool: RankPool, tmp_path: Path, page: str) -> None:
 
 def test_configuration_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    code = blocks("docs/configuration.md")[0]
-    exec(compile(code, "docs/configuration.md", "exec"), {})
+    code = blocks("docs/reference/configuration.md")[0]
+    exec(compile(code, "docs/reference/configuration.md", "exec"), {})
 
 
 def test_the_section_for_nvme_is_one_that_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(blocks("docs/nvme.md", "json")[0])
+    (tmp_path / "config.json").write_text(blocks("docs/how_to/nvme.md", "json")[0])
     config = zero_ext.load_config(tmp_path / "config.json")
     assert config.offload.any_nvme and config.aio == AioConfig()
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:

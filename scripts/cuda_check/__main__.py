@@ -7,7 +7,7 @@ takes those of the torch that is installed, for the kernels alone. Warnings of n
 Each kernel's machine code is then read with cuobjdump. A kernel fails that traps, spills registers, takes
 more shared memory than every GPU gives, or streams through memory in accesses of fewer than 16 bytes or with
 a 64-bit division in a loop. What is known of each kernel is kept in build/cuda/kernels.txt, and with
-`--report docs/cuda_kernels.md` as a table.
+`--report docs/contributing/cuda_kernels.md` as a table.
 `--only csrc/cuda/flat` checks the files whose paths begin so. Without nvcc nothing is checked, and without
 cuobjdump no machine code is read; a line says so. MAX_JOBS files are compiled at a time, by default one.
 """

@@ -14,7 +14,7 @@ SHARED_BYTES = 48 << 10  # that every GPU gives a block without being asked
 HEAD = """# CUDA kernels
 
 What nvcc's assembler and the machine code say of every kernel of module `_C_cuda`, written by
-`python -m scripts.cuda_check --report docs/cuda_kernels.md`. Nothing here was measured on a GPU.
+`python -m scripts.cuda_check --report docs/contributing/cuda_kernels.md`. Nothing here was measured on a GPU.
 
 {compiler}; {architectures}, and PTX for later GPUs. {count} kernels, {spilling} with spilled registers,
 {narrow} streaming kernels with an access of fewer than 16 bytes where buffers are aligned, {divisions}

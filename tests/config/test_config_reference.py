@@ -1,4 +1,4 @@
-"""The tables in docs/configuration.md are those of the code, and the ready files in configs/ load."""
+"""The tables in docs/reference/configuration.md match the code, and the ready files in configs/ load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from zero_ext.config.schema.base_section import key_paths, section_type
 from zero_ext.config.schema.generate_docs import attribute_texts, native_table, rewrite
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 
 
 def test_page_is_what_the_code_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert rewrite(text) == text, "run: python -m zero_ext.config.schema.generate_docs docs/configuration.md"
+    assert rewrite(text) == text, (
+        "run: python -m zero_ext.config.schema.generate_docs docs/reference/configuration.md"
+    )
 
 
 def test_page_holds_every_key() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed_api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "deepspeed_api.md"
 
 
 def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 import zero_ext
 from zero_ext.config import load_config
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "monitoring.md"
 
 
 def blocks(kind: str) -> list[str]:

@@ -18,7 +18,7 @@ from zero_ext.parallel import make_mesh
 from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "parallel.md"
 
 
 class Blocks(nn.Module):

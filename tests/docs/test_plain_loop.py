@@ -33,14 +33,14 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = [torch.full((4,), float(index)) for index in range(10)]
     names: dict[str, Any] = {"build_model": build_model, "loader": [torch.randn(3, 4) for _ in range(4)]}
     results, epochs = [], []
-    for block in blocks("plain_loop.md"):
+    for block in blocks("how_to/plain_loop.md"):
         if "gradient_clipping" in block:  # a new section begins with a model of its own
             names["model"] = build_model()
             names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
         names.setdefault("dataset", dataset)
         if "scheduler" in block:
             names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 3)
-        exec(compile(block, "docs/plain_loop.md", "exec"), names)
+        exec(compile(block, "docs/how_to/plain_loop.md", "exec"), names)
         results.append(dict(names))
         epochs.append(getattr(names["loader"], "epoch", None))
     assert len(results) == 7
@@ -55,7 +55,7 @@ def test_the_edit_on_the_page_halves_the_first_weight() -> None:
     model, _ = zero_ext.prepare(build_model(), None, {"stage": 3})
     names = {"zero_ext": zero_ext, "torch": torch, "model": model}
     names["engine"] = zero_ext.zero.engine_of(model)
-    (block,) = (block for block in blocks("plain_loop.md") if "modifier_rank" in block)
+    (block,) = (block for block in blocks("how_to/plain_loop.md") if "modifier_rank" in block)
     exec(block, names)
     first = build_model()[0].weight
     assert torch.equal(zero_ext.full_state_dict(model)["0.weight"], names["full"]["0.weight"] / 2)

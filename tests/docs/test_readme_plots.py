@@ -1,4 +1,4 @@
-"""The README's plots and the tables of docs/figures.md show the figures of benchmarks/results."""
+"""The README's plots and the tables of docs/reference/figures.md show the figures of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_first_page_is_short_and_begins_with_a_plot() -> None:
 
 
 def test_the_tables_of_figures_are_those_of_the_plots() -> None:
-    text = (ROOT / "docs" / "figures.md").read_text()
+    text = (ROOT / "docs" / "reference" / "figures.md").read_text()
     ratios = {title: median for title, median, _, _ in speed_figures()}
     rows = re.findall(r"^\| (stage \d) \| (\w+)[^|]* \| [\d.]+ \| ([\d.]+) \|$", text, re.MULTILINE)
     shown = {f"{stage} / {peer}": float(ratio) for stage, peer, ratio in rows}

@@ -1,4 +1,4 @@
-"""The code of docs/simulation.md, as it stands there."""
+"""The code of docs/explanation/simulation.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_ext.plan.simulation import MACHINES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulation.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "simulation.md"
 
 
 def test_the_example_runs() -> None:

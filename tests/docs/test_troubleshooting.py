@@ -25,7 +25,7 @@ def texts_of(path: Path) -> list[str]:
 
 
 def test_quoted_messages_exist() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "how_to" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(quoted) > 20
     texts = "\n".join(text for path in (ROOT / "zero_ext").rglob("*.py") for text in texts_of(path))

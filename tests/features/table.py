@@ -1,4 +1,4 @@
-"""Writes docs/features.md from the cases: ``python -m tests.features.table``."""
+"""Writes docs/reference/features.md from the cases: ``python -m tests.features.table``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.features.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "reference" / "features.md"
 TEST_FILES = {
     False: "tests/features/test_features.py",
     True: "tests/integrations/transformers/test_stand_in.py",

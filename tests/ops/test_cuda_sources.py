@@ -40,7 +40,7 @@ def test_kernel_headers_need_neither_torch_nor_the_cuda_headers() -> None:
 
 
 def test_the_table_in_docs_has_every_kernel_file_and_no_other() -> None:
-    text = (ROOT / "docs" / "cuda_kernels.md").read_text()
+    text = (ROOT / "docs" / "contributing" / "cuda_kernels.md").read_text()
     listed = re.findall(r"^## (\S+)$", text, re.MULTILINE)
     assert listed == sorted(path.relative_to(ROOT).as_posix() for path in CUDA.rglob("*.cu"))
     assert "0 with spilled registers" in text

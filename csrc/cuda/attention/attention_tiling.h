@@ -16,7 +16,7 @@ struct AttentionTiling {
   static constexpr bool kWide = std::is_same_v<T, float>;
   static constexpr bool kForward = kPass == AttentionPass::forward;
   static constexpr bool kColumns = kPass == AttentionPass::dkdv;
-  // Registers and shared memory bound all of them; docs/cuda_kernels.md lists what is taken.
+  // Registers and shared memory bound all of them, see docs/contributing/cuda_kernels.md.
   //
   // Bands of 16 rows of a warp: a fragment that it loads from a tile is multiplied with all of
   // them.

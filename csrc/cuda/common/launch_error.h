@@ -44,7 +44,7 @@ inline std::string explain(LaunchError error, const GpuProperties& gpu) {
   }
   return name + "gives a block " + std::to_string(gpu.shared_bytes) +
          " bytes of shared memory and " + std::to_string(gpu.registers) +
-         " registers, and the kernel needs more; docs/cuda_kernels.md lists what each takes";
+         " registers, and the kernel needs more; see docs/contributing/cuda_kernels.md for each";
 }
 
 }  // namespace zero_ext::cuda

@@ -24,7 +24,7 @@ from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
 from zero_ext_deepspeed_finder import API_VERSION
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "deepspeed_api.md"
+PAGE = ROOT / "docs" / "reference" / "deepspeed_api.md"
 ACTIVATE = "from zero_ext.integrations.deepspeed import import_alias; import_alias.activate()"
 # A library asks for it inside a try, and DeepSpeed does not have it either.
 NOT_IN_DEEPSPEED = "deepspeed.utils.is_initialized"

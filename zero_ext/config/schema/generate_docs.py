@@ -1,6 +1,6 @@
 """Reference tables of all configuration keys, written from the code itself.
 
-`python -m zero_ext.config.schema.generate_docs docs/configuration.md` rewrites the tables inside that file.
+`python -m zero_ext.config.schema.generate_docs docs/reference/configuration.md` rewrites its tables.
 """
 
 from __future__ import annotations

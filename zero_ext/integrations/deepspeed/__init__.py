@@ -1,7 +1,7 @@
 """DeepSpeed's public names on this engine: ``from zero_ext.integrations import deepspeed``.
 
 Names that are not served are there too and raise :class:`DeepSpeedFeatureError`, which says what to do
-instead, when they are used. docs/deepspeed_api.md lists all of them.
+instead, when they are used. docs/reference/deepspeed_api.md lists all of them.
 """
 
 from typing import TYPE_CHECKING

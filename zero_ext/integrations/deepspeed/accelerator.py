@@ -97,7 +97,7 @@ class DeepSpeedAccelerator:
             return getattr(torch, name) if self._is_cpu else kind
         name = _RENAMED.get(name, name)
         if name not in _ON_CPU:
-            raise AttributeError(f"the accelerator has no {name!r}; look at docs/deepspeed_api.md")
+            raise AttributeError(f"the accelerator has no {name!r}; look at docs/reference/deepspeed_api.md")
         return _ON_CPU[name] if self._is_cpu else getattr(self._module, name)
 
     # -- which device -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
     if native and foreign:
         text = (
             f"is DeepSpeed's key, {native[0]!r} is zero_ext's, and they stand in one configuration; write "
-            "all keys in one of the two formats (docs/transformers.md has them side by side)"
+            "all keys in one of the two formats (docs/how_to/transformers.md has them side by side)"
         )
         raise ConfigError([Problem(key, text) for key in foreign], _SOURCE)
     automatic = [path for path, value in flat(values) if value == AUTO]

@@ -29,7 +29,7 @@ logger = logging.getLogger("zero_ext")
 _UNSUPPORTED = {
     "device_map": "shards go where zero_config says",
     "max_memory": "shards go where zero_config says",
-    "quantization_config": "weights are read as they are; quantise with transformers' own (docs/peft.md)",
+    "quantization_config": "weights are read as stored; quantize with transformers (docs/how_to/peft.md)",
     "state_dict": "weights come from the folder",
 }
 
@@ -161,7 +161,7 @@ def _refuse_quantised(model_class: Any, config: Any, folder: str | os.PathLike[s
         f"{os.fspath(folder)}: its config.json says that the weights are quantised ({name}); only the "
         "quantiser's own code reads them, not shard by shard. Load it with model = "
         f"{getattr(model_class, '__name__', model_class)}.from_pretrained(folder) on every rank, then "
-        "zero_ext.integrations.peft shards the bytes (docs/peft.md, QLoRA); or load the weights that it "
+        "zero_ext.integrations.peft shards the bytes (docs/how_to/peft.md, QLoRA). Or load the weights it "
         "was quantised from"
     )
 

@@ -1,4 +1,4 @@
-"""A step's time on a machine that need not be there: rates in, a schedule out (docs/simulation.md)."""
+"""Predict a step's time on hardware you do not have (docs/explanation/simulation.md)."""
 
 from typing import TYPE_CHECKING
 

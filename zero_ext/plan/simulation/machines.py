@@ -1,7 +1,7 @@
 """Machines by name. Sizes are those of data sheets; rates are what programs reach.
 
-``docs/simulation.md`` has their sources, tells which were fitted to a published run, and which runs they are
-held against.
+``docs/explanation/simulation.md`` lists their sources, the published runs that some were fitted to, and the
+runs that they are checked against.
 """
 
 from __future__ import annotations

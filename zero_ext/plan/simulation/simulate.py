@@ -71,7 +71,7 @@ class Simulation:
 
 def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simulation:
     """One step of ``model``: every unit's gathers, computing, reductions, copies, reads, writes and updates,
-    on streams that work at the same time (docs/simulation.md has the formulas).
+    on streams that work at the same time (docs/explanation/simulation.md has the formulas).
 
     Not modelled: stragglers and other ranks' noise, contention between streams for one memory, allocation,
     the data loader.

@@ -23,7 +23,7 @@ class BufferPool:
 
     The region is allocated once, as ``plan`` says. A buffer whose planned offset is in use gets another
     free extent. If there is none it gets overflow memory, reused by size, with one warning that names the
-    unit. See ``docs/design.md`` for why the units do not simply resize their storage.
+    unit. See ``docs/explanation/design.md`` for why the units do not simply resize their storage.
     """
 
     def __init__(self, plan: PoolPlan, device: Device = CPU, tier: Tier = "device") -> None:

@@ -72,7 +72,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
 class DeepSpeedZeroConfig(_Section):
     """The section ``zero_optimization``, with DeepSpeed's own defaults; what they become here says
-    docs/configuration.md."""
+    docs/reference/configuration.md."""
 
     stage: int = 0
     contiguous_gradients: bool = True

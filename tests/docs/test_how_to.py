@@ -1,0 +1,52 @@
+"""How-to pages that a reader follows command by command, and the keys that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.run_page import ROOT, follow
+from zero_ext.config import ZeroConfig, load_config
+from zero_ext.config.schema.base_section import key_paths
+
+CHOICE = ROOT / "docs" / "how_to" / "choose_stage_and_tier.md"
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
+# Table 1 of arXiv 1910.02054: GB per rank of 7.5 billion parameters on 64 ranks, in stages 0 to 3.
+PUBLISHED = [120, 31.4, 16.6, 1.88]
+
+
+def test_fsdp2_and_zero_ext_train_alike(tmp_path: Path) -> None:
+    first, second = re.findall(r"^loss .*$", follow("how_to/migrate_from_fsdp2.md", tmp_path), re.MULTILINE)
+    assert first == second
+
+
+def test_bytes_of_the_stages_are_the_published_ones(tmp_path: Path) -> None:
+    printed = follow("how_to/choose_stage_and_tier.md", tmp_path)
+    computed = [
+        float(text) for text in re.findall(r"^stage \d: ([\d.]+) GB per rank$", printed, re.MULTILINE)
+    ]
+    assert computed == pytest.approx(PUBLISHED, abs=0.05)
+    table = re.findall(r"^\| \d \| .*? \| .*? \| ([\d.]+) GB \|", CHOICE.read_text(), re.MULTILINE)
+    assert [float(text) for text in table] == pytest.approx(PUBLISHED, abs=0.05)
+    assert load_config(tmp_path / "config.json").stage == 3
+
+
+def test_configurations_of_the_decision_table_load() -> None:
+    found = [json.loads(text) for text in re.findall(r"`(\{.*?\})`", CHOICE.read_text())]
+    assert len(found) >= 9
+    for mapping in found:
+        load_config(mapping)
+
+
+def test_keys_of_the_glossary_exist() -> None:
+    keys = re.findall(r"Key: `(.*?)`", GLOSSARY.read_text())
+    assert len(keys) > 5
+    assert set(keys) <= set(key_paths(ZeroConfig))
+
+
+def test_the_glossary_is_sorted() -> None:
+    words = re.findall(r"^\| (.*?) \| ", GLOSSARY.read_text(), re.MULTILINE)[2:]
+    assert len(words) > 20 and words == sorted(words, key=str.lower)
