@@ -70,9 +70,9 @@ void Transfer::end_blocks(std::int64_t count, const std::string& reason) {
 
 void Transfer::keep_owner() {
   static std::mutex mutex;
-  static auto& kept = *new std::vector<std::shared_ptr<void>>;
+  static auto& owners = *new std::vector<std::shared_ptr<void>>;
   const std::scoped_lock lock(mutex, mutex_);
-  kept.push_back(request_.owner);
+  owners.push_back(request_.owner);
 }
 
 std::string Transfer::failure_text(const Block& block, const std::string& reason) const {

@@ -182,7 +182,7 @@ def test_uses_of_a_gradient_that_cannot_be_right_name_the_call(world: World) -> 
         assert not gradient.numpy().flags.writeable
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad.*after it was cleared"):
             gradient.sum()
 
 
@@ -306,10 +306,10 @@ def test_a_retained_gradient_is_not_the_next_one(world: World, how: str) -> None
         if stage == 0 or world.size == 1:
             close(held, wanted)
             continue
-        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared.*clone\(\)"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad.*after it was cleared.*clone\(\)"):
             held.sum()
         model.head.weight.grad = held
-        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad.*after it was cleared"):
             optimizer.step()
 
 
@@ -322,7 +322,7 @@ def test_the_next_gradient_is_the_same_object_unless_this_one_is_known(world: Wo
         unknown = weakref.ref(model.norm.bias.grad)
         optimizer.zero_grad()
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad.*after it was cleared"):
             view.sum()
         assert not hasattr(model.norm.weight.grad, "mark")
         assert unknown() is model.norm.bias.grad

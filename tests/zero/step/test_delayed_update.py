@@ -408,7 +408,7 @@ def test_misuse_is_refused(world: World) -> None:
     train_step(world, model, optimizer, 1)
     with torch.no_grad():
         model.norm.weight.fill_(0.25)
-    with pytest.raises(RuntimeError, match=r"'norm\.weight' was written to while a delayed update"):
+    with pytest.raises(RuntimeError, match=r"'norm\.weight': expected no write while a delayed update"):
         train_step(world, model, optimizer, 2)
 
 
