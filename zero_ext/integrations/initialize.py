@@ -58,6 +58,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration has keys that are not supported, or wrong values.
+        ValueError: optimizer, scheduler or data do not fit. Else as `prepare`.
 
     Examples:
         >>> config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}

@@ -50,7 +50,8 @@ def onebit_step_bytes(
 def onebit_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) -> int:
     """Return what 1-bit Adam keeps on a rank besides Adam's state, from its first exchange of signs on.
 
-    That are errors, in stage 1 the parameters in float32, and its payloads while they are sent.
+    It keeps the errors of compression, in stage 1 the parameters in float32, and payloads while they are
+    sent.
 
     Args:
         stage: ZeRO stage.
@@ -59,6 +60,9 @@ def onebit_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) ->
 
     Returns:
         Bytes; 0 on one rank.
+
+    Raises:
+        ValueError: a world size that does not exist.
     """
     check_count("world_size", world_size, 1)
     if world_size == 1:

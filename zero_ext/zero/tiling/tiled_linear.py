@@ -81,6 +81,9 @@ class TiledLinear(TiledModule):
 
         Returns:
             The tiled layer, in training mode if `linear` is.
+
+        Raises:
+            ValueError: the splits are not from 1 to the number of features.
         """
         sizes = (linear.in_features, linear.out_features, linear.bias is not None, in_splits, out_splits)
         made = cls(*sizes, device="meta", dtype=linear.weight.dtype)
