@@ -59,27 +59,42 @@ _current: ContextVar[tuple[ActivationCheckpointing, ...]] = ContextVar("zero_ext
 
 
 class ActivationCheckpointing:
-    """Checkpoint calls as ``config`` says; call it as ``checkpointing(function, *args, **kwargs)``.
+    """Checkpoint calls as `config` says; call it as `checkpointing(function, *args, **kwargs)`.
 
     Several threads may use it simultaneously. Where inputs are partitioned, their calls would have to come
     in one order on all ranks.
 
-    As a context manager it is what :func:`checkpoint_activations` uses inside, in this thread. At its end
-    nothing that was moved is left on the device. ``zero_ext.prepare`` runs the model's forward in one.
+    As a context manager it is what [`checkpoint_activations`][zero_ext.checkpoint_activations] uses inside,
+    in this thread. At its end nothing that was moved is left on the device. [`prepare`][zero_ext.prepare]
+    runs the model's forward in one.
 
     Args:
-        config: see :class:`zero_ext.config.ActivationCheckpointingConfig`.
-        group: ranks that hold identical inputs, for ``config.partition_activations``.
-        data_parallel_group: ranks that do not; ``group`` may share no two ranks with it.
+        config: the tier of inputs, and what is saved besides.
+        group: ranks that hold identical inputs, for `config.partition_activations`.
+        data_parallel_group: ranks that do not; `group` may share no two ranks with it.
         aio: how files on NVMe are read and written.
         stays: whether a tensor must not be moved; parameters and their views never are.
         streams: random number streams that functions continue, restored for recomputation.
-        counters: who counts what is moved; ones of its own unless given.
-        timeout_seconds: longest wait for another rank of ``group``.
+        counters: counts what is moved; new ones unless given.
+        timeout_seconds: longest wait for another rank of `group`.
+
+    Attributes:
+        config: as given.
+        counters: as given.
+        streams: as given.
 
     Raises:
-        ValueError: the group cannot share activations, or ``config.save_ops`` names an op that does not
+        ValueError: the group cannot share activations, or `config.save_ops` names an op that does not
             exist or a collective.
+
+    Examples:
+        >>> from zero_ext.activation import ActivationCheckpointing
+        >>> from zero_ext.config import ActivationCheckpointingConfig
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host"))
+        >>> checkpointing(layer, torch.ones(2, 4)).sum().backward()
+        >>> layer.bias.grad
+        tensor([2., 2., 2., 2.])
     """
 
     def __init__(
@@ -113,7 +128,16 @@ class ActivationCheckpointing:
         self._recent_inputs: dict[object, tuple[StorageWeakRef, int]] = {}
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``; see :func:`checkpoint_activations`."""
+        """Run `function(*args, **kwargs)` as a checkpointed call.
+
+        Args:
+            function: what is run, and run again in backward.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What `function` returns.
+        """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -138,13 +162,20 @@ class ActivationCheckpointing:
         return outputs
 
     def saved_tensors(self, *modules: nn.Module) -> Context:
-        """Inside, what autograd saves is stored in the configured tier, and nothing is recomputed.
+        """Store what autograd saves inside in the configured tier, and recompute nothing.
 
-        Parameters and their views stay where they are: those of the model given to ``prepare``, gathered or
-        not, those of ``modules``, whatever sees their memory, and any other ones.
+        Parameters and their views stay where they are: those of the model given to `prepare`, gathered or
+        not, those of `modules`, whatever sees their memory, and any other ones. Tensors are moved to host
+        memory or storage as they are saved.
 
-        Raises ``ValueError`` if that tier is the device. Tensors are moved to host memory or storage as they
-        are saved.
+        Args:
+            *modules: whose parameters stay.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: the configured tier is the device.
         """
         if self.config.storage_tier == "device":
             raise ValueError(
@@ -162,15 +193,23 @@ class ActivationCheckpointing:
 
     @property
     def bus(self) -> Bus:
-        """The bus on which the work is published, with ``config.profile``."""
+        """The bus on which the work is published, with `config.profile`."""
         return self.counters.bus
 
     def used_bytes(self) -> int:
-        """Bytes of inputs or saved tensors that this rank stores now in the configured tier."""
+        """Return the bytes of inputs or saved tensors that this rank stores now in the configured tier.
+
+        Returns:
+            Bytes.
+        """
         return sum(offloader.used_bytes() for offloader in tuple(self._offloaders.values()))
 
     def allocated_bytes(self) -> dict[Tier, int]:
-        """Bytes of memory and storage taken for that, in use or not, by tier."""
+        """Return the bytes of memory and storage allocated for inputs or saved tensors, in use or not.
+
+        Returns:
+            Bytes by tier.
+        """
         held: dict[Tier, int] = {"device": 0, "host": 0, "nvme": 0}
         for offloader in tuple(self._offloaders.values()):
             for tier, nbytes in offloader.allocated_bytes().items():
@@ -324,23 +363,38 @@ class ActivationCheckpointing:
 
 
 def checkpoint_activations(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run ``function(*args, **kwargs)``, store only its inputs, and run it again in backward.
+    """Run `function(*args, **kwargs)`, store only its inputs, and run it again in backward.
 
     Gradients are bitwise equal to those without it. The second run has the inputs of the first one, its
-    random numbers (of the CPU, of the device, of :class:`RandomStreams` and of generators among the
-    arguments) and its autocast state. The section ``activation_checkpointing`` of the model that runs
-    (``zero_ext.prepare``) configures where inputs are stored and which results are saved too. Outside such a
-    model the innermost :class:`ActivationCheckpointing` entered does so, and without one the inputs stay
-    where they are. Without autograd it is a plain call.
+    random numbers (of the CPU, of the device, of `RandomStreams` and of generators among the
+    arguments) and its autocast state. The section `activation_checkpointing` of the model that runs
+    ([`prepare`][zero_ext.prepare]) configures where inputs are stored and which results are saved too.
+    Outside such a model the innermost
+    [`ActivationCheckpointing`][zero_ext.activation.ActivationCheckpointing] entered does so, and without one
+    the inputs stay where they are. Without autograd it is a plain call.
 
-    Arguments and results may be anything; tensors are found in nested lists, tuples and dicts. Inside a
-    compiled region it is torch's own ``checkpoint``, and the compiler chooses where inputs are stored.
+    Inside a compiled region it is torch's own `checkpoint`, and the compiler chooses where inputs are stored.
+
+    Args:
+        function: what is run, and run again in backward.
+        *args: its arguments, of any type; tensors are found in nested lists, tuples and dicts.
+        **kwargs: its keyword arguments, likewise.
+
+    Returns:
+        What `function` returns.
 
     Raises:
         TypeError: the function, which is to run again, returned no tensor.
         RuntimeError: it changed an input in place; the inputs of a partitioned call differ between ranks;
-            there is no space for them. In backward, as :class:`torch.utils.checkpoint.CheckpointError`: it
+            there is no space for them. In backward, as `torch.utils.checkpoint.CheckpointError`: it
             ran differently the second time.
+
+    Examples:
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> hidden = zero_ext.checkpoint_activations(layer, torch.ones(2, 4))
+        >>> hidden.sum().backward()  # runs the layer again
+        >>> layer.bias.grad
+        tensor([2., 2., 2., 2.])
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return _compiled(function, args, kwargs)
@@ -348,9 +402,10 @@ def checkpoint_activations(function: Callable[..., Any], /, *args: Any, **kwargs
 
 
 def current_checkpointing() -> ActivationCheckpointing:
-    """Return what :func:`checkpoint_activations` uses in this thread.
+    """Return what `checkpoint_activations` uses in this thread.
 
-    It is the innermost :class:`ActivationCheckpointing` entered, or one that only recomputes.
+    Returns:
+        The innermost `ActivationCheckpointing` entered, or one that only recomputes.
     """
     entered = _current.get()
     return entered[-1] if entered else ActivationCheckpointing()

@@ -25,10 +25,7 @@ Fill = Callable[[torch.Tensor], object]
 
 
 class BufferFullError(RuntimeError):
-    """Raised when the fixed buffer of checkpointed inputs has no space for another call.
-
-    Where inputs are partitioned, the ranks' connections end with it.
-    """
+    """No space is left for the inputs of a checkpointed call."""
 
 
 @dataclass

@@ -10,15 +10,19 @@ import torch
 from zero_ext.activation.default_rng import DefaultGenerator
 
 MODEL_PARALLEL = "model-parallel-rng"
+"""Name of the stream that differs between model-parallel ranks."""
 # Megatron-LM's distance between the seed of data-parallel streams and that of the first model-parallel rank.
 _MODEL_PARALLEL_OFFSET = 2718
 
 
 class RandomStreams:
-    """Named states of the default generator of ``device`` (default: the accelerator's, else the CPU's).
+    """Named states of a default generator.
 
-    Inside :meth:`fork` the default generator continues a stream; outside, nobody sees that. Checkpointed
+    Inside `fork` the default generator continues a stream. Outside, its own state is as it was. Checkpointed
     functions see the same numbers of every stream when they are run again.
+
+    Args:
+        device: whose default generator; default the accelerator's, else the CPU's.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -27,12 +31,20 @@ class RandomStreams:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forgets all streams."""
+        """Remove all streams."""
         self._states.clear()
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream. ``ValueError`` for a name or a seed that another stream has."""
+        """Add a stream.
+
+        Args:
+            name: of the stream.
+            seed: of its first state.
+
+        Raises:
+            ValueError: another stream has the name or the seed.
+        """
         if name in self._states:
             raise ValueError(f"random stream '{name}' exists already; call reset() before adding it again")
         if seed in self._seeds:
@@ -45,16 +57,34 @@ class RandomStreams:
         generator.restore(before)
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The streams' states, for :meth:`set_states`."""
+        """Return the streams' states, for `set_states`.
+
+        Returns:
+            States by name.
+        """
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Continues all streams from ``states``."""
+        """Continue from `states`, which replace all streams.
+
+        Args:
+            states: what `get_states` returned.
+        """
         self._states = dict(states)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from stream ``name``. ``KeyError`` for one that was not added."""
+        """Draw random numbers from stream `name` inside.
+
+        Args:
+            name: of a stream that was added.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            KeyError: no such stream was added.
+        """
         if name not in self._states:
             raise KeyError(f"no random stream '{name}'; there are {sorted(self._states)}: add it with a seed")
         generator = self._generator()
@@ -67,15 +97,23 @@ class RandomStreams:
             generator.restore(before)
 
     def seed_model_parallel(self, seed: int, rank: int) -> None:
-        """The default stream gets ``seed``, alike on all ranks; the only other one is ``MODEL_PARALLEL``,
-        with a seed of each model-parallel ``rank``."""
+        """Seed the default stream and the stream "model-parallel-rng", which becomes the only other one.
+
+        Args:
+            seed: of the default stream, the same on all ranks.
+            rank: model-parallel rank, from which the other seed is made.
+        """
         self.reset()
         torch.manual_seed(seed)
         self.add(MODEL_PARALLEL, seed + _MODEL_PARALLEL_OFFSET + rank)
 
     def seed_again(self, seed: int, rank: int) -> None:
-        """``MODEL_PARALLEL`` starts again as after :meth:`seed_model_parallel`; the default stream goes
-        on."""
+        """Restart the stream "model-parallel-rng" as after `seed_model_parallel`; the default stream goes on.
+
+        Args:
+            seed: as given to `seed_model_parallel`.
+            rank: as given to `seed_model_parallel`.
+        """
         with self.fork():
             self._generator().seed(seed + _MODEL_PARALLEL_OFFSET + rank)
 

@@ -24,7 +24,8 @@ class BlockLayout:
     Attributes:
         block: tokens of a block's side; the last row and column of blocks may be shorter.
         heads: layouts held: 1, shared by all heads, or as many as there are query heads.
-        query_length, key_length: tokens.
+        query_length: tokens of the queries.
+        key_length: tokens of the keys.
         row_pointers: int32 [heads, row blocks + 1]; offsets into `columns`, over all heads.
         columns: int32 [blocks]; block columns, ascending within a row.
 
@@ -91,12 +92,12 @@ class BlockLayout:
 
     @property
     def column_pointers(self) -> torch.Tensor:
-        """int32 [heads, column blocks + 1]; offsets into `rows`, over all heads. Made at first use."""
+        """Offsets into `rows`, over all heads: int32 [heads, column blocks + 1]. Made at first use."""
         return self._transposed[0]
 
     @property
     def rows(self) -> torch.Tensor:
-        """int32 [blocks]; block rows, ascending within a column. Made at first use."""
+        """Block rows, ascending within a column: int32 [blocks]. Made at first use."""
         return self._transposed[1]
 
     @cached_property
@@ -124,16 +125,27 @@ class BlockLayout:
     @torch._dynamo.disable
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> BlockLayout:
-        """The same layout with its tensors on `device`; itself if they are there."""
+        """Return the same layout with its tensors on another device.
+
+        Args:
+            device: the device.
+
+        Returns:
+            A new layout; itself if its tensors are there.
+        """
         if torch.device(device) == self.device:
             return self
         tensors = (self.row_pointers.to(device), self.columns.to(device))
         return BlockLayout(self.block, self.heads, self.query_length, self.key_length, *tensors)
 
     def block_mask(self) -> torch.Tensor:
-        """bool [heads, row blocks, column blocks], for plots and tests.
+        """Return the layout as a mask of blocks, for plots and tests.
 
-        Raises ValueError beyond 16,384 rows or columns: the point of a layout is not to have this.
+        Returns:
+            bool [heads, row blocks, column blocks] on the layout's device.
+
+        Raises:
+            ValueError: there are more than 16,384 rows or columns of blocks.
         """
         if max(self.row_blocks, self.column_blocks) > MOST_MASKED:
             raise ValueError(
@@ -147,8 +159,14 @@ class BlockLayout:
         return mask.to(self.device)
 
     def dense_mask(self) -> torch.Tensor:
-        """bool [heads, query length, key length]; True where a query's block holds a key's. See `block_mask`
-        for what it raises, here by tokens."""
+        """Return the layout as a mask of tokens, for plots and tests.
+
+        Returns:
+            bool [heads, query length, key length], True where a query's block holds a key's.
+
+        Raises:
+            ValueError: there are more than 16,384 queries or keys.
+        """
         if max(self.query_length, self.key_length) > MOST_MASKED:
             raise ValueError(
                 f"a dense mask of {self.query_length:,} × {self.key_length:,} tokens was asked for, at most "
@@ -167,9 +185,18 @@ class BlockLayout:
         query_length: int | None = None,
         key_length: int | None = None,
     ) -> BlockLayout:
-        """A layout of the True entries of `mask`, bool [rows, columns] or [heads, rows, columns] of blocks.
+        """Return a layout of the True entries of a mask.
 
-        Rows may be empty: their queries get zeros. Lengths default to full blocks.
+        Rows may be empty: their queries get zeros.
+
+        Args:
+            mask: bool [rows, columns] or [heads, rows, columns] of blocks.
+            block: tokens of a block's side.
+            query_length: tokens; default full blocks.
+            key_length: tokens; default full blocks.
+
+        Returns:
+            The layout, on the mask's device.
 
         Raises:
             ValueError: the mask has another dtype or shape or more than 2**31 - 1 blocks, or a length

@@ -26,7 +26,7 @@ def build_layout(
     queries: int | None = None,
     causal: bool = False,
 ) -> BlockLayout:
-    """The layout of `length` tokens that attend to each other, in time and memory of its blocks.
+    """Build the layout of `length` tokens that attend to each other, in time and memory of its blocks.
 
     Args:
         policy: the mode and its settings.
@@ -36,8 +36,18 @@ def build_layout(
             then is from the start of the first of these rows. None for all.
         causal: leave out the blocks above the diagonal of a bidirectional policy too.
 
+    Returns:
+        The layout, on the CPU.
+
     Raises:
         ValueError: `heads`, `length` or `queries` are out of range, or there are 2**31 blocks or more.
+
+    Examples:
+        >>> from zero_ext.attention import build_layout
+        >>> from zero_ext.config import SparseAttentionConfig
+        >>> layout = build_layout(SparseAttentionConfig(mode="fixed", block=16), heads=4, length=256)
+        >>> layout.row_blocks, layout.column_blocks
+        (16, 16)
     """
     _check("heads", heads, MOST_BLOCKS)
     _check("length", length, MOST_TOKENS)
@@ -201,9 +211,19 @@ class LayoutCache:
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> BlockLayout:
-        """The layout that `build_layout` builds, on `device`; rows and columns are built once.
+        """Return the layout that `build_layout` builds, on `device`; it is built at the first call.
 
         Under a FakeTensorMode too it is of real tensors, since it serves later calls.
+
+        Args:
+            heads: as for `build_layout`.
+            length: as for `build_layout`.
+            queries: as for `build_layout`.
+            causal: as for `build_layout`.
+            device: of the layout's tensors.
+
+        Returns:
+            The layout.
         """
         first = 0 if queries is None else (length - queries) // self.policy.block
         causal = causal or self.policy.unidirectional

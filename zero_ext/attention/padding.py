@@ -13,11 +13,11 @@ def pad_to_block(
     pad_token_id: int = 0,
     embeddings: nn.Module | None = None,
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """A model's inputs with every sequence lengthened at its end to whole blocks, and how many tokens came.
+    """Lengthen every sequence of a model's inputs at its end to whole blocks.
 
     Attention here takes any length: padding saves nothing but a shorter last block, and gives inputs of few
-    different shapes. An attention mask is made where there is none, so that nothing attends to the padding;
-    labels get -100, which losses leave out. Labels that are not of tokens (floats, or a number for each
+    different shapes. An attention mask is made where there is none, so that nothing attends to the padding.
+    Labels get -100, which losses leave out. Labels that are not of tokens (floats, or a number for each
     sample) stay as they are.
 
     Args:
@@ -80,9 +80,17 @@ def _padding_embeds(
 
 
 def unpad(added: int, output: torch.Tensor) -> torch.Tensor:
-    """`output`, [batch, length, ...], without the `added` last tokens; a view.
+    """Return `output` without its `added` last tokens.
 
-    Raises ValueError where it is not longer than that.
+    Args:
+        added: number of tokens, as `pad_to_block` returned it.
+        output: [batch, length, ...].
+
+    Returns:
+        A view of `output`.
+
+    Raises:
+        ValueError: `output` is not longer than that.
     """
     if added < 0 or added >= output.shape[1]:
         raise ValueError(f"{added} tokens are to be cut off an output of length {output.shape[1]}")
@@ -90,14 +98,15 @@ def unpad(added: int, output: torch.Tensor) -> torch.Tensor:
 
 
 def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0) -> None:
-    """Lengthens a learnt position embedding in place, repeating the rows it has.
+    """Lengthen a learnt position embedding in place, by repeating its rows.
 
     Position p takes the row of p modulo the rows there are, so that a model reads every stretch of its former
-    length as before, from which training goes on. The first `reserved` rows (RoBERTa has 2) stay in front.
+    length as before, from which training goes on.
 
     Args:
         embedding: [positions, width]; its weight is replaced by a new parameter.
         positions: rows wanted, without the reserved ones.
+        reserved: rows at the start that stay in front (RoBERTa has 2).
 
     Raises:
         ValueError: `positions` are fewer than there are, or nothing but reserved rows is there.

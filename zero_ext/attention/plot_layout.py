@@ -18,10 +18,18 @@ _TICKS = 4
 
 
 def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
-    """Draws `layout` to `path` (PNG, SVG or PDF by its suffix): queries downwards, keys to the right.
+    """Plot `layout`: queries downwards, keys to the right.
 
     Beyond 256 blocks a side, a cell stands for several and is the darker, the more of them there are. Of more
-    than 16 heads the first 16 are drawn.
+    than 16 heads the first 16 are plotted.
+
+    Args:
+        layout: the blocks.
+        path: the image file, PNG, SVG or PDF by its suffix.
+        title: of the plot.
+
+    Returns:
+        `path`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

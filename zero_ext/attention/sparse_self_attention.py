@@ -26,8 +26,10 @@ _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
 class SparseSelfAttention(torch.nn.Module):
     """`scaled_dot_product_attention` in which a query attends only to the keys of its blocks.
 
-    Work and memory go with the blocks of the layout. Layouts are built at the first call with a length and
-    kept. The module has no parameters and no buffers; one may serve all layers of a model.
+    Work and memory scale with the blocks of the layout. Layouts are built at the first call with a length and
+    cached. The module has no parameters and no buffers. One may serve all layers of a model.
+
+    Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
 
     Args:
         config: a policy, a mapping of its keys (DeepSpeed's `sparse_attention` section), or a layout of your
@@ -37,12 +39,21 @@ class SparseSelfAttention(torch.nn.Module):
             scores and has no backward. A model that is compiled whole breaks its graph at "flex". None is
             what the policy says, and "kernel" for a layout.
 
+    Attributes:
+        layout: the layout of your own; None for a policy.
+        backend: "kernel" or "flex".
+
     Raises:
         TypeError: `config` is none of these.
         ConfigError: a key or value of the mapping is wrong.
         ValueError: `backend` is neither, or it is "flex" and the layout has too many tiles for it.
 
-    Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
+    Examples:
+        >>> from zero_ext.attention import SparseSelfAttention
+        >>> attention = SparseSelfAttention({"mode": "fixed", "block": 16, "attention": "unidirectional"})
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)  # [batch, heads, length, head dim] each
+        >>> attention(query, key, value).shape
+        torch.Size([1, 2, 64, 16])
     """
 
     def __init__(self, config: LayoutSource, backend: AttentionBackend | None = None) -> None:
@@ -68,7 +79,7 @@ class SparseSelfAttention(torch.nn.Module):
 
     @property
     def policy(self) -> SparseAttentionConfig | None:
-        """What layouts are built by; None for one of your own."""
+        """The policy that layouts are built by; None for a layout of your own."""
         return None if self._cache is None else self._cache.policy
 
     def forward(
@@ -95,7 +106,8 @@ class SparseSelfAttention(torch.nn.Module):
         Args:
             query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim
                 at most 256; one below 16, or no multiple of 8, is padded with zeros to the next that is both.
-            key, value: [batch, key heads, key length, head dim].
+            key: [batch, key heads, key length, head dim].
+            value: [batch, key heads, key length, head dim].
             attn_mask: bool (True may be attended) or a float to add, broadcasting to
                 [batch, query heads, query length, key length]. Only a mask that varies with query and key
                 takes memory of their product: give padding as key_padding or [batch, 1, 1, key length].
@@ -197,7 +209,11 @@ class SparseSelfAttention(torch.nn.Module):
         return layout
 
     def extra_repr(self) -> str:
-        """The policy, or the layout's size."""
+        """Return the policy or layout and the backend as `repr` shows them.
+
+        Returns:
+            The text between the parentheses.
+        """
         if self.layout is None:
             return str(self.policy)
         size = f"{self.layout.query_length} × {self.layout.key_length}"

@@ -47,13 +47,40 @@ def save_checkpoint(
     keep_last: int | None = None,
     include_frozen: bool = True,
 ) -> SaveHandle:
-    """Saves a prepared model with its optimizer as ``directory/step-000123``; all ranks call it together.
+    """Save a prepared model with its optimizer as `directory/step-000123`; a collective of all ranks.
 
-    ``scheduler``, ``loader`` (anything with ``state_dict``) and each rank's random state go along.
-    ``async_save`` and ``keep_last`` default to the configuration's ``checkpoint`` section; a save of
-    state on NVMe is written before this returns. ``include_frozen=False`` leaves out what nothing trains, as
-    the base model under adapters. Further arguments, guarantees and errors are those of
-    :func:`zero_ext.checkpoint.save_state`.
+    Each rank's random state goes along. A save of state on NVMe is written before this returns. The last
+    checkpoint stays complete whatever happens, a killed process included.
+
+    Args:
+        directory: holds the checkpoints, one folder each.
+        model: what [`prepare`][zero_ext.prepare] returned.
+        step: number of the checkpoint; default the optimizer steps so far. One of the same number is
+            replaced.
+        scheduler: saved too; anything with `state_dict`.
+        loader: saved too; anything with `state_dict`.
+        client_state: the user's own state of None, numbers, text, bytes, lists, tuples, dicts and tensors up
+            to 16 MiB; rank 0's is saved.
+        async_save: copy the state in host memory, return, and write in the background; default the
+            configuration's `checkpoint.async_save`.
+        keep_last: number of checkpoints to keep, older ones are removed; default the configuration's
+            `checkpoint.keep_last`.
+        include_frozen: False leaves out what nothing trains, as the base model under adapters.
+
+    Returns:
+        The save. Its `wait()` returns the folder.
+
+    Raises:
+        ValueError: an argument is out of range, or differs between ranks.
+        TypeError: a state is of a type that cannot be saved.
+        CheckpointError: on every rank, if writing fails on any.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
+        >>> zero_ext.save_checkpoint("checkpoints", model, client_state={"epoch": 3}).wait().name
+        'step-000000'
     """
     engine = engine_of(model)
     engine.finish_updates()
@@ -85,14 +112,36 @@ def load_checkpoint(
     loader: Stateful | None = None,
     include_frozen: bool = True,
 ) -> LoadedCheckpoint:
-    """Loads a checkpoint (default: the latest) into a prepared model; all ranks call it together.
+    """Load a checkpoint into a prepared model; a collective of all ranks.
 
     The checkpoint may come from any world size, stage and device. Random states are restored where the world
-    size is the same, the device's where it is of the same type. A checkpoint saved with
-    ``include_frozen=False`` is loaded with it, into a model whose frozen parameters are those it was trained
-    with. Raises ``ValueError``
-    if a ``scheduler`` or ``loader`` is given whose state was not saved or does not fit, ``CheckpointError``
-    for anything missing, damaged or foreign; nothing has changed then.
+    size is the same, the device's where it is of the same type.
+
+    Args:
+        directory: holds the checkpoints.
+        model: what [`prepare`][zero_ext.prepare] returned.
+        step: number of the checkpoint; default the latest.
+        scheduler: restored too; anything with `load_state_dict`.
+        loader: restored too; anything with `load_state_dict`.
+        include_frozen: False for a checkpoint that was saved with it, into a model whose frozen parameters
+            are those it was trained with.
+
+    Returns:
+        Step and client state.
+
+    Raises:
+        ValueError: the state of a `scheduler` or `loader` was not saved or does not fit, or parameters do not
+            fit; nothing was changed.
+        CheckpointError: the checkpoint is missing, damaged or foreign; nothing was changed.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
+        >>> path = zero_ext.save_checkpoint("checkpoints", model, client_state={"epoch": 3}).wait()
+        >>> loaded = zero_ext.load_checkpoint("checkpoints", model)
+        >>> loaded.step, loaded.client_state
+        (0, {'epoch': 3})
     """
     engine = engine_of(model)
     engine.finish_updates(replaced=True)

@@ -33,7 +33,17 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What ``inspect_checkpoint`` found. ``damage`` is empty if every byte is as it was written."""
+    """The findings of `inspect_checkpoint`.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: its number.
+        world_size: ranks that wrote it.
+        tensors: every parameter and buffer with shape, dtype and bytes stored by kind.
+        bytes_by_kind: bytes stored by kind of state.
+        file_bytes: size of every file by name.
+        damage: a text for each piece of a file that differs from what was written; empty if nothing does.
+    """
 
     path: Path
     step: int
@@ -62,11 +72,25 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
 
 
 def inspect_checkpoint(directory: str | os.PathLike[str], *, step: int | None = None) -> CheckpointReport:
-    """Reads the table of a checkpoint and every byte of its files.
+    """Read the table of a checkpoint and every byte of its files, without a model.
 
-    ``directory`` is one checkpoint, or holds several, of which ``step`` (by default the latest) is taken.
-    CheckpointError if there is none, or its manifest or the size of a file is wrong; bytes that do not have
-    their checksum are listed in the report.
+    Args:
+        directory: one checkpoint, or a folder of several.
+        step: number of the checkpoint; default the latest.
+
+    Returns:
+        The report. Bytes that do not have their checksum are listed in it.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest or the size of a file is wrong.
+
+    Examples:
+        >>> from zero_ext.checkpoint import inspect_checkpoint
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> handle = zero_ext.save_checkpoint("checkpoints", model)
+        >>> report = inspect_checkpoint("checkpoints")
+        >>> report.world_size, len(report.tensors), report.damage
+        (1, 2, ())
     """
     path, manifest = open_checkpoint(directory, step)
     stored: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)

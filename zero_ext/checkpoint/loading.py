@@ -43,7 +43,13 @@ _HALF_LOADED = (
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a load brings back beside the source's own state."""
+    """The result of a load besides the state that it restored.
+
+    Attributes:
+        step: number of the checkpoint.
+        client_state: the user's own state.
+        extra: named states that were saved with it.
+    """
 
     step: int
     client_state: Any
@@ -53,18 +59,28 @@ class LoadedCheckpoint:
 def load_state(
     directory: str | os.PathLike[str], source: StateSource, *, step: int | str | None = "latest"
 ) -> LoadedCheckpoint:
-    """Fills ``source`` from ``directory/step-000123``, saved at any world size and ZeRO stage.
+    """Fill `source` from `directory/step-000123`, saved at any world size and ZeRO stage; a collective.
 
-    All ranks call it together. ``step``: a number, or "latest" (None means the same), equal on all ranks.
     Float state converts between float32, bfloat16 and float16 where the source keeps another precision than
-    the checkpoint. State that the source keeps in a store (``StoredValues``) is written there a chunk at a
+    the checkpoint. State that the source keeps in a store (`StoredValues`) is written there a chunk at a
     time.
 
     First the manifest is checked, the model compared with it, and every byte that this rank needs read and
-    verified; only then, from the page cache, is it read again into place. So a damaged, foreign or unfitting
-    checkpoint leaves the source as it was. Errors reach every rank: CheckpointError naming file and offset,
-    ValueError naming the parameters that do not fit. Should the second read fail, or a store
-    refuse what is written, the error says that the model is half-loaded.
+    verified. Only then, from the page cache, is it read again into place. So a damaged, foreign or unfitting
+    checkpoint leaves the source as it was. Errors reach every rank. If the second read fails, or a store
+    refuses what is written, the error says that the model is half-loaded.
+
+    Args:
+        directory: holds the checkpoints.
+        source: the state to fill.
+        step: number of the checkpoint, or "latest" (None means the same), equal on all ranks.
+
+    Returns:
+        Step, client state and named states.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged; names file and offset.
+        ValueError: `step` is neither, or parameters do not fit; names them.
     """
     session = session_of(source)
     consensus = RankConsensus(

@@ -20,11 +20,19 @@ _STORE_PREFIX = "zero_ext.checkpoint"
 
 
 class SaveHandle:
-    """A save that is done or under way. ``step`` and ``path`` say what it makes.
+    """A save that is done or in progress.
 
-    An error of a background save is raised by ``wait``, else by the next save or load of the same model. If
+    An error of a background save is raised by `wait`, else by the next save or load of the same model. If
     neither comes, it is printed to stderr when the handle is dropped or the process ends. The process ends
     only after the save has.
+
+    Args:
+        step: number of the checkpoint.
+        path: its folder.
+
+    Attributes:
+        step: as given.
+        path: as given.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -37,13 +45,25 @@ class SaveHandle:
         weakref.finalize(self, _report, self._unseen)
 
     def done(self) -> bool:
-        """True once the save has ended, well or not."""
+        """Return whether the save has ended, well or not.
+
+        Returns:
+            True once it has.
+        """
         return self._finished.is_set()
 
     def wait(self, timeout_seconds: float | None = None) -> Path:
-        """Blocks until the checkpoint is committed and returns its directory.
+        """Block until the checkpoint is committed.
 
-        TimeoutError after ``timeout_seconds``; the save's own error if it failed.
+        Args:
+            timeout_seconds: longest wait; None waits forever.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            TimeoutError: the save is still in progress after `timeout_seconds`.
+            CheckpointError: the save failed. Other errors of the save are raised as they are.
         """
         if not self._finished.wait(timeout_seconds):
             raise TimeoutError(f"{self.path}: the save is still under way after {timeout_seconds} s")
@@ -53,7 +73,11 @@ class SaveHandle:
         return self.path
 
     def raise_unseen(self) -> None:
-        """Waits for the end of the save; CheckpointError if it failed and it has not been reported."""
+        """Wait for the end of the save, and raise its error if it has not been raised yet.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
         self._finished.wait()
         if self._unseen and self._error is not None:
             self._unseen.clear()
@@ -62,7 +86,14 @@ class SaveHandle:
             ) from self._error
 
     def run(self, save: Callable[[], None]) -> SaveHandle:
-        """Does the save now; an error is raised here."""
+        """Save now; an error is raised here.
+
+        Args:
+            save: writes the checkpoint.
+
+        Returns:
+            The handle itself.
+        """
         try:
             save()
         finally:
@@ -70,7 +101,14 @@ class SaveHandle:
         return self
 
     def run_in_background(self, save: Callable[[], None]) -> SaveHandle:
-        """Does the save on a thread that the process waits for at its end."""
+        """Save on a thread that the process waits for at its end.
+
+        Args:
+            save: writes the checkpoint.
+
+        Returns:
+            The handle itself.
+        """
         threading.Thread(target=self._work, args=(save,), name=f"save {self.path.name}", daemon=False).start()
         return self
 

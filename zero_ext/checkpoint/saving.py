@@ -46,24 +46,35 @@ def save_state(
     async_save: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> SaveHandle:
-    """Saves the state of ``source`` as ``directory/step-000123``; all ranks call it together.
+    """Save the state of `source` as `directory/step-000123`; a collective.
 
-    ``step`` defaults to the source's own count (``scalar_state()["steps"]``); a checkpoint of the same step
-    is replaced. ``client_state`` is the user's, ``extra`` holds named states such as a scheduler's; both take
-    None, numbers, text, bytes, lists, tuples, dicts and tensors up to 16 MiB, and rank 0's are kept.
-    ``keep_last`` removes older checkpoints once this one is complete. ``async_save`` copies the state
-    in host memory and returns; writing goes on in the background, the next save or load of the source waits
-    for it.
-
-    State that a rank keeps in a store (``StoredValues``) is streamed from there, without a copy in memory.
+    State that a rank keeps in a store (`StoredValues`) is streamed from there, without a copy in memory.
     Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
     copies nothing, says so in a RuntimeWarning of rank 0, and has written everything when it returns.
 
-    Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others.
+    Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others. Every rank
+    must have written its shard within `config.timeout_seconds`. Errors reach every rank. The last checkpoint
+    stays complete whatever happens, a killed process included.
 
-    Every rank must have written its shard within ``config.timeout_seconds``. Errors reach every rank:
-    ValueError or TypeError for arguments, CheckpointError for everything else (disk full, a rank that died).
-    The last checkpoint stays complete whatever happens, a killed process included.
+    Args:
+        directory: holds the checkpoints.
+        source: the state to save.
+        step: number of the checkpoint; default the source's own count (`scalar_state()["steps"]`). One of the
+            same number is replaced.
+        client_state: the user's own state of None, numbers, text, bytes, lists, tuples, dicts and tensors up
+            to 16 MiB; rank 0's is saved.
+        keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
+        async_save: copy the state in host memory and return. Writing goes on in the background, and the next
+            save or load of the source waits for it.
+        extra: named states such as a scheduler's, of the same types as `client_state`.
+
+    Returns:
+        The save.
+
+    Raises:
+        ValueError: an argument is out of range, or differs between ranks.
+        TypeError: a state is of a type that cannot be saved.
+        CheckpointError: everything else, such as a full disk or a rank that died.
     """
     session = session_of(source)
     request = _Request(directory, step, client_state, keep_last, extra)

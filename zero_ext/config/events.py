@@ -16,20 +16,20 @@ ActivationWork = Literal["offload", "fetch", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """An optimizer step ended (or was skipped for overflow).
+    """An optimizer step ended, or was skipped for overflow.
 
     Attributes:
         step: number of the step, from 1.
         loss: mean loss of the step's micro-batches on this rank: the sum of what went through
-            ``model.backward`` or ``model.scale_loss``, each divided by their number before, as loops do. None
-            when the engine did not see it, and on an accelerator, see :class:`DeviceStepEnd`.
+            `model.backward` or `model.scale_loss`, each divided by their number before, as loops do. None
+            when the engine did not see it, and on an accelerator, see `DeviceStepEnd`.
         grad_norm: global gradient norm before clipping, None when nothing asked for it, and where the host
-            does not know it yet, see :class:`DeviceStepEnd`.
+            does not know it yet, see `DeviceStepEnd`.
         lr: learning rate of each param group during the step.
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
         seconds: wall time since the step before ended.
-        rolled_back: True when updates made in backward were taken back, because gradients were to be clipped
+        rolled_back: True when updates made in backward were rolled back, because gradients were to be clipped
             or had overflowed.
     """
 
@@ -45,8 +45,14 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class GatherEvent:
-    """A unit's full parameters became present. `seconds` is the time a rank waited for it, 0.0 when
-    prefetched."""
+    """A unit's full parameters became present.
+
+    Attributes:
+        unit: its name.
+        elements: of the unit.
+        prefetched: whether the gather began ahead of its use.
+        seconds: time that a rank waited for it, 0.0 when prefetched.
+    """
 
     unit: str
     elements: int
@@ -56,7 +62,12 @@ class GatherEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEvent:
-    """A unit's full parameters were dropped."""
+    """A unit's full parameters were dropped.
+
+    Attributes:
+        unit: its name.
+        elements: of the unit.
+    """
 
     unit: str
     elements: int
@@ -64,7 +75,13 @@ class ReleaseEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReduceEvent:
-    """A unit's gradients were averaged over the ranks."""
+    """A unit's gradients were averaged over the ranks.
+
+    Attributes:
+        unit: its name.
+        elements: of the unit.
+        seconds: duration on the host.
+    """
 
     unit: str
     elements: int
@@ -73,14 +90,15 @@ class ReduceEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStepEnd:
-    """An accelerator is through with ``step``. It is told at the end of a later step, the next one as a rule,
-    so that nobody waits for it.
+    """An accelerator has finished a step.
+
+    Published at the end of a later step, the next one as a rule, so that nothing waits for it.
 
     Attributes:
         step: its number.
-        loss: as :class:`StepEnd` has it; None when the engine did not see it.
-        grad_norm: as :class:`StepEnd` has it; None when nothing asked for it, and where that has it.
-        seconds: what each of the phases that :class:`PhaseEnd` told of took in the device's stream.
+        loss: as in `StepEnd`; None when the engine did not see it.
+        grad_norm: as in `StepEnd`; None when nothing asked for it, and where that has it.
+        seconds: duration of each of the phases in the device's stream.
     """
 
     step: int
@@ -96,9 +114,8 @@ class PhaseEnd:
     Attributes:
         phase: a "forward" of the outermost module that was called, the "backward" pass from its first
             gradient on, or the optimizer's "step".
-        began: reading of ``time.perf_counter`` at its beginning.
-        seconds: how long it took on the host. An accelerator may still be at work on it, see
-            :class:`DeviceStepEnd`.
+        began: reading of `time.perf_counter` at its beginning.
+        seconds: duration on the host. An accelerator may still be at work on it, see `DeviceStepEnd`.
         trains: False for a forward without autograd.
     """
 
@@ -110,11 +127,15 @@ class PhaseEnd:
 
 @dataclass(frozen=True, slots=True)
 class WaitEnd:
-    """The thread that trains stood still: for transfers from or to "storage", or for a delayed "update".
+    """The thread that trains waited for transfers from or to "storage", or for a delayed "update".
 
-    ``began`` and ``seconds`` as of :class:`PhaseEnd`. Waits never overlap, nor do they contain those of a
-    :class:`CollectiveEnd`. The waits of one pass of optimizer state through the ring come as one, of all of
-    their seconds, from the beginning of the pass on.
+    Waits never overlap, nor do they contain those of a `CollectiveEnd`. The waits of one pass of optimizer
+    state through the ring come as one, of all of their seconds, from the beginning of the pass on.
+
+    Attributes:
+        what: "storage" or "update".
+        began: reading of `time.perf_counter` at its beginning.
+        seconds: duration.
     """
 
     what: Wait
@@ -127,13 +148,13 @@ class CollectiveEnd:
     """This rank is done with a collective.
 
     Attributes:
-        kind: as :class:`zero_ext.comm.TrafficStats` counts it.
+        kind: as the engine's `traffic` counts it.
         label: what was moved.
         ranks: number of ranks that took part.
         elements: of the full buffer.
         bytes_sent: bytes that this rank handed to the transport.
-        began: reading of ``time.perf_counter`` when somebody began to wait for it.
-        seconds: how long that took on the host; nothing where an accelerator's stream waits instead.
+        began: reading of `time.perf_counter` when the wait for it began.
+        seconds: duration of the wait on the host; 0 where an accelerator's stream waits instead.
     """
 
     kind: str
@@ -147,15 +168,17 @@ class CollectiveEnd:
 
 @dataclass(frozen=True, slots=True)
 class ActivationEnd:
-    """A checkpointed call was kept, fetched or recomputed; told with ``activation_checkpointing.profile``.
+    """A checkpointed call was offloaded, fetched or recomputed.
+
+    Published with `activation_checkpointing.profile`.
 
     Attributes:
         what: its inputs were packed and began to move ("offload"), were waited for in backward ("fetch"), or
             its function ran again ("recompute", which contains no "fetch" of its own inputs).
         name: of the function; empty for "fetch".
-        began: reading of ``time.perf_counter`` at its beginning.
-        seconds: how long it took on the host; inside the forward or backward phase.
-        bytes: what this rank keeps of the call's inputs; 0 for "recompute".
+        began: reading of `time.perf_counter` at its beginning.
+        seconds: duration on the host, inside the forward or backward phase.
+        bytes: what this rank stores of the call's inputs; 0 for "recompute".
     """
 
     what: ActivationWork

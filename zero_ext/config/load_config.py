@@ -21,11 +21,22 @@ _IS_DEEPSPEED = Problem(
 
 
 def load_config(source: ConfigSource) -> ZeroConfig:
-    """Read a native configuration: a ZeroConfig, a mapping, the path of a JSON file, or None for the
-    defaults.
+    """Read a native configuration.
 
-    Raises ConfigError (a ValueError) that lists every unknown key, wrong value and contradiction by key
-    path, and TypeError for a source of another type.
+    Args:
+        source: a `ZeroConfig`, a mapping, the path of a JSON file, or None for the defaults.
+
+    Returns:
+        The configuration; `source` itself if it is one.
+
+    Raises:
+        ConfigError: lists every unknown key, wrong value and contradiction by key path.
+        TypeError: `source` is of another type.
+
+    Examples:
+        >>> config = zero_ext.load_config({"stage": 2, "precision": {"dtype": "bf16"}})
+        >>> config.stage, config.precision.dtype
+        (2, 'bf16')
     """
     if source is None:
         return ZeroConfig()

@@ -41,17 +41,26 @@ _COMPRESSED_FROM = (
 
 
 class ZeroConfig(ConfigSection):
-    """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON
+    """Typed configuration.
+
+    Frozen. Build it from keywords, or with [`load_config`][zero_ext.load_config] from a mapping or a JSON
     file.
 
     Attributes:
         stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (Rajbhandari et al., ZeRO, section 5).
-        precision, loss_scale, units, batch, communication, offload, aio, checkpoint: groups of settings, see
-            their classes.
+        precision: dtypes of parameters, gradients and moments, and the order of their sums.
+        loss_scale: of fp16.
+        units: what is gathered together, and when.
+        batch: sizes of batches.
+        communication: compression, nodes and sharding groups.
+        offload: the tier of each kind of state.
+        aio: how files on NVMe devices are read and written.
+        checkpoint: how checkpoints are saved.
         activation_checkpointing: what is kept for backward of calls that the model checkpoints with
             `zero_ext.checkpoint_activations`.
-        optimizer, scheduler: what `initialize` builds when the caller passes none.
+        optimizer: what `initialize` builds when the caller passes none.
+        scheduler: what `initialize` builds when the caller passes none.
         sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
             Hugging Face model. None leaves attention as it is.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
@@ -62,6 +71,11 @@ class ZeroConfig(ConfigSection):
         steps_per_print: steps between progress lines; None prints none.
         monitor: what is written down of the run, see its class; None writes nothing.
         seed: seed of the data order that `initialize(training_data=...)` uses.
+
+    Examples:
+        >>> config = zero_ext.ZeroConfig(stage=2, gradient_clipping=1.0)
+        >>> config.replace(stage=3).stage
+        3
     """
 
     stage: Annotated[int, BeforeValidator(as_integer), Field(ge=0, le=3)] = 3

@@ -28,28 +28,38 @@ class ShardedLoader:
     """Batches of a map-style data set for one rank: shuffled, prefetched, resumable at any world size.
 
     The order of an epoch depends on `seed` and the epoch's number alone. All ranks walk through it together,
-    `world_size * micro_batch_size` samples at a time, and each takes its own slice; so all ranks get equally
-    many batches, and all batches are full. What happens at the end of an epoch that does not divide is
-    `drop_last`'s choice: False (default) fills the last batch up with the next epoch's first samples, which
-    then goes on behind them, so every sample comes exactly once an epoch; True leaves the remainder out.
+    `world_size * micro_batch_size` samples at a time, and each takes its own slice. So all ranks get equally
+    many batches, and all batches are full.
 
     `for batch in loader` goes from the present position to the end of the epoch. After `break`, or after
     `load_state_dict`, the next loop goes on where the last one stood. The position counts batches handed to
-    the loop; what was only prefetched is read again. There is one position, so a new loop ends an older one.
+    the loop. What was only prefetched is read again. There is one position, so a new loop ends an older one.
 
     Args:
         dataset: anything with `__len__` and `__getitem__` (`__getitems__` is used where it exists). It is
             read on another thread: augmentations that draw from torch's global generator are not repeatable.
         micro_batch_size: samples of one batch on one rank.
-        rank, world_size: this rank among the data-parallel ones.
-        seed, shuffle: the order; `shuffle=False` keeps the data set's own.
-        drop_last: see above.
+        rank: this rank among the data-parallel ones.
+        world_size: number of data-parallel ranks.
+        seed: of the order.
+        shuffle: False keeps the data set's own order.
+        drop_last: what happens at the end of an epoch that does not divide. False fills the last batch up
+            with the next epoch's first samples, which then goes on behind them, so every sample comes exactly
+            once per epoch. True leaves the remainder out.
         collate_fn: makes a batch from a list of samples; torch's `default_collate` if None.
         prefetch: batches prepared ahead by a thread; 0 prepares each when asked for it.
 
     Raises:
         TypeError: the data set has no length or no items (iterable-style ones are not supported).
         ValueError: a number out of range, an empty data set, or with `drop_last` one without a full batch.
+
+    Examples:
+        >>> from zero_ext.data import ShardedLoader
+        >>> loader = ShardedLoader(list(range(5)), 2, shuffle=False)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4, 0]]
+        >>> loader.state_dict()["epoch"], loader.state_dict()["sample"]
+        (1, 1)
     """
 
     def __init__(
@@ -108,14 +118,22 @@ class ShardedLoader:
         return loop
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; within that epoch already, stay, so resumed loops may call this."""
+        """Go to the start of `epoch`; within that epoch already, stay, so resumed loops may call this.
+
+        Args:
+            epoch: its number, from 0.
+        """
         _check_number("epoch", epoch, 0)
         if epoch != self._position.epoch:
             self._end_loop("set_epoch moved the loader's position")
             self._position = Position(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-able and equal on all ranks: what the loop was handed counts as consumed."""
+        """Return the position, which counts batches that the loop was handed.
+
+        Returns:
+            Numbers and booleans by name, equal on all ranks.
+        """
         order = self._stream.order
         return {
             "format": _STATE_FORMAT,
@@ -129,8 +147,12 @@ class ShardedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, at whatever world size and batch size it was saved.
 
-        Raises ValueError, leaving the position as it was, for a state of another form, or of another data set
-        length, seed or shuffle: a position in another order would repeat and skip samples.
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: a state of another form, or of another data set length, seed or shuffle: a position in
+                another order would repeat and skip samples. The position is as it was.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own):

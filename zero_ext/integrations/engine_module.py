@@ -21,8 +21,20 @@ from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 class TrainingModule(ZeroModule):
     """A prepared model that knows its optimizer, scheduler and loader, and counts micro-batches.
 
-    :meth:`backward` divides the loss by the configured accumulation steps; :meth:`step` acts only on the
-    last micro-batch of a step, then also steps the scheduler and clears the gradients.
+    [`initialize`][zero_ext.initialize] makes it. `backward` divides the loss by the configured accumulation
+    steps. `step` acts only on the last micro-batch of a step, then also steps the scheduler and clears the
+    gradients.
+
+    Args:
+        module: the prepared module.
+        optimizer: the prepared optimizer.
+        scheduler: steps after each optimizer step that is not skipped.
+        loader: its position goes into checkpoints.
+
+    Attributes:
+        optimizer: as given.
+        lr_scheduler: `scheduler` as given.
+        training_dataloader: `loader` as given.
     """
 
     optimizer: ZeroOptimizer
@@ -60,23 +72,39 @@ class TrainingModule(ZeroModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.module.parameters()).device
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
+        """Return the number of micro-batches per optimizer step.
+
+        Returns:
+            The number.
+        """
         return self.config.batch.gradient_accumulation_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one of its step."""
+        """Return whether the current micro-batch is the last one of its step.
+
+        Returns:
+            True on the last one.
+        """
         return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of the loss, divided by the accumulation steps and scaled for fp16."""
+        """Run backward of the loss, divided by the accumulation steps and scaled for fp16.
+
+        Args:
+            loss: 0-d, as computed.
+            **kwargs: passed on to `loss.backward`.
+        """
         super().backward(loss / self.gradient_accumulation_steps(), **kwargs)
 
     def step(self) -> None:
-        """Ends a micro-batch; on the last of a step: optimizer, scheduler (unless skipped), zero_grad."""
+        """End a micro-batch, and on the last one of a step run the optimizer, the scheduler and `zero_grad`.
+
+        The scheduler waits if the optimizer step was skipped.
+        """
         last = self.is_gradient_accumulation_boundary()
         self._micro_steps += 1
         if not last:
@@ -88,17 +116,36 @@ class TrainingModule(ZeroModule):
         self.optimizer.zero_grad()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every param group."""
+        """Return the learning rates.
+
+        Returns:
+            One per param group.
+        """
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step before clipping; None if nothing asked for it."""
+        """Return the gradient norm of the last step before clipping.
+
+        Returns:
+            The norm; None if nothing asked for it.
+        """
         return engine_of(self).grad_norm
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], *, step: int | None = None, client_state: Any = None
     ) -> SaveHandle:
-        """:func:`zero_ext.save_checkpoint` with scheduler and loader; the step counts as is."""
+        """Save a checkpoint with scheduler and loader.
+
+        As [`zero_ext.save_checkpoint`][zero_ext.save_checkpoint].
+
+        Args:
+            directory: holds the checkpoints.
+            step: number of the checkpoint; default the optimizer steps so far.
+            client_state: the user's own state.
+
+        Returns:
+            The save.
+        """
         return save_checkpoint(
             directory,
             self,
@@ -111,7 +158,17 @@ class TrainingModule(ZeroModule):
     def load_checkpoint(
         self, directory: str | os.PathLike[str], *, step: int | None = None
     ) -> tuple[int, Any]:
-        """:func:`zero_ext.load_checkpoint` with scheduler and loader; returns step and client state."""
+        """Load a checkpoint with scheduler and loader.
+
+        As [`zero_ext.load_checkpoint`][zero_ext.load_checkpoint].
+
+        Args:
+            directory: holds the checkpoints.
+            step: number of the checkpoint; default the latest.
+
+        Returns:
+            The step and the client state.
+        """
         loaded = load_checkpoint(
             directory,
             self,

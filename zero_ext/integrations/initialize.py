@@ -34,27 +34,43 @@ def initialize(
     process_group: dist.ProcessGroup | None = None,
     resolve: Mapping[str, object] | None = None,
 ) -> tuple[TrainingModule, Any, ShardedLoader | None, LRScheduler | None]:
-    """Prepares a model for the engine loop; a collective of all ranks.
+    """Prepare a model for the engine loop of DeepSpeed; a collective of all ranks.
 
     Args:
-        model: the module to train, also one that is prepared already, see :func:`zero_ext.prepare`; it moves
-            to the accelerator if there is one.
-        config: DeepSpeed's JSON (mapping or path), unchanged, or a :class:`ZeroConfig`. Keys that have no
-            effect here are reported once; keys that cannot be served raise :class:`ConfigError`.
-        optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``.
-            Without it the configuration's ``optimizer`` section counts, else AdamW with its defaults.
+        model: the module to train, also one that is prepared already, see [`prepare`][zero_ext.prepare]. It
+            moves to the accelerator if there is one.
+        config: DeepSpeed's JSON (mapping or path), unchanged, or a [`ZeroConfig`][zero_ext.ZeroConfig]. Keys
+            that have no effect here are reported once.
+        optimizer: over the model's parameters, or a callable that makes one from `model_parameters`.
+            Without it the configuration's `optimizer` section counts, else AdamW with its defaults.
         model_parameters: what the built optimizer updates: parameters or param groups; default all that
             require gradients.
         training_data: map-style data set; the loader returned is sharded, shuffled, prefetching, and its
             position goes into checkpoints.
-        lr_scheduler: a scheduler over ``optimizer``, or a callable that makes one; else from the
-            configuration's ``scheduler`` section.
+        lr_scheduler: a scheduler over `optimizer`, or a callable that makes one; else from the
+            configuration's `scheduler` section.
         collate_fn: makes a micro-batch from samples.
         process_group: the data-parallel ranks.
         resolve: values for keys that DeepSpeed's JSON leaves at "auto", by key path.
 
     Returns:
-        Engine, optimizer, loader (None without ``training_data``), scheduler (None without one).
+        Engine, optimizer, loader (None without `training_data`), scheduler (None without one).
+
+    Raises:
+        ConfigError: the configuration has keys that are not supported, or wrong values.
+        ValueError: optimizer, scheduler or data do not fit. Else as `prepare`.
+
+    Examples:
+        >>> config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        >>> data = [torch.full((4,), float(index)) for index in range(8)]
+        >>> engine, optimizer, loader, _ = zero_ext.initialize(
+        ...     model=torch.nn.Linear(4, 1), config=config, training_data=data
+        ... )
+        >>> for batch in loader:
+        ...     engine.backward(engine(batch).square().mean())
+        ...     engine.step()
+        >>> engine.global_steps
+        4
     """
     settings = _settings(config, resolve)
     # All that may be refused comes before the model is sharded.

@@ -17,21 +17,29 @@ if TYPE_CHECKING:
 def apply_sequence_parallel(
     model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float = 600.0
 ) -> SequenceExchange:
-    """Puts an exchange of sequences for heads over mesh["cp"] around all attention of ``model``, in place.
+    """Exchange sequences for heads over mesh["cp"] around all attention of `model`, in place; a collective.
 
-    All models of transformers in it that look their attention up in transformers' registry, and all
-    :class:`zero_ext.attention.SparseSelfAttention`: afterwards each rank gives the model its part of the
-    tokens, as :func:`zero_ext.parallel.shard_batch` cuts them. A collective of the ranks along "cp", after
-    attention was made sparse and tensors were split, before :func:`zero_ext.prepare`. ``timeout_seconds``:
-    longest wait for the other ranks. Returns the exchange that all layers share, whose ``traffic`` counts.
-
-    Raises ``ValueError``, with nothing changed, for a mesh without "cp", a model with neither or with its
-    sequences over ranks already, and layouts that differ from head to head; models of transformers with
-    cross-attention, several configurations (vision and text), a head that may look at several tokens, layers
-    that mix tokens in other ways, no ``position_ids``, attention "eager", or heads that do not divide by cp
-    and tp.
+    It acts on all models of transformers in it that look their attention up in transformers' registry, and on
+    all [`SparseSelfAttention`][zero_ext.attention.SparseSelfAttention]. Afterwards each rank gives the model
+    its slice of the tokens, as [`shard_batch`][zero_ext.parallel.shard_batch] cuts them. Call it after
+    attention was made sparse and tensors were split, before [`prepare`][zero_ext.prepare].
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+
+    Args:
+        model: the model, not prepared yet.
+        mesh: has the dimension "cp".
+        timeout_seconds: longest wait for the other ranks.
+
+    Returns:
+        The exchange that all layers share, whose `traffic` counts.
+
+    Raises:
+        ValueError: a mesh without "cp", a model with neither or with its sequences over ranks already, and
+            layouts that differ from head to head; models of transformers with cross-attention, several
+            configurations (vision and text), a head that may look at several tokens, layers that mix tokens
+            in other ways, no `position_ids`, attention "eager", or heads that do not divide by cp and tp.
+            Nothing was changed.
     """
     from zero_ext.attention import SparseSelfAttention
     from zero_ext.parallel.sequence.sequence_attention import SequenceAttention

@@ -47,11 +47,19 @@ def check_packages(policy: MonitorConfig | None) -> None:
 def attach(
     model: nn.Module, policy: MonitorConfig | None = None, *, steps_per_print: int | None = None
 ) -> Monitor | None:
-    """Opens what ``policy`` asks for on this rank and subscribes it to the engine of ``model``; a collective.
+    """Open what `policy` asks for on this rank and subscribe it to the engine of `model`; a collective.
 
-    Rank 0 writes rows, lines and the progress bar, every rank its trace. ``prepare`` and ``initialize`` call
-    it with the configuration's ``monitor`` section. The monitor closes itself when the model goes and at
-    exit. None on ranks with nothing to do.
+    Rank 0 writes rows, lines and the progress bar, every rank its trace. `prepare` and `initialize` call
+    it with the configuration's `monitor` section. The monitor closes itself when the model goes and at
+    exit.
+
+    Args:
+        model: a prepared model.
+        policy: what to write; default nothing but `steps_per_print`.
+        steps_per_print: steps from line to line on stderr; default no lines.
+
+    Returns:
+        The monitor; None on ranks with nothing to do.
 
     Raises:
         ModuleNotFoundError: a package is missing, with the install line.
@@ -71,12 +79,36 @@ def attach(
 
 
 def monitor_of(model: nn.Module) -> Monitor | None:
-    """The monitor that ``prepare``, ``initialize`` or :func:`attach` gave to ``model`` on this rank."""
+    """Return the monitor that `prepare`, `initialize` or `attach` gave to `model` on this rank.
+
+    Args:
+        model: a prepared model.
+
+    Returns:
+        The monitor; None if there is none.
+    """
     return next((each for each in engine_of(model).subscribers if isinstance(each, Monitor)), None)
 
 
 def subscribe(model: nn.Module, *subscribers: Subscriber) -> None:
-    """Sends the events of a prepared model on this rank to ``subscribers`` from now on."""
+    """Publish the events of a prepared model on this rank to `subscribers` from now on.
+
+    Args:
+        model: a prepared model.
+        *subscribers: called with each event.
+
+    Examples:
+        >>> from zero_ext.monitor import CsvFile, subscribe
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
+        >>> with CsvFile("steps.csv") as csv:
+        ...     subscribe(model, csv)
+        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     optimizer.step()
+        >>> csv.path.read_text().splitlines()[0]
+        'step,loss,grad_norm,lr,skipped,loss_scale,seconds'
+    """
     engine = engine_of(model)
     for subscriber in subscribers:
         engine.subscribe(subscriber)

@@ -17,10 +17,7 @@ _REMOVE_SECONDS = 5.0
 
 
 class MemoryCap(Protocol):
-    """Holds a process and its children to `nbytes` of memory.
-
-    `watched` is what it counts: "resident" memory, of all of them together, or private writable "data", of
-    each."""
+    """Hold a process and its children to `nbytes` of memory."""
 
     @property
     def nbytes(self) -> int:
@@ -28,20 +25,24 @@ class MemoryCap(Protocol):
 
     @property
     def name(self) -> str:
-        """What enforces it."""
+        """The mechanism that enforces it."""
 
     @property
     def watched(self) -> str:
-        """See above."""
+        """The memory that it counts: "resident" of all processes, or private writable "data" of each."""
 
     def enter(self) -> None:
-        """Puts the calling process under the cap."""
+        """Put the calling process under the cap."""
 
     def kills(self) -> int | None:
-        """Processes that the kernel ended at the cap; None where it does not say."""
+        """Return the processes that the kernel ended at the cap.
+
+        Returns:
+            Their number; None where the kernel does not report it.
+        """
 
     def close(self) -> None:
-        """Takes the cap away, after the last process under it has ended."""
+        """Remove the cap, after the last process under it has ended."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,14 @@ def candidates(membership: str, mount: Path = CGROUPS) -> Iterator[tuple[Path, i
 
 @contextlib.contextmanager
 def capped(size: Callable[[str], int]) -> Iterator[MemoryCap]:
-    """The strongest cap that may be set up here, of `size(watched)` bytes; taken away again at the end."""
+    """Set up the strongest cap that this machine allows, and remove it at the end.
+
+    Args:
+        size: called with what the cap counts, "resident" or "data"; returns bytes.
+
+    Yields:
+        The cap, which a process enters by `enter()`.
+    """
     cap = _make(size)
     try:
         yield cap

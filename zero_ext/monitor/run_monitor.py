@@ -16,16 +16,25 @@ from zero_ext.zero.engine import Engine
 
 
 class Monitor:
-    """Subscriber that makes a row of values at the end of every ``log_interval``-th step, for ``writers``.
+    """Make a row of values at the end of every `log_interval`-th step, for `writers`.
 
-    A row has what :class:`StepEnd` says, what each of ``sources`` says, and what :meth:`log` was given. On an
-    accelerator it waits for what the device tells at the end of a later step: its loss, and
-    ``device/forward``, ``device/backward``, ``device/step`` in seconds of its stream. ``subscribers`` hear of
-    all events too, after the sources, and are closed with the monitor if they can be.
+    A row has the values of `StepEnd`, those of each of `sources`, and what `log` was given. On an
+    accelerator it waits for what the device reports at the end of a later step: its loss, and
+    `device/forward`, `device/backward`, `device/step` in seconds of its stream.
 
-    Whoever of these fails is left out from then on, with a warning that says why: training on all ranks is
-    worth more than a line of a log on one. The engine is held weakly; when it goes, and at the interpreter's
-    exit, the monitor is closed.
+    A writer, source or subscriber that raises is left out from then on, with a warning that says why:
+    training on all ranks is worth more than a line of a log on one. The engine is held weakly. When it goes,
+    and at the interpreter's exit, the monitor is closed.
+
+    Args:
+        engine: whose steps are recorded.
+        writers: get every row.
+        sources: give values.
+        subscribers: get all events, after the sources, and are closed with the monitor if they can be.
+        log_interval: steps from row to row.
+
+    Attributes:
+        subscribers: those that have not failed.
     """
 
     def __init__(
@@ -49,8 +58,13 @@ class Monitor:
         engine.subscribe(self)
 
     def log(self, **values: Value) -> None:
-        """Adds values to the row of the running step, before ``optimizer.step()``: the ``loss`` of a loop
-        that calls ``loss.backward()`` itself, tokens, whatever else."""
+        """Add values to the row of the running step, before `optimizer.step()`.
+
+        Such as the `loss` of a loop that calls `loss.backward()` itself, or tokens.
+
+        Args:
+            **values: by name.
+        """
         self._said.update(values)
         loss = values.get("loss")
         if isinstance(loss, float | int):
@@ -59,7 +73,11 @@ class Monitor:
                     each.show_loss(float(loss))
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Pass an event on, and write the rows that it completes.
+
+        Args:
+            event: any event of the engine.
+        """
         for source in self._sources:
             self._attempt(source, partial(source, event))
         for each in self.subscribers:
@@ -74,7 +92,7 @@ class Monitor:
                     self._write()
 
     def close(self) -> None:
-        """Writes what is left and closes everything; calling it again does nothing."""
+        """Write what is left and close everything; calling it again does nothing."""
         engine = self._engine()
         if engine is not None:
             engine.unsubscribe(self)

@@ -29,17 +29,26 @@ _PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
 
 
 class Trace:
-    """Subscriber that records ``policy.steps`` steps from ``policy.first_step`` on and writes them to
-    ``folder``, on whatever rank it is used: trace-rank{r}.json and, with ``policy.plot``,
-    memory-rank{r}.png, when they are over or at ``close``.
+    """Record some steps of an engine as a trace for Chrome's viewer or Perfetto.
 
-    The file has a track of phases, one of waits, one of checkpointed calls (with
-    ``activation_checkpointing.profile``), one for every unit while it is gathered, and counters: bytes
-    of each tier by kind, of gathered units, and of the process. Times are those of the host's monotonic
-    clock, so traces of the ranks of one host fit together. It holds the engine weakly.
+    A subscriber, on whatever rank it is used. It writes trace-rank{r}.json and, with `policy.plot`,
+    memory-rank{r}.png, when the steps are over or at `close`. The file has a track of phases, one of waits,
+    one of checkpointed calls (with `activation_checkpointing.profile`), one for every unit while it is
+    gathered, and counters: bytes of each tier by kind, of gathered units, and of the process. Times are those
+    of the host's monotonic clock, so traces of the ranks of one host fit together.
 
-    Raises ``ModuleNotFoundError`` where a plot is wanted without matplotlib, ``OSError`` where a file
-    cannot be written.
+    Args:
+        engine: whose steps are recorded; held weakly.
+        folder: of the files.
+        policy: which steps (`steps` of them from `first_step` on), and whether to plot memory.
+
+    Attributes:
+        memory: the timeline of memory.
+        is_written: whether the files are written.
+
+    Raises:
+        ModuleNotFoundError: a plot is wanted without matplotlib.
+        OSError: the folder cannot be made. Later calls raise it where writing fails.
     """
 
     def __init__(self, engine: Engine, folder: str | Path, policy: TraceConfig) -> None:
@@ -66,7 +75,11 @@ class Trace:
         return self._folder / f"trace-rank{self._rank}.json"
 
     def __call__(self, event: Event) -> None:
-        """Takes the event if its step is recorded."""
+        """Record an event if its step is to be recorded.
+
+        Args:
+            event: any event of the engine.
+        """
         if self.is_written:
             return
         if self._first <= self._step <= self._last:
@@ -79,7 +92,7 @@ class Trace:
                 self.close()
 
     def close(self) -> None:
-        """Writes what was recorded, once; nothing if there is nothing."""
+        """Write what was recorded, once; nothing if there is nothing."""
         if self.is_written or not self._spans:
             return
         self.is_written = True

@@ -24,24 +24,44 @@ class LambBuffers(NamedTuple):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's update with every parameter's length: layer-wise adaptive moments for large batches.
+    """LAMB: Adam's update scaled per parameter by layer-wise adaptive moments, for large batches.
 
-    With the moments m and v of Adam, of which ``bias_correction`` divides by 1 - beta^step, a parameter w
+    With the moments m and v of Adam, of which `bias_correction` divides by 1 - beta^step, a parameter w
     has the update u = m / (sqrt(v) + eps) + weight_decay w, and steps by lr x |w| / |u| against it. The ratio
     of the norms is clamped to [min_coeff, max_coeff], and 1 where either norm is zero: param groups with both
-    coefficients 1 are left out of the adaptation. ``eps_inside_sqrt`` adds eps to v instead.
+    coefficients 1 are left out of the adaptation.
 
     Names and defaults are those of DeepSpeed's FusedLamb. That one corrects the bias in lr alone, which
-    shrinks the step by weight decay too; here u is the paper's. State is ``exp_avg``, ``exp_avg_sq``
-    (float32) and ``step``. Norms are exact sums, so neither the number of threads nor the sharding of a
-    prepared model changes a bit of the result. A gradient that is not finite makes its whole parameter NaN.
-
-    Parameters are float32, bfloat16 or float16, on the CPU or a CUDA device, for which the host waits once a
-    step; gradients are dense. ``lr`` may be a tensor. Raises ``ValueError`` for hyper-parameters out of
-    range.
+    shrinks the step by weight decay too. Here u is the paper's. State is `exp_avg`, `exp_avg_sq` (float32)
+    and `step`. Norms are exact sums, so neither the number of threads nor the sharding of a prepared model
+    changes a bit of the result. A gradient that is not finite makes its whole parameter NaN.
 
     Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes" (arXiv
     1904.00962), algorithm 2.
+
+    Args:
+        params: parameters or param groups. Parameters are float32, bfloat16 or float16, on the CPU or a CUDA
+            device, for which the host waits once per step. Gradients are dense.
+        lr: learning rate; may be a tensor.
+        bias_correction: divide the moments by 1 - beta^step.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        eps_inside_sqrt: add `eps` to the second moment, before the root.
+        weight_decay: added to the update as a multiple of the parameter.
+        max_coeff: upper bound of the trust ratio |w| / |u|.
+        min_coeff: lower bound of the trust ratio.
+        maximize: step along the gradient instead of against it.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = zero_ext.Lamb([weight], lr=0.5)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([0.5000, 0.5000])
     """
 
     def __init__(
@@ -72,15 +92,30 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch's; refuses hyper-parameters out of range with ``ValueError``."""
+        """Add a param group, as torch's optimizers do.
+
+        Args:
+            param_group: parameters (`params`) and the hyper-parameters that differ from the defaults.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on every parameter that has a gradient; returns what ``closure`` returns.
+        """Update every parameter that has a gradient.
 
-        Raises ``RuntimeError`` for a sparse gradient, ``TypeError`` for a parameter of another dtype.
+        Args:
+            closure: computes the loss again, with gradients enabled, before the update.
+
+        Returns:
+            What `closure` returned; None without one.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            TypeError: a parameter is not float32, bfloat16 or float16.
         """
         loss = None
         if closure is not None:

@@ -13,17 +13,33 @@ from zero_ext import ops
 
 
 class Lion(torch.optim.Optimizer):
-    """Evolved sign momentum: every weight steps by ``lr``, up or down.
+    """Lion: evolved sign momentum, where every weight steps by `lr` up or down.
 
     With gradient g, moment m and weight w: w shrinks by lr x weight_decay of itself, then steps by lr against
-    the sign of beta1 m + (1 - beta1) g; m becomes beta2 m + (1 - beta2) g. One fused pass in float32; state
-    is m (``exp_avg``, float32). The authors advise an lr 3 to 10 times smaller and a weight decay as many
+    the sign of beta1 m + (1 - beta1) g. Then m becomes beta2 m + (1 - beta2) g. One fused pass in float32;
+    state is m (`exp_avg`, float32). The authors advise an lr 3 to 10 times smaller and a weight decay as many
     times larger than for AdamW.
 
-    Parameters are float32, bfloat16 or float16, on the CPU or a CUDA device; gradients are dense.
-    ``lr`` may be a tensor. Raises ``ValueError`` for hyper-parameters out of range.
-
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
+
+    Args:
+        params: parameters or param groups. Parameters are float32, bfloat16 or float16, on the CPU or a CUDA
+            device. Gradients are dense.
+        lr: learning rate; may be a tensor.
+        betas: weights of the moment in the step and in its own update, each in [0, 1).
+        weight_decay: decoupled weight decay.
+        maximize: step along the gradient instead of against it.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = zero_ext.Lion([weight], lr=0.25)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([0.7500, 0.7500])
     """
 
     def __init__(
@@ -45,9 +61,17 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on every parameter that has a gradient; returns what ``closure`` returns.
+        """Update every parameter that has a gradient.
 
-        Raises ``RuntimeError`` for a sparse gradient, ``TypeError`` for a parameter of another dtype.
+        Args:
+            closure: computes the loss again, with gradients enabled, before the update.
+
+        Returns:
+            What `closure` returned; None without one.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            TypeError: a parameter is not float32, bfloat16 or float16.
         """
         loss = None
         if closure is not None:

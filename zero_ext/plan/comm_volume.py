@@ -24,14 +24,28 @@ def collective_elements(
     accumulation_steps: int = 1,
     no_sync: bool = False,
 ) -> dict[str, int]:
-    """Elements of one step by kind of collective, as `zero_ext.comm.TrafficStats` counts them.
+    """Return the elements of one step by kind of collective, as the engine's `traffic` counts them.
 
-    Each collective counts its whole (padded) buffer once, before the factor (N - 1) / N. Frozen parameters
-    are gathered in stage 3 only and never reduced. `gathered_once` of both are gathered in forward alone: the
-    unit that forward ends with, embeddings, what is frozen with nothing trainable below it. Norms and flags
-    (`scalars`) are not included.
+    Each collective counts its full (padded) buffer once, before the factor (N - 1) / N. Frozen parameters
+    are gathered in stage 3 only and never reduced. Norms and flags (`scalars`) are not included.
 
-    Raises ValueError for a stage, world size or count that does not exist.
+    Source: ZeRO, Rajbhandari et al. (arXiv 1910.02054), section 7.
+
+    Args:
+        stage: ZeRO stage.
+        world_size: number of ranks.
+        trainable: elements that train.
+        frozen: elements that do not.
+        gathered_once: elements of both that are gathered in forward alone: the unit that forward ends with,
+            embeddings, what is frozen with nothing trainable below it.
+        accumulation_steps: micro-batches of a step.
+        no_sync: gradients are reduced once per step.
+
+    Returns:
+        Elements by kind; none on one rank.
+
+    Raises:
+        ValueError: a stage, world size or count that does not exist.
     """
     check_count("world_size", world_size, 1)
     check_count("trainable", trainable, 0)
@@ -53,10 +67,22 @@ def collective_elements(
 
 
 def bytes_sent(kinds: Mapping[str, int], world_size: int, bytes_per_element: int) -> dict[str, int]:
-    """Bytes that one rank sends for `collective_elements`: every collective sends all but its own N-th part.
+    """Return the bytes that one rank sends for `collective_elements`.
 
-    Elements travel in their own precision: gradients that add up in fp32 before they are reduced (stages 0, 1
-    with several micro-batches, or `no_sync`) take 4 bytes each; ask for them and for the gathers apart then.
+    Every collective sends all but its own N-th slice. Elements are sent in their own precision: gradients
+    that add up in fp32 before they are reduced (stages 0 and 1 with several micro-batches, or `no_sync`) take
+    4 bytes each. Ask for them and for the gathers separately then.
+
+    Args:
+        kinds: elements by kind.
+        world_size: number of ranks.
+        bytes_per_element: of an element.
+
+    Returns:
+        Bytes by kind.
+
+    Raises:
+        ValueError: a world size or count that does not exist.
     """
     check_count("world_size", world_size, 1)
     check_count("bytes_per_element", bytes_per_element, 1)

@@ -10,11 +10,19 @@ if TYPE_CHECKING:
 
 
 def slot_pool_bytes(demands: Sequence[Demand], classes: int) -> int:
-    """Bytes of a pool whose slots have at most ``classes`` sizes, chosen for the smallest pool.
+    """Return the bytes of a pool whose slots have at most `classes` sizes, chosen for the smallest pool.
 
-    A slot is as large as the largest demand of its class; a class has as many slots as it has demands at its
-    busiest moment. One class is the pool of largest slots that ZeRO-Infinity implementations keep
-    (Rajbhandari et al. 2021, section 6.2: buffers of the size of the largest parameter).
+    A slot is as large as the largest demand of its class, and a class has as many slots as it has demands at
+    its busiest moment. One class is the pool of largest slots that ZeRO-Infinity implementations keep.
+
+    Source: Rajbhandari et al., "ZeRO-Infinity" (arXiv 2104.07857), section 6.2.
+
+    Args:
+        demands: bytes and lifetimes of buffers.
+        classes: number of sizes.
+
+    Returns:
+        Bytes.
     """
     ordered = sorted(demands, key=lambda demand: demand.nbytes)
     sizes = sorted({demand.nbytes for demand in ordered})

@@ -13,12 +13,23 @@ from zero_ext.plan.zeropp_traffic import Sent
 def onebit_step_bytes(
     world_size: int, units: Mapping[int, int], *, ranks_per_node: int | None = None
 ) -> dict[str, Sent]:
-    """What one of `world_size` ranks sends in a step of `zero_ext.OneBitAdam`, `ZeroOneAdam` or `OneBitLamb`
-    that exchanges signs, by kind, as `zero_ext.comm.TrafficStats` counts it; norms and flags left out.
+    """Return what one rank sends in a step of a one-bit optimizer that exchanges signs.
 
-    Steps of their warm-up send what :func:`zero_ext.plan.step_bytes` says, local steps of `ZeroOneAdam`
-    nothing. `units` are as there; None takes all ranks for those of one node. Raises ValueError for a world
-    size that does not exist, and for nodes that the ranks do not fill.
+    As the engine's `traffic` counts it; norms and flags are left out. Steps of the warm-up send what
+    [`step_bytes`][zero_ext.plan.step_bytes] returns, local steps of `ZeroOneAdam` nothing.
+
+    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888), section 5.
+
+    Args:
+        world_size: number of ranks.
+        units: how many have a flat buffer of so many elements, padding included.
+        ranks_per_node: None takes all ranks for those of one node.
+
+    Returns:
+        Bytes by kind of collective; none on one rank.
+
+    Raises:
+        ValueError: a world size that does not exist, or nodes that the ranks do not fill.
     """
     check_count("world_size", world_size, 1)
     per_node = ranks_per_node or world_size
@@ -37,8 +48,22 @@ def onebit_step_bytes(
 
 
 def onebit_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) -> int:
-    """What 1-bit Adam keeps on a rank beside Adam's state from its first exchange of signs on: errors, in
-    stage 1 the parameters in float32; and its messages, which are there while they travel."""
+    """Return what 1-bit Adam keeps on a rank besides Adam's state, from its first exchange of signs on.
+
+    It keeps the errors of compression, in stage 1 the parameters in float32, and payloads while they are
+    sent.
+
+    Args:
+        stage: ZeRO stage.
+        world_size: number of ranks.
+        units: how many have a flat buffer of so many elements, padding included.
+
+    Returns:
+        Bytes; 0 on one rank.
+
+    Raises:
+        ValueError: a world size that does not exist.
+    """
     check_count("world_size", world_size, 1)
     if world_size == 1:
         return 0

@@ -26,11 +26,22 @@ def model_staging(
     config: ZeroConfig | Mapping[str, Any] | str | Path | None,
     world_size: int,
 ) -> Staging:
-    """What one of ``world_size`` ranks sets aside in :func:`zero_ext.prepare` with the same ``model``,
-    ``optimizer`` and ``config``.
+    """Return the buffers that one rank allocates in `zero_ext.prepare`, before anything runs.
 
-    Both are left as they are, and best live on the meta device: with ``units.tiles`` they are copied. Raises
-    ``ValueError`` for a configuration that does not fit the model.
+    Both `model` and `optimizer` are left as they are, and best live on the meta device: with `units.tiles`
+    they are copied.
+
+    Args:
+        model: as for [`prepare`][zero_ext.prepare].
+        optimizer: as for `prepare`.
+        config: as for `prepare`.
+        world_size: number of ranks.
+
+    Returns:
+        Sizes of the buffers.
+
+    Raises:
+        ValueError: the configuration does not fit the model.
     """
     check_count("world_size", world_size, 1)
     settings = load_config(config)

@@ -19,7 +19,7 @@ MOMENTS = ("fp32", "bf16", "8bit")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training keeps of a model, in elements by compute dtype (`fp32`, `bf16` or `fp16`).
+    """The state that training keeps of a model, in elements by dtype (`fp32`, `bf16` or `fp16`).
 
     Elements are best the padded ones that the engine's units hold; then the bytes are exact. Parameters below
     the persistence threshold in stage 3 cost what stage 2 costs: sum the two.
@@ -28,10 +28,13 @@ class TrainingState:
         trainable: elements of parameters with gradients and optimizer state.
         frozen: elements of parameters without.
         moments: optimizer state tensors as large as their parameter (Adam 2, SGD with momentum 1, plain 0).
-        moments_dtype: dtype of these; "8bit" takes a byte an element and four for a block of 256. The engine
-            counts blocks in each unit on its own, so every further unit may add one block a moment.
+        moments_dtype: dtype of these; "8bit" takes a byte per element and four per block of 256. The engine
+            counts blocks in each unit on its own, so every further unit may add one block per moment.
         grad_accum_dtype: dtype that gradients add up in over several micro-batches.
         accumulation_steps: micro-batches of a step. With one, gradients stay in compute precision.
+
+    Raises:
+        ValueError: a dtype or count does not exist.
     """
 
     trainable: Mapping[str, int]
@@ -57,7 +60,13 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank by state kind; `optimizer` holds fp32 master weights and moments."""
+    """Bytes on one rank by state kind.
+
+    Attributes:
+        params: parameters in compute precision.
+        grads: gradients.
+        optimizer: fp32 master weights and moments.
+    """
 
     params: int
     grads: int
@@ -72,15 +81,34 @@ class StateBytes:
 def model_state_bytes(
     stage: int, world_size: int, state: TrainingState, *, no_sync: bool = False, delayed: bool = False
 ) -> StateBytes:
-    """Bytes that one rank keeps in a ZeRO stage (0 to 3) on `world_size` ranks.
+    """Return the bytes of model state that one rank keeps.
 
-    A shard is a rank's N-th part, rounded up to whole elements. fp32 parameters are their own master
-    weights. Under `no_sync` (gradients reduced once a step, after all its micro-batches) each rank holds the
-    whole accumulated gradient, beside the shard that it is reduced into where gradients are sharded.
-    ``delayed`` updates read gradients of their own, and have master weights beside fp32 parameters too; the
-    room for updated parameters that they need besides with the optimizer on NVMe is not counted here.
+    A shard is a rank's N-th slice, rounded up to whole elements. fp32 parameters are their own master
+    weights.
 
-    Raises ValueError for a stage, world size, dtype or count that does not exist.
+    Source: ZeRO, Rajbhandari et al. (arXiv 1910.02054), section 3.1 and figure 1.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        world_size: number of ranks.
+        state: elements by dtype.
+        no_sync: gradients are reduced once per step, after all its micro-batches. Each rank then holds the
+            full accumulated gradient, and the shard that it is reduced into where gradients are sharded.
+        delayed: delayed updates read gradients of their own, and have master weights besides fp32 parameters
+            too. The buffer for updated parameters that they need with the optimizer on NVMe is not counted
+            here.
+
+    Returns:
+        Bytes by state kind.
+
+    Raises:
+        ValueError: a stage, world size, dtype or count that does not exist.
+
+    Examples:
+        >>> from zero_ext.plan import TrainingState, model_state_bytes
+        >>> state = TrainingState({"bf16": 7_000_000_000})  # 7B parameters, Adam
+        >>> [model_state_bytes(stage, 64, state).total // 10**9 for stage in range(4)]
+        [112, 29, 15, 1]
     """
     check_count("world_size", world_size, 1)
     placement = StatePlacement.of_stage(stage).on_ranks(world_size)
@@ -105,9 +133,21 @@ def model_state_bytes(
 def secondary_bytes(
     numel: int, world_size: int, communication: CommunicationConfig, bytes_per_element: int
 ) -> int:
-    """Bytes that a rank of `world_size` keeps, beside its shard, of the parameters of a unit of `numel`
-    elements with padding: a node's part, in the codes or the precision that they travel in. Every node keeps
-    all parameters (ZeRO++, Wang et al., arXiv 2306.10209, section 3.2)."""
+    """Return the bytes that a rank keeps of the second copy of a unit's parameters, besides its shard.
+
+    Every node keeps all parameters, in the codes or the precision that they are sent in.
+
+    Source: ZeRO++, Wang et al. (arXiv 2306.10209), section 3.2.
+
+    Args:
+        numel: elements of the unit with padding.
+        world_size: number of ranks.
+        communication: quantization and nodes.
+        bytes_per_element: of parameters.
+
+    Returns:
+        Bytes.
+    """
     nodes = world_size // (communication.ranks_per_node or world_size)
     return communication.secondary_bytes(numel // world_size, bytes_per_element, nodes)
 

@@ -25,7 +25,12 @@ from zero_ext.plan.state_memory import check_count
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one rank sends in a step: all of them, and those that go to other nodes."""
+    """Bytes that one rank sends in a step.
+
+    Attributes:
+        all: all of them.
+        crossing: those that go to other nodes.
+    """
 
     all: int = 0
     crossing: int = 0
@@ -45,17 +50,31 @@ def step_bytes(
     accumulation_steps: int = 1,
     gathered_once: Mapping[int, int] | None = None,
 ) -> dict[str, Sent]:
-    """What one of `world_size` ranks sends in a step, by kind of collective, as
-    `zero_ext.comm.TrafficStats` counts it; norms and flags (`scalars`) left out.
+    """Return what one rank sends in a step, as the engine's `traffic` counts it.
 
-    `units` are those that train, by the elements of their flat buffer, padding included: how many are that
-    long, and `gathered_once` those of them that stage 3 gathers for forward alone. Every micro-batch is
-    reduced on its own where gradients are sharded. In stages 0 and 1 they add up first, an element of the sum
-    in `gradient_bytes`; None: 4 if there are several. All ranks are one node where
-    `communication.ranks_per_node` is None.
+    Norms and flags (`scalars`) are left out. Every micro-batch is reduced on its own where gradients are
+    sharded. In stages 0 and 1 they add up first.
 
-    Raises ValueError for a stage, world size or count that does not exist, ranks that do not fill their
-    nodes, and sharding groups that the engine refuses.
+    Source: ZeRO++, Wang et al. (arXiv 2306.10209), section 3.
+
+    Args:
+        stage: ZeRO stage.
+        world_size: number of ranks.
+        units: those that train: how many have a flat buffer of so many elements, padding included.
+        communication: quantization, nodes and sharding groups. All ranks are one node where `ranks_per_node`
+            is None.
+        bytes_per_element: of parameters.
+        gradient_bytes: bytes of an element of gradients that add up; None: 4 if there are several
+            micro-batches.
+        accumulation_steps: micro-batches of a step.
+        gathered_once: those of `units` that stage 3 gathers for forward alone.
+
+    Returns:
+        Bytes by kind of collective.
+
+    Raises:
+        ValueError: a stage, world size or count that does not exist, ranks that do not fill their nodes, or
+            sharding groups that the engine refuses.
     """
     check_count("accumulation_steps", accumulation_steps, 1)
     group, per_node = communication.shard_group_size or world_size, communication.ranks_per_node or world_size

@@ -44,10 +44,30 @@ from zero_ext.zero.unshard.step_clock import StepClock
 
 
 class Engine(Ending):
-    """Holds a model's sharded state and moves it through forward, backward and step (DESIGN §3).
+    """Hold a model's sharded state and move it through forward, backward and step.
 
-    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine. ``wrappers`` act
-    for it.
+    [`prepare`][zero_ext.prepare] makes it, and [`engine_of`][zero_ext.zero.engine_of] finds it. It holds the
+    model weakly: the model owns the engine.
+
+    Args:
+        model: the user's module.
+        owned: its parameters with their names and modules.
+        units: the parameters that are gathered together, with their master weights if they are trained.
+        config: the configuration in force.
+        collectives: the collectives of the data-parallel ranks.
+        pool: buffers of gathered units on the device.
+        gradient_staging: buffers for gradients on their way to another tier.
+        tiers: device, host memory and NVMe.
+        checkpointing: what `checkpoint_activations` does inside the model's forward.
+
+    Attributes:
+        config: as given.
+        checkpointing: as given.
+        collectives: as given.
+        units: every unit of the model.
+        masters: the master weights of the units that are trained.
+        names: all names of each parameter.
+        wrappers: the wrappers that act for the engine.
     """
 
     def __init__(
@@ -147,7 +167,11 @@ class Engine(Ending):
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; raises ``RuntimeError`` once it was dropped."""
+        """The user's module; raises `RuntimeError` once it was deleted.
+
+        Raises:
+            RuntimeError: the model was deleted.
+        """
         model = self._model()
         if model is None:
             raise RuntimeError(
@@ -173,8 +197,10 @@ class Engine(Ending):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step before clipping; None if nothing asked for it. The host waits
-        for a device that has not computed it yet."""
+        """Global gradient norm of the last step before clipping; None if nothing asked for it.
+
+        The host waits for a device that has not computed it yet.
+        """
         return self.optimizer_step.grad_norm
 
     @property
@@ -183,14 +209,22 @@ class Engine(Ending):
         return self.collectives.traffic
 
     def memory_breakdown(self) -> dict[str, int]:
-        """Return the bytes of device and host memory that this rank holds now, by kind."""
+        """Return the bytes of device and host memory that this rank holds now.
+
+        Returns:
+            Bytes by kind of state.
+        """
         tiers = self.memory_by_tier()
         return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
 
     def memory_by_tier(self, wait: bool = True) -> dict[Tier, dict[str, int]]:
-        """Return the bytes that this rank holds, by tier and kind.
+        """Return the bytes that this rank holds now.
 
-        Without ``wait`` a delayed update must not be running: its state may be about to change.
+        Args:
+            wait: wait for a delayed update. Without it none may be running: its state may be about to change.
+
+        Returns:
+            Bytes by tier ("device", "host", "nvme") and kind of state.
         """
         if wait:
             self.optimizer_step.wait()
@@ -205,20 +239,35 @@ class Engine(Ending):
         )
 
     def gradients_of(self, unit: Unit) -> UnitGradients:
-        """The gradient buffers of ``unit``."""
+        """Return the gradient buffers of `unit`.
+
+        Args:
+            unit: one that is trained.
+
+        Returns:
+            Its buffers.
+        """
         return self._gradients[unit]
 
     @property
     def subscribers(self) -> tuple[Subscriber, ...]:
-        """Who hears the engine's events."""
+        """The subscribers of the engine's events."""
         return self._bus.subscribers
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Sends the engine's events to ``subscriber`` from now on."""
+        """Publish the engine's events to `subscriber` from now on.
+
+        Args:
+            subscriber: called with each event.
+        """
         self._bus.subscribe(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Sends ``subscriber`` no more events."""
+        """Publish no more events to `subscriber`.
+
+        Args:
+            subscriber: as given to `subscribe`.
+        """
         self._bus.unsubscribe(subscriber)
 
     def _refuse_capture(self, what: str, why: str) -> None:
@@ -243,14 +292,25 @@ class Engine(Ending):
     # -- backward -----------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale (fp16; otherwise unchanged); call ``backward`` on the result."""
+        """Return `loss` times the loss scale, on which to call `backward`.
+
+        Args:
+            loss: 0-d, as computed.
+
+        Returns:
+            The scaled loss in float32 if parameters are fp16, else `loss` itself.
+        """
         self.collector.loss_scaled = True
         self._clock.see(loss)
         step = self.optimizer_step
         return loss.float() * step.scaler.scale if step.scales_loss else loss
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
-        """Code of the model reads a parameter of its own, in forward or as backward runs it again."""
+        """Note that the model's own code reads a parameter, in forward or in a recomputation.
+
+        Args:
+            parameter: of this model.
+        """
         if in_backward() and parameter in self.index:
             unit, number = self.index[parameter]
             if unit in self._gradients:
@@ -278,7 +338,15 @@ class Engine(Ending):
         self.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`ZeroModule.clip_grad_norm_`."""
+        """Scale all gradients so that their true global norm is at most `max_norm`; a collective.
+
+        Args:
+            max_norm: the largest norm wanted.
+            norm_type: 2 or infinity.
+
+        Returns:
+            The norm before clipping, 0-d float32 on the training device, without the loss scale.
+        """
         self.updates.refuse_pending("clip_grad_norm_")
         self.updates.refuse_local("clip_grad_norm_")
         self.synchronize_gradients()
@@ -287,15 +355,18 @@ class Engine(Ending):
         return self.views.clip_norm(max_norm, norm_type, unscale).to(self.device, torch.float32)
 
     def refresh_parameters(self) -> None:
-        """After master weights changed from outside: parameters follow on all ranks; a collective."""
+        """Make the parameters follow master weights that changed from outside, on all ranks; a collective."""
         self.prefetcher.forget_values()
         write_all_params(self.masters, self.units, self.collectives)
 
     # -- step ---------------------------------------------------------------------------------------------
 
     def synchronize_gradients(self) -> None:
-        """Makes the reduced gradients complete on every rank; a collective. See
-        ``GradientReducer.synchronize``. Raises ``RuntimeError`` where the next step leaves them unreduced."""
+        """Complete the reduced gradients on every rank; a collective.
+
+        Raises:
+            RuntimeError: the next step leaves gradients unreduced, as one-bit optimizers do.
+        """
         self.updates.refuse_local("reading or changing averaged gradients")
         self._synchronize_gradients()
 
@@ -308,7 +379,7 @@ class Engine(Ending):
         self.views.publish()
 
     def clear_gradients(self) -> None:
-        """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
+        """Clear all gradients, as `optimizer.zero_grad()` does."""
         if not in_backward():
             self.backward_pass.abandon()
         self.optimizer_step.forget_gradients()
@@ -318,9 +389,13 @@ class Engine(Ending):
         self.collector.clear()
 
     def step(self) -> bool:
-        """One optimizer step on all ranks; False if fp16 gradients overflowed and it was skipped.
+        """Make one optimizer step on all ranks; a collective.
 
-        Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
+        Returns:
+            False if fp16 gradients overflowed and the step was skipped.
+
+        Raises:
+            RuntimeError: no gradient arrived on any rank since the last step, or this is inside backward.
         """
         self._refuse_capture("optimizer.step()", "the host counts steps, looks at norms and sends parameters")
         began = self._clock.begin()
@@ -387,10 +462,15 @@ class Engine(Ending):
         follow_writes(self.masters, collectives)
 
     def finish_updates(self, replaced: bool = False) -> None:
-        """Before state is read or written from outside: the parameters follow a delayed update. A collective.
+        """Make the parameters follow a delayed update; a collective.
 
-        Raises ``RuntimeError`` if the model is damaged, or if it is in use while such an update is under way;
-        not if all its state is about to be ``replaced``.
+        Called before state is read or written from outside.
+
+        Args:
+            replaced: all state is about to be replaced, so a damaged model and one in use raise nothing.
+
+        Raises:
+            RuntimeError: the model is damaged, or it is in use while such an update is under way.
         """
         step = self.optimizer_step
         if not replaced:

@@ -34,7 +34,10 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 77
 class CheckpointError(RuntimeError):
     """A save or a load failed; the message names the rank, the file, what was seen and what to do.
 
-    It is raised on every rank of the group, whichever rank met the problem. It has at most 2000 bytes.
+    It is raised on every rank of the group, whichever rank met the problem.
+
+    Args:
+        text: the message, of which at most 2000 bytes are kept.
     """
 
     def __init__(self, text: str) -> None:

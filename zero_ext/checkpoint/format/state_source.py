@@ -14,26 +14,40 @@ BUFFER = "buffer"
 
 @runtime_checkable
 class StoredValues(Protocol):
-    """``numel`` elements of one dtype that live outside memory, on NVMe for example.
+    """Elements of one dtype that are stored outside memory, on NVMe for example.
 
     A save reads and a load writes ranges of about a MiB, one after another and in any order. A range begins
-    and ends at any element; a write leaves every element outside its range as it was, or, where elements
+    and ends at any element. A write leaves every element outside its range as it was, or, where elements
     share the scale of a quantized block, within the rounding of that block.
     """
 
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """Number of elements."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """A copy of elements [begin, end): 1-D, contiguous. Any exception if they cannot be read."""
+        """Return a copy of elements [begin, end), or raise any exception if they cannot be read.
+
+        Args:
+            begin: first element.
+            end: end of the range.
+
+        Returns:
+            1-D, contiguous.
+        """
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        """Replaces the elements from ``begin`` on by ``values`` (1-D, contiguous, CPU, same dtype).
+        """Replace the elements from `begin` on, or raise any exception if they cannot be written.
 
-        The memory of ``values`` is used again once this returns. Any exception if they cannot be written.
+        The memory of `values` is used again once this returns.
+
+        Args:
+            begin: first element.
+            values: 1-D, contiguous, CPU, same dtype.
         """
 
 
@@ -85,50 +99,83 @@ class Limits(Protocol):
 
 
 class StateSource(Protocol):
-    """A model and its optimizer on one rank of ``group``.
+    """A model and its optimizer on one rank of `group`, as a checkpoint sees them.
 
-    The slices of all ranks' ``save_slices`` cover each (kind, name) exactly once. ``load_slices`` yields what
-    this rank needs filled, with replication all of it. ``scalar_state`` is everything else that a resume
-    needs, the same on all ranks; ``load_scalar_state`` takes it, or raises with nothing changed.
-    ``finish_load`` runs after every slice is filled and may use collectives.
+    The slices of all ranks' `save_slices` cover each (kind, name) exactly once.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Rank of this process in `group`."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of ranks."""
 
     @property
-    def group(self) -> dist.ProcessGroup | None: ...
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that save and load together; None for one rank."""
 
     @property
-    def config(self) -> Limits: ...
+    def config(self) -> Limits:
+        """Limits that a checkpoint obeys."""
 
-    def parameter_table(self) -> Mapping[str, ParameterDescription]: ...
+    def parameter_table(self) -> Mapping[str, ParameterDescription]:
+        """Return the parameters.
 
-    def save_slices(self) -> Iterator[TensorSlice]: ...
+        Returns:
+            Descriptions by name.
+        """
 
-    def load_slices(self) -> Iterator[TensorSlice]: ...
+    def save_slices(self) -> Iterator[TensorSlice]:
+        """Return the slices that this rank writes.
 
-    def scalar_state(self) -> dict[str, Any]: ...
+        Returns:
+            The live state, not copies.
+        """
 
-    def load_scalar_state(self, state: dict[str, Any]) -> None: ...
+    def load_slices(self) -> Iterator[TensorSlice]:
+        """Return the slices that this rank needs filled, with replication all of the state.
 
-    def buffers(self) -> Mapping[str, torch.Tensor]: ...
+        Returns:
+            The live state, not copies.
+        """
 
-    def finish_load(self) -> None: ...
+    def scalar_state(self) -> dict[str, Any]:
+        """Return everything else that a resume needs, the same on all ranks.
+
+        Returns:
+            Values by name.
+        """
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Restore what `scalar_state` returned, or raise with nothing changed.
+
+        Args:
+            state: values by name.
+        """
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers.
+
+        Returns:
+            Tensors by name.
+        """
+
+    def finish_load(self) -> None:
+        """Run after every slice is filled; may use collectives."""
 
 
 @runtime_checkable
 class LazyStateSource(Protocol):
-    """A source whose optimizer makes its state tensors late, in its first step.
+    """A source whose optimizer makes its state tensors late, in its first step."""
 
-    ``prepare_load`` is called before ``load_slices`` with the kinds of state that the checkpoint holds for
-    each parameter, so that ``load_slices`` can yield them all.
-    """
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Make the state tensors of a checkpoint, so that `load_slices` can yield them all.
 
-    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None: ...
+        Args:
+            kinds: kinds of state that the checkpoint holds for each parameter.
+        """
 
 
 @runtime_checkable

@@ -27,16 +27,32 @@ def export_huggingface(
     *,
     step: int | None = None,
 ) -> list[Path]:
-    """Writes the model's weights of a checkpoint to ``out`` as ``from_pretrained`` reads them; the new files.
+    """Write the weights of a checkpoint as `from_pretrained` reads them.
 
-    ``dtype`` is what floating-point parameters become; None gives each the precision it computes in.
-    Buffers keep theirs. A file holds ``max_shard_bytes`` of tensors at most, but one tensor at least. Of
-    tied names only the first is written. What is held in memory at a time is one tensor, or a chunk of it
-    where memory order is row-major. ``directory`` and ``step`` are those of ``inspect_checkpoint``.
+    At most one tensor is in memory at a time, or a chunk of it where memory order is row-major. Of tied names
+    only the first is written. Buffers keep their dtype. No file appears under its final name unless all are
+    complete.
 
-    ValueError for another dtype or size, or weights too large for float16; CheckpointError for a damaged
-    checkpoint or an ``out`` that holds exported weights already. No file appears under its final name unless
-    all are complete.
+    Args:
+        directory: one checkpoint, or a folder of several.
+        out: folder of the new files.
+        dtype: of floating-point parameters; None gives each the precision it computes in.
+        max_shard_bytes: bytes of tensors in a file at most, but one tensor at least.
+        step: number of the checkpoint; default the latest.
+
+    Returns:
+        The new files.
+
+    Raises:
+        ValueError: another dtype or size, or weights too large for float16.
+        CheckpointError: the checkpoint is damaged, or `out` holds exported weights already.
+
+    Examples:
+        >>> from zero_ext.checkpoint import export_huggingface
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> handle = zero_ext.save_checkpoint("checkpoints", model)
+        >>> [path.name for path in export_huggingface("checkpoints", "exported", dtype="bfloat16")]
+        ['model.safetensors']
     """
     wanted = _checked_dtype(dtype)
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:

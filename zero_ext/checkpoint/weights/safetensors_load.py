@@ -32,18 +32,18 @@ def load_safetensors(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Loads Hugging Face weights into a prepared model of any stage, tiers and ranks; a collective.
+    """Load Hugging Face weights into a prepared model of any stage, tiers and ranks; a collective.
 
     Every rank reads the bytes of its own shards and nothing else, in chunks, straight into their tiers, so
-    no rank ever holds the full model. After ``prepare(model_on_meta, init="skip")`` it never did.
-    Floating-point tensors are converted; master weights get the values of the file, in float32. Optimizer
+    no rank ever holds the full model. After `prepare(model_on_meta, init="skip")` it never did.
+    Floating-point tensors are converted. Master weights get the values of the file, in float32. Optimizer
     state stays as it is, gradients are dropped. A tensor whose parameter is not row-major in memory is read
-    whole by every rank that has a part of it, one at a time.
+    in full by every rank that has a slice of it, one at a time.
 
     Args:
-        model: what :func:`zero_ext.prepare` returned.
-        path: a folder as ``save_pretrained`` writes it (``model.safetensors``, or several files with
-            ``model.safetensors.index.json``), an index, or a single file; readable on every rank.
+        model: what [`prepare`][zero_ext.prepare] returned.
+        path: a folder as `save_pretrained` writes it (`model.safetensors`, or several files with
+            `model.safetensors.index.json`), an index, or a single file; readable on every rank.
         strict: raise for tensors that are missing or that the model does not have, instead of leaving them.
             A tied parameter may come under any of its names; the last one counts, as in torch.
         rename: from names in the files to names in the model: a mapping (others stay) or a function.
@@ -55,6 +55,17 @@ def load_safetensors(
         ValueError: names, shapes or dtypes do not fit; nothing was changed.
         CheckpointError: a file is missing, damaged or hostile; nothing was changed. Or reading or storing
             failed later: the model then refuses to go on until all weights or a checkpoint are loaded.
+
+    Examples:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.eye(2), "bias": torch.ones(2)}, "model.safetensors")
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(2, 2)
+        >>> model, _ = zero_ext.prepare(model, None, {"stage": 3}, init="skip", device="cpu")
+        >>> zero_ext.load_safetensors(model, "model.safetensors")
+        ([], [])
+        >>> zero_ext.full_state_dict(model)["bias"]
+        tensor([1., 1.])
     """
     engine = engine_of(model)
     state = checkpoint_sources(engine).own

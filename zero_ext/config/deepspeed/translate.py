@@ -42,7 +42,12 @@ _TRUE_PARAMS = {
 
 @dataclass(frozen=True)
 class Translation:
-    """A native configuration, and what to tell the user about how it came from DeepSpeed's."""
+    """A native configuration, and what to tell the user about how it came from DeepSpeed's.
+
+    Attributes:
+        config: the native configuration.
+        notes: one for each key that has no effect here or a default of its own.
+    """
 
     config: ZeroConfig
     notes: tuple[Note, ...] = ()
@@ -58,10 +63,20 @@ def load_deepspeed_config(
         resolve: values for keys that say "auto", by key path ("optimizer.params.lr"). Entries for keys that
             do not say "auto" are ignored, so a caller may offer all it knows.
 
+    Returns:
+        The native configuration and its notes.
+
     Raises:
         ConfigError: lists by key path every unknown key, wrong value, contradiction, unresolved "auto", and
             feature that does not exist here.
         TypeError: `source` is neither a mapping nor a path.
+
+    Examples:
+        >>> from zero_ext.config import load_deepspeed_config
+        >>> source = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+        >>> config = load_deepspeed_config(source).config
+        >>> config.stage, config.precision.dtype
+        (2, 'bf16')
     """
     name = _SOURCE
     if isinstance(source, str | Path):

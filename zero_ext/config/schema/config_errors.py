@@ -68,9 +68,24 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `problems` holds every mistake found, `paths` their key paths.
+    """A configuration that cannot be used, with every mistake found.
 
     The text lists as many mistakes as 2,000 bytes hold and counts the others.
+
+    Args:
+        problems: one mistake, or all of them.
+        source: what was read, such as the path of a file; the text begins with it.
+
+    Attributes:
+        problems: every mistake, each with its key path (`path`) and its explanation (`text`).
+        source: as given.
+
+    Examples:
+        >>> try:
+        ...     zero_ext.load_config({"stage": 4, "gradient_cliping": 1.0})
+        ... except zero_ext.ConfigError as error:
+        ...     print(sorted(error.paths))
+        ['gradient_cliping', 'stage']
     """
 
     def __init__(self, problems: Problem | Sequence[Problem], source: str = "configuration") -> None:
@@ -83,10 +98,18 @@ class ConfigError(ValueError):
 
     @property
     def paths(self) -> tuple[str, ...]:
+        """The key path of every problem, "" for the configuration as a whole."""
         return tuple(problem.path for problem in self.problems)
 
     def within(self, source: str) -> ConfigError:
-        """The same problems, said of another source (a file's path)."""
+        """Return the same problems under the name of another source.
+
+        Args:
+            source: the name, such as the path of the file that was read.
+
+        Returns:
+            A new error.
+        """
         return ConfigError(self.problems, source)
 
 

@@ -16,8 +16,9 @@ _MIB = 2**20
 
 
 class ActivationCheckpointingConfig(ConfigSection):
-    """What `zero_ext.checkpoint_activations(function, ...)` stores of a call. The default is plain
-    recomputation: the inputs stay in device memory.
+    """Storage of what a call of `zero_ext.checkpoint_activations(function, ...)` needs in backward.
+
+    The default is plain recomputation: the inputs stay in device memory.
 
     Attributes:
         mode: "recompute" stores the inputs of a call, and backward runs its function again.

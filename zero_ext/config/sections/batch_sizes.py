@@ -11,7 +11,7 @@ from zero_ext.config.schema.config_errors import ConfigError, Problem
 
 
 class BatchConfig(ConfigSection):
-    """train_batch_size = micro_batch_size x gradient_accumulation_steps x world size.
+    """Sizes of batches: train_batch_size = micro_batch_size x gradient_accumulation_steps x world size.
 
     Any two give the third (`resolve`). None means "not said"; so does an accumulation that is left at its
     default, and `to_mapping` leaves it out then.
@@ -36,10 +36,16 @@ class BatchConfig(ConfigSection):
         return values
 
     def resolve(self, world_size: int) -> BatchConfig:
-        """Fill in what is not said for `world_size` data-parallel ranks.
+        """Fill in the sizes that are not given.
 
-        The two sizes stay None when neither is given. Raises ConfigError when the three values contradict
-        each other or do not divide.
+        Args:
+            world_size: data-parallel ranks.
+
+        Returns:
+            A new section. The two sizes stay None when neither is given.
+
+        Raises:
+            ConfigError: the three values contradict each other or do not divide.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(Problem("world_size", f"got {world_size!r}, wanted an integer of at least 1"))

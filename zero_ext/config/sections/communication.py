@@ -17,8 +17,9 @@ CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
 class CommunicationConfig(ConfigSection):
-    """Which ranks share fast links, and how parameters and gradients travel between them (ZeRO++, Wang et
-    al., arXiv 2306.10209; MiCS, Zhang et al., arXiv 2205.00119).
+    """Fast links between ranks, and how parameters and gradients are sent over them.
+
+    Source: ZeRO++, Wang et al. (arXiv 2306.10209); MiCS, Zhang et al. (arXiv 2205.00119).
 
     Attributes:
         ranks_per_node: ranks of a node, consecutive ones; must divide their number. None takes
@@ -56,8 +57,17 @@ class CommunicationConfig(ConfigSection):
         return self
 
     def secondary_bytes(self, shard: int, itemsize: int, nodes: int, is_float: bool = True) -> int:
-        """Bytes that each rank of `nodes` nodes keeps of a unit beside its shard of `shard` elements: one
-        from every node, in the codes or the precision that they travel in."""
+        """Return the bytes of a rank's slice of the second copy of parameters that a node keeps.
+
+        Args:
+            shard: elements of the rank's shard.
+            itemsize: bytes of an element.
+            nodes: number of nodes.
+            is_float: whether the parameters are floating-point, which alone are quantized.
+
+        Returns:
+            Bytes; 0 where no node keeps a copy.
+        """
         if not self.hierarchical_partition or nodes == 1:
             return 0
         codes = self.quantized_weights if is_float else None

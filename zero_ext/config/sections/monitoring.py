@@ -24,7 +24,10 @@ class WandbConfig(ConfigSection):
     """A run of Weights & Biases, package wandb.
 
     Attributes:
-        project, group, entity, name: as `wandb.init` takes them; null leaves them to wandb.
+        project: as `wandb.init` takes it; null leaves it to wandb.
+        group: as `wandb.init` takes it; null leaves it to wandb.
+        entity: as `wandb.init` takes it; null leaves it to wandb.
+        name: as `wandb.init` takes it; null leaves it to wandb.
         mode: "offline" writes to the folder only, for `wandb sync` later; null leaves it to wandb and its
             environment variable WANDB_MODE.
     """
@@ -63,8 +66,9 @@ class FlopsConfig(ConfigSection):
 
 
 class TraceConfig(ConfigSection):
-    """Steps as a timeline that Perfetto and chrome://tracing read, one file a rank: phases, waits, gathered
-    units, memory by tier.
+    """Steps as a timeline that Perfetto and chrome://tracing read, one file per rank.
+
+    It has phases, waits, gathered units and memory by tier.
 
     Attributes:
         first_step: the first step that is recorded.
@@ -78,7 +82,7 @@ class TraceConfig(ConfigSection):
 
 
 class MonitorConfig(ConfigSection):
-    """What rank 0 (traces: every rank) writes while training.
+    """Files and lines that rank 0 (traces: every rank) writes while training.
 
     Attributes:
         output_dir: where files go that have no path of their own.

@@ -11,13 +11,14 @@ from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem
 from zero_ext.config.schema.config_errors import show
 
 Tier = Literal["device", "host", "nvme"]
+"""Where state is stored."""
 KINDS = ("params", "grads", "optimizer")
 _PAGE = 4096
 _MIB = 2**20
 
 
 class AioConfig(ConfigSection):
-    """How files on NVMe devices are read and written; acts only where a tier is "nvme".
+    """Settings of files on NVMe devices; acts only where a tier is "nvme".
 
     Attributes:
         backend: which interface of the kernel carries the transfers; "auto" takes the first that this
@@ -28,7 +29,7 @@ class AioConfig(ConfigSection):
         gpu_direct_storage: "auto" has parameters and gradients on NVMe reach a GPU's memory, and leave it, by
             NVIDIA's cuFile library (GPUDirect Storage) without pinned host memory on the way, where the
             library is there and a trial transfer at set-up succeeds; elsewhere, and with
-            ``offload.checksum``, a log line says why they do not. "off" never tries.
+            `offload.checksum`, a log line says why they do not. "off" never tries.
     """
 
     backend: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
@@ -39,9 +40,11 @@ class AioConfig(ConfigSection):
 
 
 class OffloadConfig(ConfigSection):
-    """Tiers of the state kinds. "host" for optimizer and gradients is ZeRO-Offload (Ren et al., arXiv
-    2101.06840), "nvme" is ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857). Only a kind that is sharded
-    can leave the device, so the stage decides which may.
+    """Tiers of the state kinds.
+
+    "host" for optimizer and gradients is ZeRO-Offload (Ren et al., arXiv 2101.06840), "nvme" is ZeRO-Infinity
+    (Rajbhandari et al., arXiv 2104.07857). Only a kind that is sharded can leave the device, so the stage
+    decides which may.
 
     Attributes:
         params: where parameter shards live; other than "device" needs stage 3.
@@ -54,7 +57,7 @@ class OffloadConfig(ConfigSection):
         nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
         staging_buffer_bytes: bytes of the buffer through which an optimizer step streams state from another
             tier. It does not depend on the model.
-        update_mode: when a unit's update runs. "after_backward": all of them in ``optimizer.step()``.
+        update_mode: when a unit's update runs. "after_backward": all of them in `optimizer.step()`.
             "in_backward": each as soon as its gradients are reduced in the last backward pass of a step.
             Without gradient clipping and loss scaling, and with one micro-batch a step, its gradient's memory
             is then free again, so gradients of the whole model never exist. With clipping or loss scaling the
@@ -83,7 +86,11 @@ class OffloadConfig(ConfigSection):
         return bool(self._on_nvme())
 
     def of_params_alone(self) -> OffloadConfig:
-        """The same for a model without an optimizer, which has no other state kind."""
+        """Return the same for a model without an optimizer, which has no other state kind.
+
+        Returns:
+            A new section.
+        """
         paths = self.nvme_paths if self.params == "nvme" else ()
         return self.replace(grads="device", optimizer="device", ratio=1.0, nvme_paths=paths)
 

@@ -56,9 +56,13 @@ Windows = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_l
 
 
 class SparseAttentionConfig(ConfigSection):
-    """A layout of blocks, for every length (Child et al., arXiv 1904.10509; Zaheer et al., arXiv 2007.14062;
-    Beltagy et al., arXiv 2004.05150). All counts and indices are of blocks; a key that the mode does not use
-    is refused unless it holds its default.
+    """A layout of blocks, for every length.
+
+    All counts and indices are of blocks. A key that the mode does not use is refused unless it holds its
+    default.
+
+    Source: Child et al. (arXiv 1904.10509); Zaheer et al. (arXiv 2007.14062); Beltagy et al. (arXiv
+    2004.05150).
 
     Attributes:
         mode: "dense" computes every block; "fixed": windows side by side, and some blocks of each that all
@@ -118,7 +122,11 @@ class SparseAttentionConfig(ConfigSection):
         return self.attention == "unidirectional"
 
     def in_a_model(self) -> SparseAttentionConfig:
-        """The policy for a model that itself hides later tokens if it is causal: unidirectional if asked."""
+        """Return the policy for a model that itself hides later tokens if it is causal.
+
+        Returns:
+            The policy, bidirectional unless `attention` is given.
+        """
         return self.replace(attention="bidirectional") if self.attention is None else self
 
     @property
@@ -136,7 +144,14 @@ class SparseAttentionConfig(ConfigSection):
         return tuple(zip(starts, ends, strict=True))
 
     def layout_heads(self, heads: int) -> int:
-        """Layouts that `heads` heads have: one for all of them, or one each."""
+        """Return the number of layouts that `heads` heads have.
+
+        Args:
+            heads: query heads.
+
+        Returns:
+            1 for all of them, or `heads` where they differ.
+        """
         turns = self.mode == "fixed" and self.num_different_global_patterns > 1
         draws = self.mode in ("variable", "bigbird") and self.random_blocks > 0
         return heads if self.different_layout_per_head and (turns or draws) else 1

@@ -44,8 +44,9 @@ class PrecisionConfig(ConfigSection):
 
 
 class LossScaleConfig(ConfigSection):
-    """Loss scaling, used with fp16 parameters only (Micikevicius et al., Mixed Precision Training, section
-    3.2).
+    """Loss scaling, used with fp16 parameters only.
+
+    Source: Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), section 3.2.
 
     Attributes:
         static: a fixed scale; 0 means dynamic, and then the other keys apply.
@@ -76,7 +77,7 @@ class LossScaleConfig(ConfigSection):
 
 
 class UnitConfig(ConfigSection):
-    """How parameters are grouped into units, and how many gathered ones may live at once (all in elements).
+    """Grouping of parameters into units, and limits of gathered ones, in elements.
 
     Attributes:
         block_classes: class names whose modules each form a unit in stage 3; empty takes the entries of
@@ -135,7 +136,7 @@ class _TypeWithParams(ConfigSection):
 
 
 class OptimizerConfig(_TypeWithParams):
-    """Which optimizer `initialize` builds.
+    """The optimizer that `initialize` builds.
 
     Attributes:
         type: the name of a torch optimizer or of one of `zero_ext`'s (Lamb, Lion, OneBitAdam, OneBitLamb,
@@ -151,7 +152,7 @@ class OptimizerConfig(_TypeWithParams):
 
 
 class SchedulerConfig(_TypeWithParams):
-    """Which learning-rate scheduler `initialize` builds.
+    """The learning-rate scheduler that `initialize` builds.
 
     Attributes:
         type: one of DeepSpeed's five or a torch scheduler's name, in any case, kept in its proper one.
@@ -165,7 +166,7 @@ class SchedulerConfig(_TypeWithParams):
 
 
 class CheckpointConfig(ConfigSection):
-    """How checkpoints are written.
+    """Defaults of `save_checkpoint`.
 
     Attributes:
         keep_last: number of checkpoints kept; None keeps all.

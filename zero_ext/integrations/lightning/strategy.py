@@ -28,23 +28,26 @@ from zero_ext.zero.engine import Engine
 
 
 class ZeroStrategy(DDPStrategy):
-    """ZeRO under Lightning's Trainer: ``Trainer(strategy=ZeroStrategy(stage=3), devices=8)``.
+    """ZeRO under Lightning's Trainer: `Trainer(strategy=ZeroStrategy(stage=3), devices=8)`.
 
-    The LightningModule keeps its class and is sharded in place before training or evaluation begins; what
-    ``configure_model`` builds is initialized sharded. Processes, devices and samplers are those of
-    Lightning's ``DDPStrategy``. A checkpoint is a folder, written by all ranks and read at any number of
+    The LightningModule keeps its class and is sharded in place before training or evaluation begins. What
+    `configure_model` builds is initialized sharded. Processes, devices and samplers are those of
+    Lightning's `DDPStrategy`. A checkpoint is a folder, written by all ranks and read at any number of
     them, without pickle.
 
     Args:
         stage: ZeRO stage; default the configuration's, else 3.
-        config: :class:`zero_ext.ZeroConfig`, a mapping, or the path of a JSON file.
-        accelerator, parallel_devices, cluster_environment, process_group_backend: as in ``DDPStrategy``.
-        precision_plugin: as in ``DDPStrategy``, one of Lightning's own for fp32, bf16 or fp16.
+        config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, or the path of a JSON file.
+        accelerator: as in `DDPStrategy`.
+        parallel_devices: as in `DDPStrategy`.
+        cluster_environment: as in `DDPStrategy`.
+        precision_plugin: as in `DDPStrategy`, one of Lightning's own for fp32, bf16 or fp16.
+        process_group_backend: as in `DDPStrategy`.
 
     Raises:
-        ConfigError: a wrong key or value; ``stage``, ``config`` and the Trainer's arguments contradict each
+        ConfigError: a wrong key or value; `stage`, `config` and the Trainer's arguments contradict each
             other (here or when the Trainer starts; both sides are shown).
-        ValueError: a precision that cannot be served.
+        ValueError: a precision that is not supported.
     """
 
     strategy_name = "zero"
@@ -92,7 +95,11 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """None is used: all ranks write."""
+        """Raise: all ranks write their shards themselves.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("ZeroStrategy has no CheckpointIO: all ranks write their shards themselves")
 
     @checkpoint_io.setter
@@ -106,15 +113,25 @@ class ZeroStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: modules are initialized sharded."""
+        """Initialize modules sharded, around `configure_model`.
+
+        Yields:
+            Nothing.
+        """
         with Init(self.config):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module, with its optimizer if it is to be trained.
+        """Shard the module, with its optimizer if it is to be trained.
 
         Every fit shards it anew, since Lightning makes new optimizers for it. Evaluation takes a sharded
         module as it is.
+
+        Args:
+            trainer: Lightning's trainer.
+
+        Raises:
+            AssertionError: Lightning set no accelerator.
         """
         if self.accelerator is None:
             raise AssertionError("Lightning called setup without an accelerator")
@@ -148,7 +165,7 @@ class ZeroStrategy(DDPStrategy):
         return self.optimizers[0]
 
     def model_to_device(self) -> None:
-        """Left to the engine, which moves a unit at a time."""
+        """Do nothing: the engine moves the model a unit at a time."""
 
     @property
     def _module(self) -> LightningModule:
@@ -167,24 +184,56 @@ class ZeroStrategy(DDPStrategy):
     # -- steps --------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step``, one forward to the engine unless it calls backward itself."""
+        """Run the module's `training_step`, as one forward to the engine unless it calls backward itself.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+
+        Returns:
+            What the module returns.
+        """
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
                 return self._module.training_step(*args, **kwargs)
             return self._in_one_forward(self._module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``validation_step``."""
+        """Run the module's `validation_step`.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+
+        Returns:
+            What the module returns.
+        """
         with self.precision_plugin.val_step_context():
             return self._evaluated(self._module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``test_step``."""
+        """Run the module's `test_step`.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+
+        Returns:
+            What the module returns.
+        """
         with self.precision_plugin.test_step_context():
             return self._evaluated(self._module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step``."""
+        """Run the module's `predict_step`.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+
+        Returns:
+            What the module returns.
+        """
         with self.precision_plugin.predict_step_context():
             return self._evaluated(self._module.predict_step, args, kwargs)
 
@@ -204,12 +253,16 @@ class ZeroStrategy(DDPStrategy):
         return outputs
 
     def on_validation_start(self) -> None:
-        """Evaluation within a fit sees the newest parameters, also where updates are delayed."""
+        """Finish delayed updates, so that evaluation within a fit sees the newest parameters."""
         self._engine.finish_updates()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around all micro-batches of a step but the last: gradients stay local."""
+        """Keep gradients local, around all micro-batches of a step but the last.
+
+        Yields:
+            Nothing.
+        """
         with self._engine.collector.no_sync():
             yield
 
@@ -217,26 +270,46 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Shards are loaded, so there must be some."""
+        """True: shards are loaded, so there must be some."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The optimizer is loaded with the shards."""
+        """False: the optimizer is loaded with the shards."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: parameters go from their shards into the checkpoint."""
+        """Return nothing: parameters go from their shards into the checkpoint.
+
+        Returns:
+            An empty dict.
+        """
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty, likewise."""
+        """Return nothing: optimizer state goes from its shards into the checkpoint.
+
+        Args:
+            optimizer: the prepared optimizer.
+
+        Returns:
+            An empty dict.
+        """
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint as the folder ``filepath``, in the engine's own format."""
+        """Save a checkpoint as the folder `filepath`, in the engine's own format.
+
+        Args:
+            checkpoint: Lightning's own part of it.
+            filepath: the folder; rank 0's counts.
+            storage_options: only None is supported.
+
+        Raises:
+            TypeError: `storage_options` is given.
+        """
         if storage_options is not None:
             raise TypeError(
                 "ZeroStrategy saves to a file system of all ranks; storage_options has no use here"
@@ -246,23 +319,44 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint folder. ``weights_only`` has no effect: nothing is pickled."""
+        """Load a checkpoint folder.
+
+        Args:
+            checkpoint_path: the folder; rank 0's counts.
+            weights_only: no effect: nothing is pickled.
+
+        Returns:
+            Lightning's own part of it.
+        """
         training = self._module.trainer.state.fn == TrainerFn.FITTING
         return lightning_checkpoints.load(Path(self.broadcast(str(checkpoint_path))), self._module, training)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` did it."""
+        """Do nothing: `load_checkpoint` restored the parameters.
+
+        Args:
+            checkpoint: Lightning's own part.
+            strict: no effect.
+        """
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` did it."""
+        """Do nothing: `load_checkpoint` restored the optimizer.
+
+        Args:
+            checkpoint: Lightning's own part.
+        """
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes the folder ``filepath``; rank 0 does."""
+        """Remove a checkpoint; rank 0 does.
+
+        Args:
+            filepath: the folder.
+        """
         if self.is_global_zero:
             lightning_checkpoints.remove(Path(filepath))
 
     def teardown(self) -> None:
-        """Ends Lightning's part; the module stays sharded."""
+        """End Lightning's part; the module stays sharded."""
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -27,21 +27,36 @@ _CHANGING = ("add_adapter", "load_adapter", "delete_adapter", "add_weighted_adap
 def adapter_state_dict(
     model: PeftModel, *, rank0_only: bool = True, save_embedding_layers: bool | str = "auto"
 ) -> dict[str, torch.Tensor]:
-    """The whole values of all that PEFT saves of ``model``'s adapters, under the model's own keys; a
-    collective. Ranks other than 0 get an empty dict unless ``rank0_only`` is False.
+    """Return the full values of all that PEFT saves of `model`'s adapters; a collective.
 
-    Only units of which an adapter has a part are gathered. The result is what PEFT's
-    ``save_pretrained(state_dict=)`` and ``get_peft_model_state_dict(state_dict=)`` take.
+    Only units of which an adapter has a slice are gathered.
+
+    Args:
+        model: a prepared model with adapters.
+        rank0_only: the other ranks get an empty dict.
+        save_embedding_layers: as in PEFT's `save_pretrained`.
+
+    Returns:
+        Tensors under the model's own keys, as PEFT's `save_pretrained(state_dict=)` and
+        `get_peft_model_state_dict(state_dict=)` take them.
     """
     keys = frozenset(_stored_keys(model, list(model.peft_config), save_embedding_layers).values())
     return full_state_dict(model, rank0_only=rank0_only, key_filter=keys.__contains__)
 
 
 def load_adapter_weights(model: PeftModel, folder: str | os.PathLike[str], adapter: str = "default") -> None:
-    """Gives a sharded model's adapter, which it has already, the weights that PEFT's ``save_pretrained``
-    wrote into ``folder``; a collective. fp32 values reach the master weights without rounding.
+    """Load the weights that PEFT's `save_pretrained` wrote into an adapter of a sharded model; a collective.
 
-    Raises ``ValueError``, with nothing changed, for weights of another adapter: other keys or shapes.
+    fp32 values reach the master weights without rounding.
+
+    Args:
+        model: a prepared model that has the adapter already.
+        folder: that PEFT's `save_pretrained` wrote.
+        adapter: its name in the model.
+
+    Raises:
+        ValueError: the model has no such adapter, or keys or shapes are those of another; nothing was
+            changed.
     """
     if adapter not in model.peft_config:
         raise ValueError(f"adapter '{adapter}' is unknown; the model has {sorted(model.peft_config)}")
@@ -58,8 +73,13 @@ def load_adapter_weights(model: PeftModel, folder: str | os.PathLike[str], adapt
 
 
 def mark_adapters(model: PeftModel) -> None:
-    """Makes ``model.save_pretrained`` of a sharded model write the adapter alone, called on all ranks, and
-    merging, adding or loading adapters right or an error that says what to do."""
+    """Make `model.save_pretrained` of a sharded model write the adapter alone, when all ranks call it.
+
+    Merging, adding or loading adapters then works or raises an error that says what to do.
+
+    Args:
+        model: a prepared model with adapters.
+    """
     model.save_pretrained = _Method(model, "save_pretrained", _save)
     for name in _MERGING:
         setattr(model, name, _Method(model, name, _merge))

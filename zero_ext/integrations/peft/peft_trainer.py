@@ -20,10 +20,10 @@ logger = logging.getLogger("zero_ext")
 
 
 class ZeroPeftTrainerMixin(ZeroTrainerMixin):
-    """:class:`ZeroTrainerMixin` for models with PEFT's adapters, and unchanged for models without.
+    """`ZeroTrainerMixin` for models with PEFT's adapters, and unchanged for models without.
 
-    The base model, quantised by bitsandbytes or not, is sharded frozen. Checkpoints hold the adapter as PEFT
-    writes it and the adapters' optimizer; the base model is in none of them, and resuming expects it as it
+    The base model, quantized by bitsandbytes or not, is sharded frozen. Checkpoints hold the adapter as PEFT
+    writes it and the adapters' optimizer. The base model is in none of them, and resuming expects it as it
     was.
     """
 
@@ -91,4 +91,8 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
 
 
 class ZeroPeftTrainer(ZeroPeftTrainerMixin, Trainer):
-    """``transformers.Trainer`` on adapters over a sharded model; see :class:`ZeroPeftTrainerMixin`."""
+    """`transformers.Trainer` on adapters over a sharded model.
+
+    It takes what the Trainer takes, and `zero_config`, as
+    [`ZeroTrainerMixin`][zero_ext.integrations.transformers.ZeroTrainerMixin].
+    """

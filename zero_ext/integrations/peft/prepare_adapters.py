@@ -21,14 +21,23 @@ def prepare(
     config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
     **settings: Any,
 ) -> tuple[PeftModel, Any]:
-    """:func:`zero_ext.prepare` of a model that ``peft.get_peft_model`` made; a collective of all ranks.
+    """Prepare a model that `peft.get_peft_model` made, as `zero_ext.prepare`; a collective of all ranks.
 
-    The base model, quantised or not, is sharded and lies in its tier without gradients and optimizer state;
-    adapters train. Returns the same ``model`` and the prepared optimizer. ``model.save_pretrained`` then
-    gathers and writes the adapter alone, and what would break the link between parameters and their shards
-    says what to do instead. ``settings`` are those of :func:`zero_ext.prepare`, but for ``wrap``.
+    The base model, quantized or not, is sharded and stored in its tier without gradients and optimizer state,
+    and adapters train. `model.save_pretrained` then gathers and writes the adapter alone, and what would
+    break the link between parameters and their shards says what to do instead.
 
-    Raises ``TypeError`` for a model without adapters, and what :func:`zero_ext.prepare` does.
+    Args:
+        model: the model with adapters.
+        optimizer: as for [`prepare`][zero_ext.prepare].
+        config: as for `prepare`.
+        **settings: as for `prepare`, but for `wrap`.
+
+    Returns:
+        The same `model` and the prepared optimizer.
+
+    Raises:
+        TypeError: the model has no adapters. Else as `prepare`.
     """
     if not isinstance(model, PeftModel):
         raise TypeError(

@@ -22,14 +22,21 @@ def report(
     loader: Stateful | None = None,
     client_state: Any = None,
 ) -> None:
-    """``ray.train.report`` with a checkpoint of ``model``; all workers call it.
+    """Report metrics and a checkpoint of `model`, as `ray.train.report`; all workers call it.
 
-    Every worker writes its shards into ``storage_path/name/checkpoint-000123`` (the number is that of the
-    optimizer steps), nothing is copied or uploaded afterwards, and ``CheckpointConfig(num_to_keep=...)``
-    counts it. ``scheduler``, ``loader`` and ``client_state`` are those of ``zero_ext.save_checkpoint``.
+    Every worker writes its shards into `storage_path/name/checkpoint-000123` (the number is that of the
+    optimizer steps), nothing is copied or uploaded afterwards, and `CheckpointConfig(num_to_keep=...)`
+    counts it.
 
-    Raises ``ValueError`` if the run's storage is no directory that all workers see, and what
-    ``zero_ext.save_checkpoint`` does.
+    Args:
+        metrics: as for `ray.train.report`.
+        model: a prepared model.
+        scheduler: as for [`save_checkpoint`][zero_ext.save_checkpoint].
+        loader: as for `save_checkpoint`.
+        client_state: as for `save_checkpoint`.
+
+    Raises:
+        ValueError: the run's storage is no directory that all workers see. Else as `save_checkpoint`.
     """
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
@@ -53,9 +60,15 @@ def report(
 def resume(
     model: nn.Module, *, scheduler: Stateful | None = None, loader: Stateful | None = None
 ) -> LoadedCheckpoint | None:
-    """Loads the newest checkpoint that this run has reported, at any number of workers; None if it has none.
+    """Load the newest checkpoint that this run has reported, at any number of workers; all workers call it.
 
-    All workers call it. Raises what ``zero_ext.load_checkpoint`` does.
+    Args:
+        model: a prepared model.
+        scheduler: as for [`load_checkpoint`][zero_ext.load_checkpoint].
+        loader: as for `load_checkpoint`.
+
+    Returns:
+        Step and client state; None if the run has reported no checkpoint.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:

@@ -31,7 +31,7 @@ def sparsify_attention(
     config: SparseAttentionConfig | Mapping[str, Any] | BlockLayout,
     backend: AttentionBackend | None = None,
 ) -> SparseSelfAttention:
-    """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
+    """Make all self-attention of a model sparse, in place; parameters and state_dict keys stay.
 
     The model gets configuration objects of its own, so that others that share them stay as they are.
     `model.set_attn_implementation("eager")` makes it dense again. What `save_pretrained` writes does not
@@ -60,6 +60,15 @@ def sparsify_attention(
         TypeError: `config` is none of these.
         ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all; or
             `backend` does not take the layout.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from zero_ext.integrations.transformers import sparsify_attention
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+        >>> sparse = sparsify_attention(model, {"mode": "fixed", "block": 16, "attention": "unidirectional"})
+        >>> model(torch.zeros(1, 64, dtype=torch.int64)).logits.shape
+        torch.Size([1, 64, 50])
     """
     sparse = SparseSelfAttention(config, backend)  # which refuses what is wrong before anything has changed
     if sparse.policy is not None:
@@ -230,7 +239,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ALIBI_NAME, _mask)
 
 
 def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
-    """Lengthens a model's learnt position embedding (BERT, RoBERTa, GPT-2) in place, its configuration too.
+    """Lengthen a model's learnt position embedding (BERT, RoBERTa, GPT-2) in place, its configuration too.
 
     Args:
         model: a model with one learnt position embedding.

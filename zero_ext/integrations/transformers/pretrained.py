@@ -44,30 +44,33 @@ def from_pretrained(
     process_group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> Any:
-    """The model in ``folder``, with parameters initialized as shards; a collective of all ranks.
+    """Load the model in `folder` with parameters initialized as shards; a collective of all ranks.
 
-    Each rank reads the bytes of its own shards, in chunks, into the tier that ``zero_config`` names,
-    so no rank holds the model, whatever its size. It goes to ``ZeroTrainer`` or ``zero_ext.prepare`` with the
-    same configuration. Parameters that the files lack (a new head) are initialised as the model's class does,
-    each whole, and named in a warning. ``resize_token_embeddings`` works on it as on any model. Stages below
-    3 keep whole parameters.
+    Each rank reads the bytes of its own shards, in chunks, into the tier that `zero_config` names,
+    so no rank holds the model, whatever its size. It goes to `ZeroTrainer` or [`prepare`][zero_ext.prepare]
+    with the same configuration. Parameters that the files lack (a new head) are initialized as the model's
+    class does, each in full, and named in a warning. `resize_token_embeddings` works on it as on any model.
+    Stages below 3 keep full parameters.
 
     Args:
-        model_class: a class of transformers, ``AutoModelFor...`` too.
-        folder: as ``save_pretrained`` writes it, with safetensors; readable on every rank.
-        zero_config: what ``ZeroTrainer`` takes; "auto" values do not matter here.
+        model_class: a class of transformers, `AutoModelFor...` too.
+        folder: as `save_pretrained` writes it, with safetensors; readable on every rank.
+        zero_config: what `ZeroTrainer` takes; "auto" values do not matter here.
         dtype: of the parameters; "auto" takes the one the folder's configuration names.
         config: a configuration instead of the folder's.
         process_group: the data-parallel ranks.
-        settings: for the configuration or the model's class, as in transformers (``num_labels``,
-            ``attn_implementation``).
+        **settings: for the configuration or the model's class, as in transformers (`num_labels`,
+            `attn_implementation`).
+
+    Returns:
+        The model.
 
     Raises:
         CheckpointError: weights are missing, damaged or hostile.
         TypeError: no class of models, or a setting that nothing takes.
-        ValueError: shapes do not fit, the folder holds a model of another class, the weights are quantised,
+        ValueError: shapes do not fit, the folder holds a model of another class, the weights are quantized,
             or the class puts its weights together from others of the files.
-        ConfigError: ``zero_config`` cannot be used.
+        ConfigError: `zero_config` cannot be used.
     """
     chosen = load_settings(zero_config)
     _check_class(model_class, dtype)

@@ -47,15 +47,27 @@ logger = logging.getLogger("zero_ext")
 class ZeroTrainerMixin(_Base):
     """Put before a Trainer class, it trains, evaluates, saves and resumes with the model sharded.
 
-    ``class MyTrainer(ZeroTrainerMixin, Trainer)`` takes what the Trainer takes, and ``zero_config``: a
-    :class:`zero_ext.ZeroConfig`, a mapping, the path of a JSON file, or DeepSpeed's JSON (mapping or path)
-    with "auto" values; default ZeRO-3. What it leaves out comes from TrainingArguments: batch sizes,
-    accumulation, clipping, precision, and an optimizer's or scheduler's settings. The model is sharded in
-    place when training or evaluation begins; until then it is an ordinary model that may be changed.
+    `class MyTrainer(ZeroTrainerMixin, Trainer)` takes what the Trainer takes, and `zero_config`. The model is
+    sharded in place when training or evaluation begins. Until then it is an ordinary model that may be
+    changed.
 
-    Raises :class:`zero_ext.ConfigError` for arguments that contradict ``zero_config`` (both sides shown),
-    ``ValueError`` for arguments that cannot be served and for a tokenizer that has more tokens than the
-    model, and a model with PEFT's adapters, which ``ZeroPeftTrainer`` is for; nothing has changed then.
+    Args:
+        *args: passed on to the Trainer.
+        zero_config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, the path of a JSON file, or DeepSpeed's
+            JSON (mapping or path) with "auto" values; default ZeRO-3. What it leaves out comes from
+            TrainingArguments: batch sizes, accumulation, clipping, precision, and an optimizer's or
+            scheduler's settings.
+        **kwargs: passed on to the Trainer.
+
+    Attributes:
+        model: the Trainer's model.
+        optimizer: the Trainer's optimizer.
+        lr_scheduler: the Trainer's scheduler.
+
+    Raises:
+        ConfigError: arguments contradict `zero_config`; both sides are shown.
+        ValueError: arguments that are not supported, a tokenizer that has more tokens than the model, or a
+            model with PEFT's adapters, which `ZeroPeftTrainer` is for. Nothing was changed.
     """
 
     model: Any
@@ -152,7 +164,15 @@ class ZeroTrainerMixin(_Base):
             self.accelerator.scaler = _LossScale(self._engine)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer given, else the one of ``zero_config``, else TrainingArguments'."""
+        """Make the optimizer: the one given, else that of `zero_config`, else that of TrainingArguments.
+
+        Args:
+            *args: passed on to the Trainer.
+            **kwargs: passed on to the Trainer.
+
+        Returns:
+            The optimizer, which is not prepared yet.
+        """
         policy = self._zero_settings.optimizer
         if self.optimizer is None and policy is not None:
             decayed = set(self.get_decay_parameter_names(self.model))
@@ -167,7 +187,15 @@ class ZeroTrainerMixin(_Base):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The scheduler given, else the one of ``zero_config``, else TrainingArguments'."""
+        """Make the scheduler: the one given, else that of `zero_config`, else that of TrainingArguments.
+
+        Args:
+            num_training_steps: optimizer steps of the whole training.
+            optimizer: the optimizer; default the Trainer's.
+
+        Returns:
+            The scheduler.
+        """
         policy = self._zero_settings.scheduler
         if self.lr_scheduler is None and policy is not None:
             self.lr_scheduler = build_scheduler(policy, optimizer or self.optimizer)
@@ -195,7 +223,15 @@ class ZeroTrainerMixin(_Base):
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates the newest parameters of the sharded model, on all ranks in step."""
+        """Evaluate the newest parameters of the sharded model, on all ranks in step.
+
+        Args:
+            *args: passed on to the Trainer.
+            **kwargs: passed on to the Trainer.
+
+        Returns:
+            What the Trainer returns.
+        """
         self._shard_for_evaluation()
         self._engine.finish_updates()
         return super().evaluation_loop(*args, **kwargs)
@@ -208,7 +244,12 @@ class ZeroTrainerMixin(_Base):
         super()._save(output_dir, state_dict=state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what ``from_pretrained`` reads; all ranks call it."""
+        """Write the model as `from_pretrained` reads it; all ranks call it.
+
+        Args:
+            output_dir: as in the Trainer.
+            _internal_call: as in the Trainer.
+        """
         super().save_model(output_dir, _internal_call=_internal_call)
         self.accelerator.wait_for_everyone()
 
@@ -221,7 +262,16 @@ class ZeroTrainerMixin(_Base):
     # -- resuming -----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains; ``resume_from_checkpoint`` True takes the newest checkpoint that is whole."""
+        """Train.
+
+        Args:
+            resume_from_checkpoint: a folder, or True for the newest checkpoint that is complete.
+            *args: passed on to the Trainer.
+            **kwargs: passed on to the Trainer.
+
+        Returns:
+            What the Trainer returns.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -244,7 +294,12 @@ class ZeroTrainerMixin(_Base):
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """``transformers.Trainer`` with ZeRO; see :class:`ZeroTrainerMixin`."""
+    """`transformers.Trainer` with ZeRO.
+
+    It is [`ZeroTrainerMixin`][zero_ext.integrations.transformers.ZeroTrainerMixin] before the Trainer.
+
+    It takes what the Trainer takes, and `zero_config`.
+    """
 
 
 class _LossScale:

@@ -12,16 +12,25 @@ from zero_ext.integrations.transformers.model_patches import is_prepared, mark_p
 
 
 class ZeroSFTTrainer(ZeroPeftTrainerMixin, SFTTrainer):
-    """``trl.SFTTrainer`` on a sharded model; ``peft_config`` trains adapters over it. Takes ``zero_config``
-    beside what SFTTrainer takes, see :class:`ZeroTrainerMixin`."""
+    """`trl.SFTTrainer` on a sharded model; `peft_config` trains adapters over it.
+
+    It takes what SFTTrainer takes, and `zero_config`, as
+    [`ZeroTrainerMixin`][zero_ext.integrations.transformers.ZeroTrainerMixin].
+    """
 
 
 class ZeroDPOTrainer(ZeroPeftTrainerMixin, DPOTrainer):
-    """``trl.DPOTrainer`` on a sharded model. Takes ``zero_config`` beside what DPOTrainer takes.
+    """`trl.DPOTrainer` on a sharded model.
 
-    The reference model is sharded as the policy is, in the same tier; with adapters it is the policy with its
-    adapters disabled, and takes no memory. Raises ``ValueError`` for ``sync_ref_model``, which would write to
-    a sharded reference.
+    The reference model is sharded as the policy is, in the same tier. With adapters it is the policy with its
+    adapters disabled, and takes no memory.
+
+    Args:
+        *args: passed on to DPOTrainer.
+        **kwargs: passed on to DPOTrainer, and `zero_config`.
+
+    Raises:
+        ValueError: `sync_ref_model` is true, which would write to a sharded reference.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,23 +15,37 @@ TRAFFIC_KINDS = ("gather", "gather_updated", "reduce_scatter", "gather_gradients
 
 
 class EngineBytes:
-    """Source of what this rank holds at the end of a step, and what it moved in it.
+    """Source of the bytes that this rank holds at the end of a step, and that it moved in it.
 
-    ``memory/device``, ``memory/host`` and ``memory/nvme`` are the engine's memory breakdown by tier,
-    ``memory/process`` is the process's resident set. On an accelerator, ``memory/allocated`` and
-    ``memory/peak`` are what torch's allocator holds now and held at most. ``traffic/...`` are bytes sent by
-    kind of collective, including units below the persistence threshold. ``traffic/inter_node`` are bytes of
-    all kinds sent to other nodes, where there are several. ``transfer/A_to_B`` are bytes moved between tiers.
+    `memory/device`, `memory/host` and `memory/nvme` are the engine's memory breakdown by tier,
+    `memory/process` is the process's resident set. On an accelerator, `memory/allocated` and
+    `memory/peak` are what torch's allocator holds now and held at most. `traffic/...` are bytes sent by
+    kind of collective, including units below the persistence threshold. `traffic/inter_node` are bytes of
+    all kinds sent to other nodes, where there are several. `transfer/A_to_B` are bytes moved between tiers.
+
+    Args:
+        engine: whose bytes they are; held weakly.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self, event: Event) -> None:
-        """See :class:`Source`: all is read from the engine."""
+        """Do nothing: all is read from the engine.
+
+        Args:
+            event: any event of the engine.
+        """
 
     def values(self, end: StepEnd) -> dict[str, Value]:
-        """See :class:`Source`; nothing once the engine is gone."""
+        """Return the bytes of a step.
+
+        Args:
+            end: the end of the step.
+
+        Returns:
+            Bytes by name; empty once the engine is gone.
+        """
         engine = self._engine()
         if engine is None:
             return {}

@@ -42,24 +42,55 @@ _log = logging.getLogger("zero_ext")
 
 
 def peak_of(name: str) -> float | None:
-    """Operations a second of the device called ``name``, None if the table does not have it."""
+    """Return the peak rate of a device in 16 bits with sums in 32, as its maker states it.
+
+    Args:
+        name: of the device, such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        Floating-point operations per second; None if the table does not have the device.
+    """
     return next((peak for model, peak in PEAKS.items() if model in name), None)
 
 
 def transformer_flops(
     parameters: int, tokens: int, *, layers: int = 0, hidden: int = 0, sequence: int = 0
 ) -> int:
-    """Operations of forward and backward of a decoder: 6 for each parameter and token, and
-    12 × layers × hidden × sequence for each token's attention (Chowdhery et al., PaLM, appendix B).
+    """Return the operations of forward and backward of a decoder.
 
-    ``parameters`` are those that take part in matrix products, without embeddings that are looked up.
+    They are 6 for each parameter and token, and 12 × layers × hidden × sequence for each token's attention.
+
+    Source: Chowdhery et al., "PaLM" (arXiv 2204.02311), appendix B.
+
+    Args:
+        parameters: those that take part in matrix products, without embeddings that are looked up.
+        tokens: number of tokens.
+        layers: of the decoder; 0 leaves attention out.
+        hidden: width of a layer.
+        sequence: tokens of a sequence.
+
+    Returns:
+        Floating-point operations.
+
+    Examples:
+        >>> from zero_ext.monitor import transformer_flops
+        >>> transformer_flops(parameters=1000, tokens=10)
+        60000
     """
     return 6 * parameters * tokens + 12 * layers * hidden * sequence * tokens
 
 
 def count_flops(call: Callable[[], object]) -> int:
-    """Operations of the matrix products, convolutions and attentions that ``call`` runs, such as a forward
-    and a backward, recomputed ones included; counted by torch's formulas (``torch.utils.flop_counter``)."""
+    """Count the operations of the matrix products, convolutions and attentions that `call` runs.
+
+    Recomputed ones are included. They are counted by torch's formulas (`torch.utils.flop_counter`).
+
+    Args:
+        call: runs what is to be counted, such as a forward and a backward.
+
+    Returns:
+        Floating-point operations.
+    """
     with _Counting() as counting:
         call()
     return counting.flops
@@ -97,17 +128,17 @@ class _Counting(TorchDispatchMode):
 
 
 class Flops:
-    """Source of a rank's operations a second: ``flops/step``, ``flops/teraflops`` and ``flops/mfu``, the part
-    of ``peak``.
+    """Source of a rank's operations per second.
 
-    They are the model's: what activation checkpointing computes again does not count. Without ``per_step``
-    the first training forward of the whole model is counted, by torch's formulas; backward counts as twice
-    that, and as once for the share of the parameters that is frozen. All training forwards of a step count
-    alike, so inputs of varying shape need ``per_step``. ``flops/mfu`` is None without a peak.
+    `flops/step` are operations, `flops/teraflops` is the rate, and `flops/mfu` is the rate over `peak`, None
+    without a peak. They are the model's: what activation checkpointing computes again does not count. Without
+    `per_step` the first training forward of the whole model is counted, by torch's formulas. Backward counts
+    as twice that, and as once for the share of the parameters that is frozen. All training forwards of a step
+    count alike, so inputs of varying shape need `per_step`.
 
     Args:
         engine: whose model it is, held weakly.
-        peak: operations a second of the device; None looks its name up in `PEAKS`.
+        peak: operations per second of the device; None looks its name up as `peak_of`.
         per_step: operations of one step on this rank.
     """
 
@@ -132,7 +163,11 @@ class Flops:
         return None if forward is None else forward * self._factor * self._last_forwards
 
     def __call__(self, event: Event) -> None:
-        """See :class:`Source`."""
+        """Count forwards.
+
+        Args:
+            event: any event of the engine.
+        """
         if isinstance(event, PhaseEnd):
             self._forwards += event.phase == "forward" and event.trains
         elif isinstance(event, StepEnd):
@@ -141,7 +176,14 @@ class Flops:
                 self._measured.remove()
 
     def values(self, end: StepEnd) -> dict[str, Value]:
-        """See :class:`Source`."""
+        """Return the rates of a step.
+
+        Args:
+            end: the end of the step.
+
+        Returns:
+            Values by name.
+        """
         flops = self.per_step
         rate = flops / end.seconds if flops is not None and end.seconds > 0 else None
         return {

@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Resident set size of this process in bytes; where the system does not tell, the largest it ever was."""
+    """Return the resident set size of this process.
+
+    Returns:
+        Bytes; on systems that do not report it, the largest size so far.
+    """
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -18,7 +22,14 @@ def resident_bytes() -> int:
 
 
 def file_bytes(folder: Path) -> int:
-    """Bytes that what lies below ``folder`` takes on its device, also while files come and go."""
+    """Return the bytes that files below `folder` take on their device, also while files come and go.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        Bytes.
+    """
     total = 0
     for path in folder.rglob("*"):
         try:

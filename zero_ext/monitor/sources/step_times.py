@@ -21,13 +21,13 @@ def wait_of(kind: str) -> str:
 
 
 class StepTimes:
-    """Source of the seconds that a step's phases took and that the host stood still in them.
+    """Source of the seconds that a step's phases took, and that the host waited in them.
 
-    ``time/forward``, ``time/backward`` and ``time/step`` are the phases, ``time/other`` is the rest of
-    ``seconds``: data, the loss, whatever else the loop does. ``wait/gather`` (parameters, partitioned
-    activations), ``wait/reduce`` (gradients), ``wait/agreement`` (norms, flags), ``wait/storage`` (NVMe)
-    and ``wait/update`` (a delayed one) are part of these and never overlap. On an accelerator all of them
-    are the host's times; a monitor's rows have those of its stream as well.
+    `time/forward`, `time/backward` and `time/step` are the phases, `time/other` is the rest of
+    `seconds`: data, the loss, whatever else the loop does. `wait/gather` (parameters, partitioned
+    activations), `wait/reduce` (gradients), `wait/agreement` (norms, flags), `wait/storage` (NVMe)
+    and `wait/update` (a delayed one) are part of these and never overlap. On an accelerator all of them
+    are the host's times. A monitor's rows have those of its stream as well.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,11 @@ class StepTimes:
         self._last: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, event: Event) -> None:
-        """See :class:`Source`."""
+        """Add up times.
+
+        Args:
+            event: any event of an engine.
+        """
         if isinstance(event, PhaseEnd):
             self._running[f"time/{event.phase}"] += event.seconds
         elif isinstance(event, WaitEnd):
@@ -46,7 +50,14 @@ class StepTimes:
             self._last, self._running = self._running, defaultdict(float)
 
     def values(self, end: StepEnd) -> dict[str, Value]:
-        """See :class:`Source`."""
+        """Return the times of a step.
+
+        Args:
+            end: the end of the step.
+
+        Returns:
+            Seconds by name.
+        """
         phases = {f"time/{phase}": float(self._last[f"time/{phase}"]) for phase in PHASES}
         other = max(0.0, end.seconds - sum(phases.values()))
         waits = {f"wait/{wait}": float(self._last[f"wait/{wait}"]) for wait in WAITS}

@@ -34,12 +34,16 @@ class CommsTotals:
 
 
 class CommsLog:
-    """Subscriber that writes, at the end of every step, a line of JSON for each kind of collective and group:
-    step, kind, ranks, collectives, elements, bytes_sent, seconds. Use it on one rank or on each with a file
-    of its own.
+    """Write a line of JSON for each kind of collective and group at the end of every step.
 
-    ``totals`` holds the sums over all steps so far; ``table()`` is their text. Raises OSError where writing
-    fails.
+    A subscriber: give it to [`subscribe`][zero_ext.monitor.subscribe]. A line has step, kind, ranks,
+    collectives, elements, bytes_sent, seconds. Use it on one rank, or on each with a file of its own.
+
+    Args:
+        path: the file, which is continued if it exists.
+
+    Raises:
+        OSError: the file cannot be opened. Later calls raise it where writing fails.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,11 +53,15 @@ class CommsLog:
 
     @property
     def totals(self) -> Sequence[CommsTotals]:
-        """Sums over all steps, by kind and group."""
+        """Sums over all steps so far, by kind and group."""
         return tuple(self._all.values())
 
     def __call__(self, event: Event) -> None:
-        """Counts a collective, or closes the step."""
+        """Count a collective, or write the lines of a step.
+
+        Args:
+            event: any event of an engine.
+        """
         if isinstance(event, CollectiveEnd):
             one = CommsTotals(event.kind, event.ranks, 1, event.elements, event.bytes_sent, event.seconds)
             self._step.setdefault((one.kind, one.ranks), CommsTotals(one.kind, one.ranks)).add(one)
@@ -64,7 +72,11 @@ class CommsLog:
                 self._file.write_object({"step": event.step, **vars(counted)})
 
     def table(self) -> str:
-        """The totals, a line for each kind and group."""
+        """Return the totals as text.
+
+        Returns:
+            A line for each kind and group, below a heading.
+        """
         lines = [f"{'collective':<26}{'ranks':>6}{'count':>9}{'sent':>12}{'waited':>11}"]
         for each in self._all.values():
             lines.append(
@@ -74,5 +86,5 @@ class CommsLog:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()

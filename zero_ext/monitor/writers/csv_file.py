@@ -17,14 +17,30 @@ COLUMNS = ("step", "loss", "grad_norm", "lr", "skipped", "loss_scale", "seconds"
 
 
 class CsvFile:
-    """Appends each step to a CSV file, complete to the last row at any time.
+    """Append each step to a CSV file, complete to the last row at any time.
 
     As a subscriber it writes the columns step, loss, grad_norm (both empty when unknown), lr (one per param
-    group, separated by spaces), skipped (0 or 1), loss_scale, seconds; as a monitor's writer also whatever
-    else a row has. Columns that come up later are added to the whole file at once. An existing file is
+    group, separated by spaces), skipped (0 or 1), loss_scale, seconds. As a monitor's writer it also writes
+    whatever else a row has. Columns that come up later are added to the whole file. An existing file is
     continued, so a resumed run keeps one file. Use it on one rank, as a context manager or with `close`.
 
-    Raises ValueError for an existing file with other columns, OSError where writing fails.
+    Args:
+        path: the file.
+
+    Attributes:
+        path: as given.
+
+    Raises:
+        ValueError: an existing file has other columns.
+        OSError: the file cannot be opened. Later calls raise it where writing fails.
+
+    Examples:
+        >>> from zero_ext.monitor import CsvFile
+        >>> with CsvFile("steps.csv") as file:
+        ...     file.write({"step": 1, "loss": 2.5})
+        >>> print(file.path.read_text(), end="")
+        step,loss,grad_norm,lr,skipped,loss_scale,seconds
+        1,2.5,,,,,
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,19 +58,27 @@ class CsvFile:
             self._file.write(_line(self._columns))
 
     def __call__(self, event: Event) -> None:
-        """Writes a `StepEnd`; other events are not for this file."""
+        """Write a `StepEnd`; other events are ignored.
+
+        Args:
+            event: any event of an engine.
+        """
         if isinstance(event, StepEnd):
             self.write(facts_of(event))
 
     def write(self, row: Row) -> None:
-        """See :class:`Writer`."""
+        """Write the values of a step.
+
+        Args:
+            row: values by name; None means unknown.
+        """
         new = [name for name in row if name not in self._columns]
         if new and not self._file.closed:
             self._widen(new)
         self._file.write(_line([_cell(row.get(name)) for name in self._columns]))
 
     def close(self) -> None:
-        """Closes the file; later events raise ValueError."""
+        """Close the file. Later events raise `ValueError`."""
         self._file.close()
 
     def __enter__(self) -> CsvFile:

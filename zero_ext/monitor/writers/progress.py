@@ -21,12 +21,13 @@ def on_a_terminal() -> bool:
 
 
 class ProgressLine:
-    """Subscriber that keeps one line up to date on a terminal, or prints about ten lines into a log.
+    """Keep one line up to date on a terminal, or print about ten lines into a log.
 
-    The loss shown is the event's, else the last one given to `show_loss` (a plain loop calls
-    `loss.backward()` itself, so the engine never sees it). Tokens a second are those of all ranks, averaged
-    over the last ten steps without the first, which includes set-up; memory is this process's resident set.
-    Use it on one rank, as a context manager or with `close`.
+    A subscriber: give it to [`subscribe`][zero_ext.monitor.subscribe]. The loss shown is the event's, else
+    the last one given to `show_loss` (a plain loop calls `loss.backward()` itself, so the engine never sees
+    it). Tokens per second are those of all ranks, averaged over the last ten steps without the first, which
+    includes set-up. Memory is this process's resident set. Use it on one rank, as a context manager or with
+    `close`.
 
     Args:
         steps: steps of the whole run.
@@ -34,6 +35,9 @@ class ProgressLine:
         title: text in front of the bar.
         first_step: steps already done when a run is resumed.
         console: where to write, by default rich's own on stderr.
+
+    Raises:
+        ValueError: not 0 <= `first_step` <= `steps`, or no step.
     """
 
     def __init__(
@@ -69,11 +73,19 @@ class ProgressLine:
         self._progress.start()
 
     def show_loss(self, loss: float) -> None:
-        """The loss to show with the next step."""
+        """Show a loss with the next step.
+
+        Args:
+            loss: the number.
+        """
         self._loss = loss
 
     def __call__(self, event: Event) -> None:
-        """Moves the line on at each `StepEnd`."""
+        """Move the line on at each `StepEnd`.
+
+        Args:
+            event: any event of an engine.
+        """
         if isinstance(event, DeviceStepEnd) and event.loss is not None:
             self._loss = event.loss
         if not isinstance(event, StepEnd):
@@ -95,7 +107,7 @@ class ProgressLine:
             )
 
     def close(self) -> None:
-        """Leaves the line as it stands."""
+        """Stop updating; the line stays as it is."""
         self._progress.stop()
 
     def __enter__(self) -> ProgressLine:

@@ -13,10 +13,15 @@ _SHOWN = {"time": (" s", 1.0), "wait": (" s", 1.0), "memory": (" GiB", 2.0**-30)
 
 
 class StepLog:
-    """Subscriber that prints step, loss, rates, gradient norm, loss scale and time every ``steps`` steps, and
-    of that step what ``sources`` say of times and memory; these hear the events before it does.
+    """Print a line to stderr every few steps.
 
-    Loss and norm of an accelerator are those of an earlier step, as a rule the one before, and say so.
+    A subscriber. A line has step, loss, rates, gradient norm, loss scale and time, and of that step what
+    `sources` say of times and memory. Loss and norm of an accelerator are those of an earlier step, as a rule
+    the one before, and say so.
+
+    Args:
+        steps: steps from line to line.
+        sources: get the events before this does.
     """
 
     def __init__(self, steps: int, sources: Sequence[Source] = ()) -> None:
@@ -27,7 +32,11 @@ class StepLog:
         self._arrived: DeviceStepEnd | None = None
 
     def __call__(self, event: Event) -> None:
-        """Takes the event; anything but the end of a step is ignored."""
+        """Print a line if a step ends that is due.
+
+        Args:
+            event: any event of an engine.
+        """
         if isinstance(event, DeviceStepEnd):
             self._arrived = event
         if not isinstance(event, StepEnd):

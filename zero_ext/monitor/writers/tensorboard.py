@@ -11,10 +11,15 @@ _FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """Writes every known value of a row as a scalar of its name, by step, to event files in ``folder``.
+    """Write every known value of a row as a scalar of its name, by step.
 
-    A thread of the package writes them out every few seconds and at close. Raises ``ModuleNotFoundError``
-    without the package tensorboard.
+    A thread of the package writes event files every few seconds and at close.
+
+    Args:
+        folder: of the event files.
+
+    Raises:
+        ModuleNotFoundError: the package tensorboard is missing.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -24,11 +29,15 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
 
     def write(self, row: Row) -> None:
-        """See :class:`Writer`."""
+        """Write the values of a step.
+
+        Args:
+            row: values by name; None means unknown.
+        """
         step = row["step"]
         for name, value in scalars(row).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes out what is left."""
+        """Write what is left and close the files."""
         self._writer.close()

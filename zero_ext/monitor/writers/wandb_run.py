@@ -12,10 +12,15 @@ from zero_ext.monitor.optional_deps import require
 
 
 class WandbRun:
-    """Logs every known value of a row under its name, by "step"; ``config`` is shown with the run.
+    """Log every known value of a row under its name to a run of Weights & Biases, by "step".
 
-    Files go to ``folder``/wandb. Raises ``ModuleNotFoundError`` without the package wandb, and what
-    `wandb.init` raises.
+    Args:
+        folder: files go to its subfolder wandb.
+        policy: project, group, entity, name and mode of the run.
+        config: shown with the run.
+
+    Raises:
+        ModuleNotFoundError: the package wandb is missing. Else as `wandb.init`.
     """
 
     def __init__(
@@ -38,9 +43,13 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> None:
-        """See :class:`Writer`."""
+        """Log the values of a step.
+
+        Args:
+            row: values by name; None means unknown.
+        """
         self._run.log({"step": row["step"], **scalars(row)})
 
     def close(self) -> None:
-        """Ends the run."""
+        """End the run."""
         self._run.finish()

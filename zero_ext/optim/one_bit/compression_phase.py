@@ -6,7 +6,16 @@ import enum
 
 
 class CompressionPhase(enum.Enum):
-    """One step's exchange, by the steps made before it."""
+    """The exchange between ranks in one step of a one-bit optimizer.
+
+    Attributes:
+        FULL: gradients in full precision; both moments are updated.
+        GRADIENT: the signs of gradients; the variance stays.
+        MOMENTUM: the signs of the momentum, of which each rank has its own; the variance stays.
+        SCALED: as `MOMENTUM`, of parameters whose momenta were scaled to one magnitude.
+        LOCAL: nothing; each rank steps by its own momentum, and the variance stays.
+        DRIFT: as `LOCAL`, and then the signs of what all steps since the last exchange did.
+    """
 
     FULL = "full"  # gradients in full precision; both moments are updated
     GRADIENT = "gradient"  # the signs of gradients; the variance stays

@@ -21,13 +21,17 @@ _GROWN = 0.75
 def check_one_bit_optimizer(
     optimizer: torch.optim.Optimizer | None, config: ZeroConfig, model_parallel: bool = False
 ) -> None:
-    """Check that ``config`` supports ``optimizer``, if that is of the one-bit family. No rank is contacted.
+    """Check that `config` supports `optimizer`, if that is of the one-bit family. No rank is contacted.
 
     Warn if it would never compress, or if its variance is frozen before it has converged.
 
+    Args:
+        optimizer: any optimizer, or None.
+        config: the configuration that the model is to be prepared with.
+        model_parallel: whether the model is split over several ranks ("pp", "tp" or "ep").
+
     Raises:
-        ValueError: ``config`` does not support it, or ``model_parallel``: the model is split over several
-            ranks.
+        ValueError: `config` does not support it, or `model_parallel` is true.
     """
     if not isinstance(optimizer, OneBitOptimizer):
         return

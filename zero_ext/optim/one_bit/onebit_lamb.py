@@ -12,20 +12,45 @@ from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
 
 
 class OneBitLamb(OneBitOptimizer):
-    """LAMB whose variance is frozen after ``freeze_step`` steps; from then on the ranks exchange the signs of
-    the momentum, and a parameter's trust ratio is that of the warm-up, adapted by what can be told of the
-    variance.
+    """1-bit LAMB: after `freeze_step` steps the variance is frozen and ranks exchange signs of the momentum.
 
-    The first ``freeze_step`` steps are LAMB's without bias correction; its trust ratios, clamped to
-    [``min_coeff``, ``max_coeff``], are averaged with ``coeff_beta``. Later that average is multiplied by a
+    The first `freeze_step` steps are LAMB's without bias correction. Their trust ratios, clamped to
+    [`min_coeff`, `max_coeff`], are averaged with `coeff_beta`. Later that average is multiplied by a
     factor: the largest ratio of the roots of the frozen variance and of one made of gradients that are
-    reconstructed from the momentum. It lies in [``factor_min``, ``factor_max``] and changes by at most
-    ``factor_threshold`` of itself a step. For the exchange, momenta are scaled to one magnitude.
-
-    Names and defaults are DeepSpeed's; ``cuda_aware`` and ``comm_backend_name`` have no effect. ZeRO stage 0.
-    Raises ``ValueError`` naming the hyper-parameter that is out of range.
+    reconstructed from the momentum. It lies in [`factor_min`, `factor_max`] and changes by at most
+    `factor_threshold` of itself per step. For the exchange, momenta are scaled to one magnitude. Supports
+    ZeRO stage 0. The optimizer steps only after [`prepare`][zero_ext.prepare]. Names and defaults are
+    DeepSpeed's.
 
     Source: Li et al., "1-bit LAMB" (arXiv 2104.06069), algorithm 1.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate; may be a tensor.
+        freeze_step: steps with full precision at the start; may be `math.inf`.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the variance.
+        weight_decay: decoupled weight decay.
+        max_coeff: upper bound of the trust ratio.
+        min_coeff: lower bound of the trust ratio.
+        cuda_aware: no effect; the ranks' own connections are used.
+        comm_backend_name: no effect.
+        variance_floor: lower bound of the root of the variance, relative to the momentum; see
+            [`OneBitOptimizer`][zero_ext.optim.one_bit.OneBitOptimizer].
+        coeff_beta: decay of the average of trust ratios, in [0, 1).
+        factor_max: upper bound of the factor.
+        factor_min: lower bound of the factor.
+        factor_threshold: largest relative change of the factor per step, in [0, 1).
+
+    Attributes:
+        freeze_step: as given.
+        coefficients: `min_coeff` and `max_coeff`.
+        factors: `factor_min` and `factor_max`.
+        coeff_beta: as given.
+        factor_threshold: as given.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; the message names it.
     """
 
     freeze_step: float
@@ -69,5 +94,13 @@ class OneBitLamb(OneBitOptimizer):
         )
 
     def phase(self, step: int, sharded: bool) -> CompressionPhase:
-        """See :class:`OneBitOptimizer`."""
+        """Return what the ranks exchange in step number `step`.
+
+        Args:
+            step: number of the step, from 1.
+            sharded: no effect: only stage 0 is supported.
+
+        Returns:
+            `FULL` up to `freeze_step`, then `SCALED`.
+        """
         return CompressionPhase.FULL if step <= self.freeze_step else CompressionPhase.SCALED

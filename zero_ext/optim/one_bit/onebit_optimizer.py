@@ -14,15 +14,30 @@ from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 
 
 class OneBitOptimizer(torch.optim.Optimizer, ABC):
-    """Hyper-parameters of Adam without bias correction, with decoupled weight decay (Loshchilov & Hutter,
-    arXiv 1711.05101). It steps where :func:`zero_ext.prepare` has put it, as it needs the other ranks.
+    """Base class of the optimizers that exchange signs between ranks.
 
-    ``policy`` says by attribute when what is exchanged, in whole steps, the same for all parameters.
-    ``variance_floor``: signs give all elements of a block one step, over the root of the variance of each.
-    Where gradients are rare, as of seldom words, that goes too far by orders of magnitude, and training
-    diverges. So when signs follow upon a step in full precision, that root is raised to at least this times
-    the root mean square of the block's momentum; 0 leaves it as it is in the papers. Raises ``ValueError``
-    naming the hyper-parameter that is out of range.
+    Its hyper-parameters are those of Adam without bias correction, with decoupled weight decay (Loshchilov &
+    Hutter, arXiv 1711.05101). It steps where [`prepare`][zero_ext.prepare] has put it, as it needs the other
+    ranks.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate; may be a tensor.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the variance.
+        weight_decay: decoupled weight decay.
+        variance_floor: signs give all elements of a block one step, over the root of the variance of each.
+            Where gradients are rare, as of seldom words, that goes too far by orders of magnitude, and
+            training diverges. So when signs follow upon a step in full precision, that root is raised to at
+            least this times the root mean square of the block's momentum. 0 leaves it as it is in the papers.
+        **policy: when what is exchanged, in whole steps of at least 1, the same for all parameters. Each
+            becomes an attribute of its name.
+
+    Attributes:
+        variance_floor: as given.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; the message names it.
     """
 
     variance_floor: float
@@ -61,11 +76,28 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def phase(self, step: int, sharded: bool) -> CompressionPhase:
-        """What the ranks exchange in step number ``step``, from 1 on; ``sharded`` says that the moments are
-        shared out over them."""
+        """Return what the ranks exchange in step number `step`.
+
+        Args:
+            step: number of the step, from 1.
+            sharded: whether moments are sharded across ranks.
+
+        Returns:
+            The phase.
+        """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refused: the exchange needs the ranks."""
+        """Raise: the exchange needs the ranks. Step the optimizer that `prepare` returns.
+
+        Args:
+            closure: never called.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(
             f"{type(self).__name__}.step() before zero_ext.prepare: it exchanges signs with the other ranks. "
             "Step the optimizer that model, optimizer = zero_ext.prepare(model, optimizer, {'stage': 0}) "

@@ -10,21 +10,43 @@ from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """Adam whose variance is updated ever more seldom, and which sends one bit an element, or nothing.
+    """0/1 Adam: the variance is updated ever more seldom, and ranks exchange one bit per element or nothing.
 
-    Until ``var_freeze_step`` the variance is updated from gradients in full precision at the multiples of an
-    interval, which is 1 and doubles after every ``var_update_scaler`` updates; in the steps between, the
+    Until `var_freeze_step` the variance is updated from gradients in full precision at the multiples of an
+    interval, which is 1 and doubles after every `var_update_scaler` updates. In the steps between, the
     ranks exchange the signs of their gradients. Then the variance is frozen and a rank steps by its own
     momentum: only at the multiples of another interval the ranks exchange the signs of what these steps did.
-    That interval is 1 and doubles after every ``local_step_scaler`` steps, up to ``local_step_clipper``.
+    That interval is 1 and doubles after every `local_step_scaler` steps, up to `local_step_clipper`.
 
-    Names and defaults are DeepSpeed's; ``cuda_aware`` and ``comm_backend_name`` have no effect. ZeRO stage 0,
-    and stage 1 with ``local_step_clipper`` 1: without its momentum no rank can step alone.
-
-    Raises ``ValueError`` naming the hyper-parameter that is out of range.
+    Supports ZeRO stage 0, and stage 1 with `local_step_clipper` 1: without its momentum no rank can step
+    alone. The optimizer steps only after [`prepare`][zero_ext.prepare]. Names and defaults are DeepSpeed's.
 
     Source: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam"
     (arXiv 2202.06009), algorithm 1 and section 6 (the policies).
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate; may be a tensor.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the variance.
+        weight_decay: decoupled weight decay.
+        var_freeze_step: steps after which the variance is frozen; may be `math.inf`.
+        var_update_scaler: updates of the variance after which their interval doubles.
+        local_step_scaler: local steps after which the interval between exchanges doubles.
+        local_step_clipper: largest interval between exchanges, in steps.
+        cuda_aware: no effect; the ranks' own connections are used.
+        comm_backend_name: no effect.
+        variance_floor: lower bound of the root of the variance, relative to the momentum; see
+            [`OneBitOptimizer`][zero_ext.optim.one_bit.OneBitOptimizer].
+
+    Attributes:
+        var_freeze_step: as given.
+        var_update_scaler: as given.
+        local_step_scaler: as given.
+        local_step_clipper: as given.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; the message names it.
     """
 
     var_freeze_step: float
@@ -62,7 +84,16 @@ class ZeroOneAdam(OneBitOptimizer):
         )
 
     def phase(self, step: int, sharded: bool) -> CompressionPhase:
-        """See :class:`OneBitOptimizer`."""
+        """Return what the ranks exchange in step number `step`.
+
+        Args:
+            step: number of the step, from 1.
+            sharded: whether moments are sharded across ranks (stage 1).
+
+        Returns:
+            Up to `var_freeze_step`, `FULL` where the variance is updated and `GRADIENT` between. Later
+            `GRADIENT` if sharded, else `DRIFT` where ranks exchange and `LOCAL` between.
+        """
         if step <= self.var_freeze_step:
             return CompressionPhase.GRADIENT if step % self.variance_interval(step) else CompressionPhase.FULL
         if sharded:
@@ -70,7 +101,14 @@ class ZeroOneAdam(OneBitOptimizer):
         return CompressionPhase.LOCAL if step % self.local_interval(step) else CompressionPhase.DRIFT
 
     def variance_interval(self, step: int) -> int:
-        """The interval between updates of the variance around step number ``step``."""
+        """Return the interval between updates of the variance around step number `step`.
+
+        Args:
+            step: number of the step, from 1.
+
+        Returns:
+            The interval in steps, a power of two.
+        """
         interval, last = 1, 0
         while True:
             last = (last // interval + self.var_update_scaler) * interval
@@ -79,7 +117,14 @@ class ZeroOneAdam(OneBitOptimizer):
             interval *= 2
 
     def local_interval(self, step: int) -> int:
-        """The interval between exchanges around step number ``step``, after ``var_freeze_step``."""
+        """Return the interval between exchanges around step number `step`.
+
+        Args:
+            step: number of the step, greater than `var_freeze_step`.
+
+        Returns:
+            The interval in steps, at most `local_step_clipper`.
+        """
         doublings = (step - int(self.var_freeze_step) - 1) // self.local_step_scaler
         # Beyond 62 doublings no run gets anywhere, and the clipper may be infinite.
         return int(min(self.local_step_clipper, 2 ** min(doublings, 62)))

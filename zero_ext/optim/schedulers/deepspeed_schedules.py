@@ -95,9 +95,12 @@ class WarmupDecayLR(WarmupLR):
     Args:
         optimizer: whose param_groups to drive.
         total_num_steps: steps of the whole training, warm-up included.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as in WarmupLR,
-            except that warmup_max_lr is 0.001 when not given. The line falls below warmup_min_lr's part of
-            the range to warmup_min_lr itself, which is the rate of a share of 0.
+        warmup_min_lr: as in WarmupLR. The line falls below warmup_min_lr's part of the range to warmup_min_lr
+            itself, which is the rate of a share of 0.
+        warmup_max_lr: as in WarmupLR.
+        warmup_num_steps: as in WarmupLR.
+        warmup_type: as in WarmupLR.
+        last_batch_iteration: as in WarmupLR.
 
     Raises:
         ValueError: a value is out of range; nothing has been written to the optimizer then.
@@ -124,8 +127,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Multiply each group's own lr by a ratio: warm-up from warmup_min_ratio to 1, then half a cosine to
-    cos_min_ratio.
+    """Multiply each group's own lr by a ratio that warms up and then falls along a cosine.
+
+    The warm-up is from warmup_min_ratio to 1, and half a cosine goes to cos_min_ratio.
 
     The rate is 0 before the first `step()`.
 

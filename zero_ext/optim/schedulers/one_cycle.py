@@ -14,24 +14,26 @@ SECOND_BETA = 0.99
 
 
 class OneCycle(Schedule):
-    """One cycle of the learning rate from low to high and back, then decay; Adam's first beta moves against
-    it.
+    """One cycle of the learning rate from low to high and back, then decay.
+
+    Adam's first beta moves against it.
 
     While momentum cycles, the second beta of every param group is 0.99, as in DeepSpeed. An optimizer
     without betas gets a warning and keeps its momentum.
 
     Args:
         optimizer: whose param_groups to drive.
-        cycle_min_lr, cycle_max_lr: bounds of the rate; one number, or a list with one for each param group.
+        cycle_min_lr: lowest rate; one number, or a list with one for each param group.
+        cycle_max_lr: highest rate, likewise.
         decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals).
         cycle_first_step_size: steps of the rising half.
         cycle_second_step_size: steps of the falling half; None takes those of the rising half.
-        cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for a smooth slope; None
-            for the second takes those of the first.
+        cycle_first_stair_count: stairs in the rising half, 0 for a smooth slope.
+        cycle_second_stair_count: stairs in the falling half; None takes those of the rising half.
         decay_step_size: steps of a decay interval; 0 means no decay.
         cycle_momentum: move the first beta too.
-        cycle_min_mom, cycle_max_mom: bounds of the first beta, in [0, 1); one number or one for each param
-            group.
+        cycle_min_mom: lowest first beta, in [0, 1); one number or one for each param group.
+        cycle_max_mom: highest first beta, likewise.
         decay_mom_rate: after the cycle the first beta is cycle_max_mom x (1 + decay_mom_rate x intervals).
         last_batch_iteration: iteration to continue after; -1 starts afresh.
 
@@ -79,7 +81,11 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
-        """Move to the next iteration: set every param group's lr and, when momentum cycles, its betas."""
+        """Move to the next iteration: set every param group's lr and, when momentum cycles, its betas.
+
+        Args:
+            epoch: iteration to go to; default the next one.
+        """
         super().step(epoch)
         if self._cycles_momentum:
             for index, group in enumerate(self.optimizer.param_groups):

@@ -21,7 +21,7 @@ _BY_NAME: dict[str, MomentsDtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 def moments_dtype_named(name: str) -> MomentsDtype:
-    """What the configuration's ``precision.moments_dtype`` names."""
+    """What the configuration's `precision.moments_dtype` names."""
     return _BY_NAME[name]
 
 

@@ -53,10 +53,10 @@ Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 class Stepper(Protocol):
-    """Updates owned ranges. ``index`` counts the ranges given at construction.
+    """Updates owned ranges. `index` counts the ranges given at construction.
 
-    ``reads_scale_on_device`` says that :meth:`step` takes a ``scale`` in the device's memory, and changes
-    nothing but its scalars where that is not finite. Else ``scale`` is finite and in host memory.
+    `reads_scale_on_device` says that `step` takes a `scale` in the device's memory, and changes
+    nothing but its scalars where that is not finite. Else `scale` is finite and in host memory.
     """
 
     @property
@@ -64,27 +64,27 @@ class Stepper(Protocol):
         """See above."""
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
-        """One optimizer step on some ranges: gradients times ``scale`` (0-d float32), for the parameters
-        named in ``used`` only; the others keep value and state, as torch's do without a gradient.
+        """One optimizer step on some ranges: gradients times `scale` (0-d float32), for the parameters
+        named in `used` only; the others keep value and state, as torch's do without a gradient.
 
         Yields the index of a range as soon as its parameters are in place.
         """
 
     def watch(self, flag: NonFiniteFlag) -> None:
-        """Raise ``flag`` from now on in every step that makes a master weight or moment NaN or infinite."""
+        """Raise `flag` from now on in every step that makes a master weight or moment NaN or infinite."""
 
     def snapshot(self, index: int) -> None:
         """Keep what a step on one range changes, so that it can be rolled back.
 
-        Parameters that follow the master weights are left out. Every such step ends by :meth:`commit` or
-        :meth:`rollback`.
+        Parameters that follow the master weights are left out. Every such step ends by `commit` or
+        `rollback`.
         """
 
     def commit(self, index: int) -> None:
-        """Accept the step on a range since :meth:`snapshot`. Do nothing if there is none."""
+        """Accept the step on a range since `snapshot`. Do nothing if there is none."""
 
     def rollback(self, index: int) -> None:
-        """Restore state and scalars of a range as they were at :meth:`snapshot`, bit for bit."""
+        """Restore state and scalars of a range as they were at `snapshot`, bit for bit."""
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """State of a range beside the master weights, by segment: torch's name for it, segment, its values
@@ -94,7 +94,7 @@ class Stepper(Protocol):
         """JSON-able per-parameter state, equal on all ranks."""
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`scalars`."""
+        """Restores `scalars`."""
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """Makes state tensors exist that are created late, for the kinds named for each parameter, as far as

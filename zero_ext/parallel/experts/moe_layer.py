@@ -19,9 +19,15 @@ MakeExpert = Callable[[int], nn.Module]
 
 
 class MoEOutput(NamedTuple):
-    """The output of a mixture: ``hidden``, of the input's shape and dtype; ``aux_loss``, the auxiliary loss
-    (0-d float32, see :func:`balance_loss`) to be added to the model's with a small weight, 0.01 in GShard;
-    and ``dropped_tokens`` (0-d int64), how many choices of this rank's tokens found their expert full."""
+    """The output of a mixture of experts.
+
+    Attributes:
+        hidden: of the input's shape and dtype.
+        aux_loss: the auxiliary loss (0-d float32, see
+            [`balance_loss`][zero_ext.parallel.experts.balance_loss]), to be added to the model's with a small
+            weight, 0.01 in GShard.
+        dropped_tokens: 0-d int64, how many choices of this rank's tokens found their expert full.
+    """
 
     hidden: torch.Tensor
     aux_loss: torch.Tensor
@@ -29,23 +35,44 @@ class MoEOutput(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token to ``top_k`` of ``count`` experts and adds up what they return, weighted (GShard,
-    Lepikhin et al., arXiv 2006.16668, section 2.2; DeepSpeed-MoE, Rajbhandari et al., arXiv 2201.05596).
+    """Send each token to `top_k` of `count` experts and sum what they return, weighted.
 
-    ``experts`` are ``count`` modules from [tokens, width] to the same shape, or a function that makes the one
-    of a number: then each rank makes its own alone, with random values that depend on torch's seed and the
-    number, not on who makes it. Along "ep" of ``mesh`` ranks have different experts, equally many neighbours
-    each; without a mesh, or "ep" in it, every rank has all of them. Parameters are called ``gate.weight`` and
-    ``experts.<number>.<name>``, the number that in the full mixture. Probabilities are computed in float32.
+    Along "ep" of `mesh` ranks have different experts, equally many neighbors each. Without a mesh, or "ep" in
+    it, every rank has all of them. Parameters are called `gate.weight` and `experts.<number>.<name>`, the
+    number that in the full mixture. Probabilities are computed in float32. Every forward, in evaluation too,
+    is a collective of the ranks along "ep", and of all data-parallel ones that count first choices.
 
-    ``capacity_factor`` None sends every token to its experts. Otherwise each expert takes no more of a rank's
-    tokens than that many times its equal share (:func:`route`), and a token which finds all of its experts
-    full becomes zero: add the output to the input.
+    Source: GShard, Lepikhin et al. (arXiv 2006.16668), section 2.2; DeepSpeed-MoE, Rajbhandari et al. (arXiv
+    2201.05596).
 
-    Every forward, in evaluation too, is a collective of the ranks along "ep", and of all data-parallel ones
-    that count first choices. Raises ``ValueError``, alike on all ranks, for fewer experts than ``top_k``,
-    a number of them that the ranks do not share out equally, a capacity that is not positive, and experts
-    with buffers or with parameters of different shapes.
+    Args:
+        width: elements of a token.
+        experts: modules from [tokens, width] to the same shape, or a function that makes the one
+            of a number: then each rank makes only its own, with random values that depend on torch's seed and
+            the number, not on who makes it.
+        count: number of experts; needed with a function.
+        mesh: the ranks, see [`make_mesh`][zero_ext.parallel.make_mesh].
+        top_k: experts of a token.
+        capacity_factor: None sends every token to its experts. Otherwise each expert takes no more of a
+            rank's tokens than that many times its equal share ([`route`][zero_ext.parallel.experts.route]),
+            and a token which finds all of its experts full becomes zero: add the output to the input.
+
+    Attributes:
+        count: number of experts.
+        top_k: as given.
+        capacity_factor: as given.
+
+    Raises:
+        ValueError: alike on all ranks, fewer experts than `top_k`, a number of them that the ranks do not
+            divide, a capacity that is not positive, and experts with buffers or with parameters of different
+            shapes.
+
+    Examples:
+        >>> from zero_ext.parallel.experts import MixtureOfExperts
+        >>> mixture = MixtureOfExperts(8, lambda number: torch.nn.Linear(8, 8), count=4)
+        >>> output = mixture(torch.ones(2, 5, 8))
+        >>> output.hidden.shape, output.dropped_tokens.item()
+        (torch.Size([2, 5, 8]), 0)
     """
 
     def __init__(
@@ -79,11 +106,22 @@ class MixtureOfExperts(nn.Module):
                 mark_expert(parameter, dist.get_process_group_ranks(self._group))
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings as `repr` shows them.
+
+        Returns:
+            The text between the parentheses.
+        """
         return f"{self.count} experts, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
     def forward(self, hidden: torch.Tensor) -> MoEOutput:
-        """Mixes what the experts make of ``hidden`` [..., width]; a collective."""
+        """Mix what the experts make of tokens; a collective.
+
+        Args:
+            hidden: [..., width].
+
+        Returns:
+            The mixture, the auxiliary loss and the number of dropped choices.
+        """
         tokens = hidden.reshape(-1, hidden.shape[-1])
         with torch.autocast(hidden.device.type, enabled=False):
             logits = nn.functional.linear(tokens.float(), self.gate.weight.float())

@@ -20,17 +20,40 @@ from zero_ext.zero.api.engine_lookup import engine_of
 
 
 class Pipeline:
-    """Trains a prepared :class:`PipelineModule` on batches split into ``micro_batches``.
+    """Train a prepared `PipelineModule` on batches split into micro-batches.
 
-    ``module`` and ``optimizer`` are what :func:`zero_ext.prepare` returned for it and its mesh. With
-    ``grad_reduction`` "per_step" every rank stores the full gradients of a step until its last micro-batch.
-    "per_micro_batch" reduces them after every one in ZeRO stages 2 and 3: memory for a shard instead of all,
-    for ``micro_batches`` times the traffic. ``checkpoint`` applies to the schedule "layer_major" only. Unless
-    it is False, a layer stores its inputs of each micro-batch, by
-    :func:`zero_ext.checkpoint_activations`, and runs again in backward.
+    Args:
+        module: what [`prepare`][zero_ext.prepare] returned for a
+            [`PipelineModule`][zero_ext.parallel.pipeline.PipelineModule] and its mesh.
+        optimizer: what `prepare` returned; None for evaluation.
+        micro_batches: micro-batches of a batch.
+        grad_reduction: with "per_step" every rank stores the full gradients of a step until its last
+            micro-batch. "per_micro_batch" reduces them after every one in ZeRO stages 2 and 3: memory for a
+            shard instead of all, for `micro_batches` times the traffic.
+        checkpoint: for the schedule "layer_major" only. Unless it is False, a layer stores its inputs of each
+            micro-batch, by [`checkpoint_activations`][zero_ext.checkpoint_activations], and runs again in
+            backward.
 
-    Raises ``ValueError`` for another module, and for a number of micro-batches or settings that the schedule
-    or the configuration does not fit.
+    Raises:
+        ValueError: another module, or a number of micro-batches or settings that the schedule or the
+            configuration does not fit.
+
+    Examples:
+        On four ranks:
+
+        ```python
+        from zero_ext.parallel import make_mesh
+        from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+
+        mesh = make_mesh(pp=2)  # "dp" takes the other two
+        layers = [LayerSpec(torch.nn.Linear, 4, 8), torch.tanh, LayerSpec(torch.nn.Linear, 8, 1)]
+        module = PipelineModule(layers, mesh, loss=torch.nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module, optimizer = zero_ext.prepare(module, optimizer, {"stage": 1}, process_group=mesh)
+        pipeline = Pipeline(module, optimizer, micro_batches=2)
+        loss = pipeline.train_batch(torch.ones(4, 4), targets=torch.ones(4, 1))
+        assert loss > 0
+        ```
     """
 
     def __init__(
@@ -61,7 +84,7 @@ class Pipeline:
 
     @property
     def slots(self) -> list[Slot]:
-        """What this rank computed in the last step."""
+        """The work of this rank in the last step."""
         return self._runner.slots
 
     @property
@@ -75,14 +98,18 @@ class Pipeline:
         return self._module.is_last
 
     def train_batch(self, *inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """One optimizer step on a batch, this data-parallel rank's; a collective of all ranks of the mesh.
+        """Make one optimizer step on this data-parallel rank's batch; a collective of the mesh's ranks.
 
-        ``inputs`` [batch, ...] are read where the first stage is, ``targets`` [batch, ...] where the last one
-        is; elsewhere they may be left out. Returns the mean loss over micro-batches and data-parallel ranks,
-        0-d float32 on the CPU, on all ranks.
+        Args:
+            *inputs: [batch, ...], read where the first stage is; elsewhere they may be left out.
+            targets: [batch, ...], read where the last stage is; elsewhere they may be left out.
 
-        Raises ``ValueError`` on all ranks of the pipeline for a batch that does not divide by the
-        micro-batches, ``RuntimeError`` on all of them if a stage fails.
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, 0-d float32 on the CPU, on all ranks.
+
+        Raises:
+            ValueError: on all ranks of the pipeline, the batch does not divide by the micro-batches.
+            RuntimeError: on all of them, a stage failed, or there is no optimizer.
         """
         if self._optimizer is None:
             raise RuntimeError("train_batch without an optimizer; pass the prepared one to Pipeline")
@@ -96,7 +123,17 @@ class Pipeline:
         return loss
 
     def eval_batch(self, *inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean loss of a batch, without dropout, gradients or a step; else as :meth:`train_batch`."""
+        """Return the mean loss of a batch without dropout, gradients or a step.
+
+        A collective of the ranks of the mesh.
+
+        Args:
+            *inputs: as for `train_batch`.
+            targets: as for `train_batch`.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, 0-d float32 on the CPU, on all ranks.
+        """
         training = [module for module in self._prepared.modules() if module.training]
         self._agree(inputs, targets)
         self._prepared.eval()

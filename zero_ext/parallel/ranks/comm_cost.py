@@ -13,10 +13,13 @@ from zero_ext.config.state_placement import StatePlacement
 class AxisTraffic:
     """The exchanges along one axis in one step.
 
-    ``pattern`` "collective": operations over all ranks of the axis, on ``nbytes`` bytes in total, each of
-    which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and a
-    gather). "neighbor": every rank but the last sends ``nbytes`` bytes to the one that follows it, and as
-    many come back. ``messages`` counts the exchanges, for their latency.
+    Attributes:
+        pattern: "collective": operations over all ranks of the axis, on `nbytes` bytes in total, each of
+            which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and
+            a gather). "neighbor": every rank but the last sends `nbytes` bytes to the one that follows it,
+            and as many come back.
+        nbytes: bytes.
+        messages: number of exchanges, for their latency.
     """
 
     pattern: Literal["collective", "neighbor"]
@@ -26,9 +29,18 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class TransformerStep:
-    """What a step computes: a transformer of so many ``parameters`` and ``layers`` of width ``hidden`` on
-    ``micro_batches`` times ``micro_batch`` sequences of ``sequence`` tokens a replica, in ``itemsize`` bytes
-    an element. ``recomputes``: the forward of a layer runs again in backward."""
+    """The sizes of one step of a transformer.
+
+    Attributes:
+        parameters: of the model.
+        layers: of the model.
+        hidden: width of a layer.
+        sequence: tokens of a sequence.
+        micro_batch: sequences of a micro-batch.
+        micro_batches: micro-batches per replica.
+        itemsize: bytes of an element.
+        recomputes: the forward of a layer runs again in backward.
+    """
 
     parameters: float
     layers: int
@@ -43,14 +55,25 @@ class TransformerStep:
 def transformer_traffic(
     sizes: Mapping[str, int], step: TransformerStep, stage: int
 ) -> dict[str, AxisTraffic]:
-    """The traffic of ``step`` on each axis of ``sizes`` ("pp", "dp", "cp", "tp").
+    """Return the traffic of `step` on each axis.
 
-    Tensor parallelism: two all-reduces of the activations a layer in forward and in backward each, and in a
+    Tensor parallelism: two all-reduces of the activations per layer in forward and in backward each, and in a
     recomputed forward (Shoeybi et al., arXiv 1909.08053, section 3). Sequence parallelism: four all-to-alls
     of a rank's activations, in forward, backward and a recomputed forward (Jacobs et al., arXiv 2309.14509,
     section 3.2). Pipeline: a micro-batch's activations to the next stage, their gradient back. Data: the
-    gradients reduced, and parameters gathered as the ZeRO ``stage`` wants, per step where they are not
-    sharded, per micro-batch where they are. ``ValueError`` for an axis "ep".
+    gradients reduced, and parameters gathered, per step where they are not sharded, per micro-batch where
+    they are.
+
+    Args:
+        sizes: ranks along "pp", "dp", "cp" and "tp".
+        step: what is computed.
+        stage: ZeRO stage.
+
+    Returns:
+        Traffic by axis of `sizes`.
+
+    Raises:
+        ValueError: `sizes` has an axis "ep".
     """
     if "ep" in sizes:
         raise ValueError(

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkLevel:
-    """Neighbouring ranks that share one link outwards.
+    """Neighboring ranks that share one link outwards.
 
-    ``ranks`` share a link that carries ``bandwidth`` bytes a second into them, and as many out; a message
-    over it takes ``latency`` seconds besides. One rank: the rank's own link to its neighbours.
+    Attributes:
+        name: for messages and plots.
+        ranks: that share the link. One: the rank's own link to its neighbors.
+        bandwidth: bytes per second into them, and as many out.
+        latency: seconds that a message over it takes besides.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     name: str
@@ -28,10 +34,15 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class LinkTopology:
-    """``world_size`` ranks under ``levels`` of links from the innermost, single ranks, outwards.
+    """Ranks under levels of links.
 
-    ``ValueError`` unless the first level is of single ranks and each further one is made of full ones of the
-    level before. The last one may be partly filled.
+    Attributes:
+        world_size: number of ranks.
+        levels: from the innermost, single ranks, outwards.
+
+    Raises:
+        ValueError: the first level is not of single ranks, or a further one is not made of full ones of the
+            level before. The last one may be partly filled.
     """
 
     world_size: int
@@ -54,8 +65,18 @@ class LinkTopology:
     def of_nodes(
         cls, world_size: int, ranks_per_node: int, inside: float, between: float, latency: float = 0.0
     ) -> LinkTopology:
-        """Nodes of ``ranks_per_node``: a rank receives ``inside`` bytes a second from its node, a node
-        ``between`` from other nodes."""
+        """Return the topology of equal nodes.
+
+        Args:
+            world_size: number of ranks.
+            ranks_per_node: ranks of a node.
+            inside: bytes per second that a rank receives from its node.
+            between: bytes per second that a node receives from other nodes.
+            latency: seconds of a message between nodes.
+
+        Returns:
+            The topology.
+        """
         levels = [LinkLevel("rank", 1, inside)]
         if ranks_per_node > 1:
             levels.append(LinkLevel("node", ranks_per_node, between, latency))

@@ -20,19 +20,38 @@ def make_mesh(
     device_type: str | None = None,
     **lengths: int,
 ) -> DeviceMesh:
-    """A mesh of all ranks with dimensions "pp" (pipeline stages), "dp" (replicas that ZeRO shards over), "cp"
-    (parts of a sequence) and "tp" (parts of a tensor), those of length 1 too, and where it is given "ep"
-    between "dp" and "cp" (ranks with different experts, over which ZeRO shards all else too); a collective of
-    all ranks.
+    """Make a mesh of all ranks with one dimension per axis of parallelism; a collective of all ranks.
 
-    ``make_mesh(pp=2, tp=2)``: lengths by name or as a mapping; "dp" takes what is left over where it is not
-    given. Ranks count with "tp" fastest, then "cp", "dp", "pp", so that tensor parallelism stays inside a
-    node, unless ``mapping`` (:func:`zero_ext.parallel.best_mapping`) places them otherwise. ``device_type``
-    is the accelerator's, or "cpu" where there is none.
+    The dimensions are "pp" (pipeline stages), "dp" (replicas that ZeRO shards over), "cp" (shards of a
+    sequence) and "tp" (shards of a tensor), those of length 1 too. Where it is given, "ep" is between "dp"
+    and "cp" (ranks with different experts, over which ZeRO shards all else too). Ranks count with "tp"
+    fastest, then "cp", "dp", "pp", so that tensor parallelism stays inside a node, unless `mapping` places
+    them otherwise.
 
-    Raises ``ValueError`` on all ranks alike for an unknown axis, a length below 1, lengths that do not
-    multiply to the number of ranks and a ``mapping`` of other lengths; ``RuntimeError`` before
-    torch.distributed runs.
+    Args:
+        sizes: lengths by axis. "dp" takes what is left over where it is not given.
+        mapping: places ranks, as [`best_mapping`][zero_ext.parallel.best_mapping] returns it.
+        device_type: default the accelerator's, or "cpu" where there is none.
+        **lengths: more lengths by axis: `make_mesh(pp=2, tp=2)`.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: on all ranks alike, an unknown axis, a length below 1, lengths that do not multiply to the
+            number of ranks, or a `mapping` of other lengths.
+        RuntimeError: torch.distributed is not initialized.
+
+    Examples:
+        On four ranks:
+
+        ```python
+        from zero_ext.parallel import make_mesh
+
+        mesh = make_mesh(tp=2)  # "dp" takes the other two
+        assert mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+        assert mesh.shape == (1, 2, 1, 2)
+        ```
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

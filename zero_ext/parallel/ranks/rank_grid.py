@@ -10,10 +10,14 @@ from itertools import product
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks 0 to N - 1 in a box of ``sizes`` (axis name to length); ``ranks`` are listed with the last axis
-    varying fastest.
+    """Ranks 0 to N - 1 in a grid with named axes.
 
-    ``ValueError`` for an axis shorter than 1, and for ranks that are not each there once.
+    Attributes:
+        sizes: length of each axis.
+        ranks: listed with the last axis varying fastest.
+
+    Raises:
+        ValueError: an axis is shorter than 1, or the ranks are not each there once.
     """
 
     sizes: Mapping[str, int]
@@ -21,7 +25,14 @@ class RankGrid:
 
     @classmethod
     def counted(cls, sizes: Mapping[str, int]) -> RankGrid:
-        """Ranks in counting order: the last axis has neighbours."""
+        """Return the grid of ranks in counting order, where neighbors differ along the last axis.
+
+        Args:
+            sizes: length of each axis.
+
+        Returns:
+            The grid.
+        """
         return cls(sizes, tuple(range(math.prod(sizes.values()))))
 
     def __post_init__(self) -> None:
@@ -42,7 +53,17 @@ class RankGrid:
         return tuple(self.sizes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of ``rank``. Raises ``ValueError`` for a rank outside the grid."""
+        """Return the coordinate of a rank.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Its position on each axis.
+
+        Raises:
+            ValueError: the rank is outside the grid.
+        """
         if not 0 <= rank < len(self.ranks):
             raise ValueError(f"rank {rank} lies outside 0 to {len(self.ranks) - 1}")
         index = self.ranks.index(rank)
@@ -54,7 +75,14 @@ class RankGrid:
     def rank(self, **coordinate: int) -> int:
         """Return the rank at a full coordinate.
 
-        Raises ``ValueError`` for a partial one or one outside the grid.
+        Args:
+            **coordinate: a position on each axis.
+
+        Returns:
+            The rank.
+
+        Raises:
+            ValueError: the coordinate is partial or outside the grid.
         """
         if set(coordinate) != set(self.sizes):
             raise ValueError(
@@ -69,8 +97,17 @@ class RankGrid:
         return self.ranks[index]
 
     def matching(self, **coordinate: int) -> list[int]:
-        """The ranks with all of the coordinates given, in the order of the grid. ``ValueError`` for
-        an axis that there is not."""
+        """Return the ranks at a partial coordinate.
+
+        Args:
+            **coordinate: a position on some axes.
+
+        Returns:
+            The ranks, in the order of the grid.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
         unknown = sorted(set(coordinate) - set(self.sizes))
         if unknown:
             raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
@@ -81,9 +118,16 @@ class RankGrid:
         ]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return the ranks that differ in ``axes`` only, a list per coordinate on the others, in grid order.
+        """Return the ranks that differ in `axes` only.
 
-        Raises ``ValueError`` for an unknown axis.
+        Args:
+            *axes: names of axes.
+
+        Returns:
+            A list per coordinate on the other axes, in grid order.
+
+        Raises:
+            ValueError: there is no such axis.
         """
         unknown = [axis for axis in axes if axis not in self.sizes]
         if unknown:

@@ -27,7 +27,12 @@ _MOST_ORDERS = 10_000
 
 @dataclass(frozen=True)
 class RankMapping:
-    """Digits from the slowest to the fastest, whose lengths multiply to the number of ranks."""
+    """An order of ranks as digits of a number, from the slowest to the fastest.
+
+    Attributes:
+        axes: names, in the order of the mesh.
+        digits: pairs of axis and length, whose lengths multiply to the number of ranks.
+    """
 
     axes: tuple[str, ...]
     digits: tuple[Digit, ...]
@@ -41,7 +46,14 @@ class RankMapping:
         return found
 
     def strides(self, axis: str) -> tuple[tuple[int, int], ...]:
-        """(length, distance in ranks) of the digits of ``axis``, from the slowest."""
+        """Return the digits of an axis.
+
+        Args:
+            axis: its name.
+
+        Returns:
+            Pairs of length and distance in ranks, from the slowest.
+        """
         found, stride = [], 1
         for name, length in reversed(self.digits):
             if name == axis:
@@ -50,14 +62,26 @@ class RankMapping:
         return tuple(reversed(found))
 
     def grid(self) -> RankGrid:
-        """Return the grid of the ranks, with the axes in their order."""
+        """Return the grid of the ranks, with the axes in their order.
+
+        Returns:
+            The grid.
+        """
         ranks = np.zeros((1,), dtype=np.int64)
         for axis in self.axes:
             ranks = (ranks[:, None] + _offsets(self.strides(axis))[None, :]).reshape(-1)
         return RankGrid(self.sizes, tuple(int(rank) for rank in ranks))
 
     def seconds(self, topology: LinkTopology, traffic: Sizes[str, AxisTraffic]) -> dict[str, float]:
-        """What the exchanges of each axis take in a step, one axis after another."""
+        """Return the time that the exchanges of each axis take in a step, one axis after another.
+
+        Args:
+            topology: the links.
+            traffic: what is exchanged by axis; axes without take no time.
+
+        Returns:
+            Seconds by axis.
+        """
         return {
             axis: _seconds(topology, traffic[axis], self.strides(axis)) if axis in traffic else 0.0
             for axis in self.axes
@@ -68,7 +92,18 @@ class RankMapping:
 
 
 def naive_mapping(sizes: Sizes[str, int], *order: str) -> RankMapping:
-    """Whole axes in ``order`` from the slowest to the fastest (as ``sizes`` lists them by default)."""
+    """Return the mapping of undivided axes.
+
+    Args:
+        sizes: length of each axis.
+        *order: the axes from the slowest to the fastest; default as `sizes` lists them.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        ValueError: `order` does not name every axis once.
+    """
     names = order or tuple(sizes)
     if set(names) != set(sizes):
         raise ValueError(f"an order of {sorted(sizes)} wanted, {list(names)} given")
@@ -78,12 +113,32 @@ def naive_mapping(sizes: Sizes[str, int], *order: str) -> RankMapping:
 def best_mapping(
     sizes: Sizes[str, int], topology: LinkTopology, traffic: Sizes[str, AxisTraffic]
 ) -> tuple[RankMapping, float]:
-    """The cheapest mapping found and its seconds a step. Among equals tensor parallelism is innermost, then
-    sequence, data and pipeline parallelism.
+    """Return the cheapest mapping found.
 
-    Every order of prime digits is tried where there are up to some thousand. Beyond that each level's width
-    is shared out among the axes in every way that fills it, and whole axes are laid out in every order.
-    ``ValueError`` for sizes that do not multiply to the number of ranks.
+    Among equals tensor parallelism is innermost, then sequence, data and pipeline parallelism. Every order of
+    prime digits is tried where there are up to some thousand. Beyond that each level's width is divided among
+    the axes in every way that fills it, and undivided axes are laid out in every order.
+
+    Args:
+        sizes: length of each axis.
+        topology: the links.
+        traffic: what is exchanged by axis, as
+            [`transformer_traffic`][zero_ext.parallel.transformer_traffic] returns it.
+
+    Returns:
+        The mapping and its seconds per step.
+
+    Raises:
+        ValueError: `sizes` do not multiply to the number of ranks.
+
+    Examples:
+        >>> from zero_ext.parallel import LinkTopology, TransformerStep, best_mapping, transformer_traffic
+        >>> sizes = {"pp": 2, "dp": 2, "tp": 4}
+        >>> step = TransformerStep(parameters=1e9, layers=24, hidden=2048, sequence=1024, micro_batches=4)
+        >>> topology = LinkTopology.of_nodes(16, ranks_per_node=4, inside=200e9, between=20e9)
+        >>> mapping, seconds = best_mapping(sizes, topology, transformer_traffic(sizes, step, stage=1))
+        >>> str(mapping)
+        'pp2 × dp2 × tp4'
     """
     _check(sizes, topology)
     if _orders(sizes) <= _MOST_ORDERS:
@@ -98,7 +153,14 @@ def best_mapping(
 
 
 def all_mappings(sizes: Sizes[str, int]) -> Iterator[RankMapping]:
-    """Every order of the prime digits of all axes: exhaustive, for worlds of up to some hundred ranks."""
+    """Yield every order of the prime digits of all axes: exhaustive, for worlds of up to some hundred ranks.
+
+    Args:
+        sizes: length of each axis.
+
+    Yields:
+        The mappings.
+    """
     left = {axis: _primes(length) for axis, length in sizes.items()}
 
     def orders(left: dict[str, tuple[int, ...]], digits: tuple[Digit, ...]) -> Iterator[tuple[Digit, ...]]:

@@ -25,23 +25,23 @@ def shard_batch(
 
     The sum of a rank's losses over "num_items_in_batch", averaged over the ranks, is the mean over all tokens
     with a label, whatever rank they are on. The mean over a rank's own tokens is not. Models of transformers
-    compute the sum by themselves: ``model(**shard_batch(batch, mesh)).loss``.
+    compute the sum by themselves: `model(**shard_batch(batch, mesh)).loss`.
 
     Args:
         batch: Tensors [batch, length, ...], among them "input_ids" or "inputs_embeds". They are cut along the
             length, but for "attention_mask", which stays full, as attention sees the full sequence.
         mesh: A mesh with the dimension "cp".
         shift_labels: Whether "labels" are moved to the token before theirs, as causal models need. They are
-            "shift_labels" then, too. "shift_labels" in ``batch`` are never moved. Give False for models that
+            "shift_labels" then, too. "shift_labels" in `batch` are never moved. Give False for models that
             predict masked tokens, whose labels are at the token itself.
         padding_idx: The token of padding where a model counts positions from it, as RoBERTa does
-            (``model.config.pad_token_id``). Tokens of padding have it as their position, and others count on
+            (`model.config.pad_token_id`). Tokens of padding have it as their position, and others count on
             from the number behind it.
 
     Returns:
         The chunks, and beside them "position_ids" of the full sequence where they are missing, int64 [1 or
         batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
-        are not -100 (or the "num_items_in_batch" of ``batch``), divided by cp.
+        are not -100 (or the "num_items_in_batch" of `batch`), divided by cp.
 
     Raises:
         ValueError: For a batch without tokens, a length that does not divide by the ranks, a mask, labels or

@@ -12,7 +12,18 @@ from zero_ext.parallel.sequence.ulysses import SequenceExchange
 
 
 class SequenceAttention:
-    """``function`` on full sequences, called with shards of them; see :func:`sequence_attention`."""
+    """An attention function on full sequences, called with shards of them.
+
+    [`sequence_attention`][zero_ext.parallel.sequence_attention] makes it.
+
+    Args:
+        function: gets full sequences of some heads.
+        exchange: of the ranks along "cp".
+
+    Attributes:
+        function: as given.
+        exchange: as given.
+    """
 
     def __init__(self, function: Callable[..., torch.Tensor], exchange: SequenceExchange) -> None:
         self.function = function
@@ -21,9 +32,22 @@ class SequenceAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """[batch, heads, length / cp, head dim], of tensors of this shape, those of keys and values with as
-        many heads or a divisor of them. Raises ``ValueError`` on all ranks for shapes that differ along "cp",
-        and as :meth:`SequenceExchange.enter`."""
+        """Attend to the full sequences; a collective.
+
+        Args:
+            query: [batch, heads, length / cp, head dim].
+            key: [batch, key heads, length / cp, head dim]; as many heads as `query` or a divisor of them.
+            value: as `key`.
+            *args: passed on to the function.
+            **kwargs: passed on to the function.
+
+        Returns:
+            [batch, heads, length / cp, head dim].
+
+        Raises:
+            ValueError: on all ranks, shapes differ along "cp", heads do not divide, or the function returned
+                another shape.
+        """
         exchange = self.exchange
         exchange.agree([*query.shape, *key.shape, *value.shape], "shapes of query, key and value")
         full = exchange.enter(query, key, value)
@@ -43,13 +67,20 @@ def sequence_attention(
 ) -> SequenceAttention:
     """Return attention over sequences that are sharded over the ranks along mesh["cp"]; a collective of them.
 
-    ``function`` gets full sequences of some heads. One call serves all layers.
-
-    ``function`` takes query, key and value [batch, heads, length, head dim] first and returns such a tensor:
-    torch's scaled_dot_product_attention, or one of your own. Whatever else it is called with is handed on:
-    masks and biases are those of full sequences, for any head. ``timeout_seconds``: longest wait for the
-    other ranks. Raises ``ValueError`` for a mesh without "cp".
+    One call serves all layers. Masks and biases are those of full sequences, for any head.
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+
+    Args:
+        function: gets full sequences of some heads. It takes query, key and value [batch, heads, length, head
+            dim] first and returns such a tensor: torch's scaled_dot_product_attention, or one of your own.
+        mesh: has the dimension "cp".
+        timeout_seconds: longest wait for the other ranks.
+
+    Returns:
+        The function on shards.
+
+    Raises:
+        ValueError: the mesh has no "cp".
     """
     return SequenceAttention(function, SequenceExchange(mesh, timeout_seconds))

@@ -20,11 +20,20 @@ _WHAT = "sequence exchange"
 class SequenceExchange:
     """The all-to-alls of the ranks along mesh["cp"] around attention; made in a collective call of them.
 
-    Every rank has its shard of a sequence with all heads, and attends to the full one with some of them
-    (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``traffic`` counts the all-to-alls as
-    "sequence".
+    Every rank has its shard of a sequence with all heads, and attends to the full one with some of them.
 
-    ``timeout_seconds``: longest wait for the other ranks. Raises ``ValueError`` for a mesh without "cp".
+    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+
+    Args:
+        mesh: has the dimension "cp".
+        timeout_seconds: longest wait for the other ranks.
+
+    Attributes:
+        rank: this rank's position along "cp".
+        size: number of ranks along "cp".
+
+    Raises:
+        ValueError: the mesh has no "cp".
     """
 
     def __init__(self, mesh: DeviceMesh, timeout_seconds: float = 600.0) -> None:
@@ -36,16 +45,25 @@ class SequenceExchange:
 
     @property
     def traffic(self) -> TrafficStats:
-        """What was sent so far."""
+        """Elements and bytes sent so far; the all-to-alls count as "sequence"."""
         return self._collectives.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceExchange:
         return self  # connections have no copies: a copied model has the same ranks
 
     def agree(self, numbers: Sequence[int], what: str, problem: str = "") -> None:
-        """Raises ``ValueError`` on all ranks unless they give the same ``numbers`` and none has a
-        ``problem``; ``what`` the numbers are is for the message. A collective, of a few bytes in host
-        memory."""
+        """Raise on all ranks unless they give the same numbers and none has a problem; a collective.
+
+        A few bytes in host memory are exchanged.
+
+        Args:
+            numbers: of this rank.
+            what: the numbers are, for the message.
+            problem: of this rank; empty if it has none.
+
+        Raises:
+            ValueError: the numbers differ, or a rank has a problem.
+        """
         table = torch.zeros(self.size, 1 + len(numbers), dtype=torch.int64, device="cpu")
         table[self.rank] = torch.tensor([bool(problem), *numbers], dtype=torch.int64, device="cpu")
         rows: list[list[int]] = self._collectives.sum_(table, "sequence agreement").tolist()
@@ -66,14 +84,25 @@ class SequenceExchange:
     def enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return full sequences [batch, heads / cp, length, head dim] of shards [batch, heads, length / cp,
-        head dim]; the same shapes on all ranks, differentiable.
+        """Exchange shards of all heads for full sequences of some heads; differentiable.
 
-        Fewer heads of keys and values than of queries are repeated until they divide by cp: so that every
+        Shapes are the same on all ranks.
+
+        Fewer heads of keys and values than of queries are repeated until they divide by cp, so that every
         rank has those of its queries, in order, as many queries to each.
 
-        Raises ``ValueError`` for other dimensions, and heads of queries that do not divide by cp or by those
-        of the keys.
+        Args:
+            query: [batch, heads, length / cp, head dim].
+            key: [batch, key heads, length / cp, head dim].
+            value: as `key`.
+
+        Returns:
+            Query, key and value [batch, heads / cp, length, head dim]; of repeated heads as many as there
+            are.
+
+        Raises:
+            ValueError: other dimensions, or heads of queries that do not divide by cp or by those of the
+                keys.
         """
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             shapes = [tuple(each.shape) for each in (query, key, value)]
@@ -101,7 +130,14 @@ class SequenceExchange:
         return self._full(query), self._full(key), self._full(value)
 
     def leave(self, attended: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`enter`, from [batch, heads / cp, length, ...] to [batch, heads, length / cp, ...]."""
+        """Undo `enter`.
+
+        Args:
+            attended: [batch, heads / cp, length, ...].
+
+        Returns:
+            [batch, heads, length / cp, ...].
+        """
         return _moved(attended, self, _HEADS, _LENGTH)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +145,11 @@ class SequenceExchange:
 
     @contextlib.contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Abort on all ranks if what only this rank computes between two exchanges raises an error."""
+        """Abort on all ranks if what only this rank computes between two exchanges raises an error.
+
+        Yields:
+            Nothing.
+        """
         try:
             yield
         except Exception as error:
@@ -117,8 +157,16 @@ class SequenceExchange:
             raise
 
     def all_to_all(self, tensor: torch.Tensor, gathered: int, split: int) -> torch.Tensor:
-        """``tensor``, of one shape on all ranks, with its dimension ``split`` over the ranks and all their
-        shards of ``gathered``, in rank order."""
+        """Shard one dimension of a tensor over the ranks and gather another.
+
+        Args:
+            tensor: of one shape on all ranks.
+            gathered: dimension of which the result has all ranks' shards, in rank order.
+            split: dimension that is sharded over the ranks.
+
+        Returns:
+            A new tensor.
+        """
         sent = torch.stack(tensor.chunk(self.size, split))
         received = torch.empty_like(sent)
         received[self.rank].copy_(sent[self.rank])

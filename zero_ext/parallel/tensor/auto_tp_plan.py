@@ -54,18 +54,34 @@ class _Narrow(nn.Module):
 
 
 def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> dict[str, str]:
-    """A plan for :func:`apply_tensor_parallel` over ``ranks``, to be read before it is used.
+    """Return a plan for `apply_tensor_parallel`, to be read before it is used.
 
-    Blocks are modules with direct children that are two ``nn.Linear`` of matching widths, or three (a gate),
+    Blocks are modules with direct children that are two `nn.Linear` of matching widths, or three (a gate),
     and those with query, key, value and output projections by their usual names and a number of heads.
-    ``model(*inputs, **named)`` is run once, on one process and before anything is split; then every block is
+    `model(*inputs, **named)` is run once, on one process and before anything is split. Then every block is
     tried on the first rank's share of its outputs, which must be those of the full block, as must be what
-    the block then returns; its other side effects are not checked. Other modules and the vocabulary stay
+    the block then returns. Its other side effects are not checked. Other modules and the vocabulary stay
     unsplit.
 
-    Raises ``ValueError`` for a block that fails its trial: heads or widths that do not divide, a norm or
-    softmax over what would be split, a parameter used on a share alone, no number of heads; and for a model
-    without blocks. Give a plan by hand then.
+    Args:
+        model: the full model.
+        *inputs: of its forward.
+        ranks: ranks along "tp".
+        **named: keyword arguments of its forward.
+
+    Returns:
+        Styles by name of modules.
+
+    Raises:
+        ValueError: the model has no blocks, or a block fails its trial: heads or widths that do not divide, a
+            norm or softmax over what would be split, a parameter used on a share alone, no number of heads.
+            Give a plan by hand then.
+
+    Examples:
+        >>> from zero_ext.parallel import automatic_plan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> automatic_plan(torch.nn.Sequential(model), torch.ones(2, 4), ranks=2)
+        {'0.0': 'colwise', '0.2': 'rowwise'}
     """
     blocks = list(_blocks(model))
     if not blocks:

@@ -12,16 +12,25 @@ from torch.distributed.tensor import DTensor, Shard
 def vocabulary_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
 ) -> torch.Tensor:
-    """The mean cross entropy of ``logits``, a DTensor [..., vocabulary] split over the ranks of a mesh along
-    its last dimension, as a head split "colwise_split_logits" returns it; a collective of these ranks.
+    """Return the mean cross entropy of logits whose vocabulary is split over ranks; a collective of these.
 
-    ``targets``, int64 [...], are the same on all ranks; ``ignore_index`` marks those that do not count, and
-    with none that does the mean is NaN, as torch's. Computed in float32 at least; the result is 0-d, a plain
-    tensor, the same on all ranks. Three numbers a position are exchanged instead of its logits (Megatron-LM,
-    arXiv 1909.08053, section 3).
+    Computed in float32 at least. Three numbers per position are exchanged instead of its logits.
 
-    Raises ``ValueError`` for logits that are not split so and targets of another shape, ``RuntimeError`` for
-    targets outside of the vocabulary.
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
+
+    Args:
+        logits: DTensor [..., vocabulary], split over the ranks of a mesh along its last dimension, as a head
+            split "colwise_split_logits" returns it.
+        targets: int64 [...], the same on all ranks.
+        ignore_index: marks targets that do not count.
+
+    Returns:
+        0-d, a plain tensor, the same on all ranks; NaN where no target counts, as torch's.
+
+    Raises:
+        ValueError: logits that are not split so, targets of another shape, or a vocabulary that leaves ranks
+            without a word.
+        RuntimeError: a target is outside the vocabulary.
     """
     if not isinstance(logits, DTensor) or logits.placements != (Shard(logits.dim() - 1),):
         placed = logits.placements if isinstance(logits, DTensor) else type(logits).__name__

@@ -51,7 +51,7 @@ class _Resolved(NamedTuple):
 
 
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = None) -> Model:
-    """Split the parameters of ``model`` over mesh["tp"], in place, before :func:`zero_ext.prepare`.
+    """Split the parameters of `model` over mesh["tp"], in place, before `zero_ext.prepare`.
 
     Parameters that modules share stay shared. Dropout draws a rank's own random numbers where tensors are
     split, and the same ones elsewhere, so give the ranks along "tp" one seed. Nothing is split on one rank.
@@ -60,16 +60,31 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
         model: A model on every rank, with the same values.
         mesh: A mesh with the dimension "tp".
         plan: Styles by name of modules or parameters, with "*" for any part of a name. A style is one of
-            transformers' or of ours (listed in docs/how_to/parallel.md), or an object of torch's. By default,
-            :func:`tensor_plan`.
+            transformers' or of ours (docs/how_to/parallel.md lists them), or an object of torch's. By default,
+            `tensor_plan`.
 
     Returns:
-        ``model``.
+        `model`.
 
     Raises:
-        ValueError: On several ranks for a model without a plan. For a pattern of ``plan`` that names
+        ValueError: On several ranks for a model without a plan. For a pattern of `plan` that names
             nothing, unknown styles, and heads or widths that do not divide by the ranks. Nothing is changed
             then.
+
+    Examples:
+        On four ranks:
+
+        ```python
+        from zero_ext.parallel import apply_tensor_parallel, make_mesh
+
+        mesh = make_mesh(tp=2)
+        torch.manual_seed(0)  # the same values on all ranks
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        model = apply_tensor_parallel(model, mesh, {"0": "colwise", "2": "rowwise"})
+        assert model[0].weight.to_local().shape == (4, 4)  # of [8, 4]
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3}, process_group=mesh)
+        ```
     """
     ranks = mesh["tp"].size()
     if ranks == 1 and plan is None:
@@ -105,16 +120,19 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """Return the plan that :func:`apply_tensor_parallel` uses for ``model``, to be read or changed.
+    """Return the plan that `apply_tensor_parallel` uses for `model`, to be read or changed.
 
     It is the one that a model of transformers ships, or one of ours (see docs/how_to/parallel.md), with the
     vocabulary.
 
+    Args:
+        model: the full model.
+
     Returns:
-        Styles by pattern of names from the root of ``model``. Every pattern names something in it.
+        Styles by pattern of names from the root of `model`. Every pattern names something in it.
 
     Raises:
-        ValueError: For a model without a plan.
+        ValueError: the model has no plan.
     """
     prefix = getattr(model, "base_model_prefix", "")
     dot = f"{prefix}." if prefix and hasattr(model, prefix) else ""

@@ -20,10 +20,21 @@ def calibrated(
     training: Training,
     seconds: float,
 ) -> Hardware:
-    """``hardware`` with ``key`` such that a simulated step takes ``seconds``; searched between positive
-    ``bounds``.
+    """Return `hardware` with one figure such that a simulated step takes a measured time.
 
-    Raises ValueError if no value between them gives that time, naming the times at both ends.
+    Args:
+        hardware: the machine.
+        key: the figure.
+        bounds: positive numbers between which it is searched.
+        model: as measured.
+        training: as measured.
+        seconds: of the measured step.
+
+    Returns:
+        The machine with the figure.
+
+    Raises:
+        ValueError: no value between the bounds gives that time; names the times at both ends.
     """
     low, high = bounds
     if not 0 < low < high:

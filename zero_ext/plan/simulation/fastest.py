@@ -16,11 +16,19 @@ ALIKE = 1.01
 
 
 def fastest_placements(model: ModelCost, training: Training, hardware: Hardware) -> list[Simulation]:
-    """Every stage, tier of each state kind and way to keep activations, else as ``training`` says: those that
-    fit, the fastest first. Empty if nothing fits.
+    """Return the placements that fit, the fastest first.
 
-    Before it may come what takes at most a hundredth longer and moves less: nearer tiers, activations nearer,
-    a lower stage.
+    Tried are every stage, tier of each state kind and strategy for activations. What takes at most a
+    hundredth longer than the fastest and moves less comes before it: nearer tiers, activations nearer, a
+    lower stage.
+
+    Args:
+        model: the cost of its units.
+        training: everything else, such as the world size.
+        hardware: the machine.
+
+    Returns:
+        Simulations; none if nothing fits.
     """
     found = [simulate(model, one, hardware) for one in _candidates(training) if fits(model, one, hardware)]
     quickest = min((one.seconds for one in found), default=0.0)
@@ -31,7 +39,16 @@ def fastest_placements(model: ModelCost, training: Training, hardware: Hardware)
 
 
 def nearest_to_fit(model: ModelCost, training: Training, hardware: Hardware) -> Simulation:
-    """The placement that lacks the fewest bytes, for messages where nothing fits."""
+    """Return the placement that lacks the fewest bytes, for messages where nothing fits.
+
+    Args:
+        model: the cost of its units.
+        training: everything else, such as the world size.
+        hardware: the machine.
+
+    Returns:
+        Its simulation.
+    """
 
     def missing(one: Training) -> int:
         short = memory_needs(model, one, hardware).shortfalls(hardware)

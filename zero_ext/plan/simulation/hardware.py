@@ -32,10 +32,13 @@ class Hardware(ConfigSection):
             backward.
         host_bytes: memory of a node.
         host_bandwidth: bytes of state that the processors of a node read and write in a second of an update.
-        to_host, to_device: one device's copies.
-        node_to_host, node_to_device: those of all devices of a node together.
-        nvme_bytes: room on the NVMe devices of a node.
-        nvme_read, nvme_write: of a node.
+        to_host: rate of one device's copies to host memory.
+        to_device: rate of one device's copies from host memory.
+        node_to_host: rate of the copies of all devices of a node together.
+        node_to_device: likewise, from host memory.
+        nvme_bytes: capacity of the NVMe devices of a node.
+        nvme_read: rate of a node.
+        nvme_write: rate of a node.
         nvme_half_duplex: reads and writes share one rate, rather than each having its own.
         intra_bandwidth: bytes that a rank receives in a second of a collective inside a node.
         inter_bandwidth: bytes that a node receives from others in a second.
@@ -70,8 +73,17 @@ class Hardware(ConfigSection):
 
     @classmethod
     def load(cls, source: Hardware | Mapping[str, object] | str | Path) -> Hardware:
-        """A description as it is, of a mapping, or of a JSON file. Raises ConfigError (a ValueError) listing
-        every unknown or missing key and wrong value."""
+        """Return a description as it is, or read it.
+
+        Args:
+            source: a description, a mapping, or the path of a JSON file.
+
+        Returns:
+            The description.
+
+        Raises:
+            ConfigError: lists every unknown or missing key and wrong value.
+        """
         if isinstance(source, Hardware):
             return source
         if isinstance(source, Mapping):
@@ -83,8 +95,15 @@ class Hardware(ConfigSection):
             raise error.within(str(source)) from None
 
     def shared(self, members: int, ranks: int) -> Hardware:
-        """What ``members`` of ``ranks`` ranks of a node have of it while the others, in groups like theirs,
-        do the same: their part of its memory and of all that goes in and out of it."""
+        """Return what a group of a node's ranks has while the others, in groups like theirs, do the same.
+
+        Args:
+            members: ranks of the group.
+            ranks: ranks of the node.
+
+        Returns:
+            A node of `members` ranks, with their share of its memory and of all that goes in and out of it.
+        """
         share = members / ranks
         return self.replace(
             ranks_per_node=members,
@@ -99,7 +118,14 @@ class Hardware(ConfigSection):
         )
 
     def for_rank(self, world_size: int) -> RankRates:
-        """What one of ``world_size`` ranks has of it while all do the same."""
+        """Return what one rank has while all do the same.
+
+        Args:
+            world_size: number of ranks.
+
+        Returns:
+            Its rates.
+        """
         ranks = min(world_size, self.ranks_per_node)
         nodes = -(-world_size // self.ranks_per_node)
         bandwidth = self.intra_bandwidth if nodes == 1 else min(self.intra_bandwidth, self.inter_bandwidth)

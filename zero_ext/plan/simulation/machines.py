@@ -78,10 +78,21 @@ _H200 = _A100.replace(
 _H100 = _H200.replace(name="dgx-h100", device_bytes=80 * GIB, device_bandwidth=2.8e12)
 
 MACHINES = {machine.name: machine for machine in (_DGX2, _A100, _H100, _H200)}
+"""Machines by name."""
 
 
 def machine_named(name: str) -> Hardware:
-    """A machine of :data:`MACHINES`, or that of a JSON file. ValueError with the known names otherwise."""
+    """Return a machine by name or file.
+
+    Args:
+        name: a key of `MACHINES`, or the path of a JSON file that ends in .json.
+
+    Returns:
+        The machine.
+
+    Raises:
+        ValueError: there is no such machine; names those there are.
+    """
     if name in MACHINES:
         return MACHINES[name]
     if name.endswith(".json"):

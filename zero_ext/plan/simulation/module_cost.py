@@ -14,10 +14,19 @@ from zero_ext.zero.construction.grouping import owned_parameters, plan_units
 
 
 def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: int) -> ModelCost:
-    """The units that ``zero_ext.prepare`` makes of ``model``, in the order of registration.
+    """Return the units that `zero_ext.prepare` makes of a module, in the order of registration.
 
-    A token's forward takes 2 FLOPs a parameter of every matrix but embeddings; what attention computes beside
-    its matrices, and activations, are not known and count nothing. The model may lie on the meta device.
+    A token's forward takes 2 FLOPs per parameter of every matrix but embeddings. What attention computes
+    besides its matrices, and activations, are not known and count nothing.
+
+    Args:
+        model: may be on the meta device.
+        config: the configuration.
+        world_size: ranks.
+        sequence: tokens of a sample.
+
+    Returns:
+        Their costs.
     """
     check_count("sequence", sequence, 1)
     settings = config.replace(batch=config.batch.resolve(world_size))

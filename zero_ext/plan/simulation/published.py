@@ -22,6 +22,9 @@ class Published:
         what: for tables.
         source: where it is reported.
         teraflops: TFLOP/s of a GPU, recomputed FLOPs included.
+        machine: its key in `MACHINES`.
+        shape: the model.
+        training: how it was trained.
         fitted: the machine's matrix efficiency was chosen by this run, so that its error says nothing.
         assumed: what the source does not say, and what was taken; empty if nothing.
     """
@@ -38,7 +41,12 @@ class Published:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published run and its simulation."""
+    """A published run and its simulation.
+
+    Attributes:
+        run: the published run.
+        simulation: its simulation.
+    """
 
     run: Published
     simulation: Simulation
@@ -125,18 +133,35 @@ PUBLISHED = (
         _offload(256, 32),
     ),
 )
+"""Published runs, for `compare_published`."""
 
 
 def compare_published(runs: Sequence[Published] = PUBLISHED) -> list[Comparison]:
-    """All published runs, simulated."""
+    """Simulate published runs.
+
+    Args:
+        runs: default all of `PUBLISHED`.
+
+    Returns:
+        A comparison per run.
+    """
     return [Comparison(run, simulate(run.shape.cost(), run.training, MACHINES[run.machine])) for run in runs]
 
 
 def scaling(
     shape: Transformer, machine: str, world_sizes: Sequence[int], micro_batch: int = 1
 ) -> list[Simulation]:
-    """The fastest placement that fits at each world size, with the same batch a GPU (weak scaling). World
-    sizes at which nothing fits are left out."""
+    """Return the fastest placement that fits at each world size, with the same batch per GPU (weak scaling).
+
+    Args:
+        shape: the model.
+        machine: its key in `MACHINES`.
+        world_sizes: numbers of ranks.
+        micro_batch: samples of a rank's forward.
+
+    Returns:
+        A simulation per world size; those at which nothing fits are left out.
+    """
     model, found = shape.cost(), []
     for world_size in world_sizes:
         plans = fastest_placements(model, Training(world_size, micro_batch=micro_batch), MACHINES[machine])

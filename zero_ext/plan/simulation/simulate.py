@@ -19,6 +19,9 @@ class Simulation:
     """One step of any rank; all are alike, and none is ever late.
 
     Attributes:
+        model: as simulated.
+        training: as simulated.
+        hardware: as simulated.
         seconds: of the step.
         tokens: that one rank sees in it.
         flops: of one rank, recomputed ones included.
@@ -48,12 +51,12 @@ class Simulation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.tokens / self.seconds
 
     @property
     def flops_per_second(self) -> float:
-        """Of one rank, recomputed FLOPs included, as ZeRO's papers count."""
+        """Operations per second of one rank, recomputed ones included, as ZeRO's papers count."""
         return self.flops / self.seconds
 
     @property
@@ -70,11 +73,26 @@ class Simulation:
 
 
 def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simulation:
-    """One step of ``model``: every unit's gathers, computing, reductions, copies, reads, writes and updates,
-    on streams that work at the same time (docs/explanation/simulation.md has the formulas).
+    """Simulate one step of a model on a machine.
 
-    Not modelled: stragglers and other ranks' noise, contention between streams for one memory, allocation,
-    the data loader.
+    Every unit's gathers, computing, reductions, copies, reads, writes and updates run on streams that work
+    simultaneously (docs/explanation/simulation.md has the formulas). Not modeled: stragglers and other ranks' noise,
+    contention between streams for one memory, allocation, the data loader.
+
+    Args:
+        model: the cost of its units.
+        training: how it is trained.
+        hardware: the machine.
+
+    Returns:
+        The step.
+
+    Examples:
+        >>> from zero_ext.plan.simulation import Training, machine_named, simulate, transformer_named
+        >>> model, machine = transformer_named("llama-7b").cost(), machine_named("dgx-a100")
+        >>> simulation = simulate(model, Training(8, stage=3, micro_batch=4), machine)
+        >>> simulation.fits, simulation.bound_by
+        (True, 'compute')
     """
     costs = Costs(hardware, training, model.sequence)
     timeline = StepSchedule(model.units, costs).run()

@@ -34,16 +34,24 @@ class Training:
         stage: ZeRO stage, 0 to 3.
         micro_batch: samples of a rank's forward.
         accumulation_steps: micro-batches of a step.
-        in_flight: micro-batches whose activations wait for backward at once; several in a pipeline.
-        params, grads, optimizer: tiers, as in ``offload``.
-        update_mode: when updates run, as ``offload.update_mode``. Those in backward are final, never rolled
+        in_flight: micro-batches whose activations wait for backward simultaneously; several in a pipeline.
+        params: tier of parameters, as in `offload`.
+        grads: tier of gradients, as in `offload`.
+        optimizer: tier of the optimizer, as in `offload`.
+        update_mode: when updates run, as `offload.update_mode`. Those in backward are final, never rolled
             back.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
-        moments_dtype: as in ``precision``.
-        prefetch_elements, reuse_elements, bucket_elements, max_live_elements: as in ``units``.
-        staging_buffer_bytes: as in ``offload``.
+        moments_dtype: as in `precision`.
+        prefetch_elements: as in `units`.
+        reuse_elements: as in `units`.
+        bucket_elements: as in `units`.
+        max_live_elements: as in `units`.
+        staging_buffer_bytes: as in `offload`.
+
+    Raises:
+        ValueError: a value is out of range, or a tier does not fit the stage.
     """
 
     world_size: int
@@ -103,7 +111,19 @@ class Training:
         world_size: int,
         activations: Activations = "saved",
     ) -> Training:
-        """What a configuration says, on ``world_size`` ranks. Raises ValueError for one that does not fit."""
+        """Return the run that a configuration describes.
+
+        Args:
+            source: as for [`load_config`][zero_ext.load_config].
+            world_size: ranks.
+            activations: as the attribute.
+
+        Returns:
+            The run.
+
+        Raises:
+            ValueError: the configuration does not fit.
+        """
         config = load_config(source)
         batch, offload = config.batch.resolve(world_size), config.offload
         return cls(
@@ -127,7 +147,7 @@ class Training:
 
     @property
     def placement(self) -> StatePlacement:
-        """Which state kinds are sharded, and their tiers."""
+        """Shards and tiers of each state kind."""
         stage = StatePlacement.of_stage(self.stage)
         return StatePlacement(
             stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
@@ -135,7 +155,7 @@ class Training:
 
     @property
     def samples(self) -> int:
-        """That all ranks see in a step."""
+        """Samples that all ranks see in a step."""
         return self.world_size * self.micro_batch * self.accumulation_steps
 
     @property
@@ -145,19 +165,27 @@ class Training:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element: gradients of several micro-batches add up in fp32."""
+        """Bytes of an element of gradients: those of several micro-batches add up in fp32."""
         return 4 if self.accumulation_steps > 1 else PARAMETER_BYTES
 
     @property
     def state_fields(self) -> tuple[tuple[int, int], ...]:
-        """Of master weights and each kind of moments: bytes of an entry, and how many elements share it."""
+        """Master weights and each kind of moments: bytes of an entry, and how many elements share it."""
         return (4, 1), *_MOMENT_FIELDS[self.moments_dtype]
 
     @property
     def state_bytes(self) -> float:
-        """Of an element's master weight and both moments."""
+        """Bytes of an element's master weight and both moments."""
         return sum(nbytes / elements for nbytes, elements in self.state_fields)
 
     def owned(self, elements: int, sharded: bool) -> int:
-        """Elements of a rank."""
+        """Return the elements of a rank.
+
+        Args:
+            elements: of the model.
+            sharded: whether ranks have a shard each, or all of them.
+
+        Returns:
+            The number.
+        """
         return -(-elements // self.world_size) if sharded else elements

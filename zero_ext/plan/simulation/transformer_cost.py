@@ -12,7 +12,7 @@ from zero_ext.plan.state_memory import check_count
 
 @dataclass(frozen=True)
 class UnitCost:
-    """One unit. Activations are bytes a token.
+    """The cost of one unit. Activations are bytes per token.
 
     Attributes:
         name: for spans.
@@ -22,7 +22,8 @@ class UnitCost:
         output: what it hands on; all that is kept where activations are recomputed.
         share: of its block: one over the number of tiles.
         recomputes: its forward runs again in backward where activations are recomputed.
-        tied, looked_up: as in :class:`TensorGroup`.
+        tied: modules at both ends of the model use it.
+        looked_up: rows of it are taken and nothing else, so that backward does not read it.
     """
 
     name: str
@@ -63,10 +64,14 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Units in the order of a forward; ``sequence`` tokens make a sample.
+    """The units of a model in the order of a forward.
 
-    ``groups`` are the modules that hold the parameters; by default each unit is one, of one tensor.
-    ``derived`` remembers what planning worked out of them, by what that depends on.
+    Attributes:
+        name: for tables.
+        units: in the order of a forward.
+        sequence: tokens of a sample.
+        groups: the modules that hold the parameters; by default each unit is one, of one tensor.
+        derived: caches what planning worked out of them, by what that depends on.
     """
 
     name: str
@@ -77,7 +82,7 @@ class ModelCost:
 
     @cached_property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:
-        """``groups``, or what the units say."""
+        """`groups`, or one group per unit."""
         return self.groups or tuple(
             TensorGroup((unit.parameters,), block=unit.recomputes) for unit in self.units
         )
@@ -107,23 +112,37 @@ class ModelCost:
 class Transformer:
     """Sizes of a decoder in 16-bit precision.
 
-    A layer has 4h² parameters of attention and 2hf of its feed-forward part (3hf where ``gated``), f = 4h by
-    default. A token's forward takes 2 FLOPs a parameter of matrices and 4hs of attention (Narayanan et al.
-    2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes a token (Korthikanti
-    et al. 2022, arXiv 2205.05198, equation 2); the second term, the attention matrix, is not kept where
-    ``fused_attention``. ``tied``: the output matrix is the embedding.
+    A layer has 4h² parameters of attention and 2hf of its feed-forward part (3hf where `gated`), f = 4h by
+    default. A token's forward takes 2 FLOPs per parameter of matrices and 4hs of attention (Narayanan et al.
+    2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes per token (Korthikanti
+    et al. 2022, arXiv 2205.05198, equation 2). The second term, the attention matrix, is not kept where
+    `fused_attention`.
 
     Attributes:
-        key_value_heads: heads of keys and values; 0: as many as ``heads``.
+        name: for tables.
+        hidden: h, width of a layer.
+        layers: number of layers.
+        heads: a, heads of queries.
+        vocabulary: words.
+        sequence: s, tokens of a sample.
+        feed_forward: f, width of the feed-forward part; 0: 4 × hidden.
+        gated: the feed-forward part has three matrices instead of two.
+        tied: the output matrix is the embedding.
+        fused_attention: the attention matrix is not kept for backward.
+        tiles: units that each layer is cut into.
+        key_value_heads: heads of keys and values; 0: as many as `heads`.
         head_size: width of a head; 0: hidden / heads.
-        vectors: elements of a layer's biases and norms; 0: two norms without bias where ``gated``, else all
+        vectors: elements of a layer's biases and norms; 0: two norms without bias where `gated`, else all
             of both.
-        before: elements of the embedding unit beside the table: positions, token types, norms.
-        after: elements of a dense layer of the head beside the output matrix.
+        before: elements of the embedding unit besides the table: positions, token types, norms.
+        after: elements of a dense layer of the head besides the output matrix.
         tp_size: ranks that share every matrix and the biases behind split outputs; norms and other
-            biases are whole on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
-            vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations a token (Korthikanti et
+            biases are full on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
+            vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations per token (Korthikanti et
             al., equation 2). Cost is that of one of these ranks.
+
+    Raises:
+        ValueError: a size is out of range.
     """
 
     name: str
@@ -168,7 +187,11 @@ class Transformer:
         return self.feed_forward or 4 * self.hidden
 
     def cost(self) -> ModelCost:
-        """Embedding, layers (each cut into ``tiles`` units), output matrix."""
+        """Return the units: embedding, layers (each cut into `tiles` units), output matrix.
+
+        Returns:
+            Their costs.
+        """
         hidden, length, tp = self.hidden, self.sequence, self.tp_size
         matrices = sum(self._own_matrices)
         width = self.heads * self.head_size or hidden
@@ -221,7 +244,7 @@ class Transformer:
 
     @property
     def matrix_tiles(self) -> int:
-        """Tiles of each matrix of a layer, so that none is larger than a ``tiles``-th of the layer."""
+        """Tiles of each matrix of a layer, so that none is larger than a `tiles`-th of the layer."""
         return math.ceil(self.largest_matrix / math.ceil(sum(self.layer_matrices) / self.tiles))
 
     def _groups(self) -> tuple[TensorGroup, ...]:
@@ -283,10 +306,21 @@ TRANSFORMERS = {
         _llama("llama-65b", 80, 8192, 64, 22016, 2048),
     )
 }
+"""Shapes of models by name."""
 
 
 def transformer_named(name: str) -> Transformer:
-    """A shape of :data:`TRANSFORMERS`; ValueError with the known names otherwise."""
+    """Return a shape by name.
+
+    Args:
+        name: a key of `TRANSFORMERS`.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ValueError: there is no such shape; names those there are.
+    """
     if name not in TRANSFORMERS:
         raise ValueError(f"model: {name!r} given, one of {', '.join(TRANSFORMERS)} wanted")
     return TRANSFORMERS[name]

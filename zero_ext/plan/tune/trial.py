@@ -28,8 +28,14 @@ class Trial:
 
     Attributes:
         config: of the trial, else what the script gave.
-        measured_steps: that are timed, after two that are not; 0 outside a trial.
+        measured_steps: steps that are timed, after two that are not; 0 outside a trial.
         result: where rank 0 writes what it measured.
+
+    Examples:
+        >>> from zero_ext.plan import Trial
+        >>> trial = Trial.current({"stage": 2})
+        >>> trial.config.stage, trial.measured_steps
+        (2, 0)
     """
 
     config: ZeroConfig
@@ -38,11 +44,17 @@ class Trial:
 
     @classmethod
     def current(cls, config: ZeroConfig | Mapping[str, Any] | str | Path | None = None) -> Trial:
-        """The trial that this process is, by its environment; else one with ``config``, which
-        :func:`load_config` takes.
+        """Return the trial that this process is, by its environment variables; else one with `config`.
 
-        Raises ConfigError (a ValueError) for a configuration that cannot be used, ValueError for a number of
-        steps that is none.
+        Args:
+            config: as for [`load_config`][zero_ext.load_config].
+
+        Returns:
+            The trial.
+
+        Raises:
+            ConfigError: the configuration cannot be used.
+            ValueError: the number of steps is none.
         """
         path, steps = os.environ.get(CONFIG), os.environ.get(STEPS, "")
         if path is None:
@@ -53,10 +65,17 @@ class Trial:
         return cls(load_config(path), int(steps), Path(result) if result else None)
 
     def steps(self, batches: Iterable[Item], samples: int | None = None) -> Iterator[Item]:
-        """``batches``, one a micro-batch; in a trial as many as it takes, timed, and no more.
+        """Yield `batches`, one per micro-batch; in a trial as many as it takes, timed, and no more.
 
-        ``samples`` are those of one of them on one rank, by default the configuration's micro-batch size.
-        Raises RuntimeError if they end before the trial does.
+        Args:
+            batches: of the script's loader.
+            samples: samples of one of them on one rank; default the configuration's micro-batch size.
+
+        Yields:
+            The batches.
+
+        Raises:
+            RuntimeError: they end before the trial does.
         """
         if not self.measured_steps:
             yield from batches

@@ -58,12 +58,24 @@ def checkpoint_sources(engine: Engine) -> CheckpointSources:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model that went through :func:`zero_ext.prepare`.
+    """Return the engine of a prepared model.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned, or the module inside.
+
+    Returns:
+        The engine.
 
     Raises:
-        TypeError: something else than a module was given.
-        ValueError: the module was not prepared.
-        RuntimeError: it is a wrapper whose module was prepared again.
+        TypeError: `model` is not a module.
+        ValueError: `model` is not prepared.
+        RuntimeError: `model` is a wrapper whose module was prepared again.
+
+    Examples:
+        >>> from zero_ext.zero import engine_of
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> engine_of(model).world_size
+        1
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -28,16 +28,35 @@ from zero_ext.zero.unshard.on_demand import held
 def gathered(
     parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Makes ``parameters`` (of prepared models, or made in :class:`zero_ext.Init`) whole inside the block, on
-    every rank; a collective.
+    """Gather `parameters` on every rank inside the block, to read or to edit them; a collective.
 
-    With ``modifier_rank`` None the values are for reading and a write raises ``RuntimeError`` at the end;
-    with a rank, that rank's values become everybody's, shards and fp32 master weights included (elements
-    that were not changed keep their master's full precision). Works for every stage. If the block raises,
-    or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
-    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of neither kind, for a rank
-    that does not exist, and for an edit of experts that are spread over ranks. Values for reading are those
-    that forward uses; before an edit delayed updates are finished.
+    Works for every stage. If the block raises, or writes what it may only read, edits of sharded parameters
+    are dropped. Those of replicated ones (stages 0 to 2) stay on this rank. Values for reading are those that
+    forward uses. Before an edit delayed updates are finished.
+
+    Args:
+        parameters: a module, a parameter or several, of prepared models or made inside
+            [`Init`][zero_ext.Init].
+        modifier_rank: None for reading. With a rank, that rank's values become everybody's at the end of the
+            block, shards and fp32 master weights included. Elements that were not changed keep the full
+            precision of their master.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: a parameter is of neither kind, the rank does not exist, or experts that differ between
+            ranks are to be edited.
+        RuntimeError: a parameter was written to with `modifier_rank` None, or a backward pass ended inside
+            the block.
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> with zero_ext.gathered(model.parameters(), modifier_rank=0), torch.no_grad():
+        ...     _ = model.bias.fill_(1.0)
+        >>> with zero_ext.gathered(model.bias):
+        ...     model.bias.sum().item()
+        2.0
     """
     listed = _listed(parameters)
     presharded = [parameter for parameter in listed if presharded_of(parameter) is not None]
@@ -133,13 +152,27 @@ def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = False, key_filter: Callable[[str], bool] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer, whole, as independent CPU tensors under the module's own keys;
-    a collective.
+    """Return every parameter and persistent buffer in full, as independent CPU tensors; a collective.
 
-    Parameters are in compute precision; tied ones are one tensor under each of their names. With
-    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time; with ``key_filter``,
-    which must return the same on all ranks, only units with a selected key are gathered, and only the
-    selected keys are returned.
+    Units are gathered one at a time. With `key_filter` only units with a selected key are gathered.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+        rank0_only: the other ranks get an empty dict.
+        key_filter: selects keys; must return the same on all ranks.
+
+    Returns:
+        Tensors under the module's own keys. Parameters are in compute precision. Tied ones are one tensor
+        under each of their names.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `model` is not prepared.
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> {name: tuple(value.shape) for name, value in zero_ext.full_state_dict(model).items()}
+        {'weight': (2, 4), 'bias': (2,)}
     """
     engine = engine_of(model)
     engine.finish_updates()
@@ -186,11 +219,27 @@ def full_state_dict(
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Loads whole tensors, present on every rank, into a prepared model of any stage; a collective.
+    """Load full tensors, present on every rank, into a prepared model of any stage; a collective.
 
     fp32 values reach the master weights without rounding. A tied parameter may come under any of its names.
-    ``strict`` raises ``ValueError``, before anything changes, for missing or unexpected keys; wrong shapes
-    always do. Returns the missing and the unexpected keys.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+        state: full tensors by the module's own keys, the same on all ranks.
+        strict: raise for missing and unexpected keys, instead of leaving them.
+
+    Returns:
+        The missing and the unexpected keys.
+
+    Raises:
+        ValueError: keys are missing or unexpected while `strict`, or a shape is wrong; nothing was changed.
+        TypeError: a value is not a tensor.
+        RuntimeError: ranks have different values; nothing was changed.
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> zero_ext.load_full_state_dict(model, {"bias": torch.ones(2)}, strict=False)
+        (['weight'], [])
     """
     engine = engine_of(model)
     _check_shapes(state, engine.full_tensors.shapes())
@@ -266,10 +315,28 @@ def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> 
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The whole averaged gradient of one parameter, on every rank, before the step clips it; a collective.
+    """Return the full averaged gradient of one parameter, before the step clips it; a collective.
 
-    None if no rank has one. Shape, device and memory order of the parameter, dtype of the reduced gradient.
-    Of fp16 parameters it is still multiplied by the loss scale.
+    Args:
+        parameter: of a prepared model.
+
+    Returns:
+        The gradient on every rank, with the shape, device and memory order of the parameter and the dtype of
+        the reduced gradient. None if no rank has one. Of fp16 parameters it is still multiplied by the loss
+        scale.
+
+    Raises:
+        ValueError: the parameter belongs to no prepared model.
+        RuntimeError: updates in backward are pending, or the optimizer's next step leaves gradients
+            unreduced.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> zero_ext.full_gradient(model.bias)
+        tensor([3., 3.])
     """
     engine = engine_of_parameter(parameter)
     engine.updates.refuse_pending("full_gradient")
@@ -282,10 +349,30 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def double_backward(model: nn.Module) -> Iterator[None]:
-    """Around forward and backward of a step that differentiates twice (``create_graph=True``), or whose
-    blocks return objects in which no tensor can be found: saved parameters are gathered when autograd
-    unpacks them, whatever the order. About 10% slower on a small model. Raises ``RuntimeError`` where units
-    are updated in backward."""
+    """Gather saved parameters when autograd unpacks them, around a step that differentiates twice.
+
+    Use it around forward and backward of a step with `create_graph=True`, or whose blocks return objects in
+    which no tensor can be found. The order of the passes does not matter. About 10% slower on a small model.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        RuntimeError: `offload.update_mode` is "in_backward", where parameters change during backward.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
+        >>> inputs = torch.ones(3, 4, requires_grad=True)
+        >>> with zero_ext.double_backward(model):
+        ...     (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        ...     gradient.square().sum().backward()
+        >>> optimizer.step()
+    """
     engine = engine_of(model)
     if engine.config.offload.update_mode == "in_backward":
         raise RuntimeError(

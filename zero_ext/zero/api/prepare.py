@@ -83,45 +83,62 @@ def prepare(
     device: torch.device | str | None = None,
     activation_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, Any]:
-    """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
+    """Shard `model` and `optimizer` in place, as `config` says; a collective of all ranks.
 
-    The loop stays as it was: call the model, ``loss.backward()``, ``optimizer.step()``,
-    ``optimizer.zero_grad()``. Rank 0's initial values count. Without an optimizer (inference) there are no
-    gradients, master weights or optimizer state, whatever tier ``config`` names for them, and the returned
+    The loop stays as it was: call the model, `loss.backward()`, `optimizer.step()`,
+    `optimizer.zero_grad()`. Rank 0's initial values count. Without an optimizer (inference) there are no
+    gradients, master weights or optimizer state, whatever tier `config` names for them, and the returned
     optimizer is None.
 
     A model that is prepared already gets a new engine: its weights are kept, as the parameters have them,
-    optimizer state and step counts start anew, and the engine, wrapper and optimizer of before raise
-    ``RuntimeError`` from then on. Sharded parameters are not made whole for it.
+    optimizer state and step counts start anew, and its earlier engine, wrapper and optimizer raise
+    `RuntimeError` from then on. Sharded parameters are not gathered for it.
+
+    Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054).
 
     Args:
-        model: any module, built plainly or inside :class:`zero_ext.Init`, or prepared before.
+        model: any module, built plainly or inside [`Init`][zero_ext.Init], or prepared before.
         optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
-            torch's other element-wise optimizers run unchanged on the fp32 shards. One that ``prepare``
+            torch's other element-wise optimizers run unchanged on the fp32 shards. One that `prepare`
             returned stands for the one it was made of.
-        config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
+        config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, or the path of a JSON file; default ZeRO-3.
         process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
-            :func:`zero_ext.parallel.make_mesh`, where ``model`` is this rank's part of the whole: ranks along
-            "dp", "ep" and "cp" share its state, but for experts, which differ along "ep"; norms, clipping and
-            overflow are those of the parts along "pp" and "tp", and of all experts, together.
-        wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
+            [`make_mesh`][zero_ext.parallel.make_mesh], where `model` is this rank's part of the whole: ranks
+            along "dp", "ep" and "cp" share its state, but for experts, which differ along "ep"; norms,
+            clipping and overflow are those of the parts along "pp" and "tp", and of all experts, together.
+        wrap: return the model inside [`ZeroModule`][zero_ext.ZeroModule]; False returns the user's own
+            object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
         init: "broadcast" copies rank 0's initial values to all ranks. "skip" skips them: parameters are zero
             until a checkpoint is loaded, and may be on the meta device.
         device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
             Init), the accelerator if there is one. Parameters move there a unit at a time.
         activation_group: ranks that hold identical activations (tensor parallelism), for
-            ``activation_checkpointing.partition_activations``; they may not be data-parallel.
+            `activation_checkpointing.partition_activations`; they may not be data-parallel.
 
     Returns:
-        The model and a :class:`ZeroOptimizer`.
+        The model and a [`ZeroOptimizer`][zero_ext.zero.ZeroOptimizer].
 
     Raises:
-        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors,
+        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs full tensors,
             parameters on several devices, an activation group of data-parallel ranks.
         RuntimeError: the ranks hold different models, or the model is prepared again inside a forward,
-            between forward and backward, inside ``gathered`` or during a save in the background (raised on
+            between forward and backward, inside `gathered` or during a save in the background (raised on
             all of them).
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3, "gradient_clipping": 1.0})
+        >>> inputs, losses = torch.ones(16, 4), []
+        >>> for _ in range(20):
+        ...     loss = (model(inputs) - 1).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     losses.append(loss.item())
+        >>> losses[-1] < losses[0]
+        True
     """
     model, optimizer = unwrapped(model), original_optimizer(optimizer)
     settings = _settings(config, optimizer)

@@ -14,12 +14,18 @@ from zero_ext.zero.engine import Engine
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Steps a prepared model. ``param_groups`` are the user's own dicts, live: schedulers may change them.
+    """Step a prepared model. `param_groups` are the user's own dicts, live: schedulers may change them.
 
-    ``optimizer`` is the one that was given to ``prepare``.
+    [`prepare`][zero_ext.prepare] makes it.
 
-    ``state_dict`` holds this rank's part and fits only the same ranks and configuration; checkpoints for
-    other world sizes or stages are written by :func:`zero_ext.save_checkpoint`.
+    Args:
+        engine: the engine of the model.
+        optimizer: the optimizer that was given to `prepare`.
+        elementwise: the class of `optimizer` was declared to be element-wise.
+
+    Attributes:
+        engine: the engine of the model.
+        optimizer: the optimizer that was given to `prepare`.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> None:
@@ -48,27 +54,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """``step_was_skipped`` by the name that Accelerate reads from DeepSpeed's optimizers."""
+        """`step_was_skipped` by the name that Accelerate reads from DeepSpeed's optimizers."""
         return self._last_skipped
 
     @property
     def rolled_back_steps(self) -> int:
-        """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
-        overflowed (``offload.update_mode`` "in_backward")."""
+        """Steps whose updates were made in backward and rolled back.
+
+        The gradients had to be clipped or had overflowed (`offload.update_mode` "in_backward").
+        """
         return self.engine.updates.rolled_back_steps
 
     @property
     def committed_steps(self) -> int:
-        """Steps whose updates were made in backward before it was known that they are right, and were."""
+        """Steps whose speculative updates in backward turned out right and were kept."""
         return self.engine.updates.committed_steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Unscales, clips, updates and publishes the parameters; a collective of all ranks.
+        """Unscale, clip, update and publish the parameters; a collective of all ranks.
 
-        With delayed updates (``offload.update_mode``) the parameters follow the step before. Returns the
-        closure's value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError``
-        if gradients, or weights or moments after the update, are not finite (``check_finite``).
+        With delayed updates (`offload.update_mode`) the parameters follow the previous step.
+
+        Args:
+            closure: computes the loss again, with gradients enabled, before the update.
+
+        Returns:
+            What `closure` returned; None without one.
+
+        Raises:
+            RuntimeError: there are no gradients, or this is inside backward.
+            FloatingPointError: gradients, or weights or moments after the update, are not finite
+                (`check_finite`).
         """
         value = None
         if closure is not None:
@@ -78,15 +95,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; memory for them is kept. ``set_to_none`` False makes them zeros, as in
-        torch."""
+        """Clear all gradients. Memory for them is kept.
+
+        Args:
+            set_to_none: False fills them with zeros instead, as in torch.
+        """
         if set_to_none:
             self.engine.clear_gradients()
         else:
             super().zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: the model's parameters were laid out at prepare."""
+        """Raise once the model is prepared: its parameters were laid out then.
+
+        Args:
+            param_group: as for torch's optimizers.
+
+        Raises:
+            RuntimeError: the model is prepared.
+        """
         if hasattr(self, "engine"):
             raise RuntimeError(
                 "add_param_group: expected every parameter before zero_ext.prepare, got a group "
@@ -96,8 +123,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state: ``shards`` by kind and parameter, ``scalars``, ``param_groups``. A
-        delayed update is waited for, and is in it."""
+        """Return this rank's optimizer state, after waiting for a delayed update.
+
+        It fits only the same ranks and configuration. Checkpoints for other world sizes or stages are written
+        by [`save_checkpoint`][zero_ext.save_checkpoint].
+
+        Returns:
+            `shards` (tensors by kind, parameter and first element), `scalars`, `param_groups` and `layout`.
+        """
         stepper = self._stepper()
         self.engine.optimizer_step.wait()
         self.engine.follow_writes()
@@ -113,9 +146,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict` of the same rank, world size, stage and model; a collective.
+        """Restore the `state_dict` of the same rank, world size, stage and model; a collective.
 
-        Else ``ValueError``, with nothing changed.
+        Args:
+            state_dict: what `state_dict` returned.
+
+        Raises:
+            ValueError: it does not fit; nothing was changed.
         """
         self.engine.finish_updates()
         own = self.state_dict()

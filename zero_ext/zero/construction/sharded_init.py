@@ -38,28 +38,46 @@ UNSHARDED_ELEMENTS_LIMIT = 8 * 1024 * 1024
 
 
 class Init:
-    """``with zero_ext.Init(config): model = Model(...)`` shards ``Model`` while it is built; a collective.
+    """Shard a model while it is built: `with zero_ext.Init(config): model = Model(...)`.
 
-    Each parameter is created in full, initialized as usual and then sharded, one after another. The same seed
-    on every rank gives the same weights as plain construction, bit for bit, at every world size. Code that
-    initializes parameters again later (``module.apply(init)``) sees full values. Unsharded at a time are the
-    parameters that one torch function reads, those with live views, and the newest up to 8 Mi elements.
+    A collective: all ranks enter and leave the block together. Each parameter is created in full, initialized
+    as usual and then sharded, one after another. The same seed on every rank gives the same weights as plain
+    construction, bit for bit, at every world size. Code that initializes parameters again later
+    (`module.apply(init)`) sees full values. At most 8 Mi elements of the newest parameters are unsharded
+    simultaneously, plus the parameters that one torch function reads and those with live views.
 
-    Parameters made on the meta device are materialized at the end by their modules' ``reset_parameters``,
-    in the order in which construction would have called them; one without any raises ``ValueError`` naming
-    its module. The weights are those of plain construction unless that draws more than its modules'
-    ``reset_parameters`` do (a weight made and then replaced by a tied one, layers made by deepcopy). Some
-    become new parameter objects: build the optimizer after the block.
+    Parameters made on the meta device are materialized at the end of the block by their modules'
+    `reset_parameters`, in the order in which construction would have called them. The weights are those of
+    plain construction unless that draws more than its modules' `reset_parameters` do (a weight made and then
+    replaced by a tied one, layers made by deepcopy). Some become new parameter objects: build the optimizer
+    after the block.
 
-    Shards are stored in the tier that ``config`` names for parameters. On NVMe that is a store of the model's
-    own, whose files ``prepare`` reads once and removes. They are also removed if the block raises, and after
+    Shards are stored in the tier that `config` names for parameters. On NVMe that is a store of the model's
+    own, whose files `prepare` reads once and removes. They are also removed if the block raises, and after
     a crash when the next run opens the path.
 
     Nothing is sharded if the configured stage is not 3 (parameters are then ordinary ones of the device that
     they are built on), or on one rank without an accelerator that keeps them on the device. Shards of the
-    device tier stay in host memory until :func:`zero_ext.prepare` moves them to the accelerator. It expects
-    the same ``process_group``. Between the block and prepare the parameters are NaN
-    placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
+    device tier stay in host memory until [`prepare`][zero_ext.prepare] moves them to the accelerator.
+    `prepare` expects the same `process_group`. Between the block and `prepare` the parameters are NaN
+    placeholders.
+
+    Args:
+        config: as in `prepare`.
+        process_group: the data-parallel ranks; default all, or a single rank without a launcher.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        ValueError: at the end of the block, a module with parameters on the meta device has no
+            `reset_parameters`; the message names it.
+        RuntimeError: on all ranks, if storage fails on any. Also when the same object is entered twice.
+
+    Examples:
+        >>> with zero_ext.Init({"stage": 3}):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> model, _ = zero_ext.prepare(model, None, {"stage": 3})
+        >>> model(torch.zeros(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     def __init__(

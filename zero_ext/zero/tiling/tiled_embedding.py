@@ -20,14 +20,30 @@ class TileConsensus(Protocol):
 
 
 class TiledEmbedding(TiledModule):
-    """``nn.Embedding`` whose rows are cut into ``splits`` tiles of nearly equal size.
+    """`nn.Embedding` whose rows are cut into `splits` tiles of nearly equal size.
 
     In stage 3 every tile is a unit, gathered only if some rank looks up a row of it, and never in backward.
-    Values and gradients are those of ``nn.Embedding``, bit for bit; so is the ``state_dict``, with one
-    ``weight`` [num_embeddings, embedding_dim]. Rows that nobody looks up get zero gradients, as there.
+    Values and gradients are those of `nn.Embedding`, bit for bit. So is the `state_dict`, with one
+    `weight` [num_embeddings, embedding_dim]. Rows that nobody looks up get zero gradients, as there.
 
-    Raises ``ValueError`` for splits that are not from 1 to ``num_embeddings`` and for a ``padding_idx``
-    outside the rows; calls raise ``IndexError`` for ids outside them.
+    Args:
+        num_embeddings: rows.
+        embedding_dim: elements of a row.
+        splits: number of tiles.
+        padding_idx: row that gets no gradient and is zero at the start; negative numbers count from the end.
+        scale_grad_by_freq: divide a row's gradient by how often it occurs in the batch.
+        device: where the weights are made.
+        dtype: of the weights; default torch's.
+
+    Raises:
+        ValueError: `splits` is not from 1 to `num_embeddings`, or `padding_idx` is outside the rows.
+
+    Examples:
+        >>> embedding = zero_ext.TiledEmbedding(10, 4, splits=3)
+        >>> embedding(torch.tensor([[0, 9]])).shape
+        torch.Size([1, 2, 4])
+        >>> list(embedding.state_dict())
+        ['weight']
     """
 
     def __init__(
@@ -62,11 +78,20 @@ class TiledEmbedding(TiledModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, splits: int) -> TiledEmbedding:
-        """Return the same layer, tiled. The tiles share the memory of ``embedding``'s weight.
+        """Return the same layer, tiled. The tiles share the memory of `embedding`'s weight.
 
-        Drop ``embedding``, or train only one of the two.
+        Drop `embedding`, or train only one of the two.
 
-        Raises ``ValueError`` for ``max_norm``, which rewrites rows in forward, and sparse gradients.
+        Args:
+            embedding: the plain layer.
+            splits: number of tiles.
+
+        Returns:
+            The tiled layer, in training mode if `embedding` is.
+
+        Raises:
+            ValueError: `embedding` has `max_norm`, which rewrites rows in forward, or sparse gradients. Or
+                `splits` is not from 1 to its number of rows.
         """
         for name in ("max_norm", "sparse"):
             if getattr(embedding, name):
@@ -88,16 +113,35 @@ class TiledEmbedding(TiledModule):
         return made.train(embedding.training)
 
     def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
-        """See :class:`TiledModule`."""
+        """Return every tile with its first row and column.
+
+        Returns:
+            Pairs of tile and offset, in the order of `tiles`.
+        """
         offsets = [(first, 0) for first, _ in self._rows]
         return list(zip(self.tiles, offsets, strict=True))  # type: ignore[arg-type]
 
     def full_shape(self) -> tuple[int, int]:
-        """See :class:`TiledModule`."""
+        """Return the shape of the full weight.
+
+        Returns:
+            `num_embeddings` and `embedding_dim`.
+        """
         return self.num_embeddings, self.embedding_dim
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [...] int64 or int32 to [..., embedding_dim]."""
+        """Look up rows.
+
+        Args:
+            ids: [...] int64 or int32.
+
+        Returns:
+            [..., embedding_dim], the rows.
+
+        Raises:
+            IndexError: an id is outside the rows.
+            AssertionError: an internal invariant is broken, which is a bug of zero_ext.
+        """
         flat = ids.reshape(-1)
         low, high = (int(bound) for bound in flat.aminmax()) if flat.numel() else (0, 0)
         if low < 0 or high >= self.num_embeddings:
@@ -124,6 +168,10 @@ class TiledEmbedding(TiledModule):
         return torch.cat(values).index_select(0, back).view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
-        """Sizes, splits and padding."""
+        """Return sizes, splits and padding as `repr` shows them.
+
+        Returns:
+            The text between the parentheses.
+        """
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self.num_embeddings}, {self.embedding_dim}, splits={len(self._rows)}{padding}"

@@ -17,15 +17,33 @@ if TYPE_CHECKING:
 
 
 class TiledLinear(TiledModule):
-    """``nn.Linear`` cut into ``out_splits`` x ``in_splits`` tiles of nearly equal size.
+    """`nn.Linear` cut into `out_splits` x `in_splits` tiles of nearly equal size.
 
-    In stage 3 every tile is a unit: forward and backward gather one after another (memory-centric tiling,
-    ZeRO-Infinity, Rajbhandari et al., arXiv 2104.07857, section 5.1.3). Tiles of outputs are concatenated,
-    tiles of inputs are added from the first to the last. The gradient of the input is a sum over
-    ``out_splits``, the output one over ``in_splits``: equal to the plain layer's up to rounding.
+    In stage 3 every tile is a unit: forward and backward gather one after another. Tiles of outputs are
+    concatenated, tiles of inputs are added from the first to the last. The gradient of the input is a sum
+    over `out_splits`, the output one over `in_splits`: equal to the plain layer's up to rounding.
+    `state_dict` has the plain layer's `weight` [out_features, in_features] and `bias` [out_features].
 
-    ``state_dict`` has the plain layer's ``weight`` [out_features, in_features] and ``bias`` [out_features].
-    Raises ``ValueError`` for splits that are not from 1 to the number of features.
+    Source: memory-centric tiling, Rajbhandari et al., "ZeRO-Infinity" (arXiv 2104.07857), section 5.1.3.
+
+    Args:
+        in_features: size of an input.
+        out_features: size of an output.
+        bias: whether there is one.
+        in_splits: tiles along the inputs.
+        out_splits: tiles along the outputs.
+        device: where the weights are made.
+        dtype: of the weights; default torch's.
+
+    Raises:
+        ValueError: the splits are not from 1 to the number of features.
+
+    Examples:
+        >>> layer = zero_ext.TiledLinear(8, 6, in_splits=2, out_splits=3)
+        >>> layer(torch.zeros(5, 8)).shape
+        torch.Size([5, 6])
+        >>> layer.state_dict()["weight"].shape
+        torch.Size([6, 8])
     """
 
     def __init__(
@@ -52,9 +70,20 @@ class TiledLinear(TiledModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
-        """Return the same layer, tiled. The tiles share the memory of ``linear``'s weight.
+        """Return the same layer, tiled. The tiles share the memory of `linear`'s weight.
 
-        Drop ``linear``, or train only one of the two.
+        Drop `linear`, or train only one of the two.
+
+        Args:
+            linear: the plain layer.
+            in_splits: tiles along the inputs.
+            out_splits: tiles along the outputs.
+
+        Returns:
+            The tiled layer, in training mode if `linear` is.
+
+        Raises:
+            ValueError: the splits are not from 1 to the number of features.
         """
         sizes = (linear.in_features, linear.out_features, linear.bias is not None, in_splits, out_splits)
         made = cls(*sizes, device="meta", dtype=linear.weight.dtype)
@@ -64,7 +93,15 @@ class TiledLinear(TiledModule):
 
     @classmethod
     def tied_to(cls, embedding: TiledEmbedding, bias: bool = False) -> TiledLinear:
-        """Return a head [embedding_dim] to [num_embeddings] whose tiles are those of ``embedding``."""
+        """Return a head [embedding_dim] to [num_embeddings] whose tiles are those of `embedding`.
+
+        Args:
+            embedding: the layer whose weights the head shares.
+            bias: give the head a bias, zero at the start.
+
+        Returns:
+            The head.
+        """
         weights = [tile.weight for tile, _ in embedding.tile_offsets()]
         shape = (embedding.embedding_dim, embedding.num_embeddings)
         made = cls(*shape, False, 1, len(weights), device="meta", dtype=weights[0].dtype)
@@ -76,22 +113,46 @@ class TiledLinear(TiledModule):
         return made
 
     def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
-        """See :class:`TiledModule`; the tiles of one row of the grid follow one another."""
+        """Return every tile with its first row and column.
+
+        Returns:
+            Pairs of tile and offset; the tiles of one row of the grid follow one another.
+        """
         offsets = [(first, left) for first, _ in self._rows for left, _ in self._columns]
         return list(zip(self.tiles, offsets, strict=True))  # type: ignore[arg-type]
 
     def full_shape(self) -> tuple[int, int]:
-        """See :class:`TiledModule`."""
+        """Return the shape of the full weight.
+
+        Returns:
+            `out_features` and `in_features`.
+        """
         return self.out_features, self.in_features
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Apply the layer.
+
+        Args:
+            inputs: [..., in_features].
+
+        Returns:
+            [..., out_features].
+        """
         return torch.cat(list(self.chunks(inputs)), dim=-1)
 
     def chunks(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the output one tile at a time, [..., rows of the tile], for a loss that needs no more.
+        """Yield the output one tile at a time, for a loss that needs no more.
 
         Use all of them, on all ranks.
+
+        Args:
+            inputs: [..., in_features].
+
+        Yields:
+            [..., rows of the tile], from the first row of tiles to the last.
+
+        Raises:
+            AssertionError: an internal invariant is broken, which is a bug of zero_ext.
         """
         sizes = [right - left for left, right in self._columns]
         columns = inputs.split(sizes, dim=-1) if len(sizes) > 1 else (inputs,)
@@ -108,7 +169,11 @@ class TiledLinear(TiledModule):
             yield output
 
     def extra_repr(self) -> str:
-        """Sizes and splits."""
+        """Return sizes and splits as `repr` shows them.
+
+        Returns:
+            The text between the parentheses.
+        """
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"in_splits={len(self._columns)}, out_splits={len(self._rows)}"

@@ -46,9 +46,19 @@ _COUNTERS = {"global_samples", "dp_world_size", "ds_version"}
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """What an import has made: ``path``, the checkpoint of ``step``, from ``source``, which ``ranks`` ranks
-    saved at ``stage``; the class of its optimizer, the number of its parameters and of their elements, and
-    the bytes written."""
+    """The result of an import.
+
+    Attributes:
+        path: folder of the new checkpoint.
+        source: folder of DeepSpeed's checkpoint.
+        step: number of the checkpoint.
+        stage: ZeRO stage of DeepSpeed's checkpoint.
+        ranks: that saved it.
+        optimizer: class of its optimizer.
+        parameters: number of parameters.
+        elements: of all parameters.
+        bytes_written: bytes of the new files.
+    """
 
     path: Path
     source: Path
@@ -70,23 +80,33 @@ def import_deepspeed_checkpoint(
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportedCheckpoint:
-    """Writes the DeepSpeed checkpoint ``folder/tag`` as zero_ext's ``output/step-000123``.
+    """Write a DeepSpeed checkpoint as zero_ext's `output/step-000123`.
 
-    ``folder`` is what ``save_checkpoint`` of DeepSpeed was given, ``tag`` by default what its file ``latest``
-    says; the folder of a tag itself will do too. ``zero_ext.load_checkpoint(output, model)`` then resumes at
-    any world size and stage: fp32 masters, optimizer state, step counts, settings of the param groups, loss
-    scaler, frozen parameters and buffers are DeepSpeed's, bit for bit. The scheduler's state is what
-    ``load_checkpoint(..., scheduler=)`` restores, DeepSpeed's client state the ``client_state``.
+    [`load_checkpoint`][zero_ext.load_checkpoint] then resumes at any world size and stage: fp32 masters,
+    optimizer state, step counts, settings of the param groups, loss scaler, frozen parameters and buffers are
+    DeepSpeed's, bit for bit. The scheduler's state is what `load_checkpoint(..., scheduler=)` restores,
+    DeepSpeed's client state the `client_state`.
 
-    ``optimizer`` is the name of the class that the model will be prepared with, where the checkpoint does
-    not tell it ("Adam" and "AdamW" it mostly does). ``verify`` reads every file once more beforehand to
-    compare its checksums. ``progress`` is called with ranks done and ranks in all. In memory are the tables
-    and a few MiB; tensors are mapped from one rank's file at a time.
+    No code from the files runs: a class or function that is pickled in them is refused by name. In memory are
+    the tables and a few MiB; tensors are mapped from one rank's file at a time. An error while writing
+    removes what was written.
 
-    No code from the files runs: a class or function that is pickled in them is refused by name.
-    CheckpointError names the file and what is missing, damaged, foreign or does not add up, TypeError or
-    ValueError a part of the client state that cannot be stored; nothing has been written then. An error while
-    writing removes what was written.
+    Args:
+        folder: what DeepSpeed's `save_checkpoint` was given, or the folder of a tag itself.
+        output: holds the new checkpoint.
+        tag: default what DeepSpeed's file `latest` says.
+        optimizer: name of the class that the model will be prepared with, where the checkpoint does not say
+            it.
+        verify: read every file once more beforehand to compare its checksums.
+        progress: called with ranks done and ranks in all.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: names the file and what is missing, damaged, foreign or does not add up.
+        TypeError: a piece of the client state is of a type that cannot be stored.
+        ValueError: a piece of the client state cannot be stored.
     """
     checkpoint = read_checkpoint(tag_folder(Path(folder).absolute(), tag), verify)
     scalars = scalar_state(checkpoint, optimizer)

@@ -11,8 +11,15 @@ from zero_ext.config.plot_colors import SERIES
 
 @dataclass(frozen=True)
 class Slot:
-    """A forward, backward or weight gradient ("forward", "backward", "weights") of a micro-batch in a stage;
-    ``began`` and ``seconds`` on the rank's own clock."""
+    """One piece of work of a pipeline's stage.
+
+    Attributes:
+        what: "forward", "backward" or "weights" (weight gradients).
+        stage: number of the stage.
+        micro_batch: number of the micro-batch.
+        began: start on the rank's own clock, in seconds.
+        seconds: duration.
+    """
 
     what: str
     stage: int
@@ -25,9 +32,17 @@ _COLORS = dict(zip(("forward", "backward", "weights"), SERIES, strict=False))
 
 
 def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") -> Path:
-    """Draws the slots of each rank of a pipeline, a row a rank, numbered by micro-batch; returns ``path``.
+    """Plot the slots of each rank of a pipeline, one row per rank, numbered by micro-batch.
 
     The ranks' clocks are taken for one, as they are on one machine.
+
+    Args:
+        ranks: slots of each rank.
+        path: the image file.
+        title: of the plot.
+
+    Returns:
+        `path`.
     """
     import matplotlib
 

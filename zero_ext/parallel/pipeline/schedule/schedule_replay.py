@@ -13,12 +13,21 @@ Seconds = Callable[[Slot], float]
 def replay(
     ranks: Sequence[Sequence[Slot]], seconds: Seconds, exchange_seconds: float = 0.0
 ) -> list[list[Slot]]:
-    """The slots of every rank of a pipeline, in each rank's order, as they would lie from 0 on if a slot took
-    ``seconds(slot)`` and a result ``exchange_seconds`` to another rank.
+    """Return the slots of every rank as they would lie from 0 on with other durations.
 
-    ``ranks`` hold all slots of a step, as ``Pipeline.slots`` of each rank. A forward waits for that of the
-    stage before, a backward for that of the stage after and for its own forward, a weight gradient for its
-    own backward. Raises ``ValueError`` for orders that wait for one another, or for a slot that is missing.
+    A forward waits for that of the stage before, a backward for that of the stage after and for its own
+    forward, a weight gradient for its own backward.
+
+    Args:
+        ranks: all slots of a step in each rank's order, as `Pipeline.slots` of each rank.
+        seconds: duration of a slot.
+        exchange_seconds: time of a result to another rank.
+
+    Returns:
+        The new slots of each rank.
+
+    Raises:
+        ValueError: orders wait for one another, or a slot is missing.
     """
     last = max(slot.stage for slots in ranks for slot in slots)
     holders = {slot.stage: rank for rank, slots in enumerate(ranks) for slot in slots}
@@ -50,17 +59,32 @@ def replay(
 
 
 def busy_fraction(ranks: Sequence[Sequence[Slot]]) -> float:
-    """Return the fraction of the step, from its first slot to the end of its last, that ranks are busy."""
+    """Return the fraction of the step, from its first slot to the end of its last, that ranks are busy.
+
+    Args:
+        ranks: all slots of a step.
+
+    Returns:
+        0 to 1.
+    """
     slots = [slot for each in ranks for slot in each]
     span = max(slot.began + slot.seconds for slot in slots) - min(slot.began for slot in slots)
     return sum(slot.seconds for slot in slots) / (len(ranks) * span)
 
 
 def bubble_bound(ranks: Sequence[Sequence[Slot]]) -> float:
-    """Return the :func:`busy_fraction` that the order of these slots allows.
+    """Return the `busy_fraction` that the order of these slots allows.
 
     All slots of a kind take their average time, and results are sent in no time: m / (m + p - 1) in GPipe and
-    1F1B, of p stages and m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2).
+    1F1B, of p stages and m micro-batches.
+
+    Source: Narayanan et al. (arXiv 2104.04473), section 2.2.
+
+    Args:
+        ranks: all slots of a step.
+
+    Returns:
+        0 to 1.
     """
     kinds: dict[str, list[float]] = {}
     for slots in ranks:

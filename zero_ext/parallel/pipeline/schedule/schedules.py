@@ -39,6 +39,7 @@ SCHEDULES = {
     "zbv": ScheduleKind(torchs.ScheduleZBVZeroBubble, chunks=2, is_v=True),
     "layer_major": ScheduleKind(None),
 }
+"""Schedules of a pipeline by name."""
 
 
 def schedule_named(name: str, chunks: int, ranks: int) -> ScheduleKind:

@@ -26,29 +26,59 @@ def apply_pipeline_parallel(
     split: str | Sequence[float] = "parameters",
     inputs: Sequence[str] = ("input_ids",),
 ) -> HfPipelineModule:
-    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM,
-    BERT and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
+    """Return this rank's stages of a model of transformers, for `zero_ext.prepare` and `Pipeline`.
 
-    Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
+    The model has a head and a `base_model_pp_plan` (Llama, Qwen, Mistral, GPT-2, BLOOM, BERT and others).
+    Every stage keeps its layers, the first the embeddings too, the last the norm and the head. Parameters
     keep their names in the full model, so checkpoints and exports are those of the full model. Masks,
     positions and rotary embeddings are computed in every stage. Shared embeddings stay one parameter. Call
-    :func:`zero_ext.parallel.apply_tensor_parallel` before. ``model`` is not changed: drop your reference.
+    [`apply_tensor_parallel`][zero_ext.parallel.apply_tensor_parallel] before. `model` is not changed: drop
+    your reference.
 
-    ``inputs`` name, as the model's forward does, what ``train_batch`` is given: token ids, then what goes to
-    every stage, as "attention_mask" [batch, length]. ``loss`` is called with the logits and the targets;
-    None is the model's own, to which targets are labels [batch, length]. ``split`` is "parameters",
-    "uniform", or a weight for what comes before the layers, each layer, and what comes behind them;
-    ``schedule`` and ``chunks`` are those of :class:`PipelineModule`.
+    Args:
+        model: the full model.
+        mesh: has the dimension "pp".
+        loss: called with the logits and the targets; None is the model's own, to which targets are labels
+            [batch, length].
+        schedule: as for [`PipelineModule`][zero_ext.parallel.pipeline.PipelineModule].
+        chunks: as for `PipelineModule`.
+        split: "parameters", "uniform", or a weight for what comes before the layers, each layer, and what
+            comes behind them.
+        inputs: name, as the model's forward does, what `train_batch` is given: token ids, then what goes to
+            every stage, as "attention_mask" [batch, length].
 
-    Raises ``ValueError`` on all ranks alike for a model without a plan, without a head for words, with
-    parameters in none of its parts, or one that changes hidden states between its parts; for a mesh with
-    "cp" or a mixture that balances its experts, without a ``loss``; and as :class:`PipelineModule`.
+    Returns:
+        The stages.
+
+    Raises:
+        ValueError: on all ranks alike, a model without a plan, without a head for words, with parameters in
+            none of its parts, or one that changes hidden states between its parts; a mesh with "cp" or a
+            mixture that balances its experts, without a `loss`; and as `PipelineModule`.
     """
     return HfPipelineModule(model, mesh, loss, schedule, chunks, split, inputs)
 
 
 class HfPipelineModule(StageModule):
-    """See :func:`apply_pipeline_parallel`."""
+    """This rank's stages of a model of transformers.
+
+    [`apply_pipeline_parallel`][zero_ext.parallel.pipeline.apply_pipeline_parallel] makes it, and documents
+    what it takes.
+
+    Args:
+        model: the full model.
+        mesh: has the dimension "pp".
+        loss: called with the logits and the targets; None is the model's own.
+        schedule: as for `PipelineModule`.
+        chunks: as for `PipelineModule`.
+        split: how layers are divided into stages.
+        inputs: names of what the forward takes.
+
+    Attributes:
+        inputs: as given.
+
+    Raises:
+        ValueError: the model, mesh or settings are not supported.
+    """
 
     def __init__(
         self,
@@ -85,7 +115,15 @@ class HfPipelineModule(StageModule):
                 mark_tied(model.get_parameter(names[0]), names[0], ranks)
 
     def forward(self, chunk: int, *inputs: Any) -> Any:
-        """Runs this rank's stage number ``chunk``: token ids to hidden states to logits."""
+        """Run one of this rank's stages, from token ids to hidden states to logits.
+
+        Args:
+            chunk: number of the stage on this rank, from 0.
+            *inputs: of the stage.
+
+        Returns:
+            What the next stage takes, or the logits.
+        """
         stage, view = self.stages[chunk], self._views[chunk]
         for name in self._names[chunk]:  # a module may have been replaced, as by tiles
             owner, _, last = name.rpartition(".")
@@ -103,7 +141,14 @@ class HfPipelineModule(StageModule):
         return (hidden, *inputs[1:]) if inputs[1:] else hidden
 
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
-        """See the base class."""
+        """Return the parameters of one of this rank's stages.
+
+        Args:
+            chunk: number of the stage on this rank, from 0.
+
+        Returns:
+            The parameters.
+        """
         return nn.ModuleList(self.get_submodule(name) for name in self._names[chunk]).parameters()
 
 

@@ -22,15 +22,24 @@ def profile_layers(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of forward and backward of every layer, for ``PipelineModule(..., split=...)``.
+    """Measure the seconds of forward and backward of every layer, for `PipelineModule(..., split=...)`.
 
-    ``layers`` are those of :class:`PipelineModule`, ``inputs`` one micro-batch on the device to measure on.
     Where torch.distributed runs this is a collective of all ranks: rank 0 measures, all return the same. It
     has one layer at a time, unsharded and in the precision it is built in. Layers given as modules are copied
-    and not changed, nor are random numbers. The shortest of ``repeats`` counts, after one that warms up. The
-    loss is not measured.
+    and not changed, nor are random numbers. The loss is not measured.
 
-    Raises ``ValueError`` for less than one repeat, ``RuntimeError`` on all ranks for a layer that fails.
+    Args:
+        layers: as for [`PipelineModule`][zero_ext.parallel.pipeline.PipelineModule].
+        *inputs: one micro-batch on the device to measure on.
+        repeats: measurements, of which the shortest counts, after one that warms up.
+        clock: returns seconds.
+
+    Returns:
+        Seconds per layer.
+
+    Raises:
+        ValueError: less than one repeat.
+        RuntimeError: on all ranks, a layer fails.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats: {repeats!r} given, a whole number of at least 1 wanted")

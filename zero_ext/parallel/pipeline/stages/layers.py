@@ -10,9 +10,28 @@ from torch import nn
 
 
 class LayerSpec:
-    """A layer that is built where its stage is: ``kind(*arguments, **options)``.
+    """A layer that is built where its stage is: `kind(*arguments, **options)`.
 
     Its random values depend on torch's seed and the layer's number alone, not on which rank builds it.
+
+    Args:
+        kind: a subclass of `torch.nn.Module`.
+        *arguments: of its constructor.
+        **options: of its constructor.
+
+    Attributes:
+        kind: as given.
+        arguments: as given.
+        options: as given.
+
+    Raises:
+        TypeError: `kind` is no such class.
+
+    Examples:
+        >>> from zero_ext.parallel.pipeline import LayerSpec
+        >>> layer = LayerSpec(torch.nn.Linear, 4, 2, bias=False)
+        >>> layer.build(seed=0)
+        Linear(in_features=4, out_features=2, bias=False)
     """
 
     def __init__(self, kind: type[nn.Module], /, *arguments: Any, **options: Any) -> None:
@@ -26,23 +45,56 @@ class LayerSpec:
         return f"{type(self).__name__}({self.kind.__name__})"
 
     def build(self, seed: int) -> nn.Module:
-        """The layer, with the values that ``seed`` gives; torch's own random state stays as it was."""
+        """Build the layer; torch's own random state stays as it was.
+
+        Args:
+            seed: of its random values.
+
+        Returns:
+            The layer.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.kind(*self.arguments, **self.options)
 
     def outline(self) -> nn.Module:
-        """The layer without values, on the meta device."""
+        """Build the layer without values.
+
+        Returns:
+            The layer on the meta device.
+        """
         with torch.device("meta"):
             return self.kind(*self.arguments, **self.options)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters are those of every other layer with the same ``key``: an embedding, and the
-    head that uses it again.
+    """A layer that shares its parameters with every other layer of the same `key`.
 
-    ``forward`` is what this occurrence does, called with the layer and its inputs; None is the layer's own.
-    Where the stages are on several ranks, each has the parameters, and their gradients are added up.
+    An embedding, for example, and the head that uses it again. Where the stages are on several ranks, each
+    has the parameters, and their gradients are summed.
+
+    Args:
+        key: names the shared parameters.
+        kind: a subclass of `torch.nn.Module`.
+        *arguments: of its constructor.
+        forward: what this occurrence does, called with the layer and its inputs; None is the layer's own.
+        **options: of its constructor.
+
+    Attributes:
+        key: as given.
+        forward: as given.
+
+    Examples:
+        >>> from zero_ext.parallel.pipeline import LayerSpec, TiedLayerSpec
+        >>> def scores(embedding, hidden):
+        ...     return hidden @ embedding.weight.t()
+        >>> layers = [
+        ...     TiedLayerSpec("words", torch.nn.Embedding, 10, 4),
+        ...     LayerSpec(torch.nn.Linear, 4, 4),
+        ...     TiedLayerSpec("words", torch.nn.Embedding, 10, 4, forward=scores),
+        ... ]
+        >>> layers[0].key == layers[2].key
+        True
     """
 
     def __init__(

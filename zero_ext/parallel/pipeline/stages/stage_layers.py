@@ -23,21 +23,41 @@ def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
 
 
 class PipelineModule(StageModule):
-    """This rank's part of a model that is a list of layers, each called with what the one before returned.
+    """This rank's stages of a model that is a list of layers, each called with what the one before returned.
 
-    ``layers`` are modules, :class:`LayerSpec` (built only where they are needed), functions, or an
-    ``nn.Sequential``; a tuple is passed on as several arguments. They are cut into ``chunks`` stages a rank,
-    ``split`` "parameters" (as many elements of parameters in each as can be), "uniform" (as many layers), or
-    a weight for every layer, as its measured seconds. ``loss`` is called with the last layer's output and the
-    targets, and returns a mean over the samples. ``schedule`` is one of :data:`SCHEDULES`. Parameters are
-    named by the layer's number in the whole model, ``layers.<number>.<parameter>``, on whatever rank.
+    Parameters are named by the layer's number in the full model, `layers.<number>.<parameter>`, on whatever
+    rank. Give it, with the mesh, to [`prepare`][zero_ext.prepare], and the result to
+    [`Pipeline`][zero_ext.parallel.pipeline.Pipeline].
 
-    A parameter in stages on several ranks is one parameter if ``ties`` names it: groups of such names, whose
-    gradients are added up. Those of :class:`TiedLayerSpec` need no naming.
+    Args:
+        layers: modules, `LayerSpec` (built only where they are needed), functions, or an
+            `nn.Sequential`. A returned tuple is passed on as several arguments.
+        mesh: has the dimension "pp", see [`make_mesh`][zero_ext.parallel.make_mesh].
+        loss: called with the last layer's output and the targets; returns a mean over the samples.
+        schedule: one of "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv" and "layer_major".
+        chunks: stages of a rank.
+        split: "parameters" (as many elements of parameters in each stage as can be), "uniform" (as many
+            layers), or a weight for every layer, as its measured seconds.
+        ties: a parameter in stages on several ranks is one parameter if it is named here: groups of such
+            names, whose gradients are summed. Those of `TiedLayerSpec` need no naming.
 
-    Give it, with the mesh, to :func:`zero_ext.prepare`, and the result to :class:`Pipeline`. Raises
-    ``ValueError`` on all ranks alike for fewer layers than stages, a mesh without "pp", an unknown schedule
-    or split, a parameter in several stages without a tie, and a tie of what cannot be tied.
+    Raises:
+        ValueError: on all ranks alike, fewer layers than stages, a mesh without "pp", an unknown schedule
+            or split, a parameter in several stages without a tie, or a tie of what cannot be tied.
+
+    Examples:
+        On four ranks:
+
+        ```python
+        from zero_ext.parallel import make_mesh
+        from zero_ext.parallel.pipeline import LayerSpec, PipelineModule
+
+        mesh = make_mesh(pp=2)
+        layers = [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(6)]
+        module = PipelineModule(layers, mesh, loss=torch.nn.functional.mse_loss, split="uniform")
+        first = 3 * mesh["pp"].get_local_rank()
+        assert list(module.layers) == [str(number) for number in range(first, first + 3)]
+        ```
     """
 
     def __init__(
@@ -82,16 +102,38 @@ class PipelineModule(StageModule):
         return layer
 
     def forward(self, chunk: int, *inputs: Any, through: Callable[..., Any] = in_turn) -> Any:
-        """Runs this rank's stage number ``chunk``, counted from 0 on this rank; ``through`` takes the inputs
-        through its calls."""
+        """Run one of this rank's stages.
+
+        Args:
+            chunk: number of the stage on this rank, from 0.
+            *inputs: of the stage.
+            through: takes the inputs through the calls of the stage.
+
+        Returns:
+            What the last layer of the stage returns.
+        """
         return through(*self._calls[chunk], values=inputs)
 
     def layer_parameters(self, number: int) -> Iterator[nn.Parameter]:
-        """The parameters of layer ``number``, none of a function."""
+        """Return the parameters of a layer.
+
+        Args:
+            number: of the layer in the full model.
+
+        Returns:
+            The parameters, none of a function.
+        """
         return self.layers[str(number)].parameters() if str(number) in self.layers else iter(())
 
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
-        """See the base class."""
+        """Return the parameters of one of this rank's stages.
+
+        Args:
+            chunk: number of the stage on this rank, from 0.
+
+        Returns:
+            The parameters.
+        """
         present = [str(number) for number in self.ranges[self.stages[chunk]] if str(number) in self.layers]
         return nn.ModuleList(self.layers[number] for number in present).parameters()
 
@@ -119,5 +161,12 @@ def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[fl
 
 
 def layer_seed(number: int) -> int:
-    """The seed that layer ``number`` is built with, of torch's own."""
+    """Return the seed that a layer is built with, made of torch's own.
+
+    Args:
+        number: of the layer in the full model.
+
+    Returns:
+        The seed.
+    """
     return (torch.initial_seed() + 1_000_003 * (number + 1)) % 2**63

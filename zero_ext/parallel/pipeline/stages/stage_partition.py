@@ -7,14 +7,25 @@ from itertools import pairwise
 
 
 def split_stages(weights: Sequence[float], stages: int) -> list[range]:
-    """Cuts layers into ``stages`` runs, none empty, whose largest sum of ``weights`` is the least possible.
+    """Divide layers into stages of consecutive ones, so that the heaviest stage is as light as possible.
 
-    ``weights`` are what a layer costs: 1 each, its parameters, its seconds. Exact, by dynamic programming
-    over the cuts; where several are as good, smaller squares of the sums count, so that the lighter stages
-    are even too.
+    Exact, by dynamic programming over the cuts. Where several are as good, smaller squares of the sums count,
+    so that the lighter stages are even too.
 
-    Raises ``ValueError`` for fewer layers than stages, less than one stage, or a weight that is negative or
-    not finite.
+    Args:
+        weights: cost of each layer: 1 each, its parameters, its seconds.
+        stages: number of stages.
+
+    Returns:
+        The layers of each stage, none empty.
+
+    Raises:
+        ValueError: fewer layers than stages, less than one stage, or a weight that is negative or not finite.
+
+    Examples:
+        >>> from zero_ext.parallel import split_stages
+        >>> split_stages([4, 1, 1, 1, 1], stages=2)
+        [range(0, 1), range(1, 5)]
     """
     layers = len(weights)
     if stages < 1:
