@@ -60,8 +60,8 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
         model: A model on every rank, with the same values.
         mesh: A mesh with the dimension "tp".
         plan: Styles by name of modules or parameters, with "*" for any part of a name. A style is one of
-            transformers' or of ours (docs/how_to/parallel.md lists them), or an object of torch's. By default,
-            `tensor_plan`.
+            transformers' or of ours (docs/how_to/parallel.md lists them), or an object of torch's. By
+            default, `tensor_plan`.
 
     Returns:
         `model`.

@@ -76,8 +76,8 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
     """Simulate one step of a model on a machine.
 
     Every unit's gathers, computing, reductions, copies, reads, writes and updates run on streams that work
-    simultaneously (docs/explanation/simulation.md has the formulas). Not modeled: stragglers and other ranks' noise,
-    contention between streams for one memory, allocation, the data loader.
+    simultaneously (docs/explanation/simulation.md has the formulas). Not modeled: stragglers and other ranks'
+    noise, contention between streams for one memory, allocation, the data loader.
 
     Args:
         model: the cost of its units.
