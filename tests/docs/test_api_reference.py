@@ -46,6 +46,7 @@ PACKAGES = (
     "zero_ext.zero",
 )
 OWN_PAGE = "zero_ext.integrations.deepspeed"
+PALETTE = "zero_ext.config.plot_colors"  # shared by the plots of the library and of the demonstrations
 # By how often the README, the documentation and the examples use them, of those that need no further package.
 MOST_USED = (
     "apply_tensor_parallel",
@@ -205,7 +206,7 @@ def test_what_the_documentation_imports_is_on_the_page() -> None:
             r"^ *from (zero_ext[\w.]*) import \(?([\w, ]+)", file.read_text(), re.MULTILINE
         )
         for name in names.split(",")
-        if name.strip() and not f"{module}.{name.strip()}".startswith(OWN_PAGE)
+        if name.strip() and not f"{module}.{name.strip()}".startswith((OWN_PAGE, PALETTE))
     }
     assert ("zero_ext.zero", "engine_of") in imports
     missing = [each for each in sorted(imports) if definition_of(*each).key not in on_the_page()]
