@@ -19,6 +19,8 @@ from zero_ext.comm.point_to_point_transport import PointToPointTransport
 from zero_ext.comm.transport import DeviceDispatch, Transport, TransportSelector
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction, resolve_reduction
 
+from ..config.internal_error import zero_ext_bug
+
 # Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
 MOST_SHARDS_ON_A_DEVICE = 256
 HOW_ADDED: dict[ResolvedReduction, str] = {
@@ -139,7 +141,7 @@ class Connections:
                 made.abort(str(error))
             raise
         if made is None:
-            raise AssertionError("the ranks agreed on connections that were not made")
+            raise zero_ext_bug("the ranks agreed on connections that were not made")
         return made
 
     def agree(self, host: Transport, what: str, fact: str, problem: str, kind: type[Exception]) -> None:

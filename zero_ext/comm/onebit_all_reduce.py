@@ -8,6 +8,8 @@ from zero_ext import ops
 from zero_ext.comm.collectives import Collectives
 from zero_ext.comm.pending_collective import PendingCollective
 
+from ..config.internal_error import zero_ext_bug
+
 
 class OneBitAllReduce:
     """A 1-bit all-reduce of a flat buffer [numel], of which every rank owns an equal slice.
@@ -65,6 +67,6 @@ class OneBitAllReduce:
 
     def _wait(self) -> None:
         if self._pending is None:
-            raise AssertionError("no all-reduce was started")
+            raise zero_ext_bug("no all-reduce was started")
         self._pending.wait()
         self._pending = None

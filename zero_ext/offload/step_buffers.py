@@ -14,6 +14,8 @@ from zero_ext.offload.device.device_memory import CPU, Device
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.shard_storage import ShardStorage
 
+from ..config.internal_error import zero_ext_bug
+
 
 class StepChunk(NamedTuple):
     """Elements [begin, end) of a range: their gradients, and a buffer for their updated parameters if wanted.
@@ -252,7 +254,7 @@ def _cut(elements: int, numel: int, grain: int) -> int:
     if elements >= numel:
         return max(numel, 1)
     if elements < grain:
-        raise AssertionError(f"a buffer for {elements} of {numel} elements, which move in {grain} at least")
+        raise zero_ext_bug(f"a buffer for {elements} of {numel} elements, which move in {grain} at least")
     return elements // grain * grain
 
 

@@ -24,6 +24,8 @@ from zero_ext.offload.shard_storage import MemoryShard, ShardStorage
 from zero_ext.offload.step_buffers import StagingSizes, StepStaging
 from zero_ext.offload.transfer_stats import TransferStats
 
+from ..config.internal_error import zero_ext_bug
+
 _log = logging.getLogger(__name__)
 
 
@@ -156,14 +158,14 @@ class TierManager:
     def store(self) -> NvmeStore:
         """The store on NVMe."""
         if self._store is None:
-            raise AssertionError("no state kind is stored on NVMe")
+            raise zero_ext_bug("no state kind is stored on NVMe")
         return self._store
 
     @property
     def stream(self) -> StateStream:
         """The stream that optimizer state on NVMe passes through."""
         if self._stream is None:
-            raise AssertionError("the optimizer state is not stored on NVMe")
+            raise zero_ext_bug("the optimizer state is not stored on NVMe")
         return self._stream
 
     def staging_bytes(self) -> dict[Tier, int]:

@@ -13,6 +13,8 @@ from zero_ext.config.buffer_sizes import SLOTS
 from zero_ext.offload.device.device_memory import Device
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 
+from ...config.internal_error import zero_ext_bug
+
 _FIRST = 4  # of ``SLOTS`` chunks are in their first stage, the others in their second
 
 # Starts to move the bytes from an offset of a shard on, from or into memory that storage can access.
@@ -131,7 +133,7 @@ class _BounceTransfer:
         caller waits for.
         """
         if self._start is None:
-            raise AssertionError(f"the chunk from byte {begin} on was started before")
+            raise zero_ext_bug(f"the chunk from byte {begin} on was started before")
         try:
             started = self._start(begin, chunk)
         except RuntimeError as error:

@@ -13,6 +13,8 @@ from zero_ext.offload.nvme.nvme_store import NvmeStore
 from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.offload.transfer_stats import TransferStats
 
+from ...config.internal_error import zero_ext_bug
+
 
 class NvmeShard(ShardStorage):
     """A shard [numel] in one extent of the store.
@@ -98,7 +100,7 @@ class NvmeShard(ShardStorage):
 
     def _path_to_device(self) -> DeviceTransferPath:
         if self._transfer_path is None:
-            raise AssertionError("an accelerator's memory without a transfer path to storage")
+            raise zero_ext_bug("an accelerator's memory without a transfer path to storage")
         return self._transfer_path
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:

@@ -21,6 +21,8 @@ from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.offload.storage_range import StorageRange, Values
 from zero_ext.offload.transfer_stats import TransferStats
 
+from ...config.internal_error import zero_ext_bug
+
 _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
 _WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for what in ("reads", "writes")]
 
@@ -87,7 +89,7 @@ class NvmeState(OptimizerStateStorage):
     def add(self, kind: str, field: StateField) -> None:
         """Check that a kind is one of the stream, whose state is zero from the start."""
         if self.stream.kinds.get(kind) != field:
-            raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
+            raise zero_ext_bug(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield the chunks that move in one transfer."""
@@ -133,7 +135,7 @@ class NvmeState(OptimizerStateStorage):
     def snapshot(self) -> None:
         """Make the step write to the other extent. Nothing is copied."""
         if self._shadow is None:
-            raise AssertionError("no extent was reserved for state after a step that may be rolled back")
+            raise zero_ext_bug("no extent was reserved for state after a step that may be rolled back")
         self.target = self._shadow
 
     def commit(self) -> None:
@@ -234,5 +236,5 @@ def _location_of(shard: ShardStorage | None) -> tuple[int, torch.Tensor]:
         return shard.offset, torch.empty(0, dtype=shard.dtype, device="cpu")
     memory = shard.memory(shard.tier)
     if memory is None:
-        raise AssertionError(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
+        raise zero_ext_bug(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
     return -1, memory
