@@ -115,7 +115,7 @@ def test_one_buffer_of_so_many_calls() -> None:
     assert storage.allocated_bytes() == {"device": 2 * 100 * 4096}
     small = [put(storage, filled(50 * 4096, 2)) for _ in range(2)]
     with pytest.raises(
-        BufferFullError, match="number_checkpoints is 2: the buffer of 819200 bytes stores 819200"
+        BufferFullError, match="number_checkpoints: the buffer of 819200 bytes for 2 calls stores 819200"
     ):
         put(storage, filled(1, 3))
     storage.release(first)

@@ -226,7 +226,7 @@ def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
 def test_groups_that_are_refused(world: World) -> None:
     policy = ActivationCheckpointingConfig(partition_activations=True)
     inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
-    with pytest.raises(ValueError, match="there is no group"):
+    with pytest.raises(ValueError, match="partition_activations: expected an activation_group, got none"):
         ActivationCheckpointing(policy)(torch.sin, inputs)
     with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
         ActivationCheckpointing(policy, world.group, data_parallel_group=world.group)

@@ -154,9 +154,9 @@ def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
     began = time.monotonic()
     if world.rank == 1:
         (offloader,) = checkpointing._offloaders.values()
-        with pytest.raises(BufferFullError, match="number_checkpoints is 2"):
+        with pytest.raises(BufferFullError, match=r"number_checkpoints: .* for 2 calls"):
             offloader.offload([hidden], "one more")
-    with pytest.raises(RuntimeError, match=r"number_checkpoints is 2|comparison of the inputs"):
+    with pytest.raises(RuntimeError, match=r"number_checkpoints: .* for 2 calls|comparison of the inputs"):
         checkpointing(torch.sin, hidden + 3)
     assert time.monotonic() - began < 38  # of 40 seconds
     world.barrier()

@@ -72,20 +72,20 @@ def test_a_budget_is_the_bytes_that_are_saved(results: int) -> None:
 
 @pytest.mark.parametrize("name", ["aten.nothing", "mm", "aten", "no.such.op", "aten.mm.nothing"])
 def test_names_that_torch_does_not_know(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"save_ops has '{name}', which torch does not know"):
+    with pytest.raises(ValueError, match=rf"save_ops: expected names of torch ops, got '{name}'"):
         ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=(name,)))
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("c10d.allreduce_", "changes tensors that it is given"),
+        ("c10d.allreduce_", "changes its input tensors"),
         ("_c10d_functional.all_reduce", "other ranks wait for"),
         ("_c10d_functional.wait_tensor.default", "other ranks wait for"),
     ],
 )
 def test_collectives_are_refused(name: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"save_ops has '{name}.*', which {why}: backward has to run it"):
+    with pytest.raises(ValueError, match=rf"save_ops: expected .*, got '{name}.*', which {why}"):
         ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=("aten.mm", name)))
 
 
@@ -93,7 +93,7 @@ def test_an_op_that_draws_random_numbers_is_refused() -> None:
     checkpointing = ActivationCheckpointing(
         ActivationCheckpointingConfig(save_ops=("aten.native_dropout", "aten.bernoulli"))
     )
-    with pytest.raises(ValueError, match="draws random numbers"):
+    with pytest.raises(ValueError, match=r"save_ops: .* draws random numbers"):
         checkpointing(lambda x: x * torch.bernoulli(x.sigmoid()), torch.randn(4, 4, requires_grad=True))
     attention = ActivationCheckpointingConfig(save_ops=("aten._scaled_dot_product_flash_attention_for_cpu",))
     query = torch.randn(1, 2, 8, 16, requires_grad=True)

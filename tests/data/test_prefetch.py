@@ -101,7 +101,7 @@ def test_the_thread_ends_with_its_consumer(ending: str) -> None:
 
 
 def test_depth_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth: 0 given"):
+    with pytest.raises(ValueError, match="depth: expected at least 1, got 0"):
         BatchPrefetcher(Counted(1).items(), 0)
 
 

@@ -80,5 +80,5 @@ def test_neighbours_are_unrelated(samples: int) -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 3), (2, 1), (0, 11)])
 def test_a_range_outside_the_epoch_is_refused(begin: int, end: int) -> None:
-    with pytest.raises(ValueError, match=rf"positions {begin} to {end} given.* 0 to 10"):
+    with pytest.raises(ValueError, match=rf"positions: expected .* 0 to 10, .* got {begin} to {end}"):
         EpochOrder(10, 0, True).indices(0, begin, end)

@@ -109,7 +109,7 @@ def test_a_missing_package_is_named_before_anything_changes(
     model = nn.Linear(3, 1)
     before = model.weight.data_ptr()
     with pytest.raises(
-        ModuleNotFoundError, match=f"'{package}', which is not installed: pip install {package}"
+        ModuleNotFoundError, match=f"'{package}', which is not installed.* pip install {package}"
     ):
         zero_ext.prepare(model, None, {"monitor": {"output_dir": str(tmp_path), **section}})
     assert model.weight.data_ptr() == before and list(tmp_path.iterdir()) == []
@@ -157,7 +157,7 @@ def test_everything_on_an_accelerator(world: World) -> None:
 
 def test_a_second_monitor_is_refused(tmp_path: Path) -> None:
     model, _ = zero_ext.prepare(nn.Linear(3, 1), None, {"monitor": {"output_dir": str(tmp_path)}})
-    with pytest.raises(ValueError, match="has a monitor already"):
+    with pytest.raises(ValueError, match="model: expected no open monitor"):
         attach(model, MonitorConfig(output_dir=str(tmp_path)))
     first = monitor_of(model)
     assert first is not None

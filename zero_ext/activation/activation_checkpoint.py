@@ -179,8 +179,8 @@ class ActivationCheckpointing:
         """
         if self.config.storage_tier == "device":
             raise ValueError(
-                "saved tensors are on the device already: activation_checkpointing.tier is 'device'; set it "
-                "to 'host' or 'nvme'"
+                "activation_checkpointing.tier: expected 'host' or 'nvme' to offload saved tensors, got "
+                "'device', where they are already. Set it to 'host' or 'nvme'."
             )
         with torch._C.DisableTorchFunctionSubclass():  # those that ZeRO has released have no memory to name
             own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}

@@ -12,6 +12,7 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import SLOTS, STORAGE_ALIGNMENT, extent_bytes
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, Device, NvmeStore
 from zero_ext.offload.device.bounce_buffer import BounceBuffer
 from zero_ext.offload.extent_arena import ExtentArena
@@ -166,7 +167,7 @@ class MemoryActivationStorage:
         block = self._grow(nbytes)
         offset = block.arena.allocate(nbytes)
         if offset is None:
-            raise AssertionError(f"{nbytes} bytes do not fit into a new block of {block.memory.nbytes}")
+            raise zero_ext_bug(f"{nbytes} bytes do not fit into a new block of {block.memory.nbytes}")
         return _extent_in(block, offset, nbytes)
 
     def _grow(self, nbytes: int) -> _MemoryBlock:
@@ -182,10 +183,10 @@ class MemoryActivationStorage:
     def _full(self, nbytes: int) -> str:
         held, live = self._blocks[0].memory.nbytes, self._blocks[0].live
         return (
-            f"activation_checkpointing.number_checkpoints is {self._calls}: the buffer of {held} bytes "
-            f"stores {live} and has no space for {nbytes} more. Raise number_checkpoints to the calls of all "
-            "forward passes whose backward is still to come (it counts calls of the first one's size), or "
-            "set contiguous_memory_optimization to false."
+            f"activation_checkpointing.number_checkpoints: the buffer of {held} bytes for {self._calls} "
+            f"calls stores {live} and has no space for {nbytes} more. Raise number_checkpoints to the "
+            "calls of all forward passes whose backward is still to come (it counts calls of the first "
+            "one's size), or set contiguous_memory_optimization to false."
         )
 
     def _collect(self) -> None:
@@ -194,7 +195,7 @@ class MemoryActivationStorage:
             extent.wait_unused()
             block = extent.block
             if block is None:
-                raise AssertionError("an extent in memory without its block")
+                raise zero_ext_bug("an extent in memory without its block")
             block.arena.release(extent.offset)
             block.live -= extent_bytes(extent.nbytes)
 
@@ -284,5 +285,5 @@ def _release_sources(copies: deque[CopyHandle], but: int = 0) -> None:
 
 def _memory(extent: ActivationExtent) -> torch.Tensor:
     if extent.memory is None:
-        raise AssertionError("expected an extent in memory, got one in NVMe storage")
+        raise zero_ext_bug("expected an extent in memory, got one in NVMe storage")
     return extent.memory

@@ -99,9 +99,9 @@ def check_unchanged(name: str, tensors: Sequence[torch.Tensor], before: Sequence
     for number, (tensor, old, new) in enumerate(zip(tensors, before, versions(tensors), strict=True)):
         if new != old:
             raise RuntimeError(
-                f"{name} changed its input tensor {number}, of shape {tuple(tensor.shape)} and "
-                f"{tensor.dtype}, in place: run again in backward it would start from other values. Work on "
-                "a copy inside the function (tensor.clone()), and return it."
+                f"{name}: it changed its input tensor {number}, of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype}, in place, so backward would recompute from other values. Work on a copy "
+                "inside the function (tensor.clone()), and return it."
             )
 
 
@@ -110,6 +110,7 @@ def check_outputs(name: str, outputs: Any) -> None:
     leaves = pytree.tree_leaves(outputs)
     if all(isinstance(leaf, _PLAIN) for leaf in leaves):
         raise TypeError(
-            f"{name} returned {type(outputs).__name__} without a tensor, so backward would never run it "
-            "again. Return the tensors that are computed from, or call the function directly."
+            f"{name}: expected an output with a tensor, got {type(outputs).__name__} without one, so "
+            "backward would never recompute it. Return the tensors that later code computes from, or call "
+            "the function directly."
         )

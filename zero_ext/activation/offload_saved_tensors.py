@@ -76,8 +76,9 @@ class UnmovedTensor:
         now = 0 if self.tensor.is_inference() else self.tensor._version
         if now != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an "
-                f"inplace operation: it is at version {now}, and was saved at version {self.version}"
+                f"saved tensor of shape {tuple(self.tensor.shape)}: it is needed in backward and was "
+                f"modified by an inplace operation: expected version {self.version}, got version {now}. "
+                "Change a copy of it instead (tensor.clone())."
             )
         return self.tensor
 

@@ -17,6 +17,7 @@ from zero_ext.activation.packed_layout import PackedLayout
 from zero_ext.activation.partitioned_activations import ActivationPartition
 from zero_ext.config import Tier
 from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, TransferStats
 
 
@@ -72,7 +73,7 @@ class ActivationRecord:
         self._check(RecordState.PRESENT)
         tensor = self._tensors[index]
         if tensor is None:
-            raise AssertionError(f"tensor {index} of record {self.number} was handed out before")
+            raise zero_ext_bug(f"tensor {index} of record {self.number} was handed out before")
         self._awaited[index] -= 1
         if self._awaited[index] <= 0:
             self._tensors[index] = None
@@ -95,12 +96,12 @@ class ActivationRecord:
     def shard(self) -> torch.Tensor:
         """The memory that is filled while fetching."""
         if self._shard is None:
-            raise AssertionError(f"record {self.number} is {self.state.value} and has no shard on the device")
+            raise zero_ext_bug(f"record {self.number} is {self.state.value} and has no shard on the device")
         return self._shard
 
     def _check(self, wanted: RecordState) -> None:
         if self.state is not wanted:
-            raise AssertionError(f"record {self.number} is {self.state.value}, not {wanted.value}")
+            raise zero_ext_bug(f"record {self.number} is {self.state.value}, not {wanted.value}")
 
 
 class ActivationOffloader:

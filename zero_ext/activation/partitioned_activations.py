@@ -117,14 +117,14 @@ def check_group(group: dist.ProcessGroup | None, data_parallel_group: dist.Proce
     """``ValueError`` unless ``group`` can share activations: its ranks see the same samples."""
     if group is None:
         raise ValueError(
-            f"activation_checkpointing.partition_activations is true, but there is no group. {_FIX}."
+            f"activation_checkpointing.partition_activations: expected an activation_group, got none. {_FIX}."
         )
     if data_parallel_group is None:
         return
     ranks, others = (set(dist.get_process_group_ranks(each)) for each in (group, data_parallel_group))
     if len(ranks & others) > 1:
         raise ValueError(
-            f"activation_group has ranks {sorted(ranks)}, of which {sorted(ranks & others)} are "
-            f"data-parallel: they see different samples, so none can store a shard of another's "
-            f"activations. {_FIX}."
+            f"activation_group: expected at most one data-parallel rank, got ranks {sorted(ranks)}, of "
+            f"which {sorted(ranks & others)} are data-parallel. They process different samples, so none "
+            f"can store a shard of another's activations. {_FIX}."
         )

@@ -46,9 +46,14 @@ class RandomStreams:
             ValueError: another stream has the name or the seed.
         """
         if name in self._states:
-            raise ValueError(f"random stream '{name}' exists already; call reset() before adding it again")
+            raise ValueError(
+                f"random stream '{name}': it exists already. Call reset() before adding it again."
+            )
         if seed in self._seeds:
-            raise ValueError(f"seed {seed} belongs to another random stream; give each stream its own")
+            raise ValueError(
+                f"random stream '{name}': seed {seed} belongs to another random stream. Give each stream "
+                "its own."
+            )
         self._seeds.add(seed)
         generator = self._generator()
         before = generator.state()
@@ -86,7 +91,10 @@ class RandomStreams:
             KeyError: no such stream was added.
         """
         if name not in self._states:
-            raise KeyError(f"no random stream '{name}'; there are {sorted(self._states)}: add it with a seed")
+            raise KeyError(
+                f"random stream '{name}': it was not added, there are {sorted(self._states)}. Add it with a "
+                "seed first."
+            )
         generator = self._generator()
         before = generator.state()
         generator.restore(self._states[name])

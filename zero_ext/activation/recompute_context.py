@@ -34,8 +34,8 @@ class NamedErrors:
             except CheckpointError as error:
                 first = str(error).partition("\nTip:")[0].strip()
                 raise CheckpointError(
-                    f"{name} ran differently in backward than in forward, where it was checkpointed: {first} "
-                    "Make it depend on its arguments alone, and not on what changes in between."
+                    f"{name}: it ran differently in backward than in forward, where it was checkpointed: "
+                    f"{first} Make it depend on its arguments alone, and not on what changes in between."
                 ) from error
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, named)

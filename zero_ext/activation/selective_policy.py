@@ -42,15 +42,15 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
             found.add(op)
         else:
             raise ValueError(
-                f"activation_checkpointing.save_ops has {name!r}, which torch does not know as an op; write "
-                "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'"
+                f"activation_checkpointing.save_ops: expected names of torch ops, got {name!r}. Write "
+                "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'."
             )
     for each in sorted(found, key=str):
         if each.namespace in COLLECTIVES:
-            does = "changes tensors that it is given" if each.namespace == "c10d" else "other ranks wait for"
+            does = "changes its input tensors" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
-                f"activation_checkpointing.save_ops has '{each}', which {does}: backward has to run it "
-                "again. Remove it, or save an op after it."
+                f"activation_checkpointing.save_ops: expected ops whose results can be saved, got '{each}', "
+                f"which {does}, so backward has to run it again. Remove it, or save an op after it."
             )
     return frozenset(found)
 
@@ -98,9 +98,9 @@ class _SavedResults:
             _, maker = self._makers.get(storage._cdata, (None, None))
             if maker is not None:
                 raise ValueError(
-                    f"{self._setting} saves the result of '{maker}', which '{op}' gets: run again in "
-                    "backward, the collective would start from what it left there. Give it a copy "
-                    f"(tensor.clone()), or do not save '{maker}'."
+                    f"{self._setting}: it saves the result of '{maker}', which '{op}' overwrites. "
+                    "Recomputed in backward, the collective would start from its own result. Pass it a "
+                    f"copy (tensor.clone()), or do not save '{maker}'."
                 )
 
 
@@ -114,8 +114,8 @@ def contexts_saving_ops(ops: frozenset[OpOverload]) -> Contexts:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if draws(op, args, kwargs):
             raise ValueError(
-                f"activation_checkpointing.save_ops has '{op}', which draws random numbers here: if it were "
-                "not run again, the ops after it would get other numbers than in forward. Remove it from "
+                f"activation_checkpointing.save_ops: '{op}' draws random numbers here. If backward did not "
+                "run it again, the ops after it would get other numbers than in forward. Remove it from "
                 "save_ops."
             )
         saved.add(op, context.op_output)

@@ -17,6 +17,7 @@ from zero_ext.comm.host_staged_transport import HostStagedTransport
 from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.point_to_point_transport import PointToPointTransport
 from zero_ext.comm.transport import DeviceDispatch, Transport, TransportSelector
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction, resolve_reduction
 
 # Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
@@ -139,7 +140,7 @@ class Connections:
                 made.abort(str(error))
             raise
         if made is None:
-            raise AssertionError("the ranks agreed on connections that were not made")
+            raise zero_ext_bug("the ranks agreed on connections that were not made")
         return made
 
     def agree(self, host: Transport, what: str, fact: str, problem: str, kind: type[Exception]) -> None:

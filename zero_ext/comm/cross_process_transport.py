@@ -19,6 +19,7 @@ from zero_ext import ops
 from zero_ext.comm.flight_recorder import UnexpectedPayloadError
 from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport, ProcessGroupTransport
 from zero_ext.comm.transport import Waitable
+from zero_ext.config.internal_error import zero_ext_bug
 
 _UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.cross_process_wait, too
 _MEMORY_FOLDER = Path("/dev/shm")  # where the C library keeps shared memory that has a name
@@ -104,7 +105,7 @@ def fastest_host_transport(group: dist.ProcessGroup, timeout_seconds: float) -> 
         ops.cross_process_unlink(name)
     if _all(through_group, joined and handle is not None and ops.cross_process_connect(handle)):
         if handle is None:
-            raise AssertionError("all ranks have joined, but this one has no handle")
+            raise zero_ext_bug("all ranks have joined, but this one has no handle")
         return CrossProcessTransport(handle, through_group, timeout_seconds)
     if handle is not None:
         ops.cross_process_close(handle)

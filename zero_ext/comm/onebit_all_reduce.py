@@ -7,6 +7,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm.collectives import Collectives
 from zero_ext.comm.pending_collective import PendingCollective
+from zero_ext.config.internal_error import zero_ext_bug
 
 
 class OneBitAllReduce:
@@ -65,6 +66,6 @@ class OneBitAllReduce:
 
     def _wait(self) -> None:
         if self._pending is None:
-            raise AssertionError("no all-reduce was started")
+            raise zero_ext_bug("no all-reduce was started")
         self._pending.wait()
         self._pending = None

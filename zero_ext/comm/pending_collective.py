@@ -147,7 +147,7 @@ class PendingCollective:
             raise
         self._error = RuntimeError(
             f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
-            "collectives than this one; look at the first error on the other ranks. The limit is "
+            "collectives than this one. Look at the first error on the other ranks. The limit is "
             "'timeout_seconds' in the configuration."
         )
         raise self._error from error

@@ -16,6 +16,7 @@ from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
 from zero_ext.comm.transport import Waitable
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction
 
 CPU = torch.device("cpu")
@@ -63,11 +64,14 @@ def make_collectives(
         return single_rank(ranks_per_node)
     parent = group if group is not None else dist.group.WORLD
     if parent is None:
-        raise AssertionError("torch.distributed runs without a default group")
+        raise zero_ext_bug("torch.distributed runs without a default group")
     ranks = dist.get_process_group_ranks(parent)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
+        raise ValueError(
+            f"group: expected a process group with rank {dist.get_rank()} in it, got ranks {ranks}. Call "
+            "this only on the ranks of the group, or pass the group that this rank is in."
+        )
     if world_size == 1:
         return single_rank(ranks_per_node)
     path = TransferPath.of(dist.get_backend_config(group), device)

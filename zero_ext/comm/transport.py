@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from zero_ext.config.internal_error import zero_ext_bug
+
 SMALL_BYTES = 64 << 10  # Larger sums travel twice, in slices, so that a rank never holds all tensors.
 
 
@@ -94,7 +96,7 @@ class Transport(abc.ABC):
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable]:
         """Sum ``flat`` [numel] in its own dtype and in the backend's order, if this transport has ``rings``.
         This rank's slice of the sum goes to ``out`` [numel / N]."""
-        raise AssertionError(f"{type(self).__name__} sums nothing on the way: its rings is False")
+        raise zero_ext_bug(f"{type(self).__name__} sums nothing on the way: its rings is False")
 
 
 class DeviceDispatch:

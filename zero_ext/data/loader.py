@@ -78,9 +78,9 @@ class ShardedLoader:
         sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not sized or isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"dataset: {type(dataset).__name__} given, without __len__ and __getitem__ by index; a "
-                "map-style data set is wanted, since a position by sample means nothing in a stream. Pass "
-                "batches of a stream to the engine yourself"
+                "dataset: expected a map-style data set with __len__ and __getitem__ by index, got "
+                f"{type(dataset).__name__}. A position by sample means nothing in a stream. Pass batches of "
+                "a stream to the engine yourself."
             )
         _check_number("micro_batch_size", micro_batch_size, 1)
         _check_number("world_size", world_size, 1)
@@ -91,7 +91,10 @@ class ShardedLoader:
         least = micro_batch_size * world_size if drop_last else 1
         if samples < least:
             reason = f" (micro_batch_size {micro_batch_size} x {world_size} ranks, drop_last)" * drop_last
-            raise ValueError(f"dataset: {samples} samples given, at least {least} wanted{reason}")
+            raise ValueError(
+                f"dataset: expected a length of at least {least}{reason}, got {samples}. Pass more samples"
+                + (", a smaller micro_batch_size or drop_last=False." if drop_last else ".")
+            )
         self.dataset = dataset
         self.collate_fn: Collate = collate_fn or default_collate
         order = EpochOrder(samples, seed, shuffle)
@@ -157,12 +160,16 @@ class ShardedLoader:
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own):
             seen = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"loader state: {seen} given, a mapping with the keys {sorted(own)} wanted")
+            raise ValueError(
+                f"loader state: expected a mapping with the keys {sorted(own)}, got {seen}. Pass what "
+                "state_dict() of a loader returned."
+            )
         for key in ("format", "samples", "seed", "shuffle"):
             if type(state[key]) is not type(own[key]) or state[key] != own[key]:
                 raise ValueError(
-                    f"loader state: {key} is {state[key]!r} in the state and {own[key]!r} here; build the "
-                    "loader with the same data set, seed and shuffle, or start an epoch with set_epoch"
+                    f"loader state: expected {key} {own[key]!r}, as this loader has, got {state[key]!r}. "
+                    "Build the loader with the same data set, seed and shuffle, or start an epoch with "
+                    "set_epoch."
                 )
         _check_number("loader state: epoch", state["epoch"], 0)
         _check_number("loader state: sample", state["sample"], 0, own["samples"] - 1)
@@ -189,13 +196,17 @@ class _Loop:
 
     def __next__(self) -> Any:
         if self._ended_by is not None:
-            raise RuntimeError(f"this loop over the loader is over: {self._ended_by}")
+            raise RuntimeError(
+                f"loop over the loader: it has ended: {self._ended_by}. Start a new loop with iter(loader)."
+            )
         try:
             batch, self._loader._position = next(self._source)
         except StopIteration:
             raise
         except BaseException as error:
-            self.end(f"it failed with {type(error).__name__}; the next loop starts at the batch that failed")
+            self.end(
+                f"it failed with {type(error).__name__}, and the next loop starts at the batch that failed"
+            )
             raise
         return batch
 
@@ -220,7 +231,8 @@ def _batches(
             batch = collate(samples)
         except Exception as error:
             raise RuntimeError(
-                f"collate_fn failed on samples {indices} ({where}): {_described(error)}"
+                f"collate_fn: it failed on samples {indices} ({where}): {_described(error)}. Fix collate_fn "
+                "or these samples."
             ) from error
         position = stream.after(position)
         yield batch, position
@@ -233,18 +245,25 @@ def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
             samples = list(many(list(indices)))
         except Exception as error:
             raise RuntimeError(
-                f"reading samples {list(indices)} ({where}) failed: {_described(error)}"
+                f"{type(dataset).__name__}.__getitems__: reading samples {list(indices)} ({where}) failed: "
+                f"{_described(error)}. Repair these samples, or leave them out of the data set."
             ) from error
         if len(samples) != len(indices):
             name = type(dataset).__name__
-            raise RuntimeError(f"{name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices")
+            raise RuntimeError(
+                f"{name}.__getitems__: expected {len(indices)} samples, one for each index, got "
+                f"{len(samples)}. Return one sample for each index."
+            )
         return samples
     samples = []
     for index in indices:
         try:
             samples.append(dataset[index])
         except Exception as error:
-            raise RuntimeError(f"reading sample {index} ({where}) failed: {_described(error)}") from error
+            raise RuntimeError(
+                f"{type(dataset).__name__}: reading sample {index} ({where}) failed: {_described(error)}. "
+                "Repair this sample, or leave it out of the data set."
+            ) from error
     return samples
 
 
@@ -253,10 +272,11 @@ def _described(error: Exception) -> str:
 
 
 def _check_number(name: str, value: object, least: int | None, most: int | None = None) -> None:
-    wanted = "an integer"
+    expected = "an integer"
     if least is not None:
-        wanted += f" of at least {least}" if most is None else f" from {least} to {most}"
+        expected += f" of at least {least}" if most is None else f" from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: {value!r} ({type(value).__name__}) given, {wanted} wanted")
+        got = f"{value!r} ({type(value).__name__})"
+        raise ValueError(f"{name}: expected {expected}, got {got}. Pass an int.")
     if (least is not None and value < least) or (most is not None and value > most):
-        raise ValueError(f"{name}: {value} given, {wanted} wanted")
+        raise ValueError(f"{name}: expected {expected}, got {value}. Pass a number in this range.")

@@ -23,7 +23,9 @@ class BatchPrefetcher(Generic[Item]):
 
     def __init__(self, source: Generator[Item], depth: int) -> None:
         if depth < 1:
-            raise ValueError(f"depth: {depth} given, at least 1 wanted")
+            raise ValueError(
+                f"depth: expected at least 1, got {depth}. Pass the number of batches to prefetch."
+            )
         self._channel = _Channel[Item](depth)
         # The thread refers to the channel and the source only: dropping this object can stop it.
         self._thread = threading.Thread(
@@ -89,8 +91,8 @@ class _Channel(Generic[Item]):
             while not self._ready and not self._ended:
                 if not producer.is_alive():
                     raise RuntimeError(
-                        "the prefetching thread is gone: this process was forked after the loop over the "
-                        "loader began; start a new loop in the child"
+                        "loop over the loader: the prefetching thread is gone, since this process was forked "
+                        "after the loop began. Start a new loop in the child."
                     )
                 self._changed.wait(_LIVENESS_SECONDS)
             if self._ready:

@@ -32,7 +32,10 @@ class EpochOrder:
         Raises ValueError when the range leaves the epoch.
         """
         if not 0 <= begin <= end <= self.samples:
-            raise ValueError(f"positions {begin} to {end} given, an epoch has 0 to {self.samples}")
+            raise ValueError(
+                f"positions: expected a range within 0 to {self.samples}, the samples of an epoch, got "
+                f"{begin} to {end}. Pass positions of this epoch."
+            )
         if not self.shuffle:
             return list(range(begin, end))
         keys = _round_keys(self.seed, epoch)

@@ -69,7 +69,10 @@ def attach(
     engine = engine_of(model)
     check_packages(policy)
     if monitor_of(model) is not None:
-        raise ValueError("this model has a monitor already; close it first: monitor_of(model).close()")
+        raise ValueError(
+            "model: expected no open monitor, got a model that has one. Close it first: "
+            "monitor_of(model).close()."
+        )
     return raise_on_all_ranks(
         engine.collectives,
         lambda: _open(engine, policy or _NOTHING, steps_per_print),

@@ -9,7 +9,7 @@ def require(package: str, purpose: str) -> None:
     """Raises ``ModuleNotFoundError`` with the install line unless ``package`` can be imported."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"{purpose} needs the package '{package}', which is not installed: pip install {package}, or "
-            "leave it out of the monitor section of the configuration",
+            f"{purpose}: expected the package '{package}', which is not installed. Install it with "
+            f"pip install {package}, or leave it out of the monitor section of the configuration.",
             name=package,
         )

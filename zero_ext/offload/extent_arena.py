@@ -38,7 +38,7 @@ class ExtentArena:
     def release(self, offset: int) -> None:
         """Frees the extent at ``offset``; ``KeyError`` if none starts there."""
         if offset not in self._sizes:
-            raise KeyError(f"no extent starts at {offset}")
+            raise KeyError(f"offset: no extent starts at {offset}. Release each extent once, at its start.")
         begin, end = offset, offset + self._sizes.pop(offset)
         index = bisect(self._free, (begin, 0))
         if index < len(self._free) and self._free[index][0] == end:

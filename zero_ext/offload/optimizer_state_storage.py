@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.device_memory import Device
 from zero_ext.offload.storage_range import Values
 
@@ -100,7 +101,7 @@ class MemoryState(OptimizerStateStorage):
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
         field = self._fields[kind]
         if begin % field.elements or (end % field.elements and end != self.numel):
-            raise AssertionError(
+            raise zero_ext_bug(
                 f"elements [{begin}, {end}) cut the entries of '{kind}', one for every {field.elements}"
             )
         return self.values[kind][field.entries(begin) : field.entries(end)]

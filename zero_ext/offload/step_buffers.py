@@ -10,6 +10,7 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS, STORAGE_ALIGNMENT, StagingSizes
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.device_memory import CPU, Device
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.shard_storage import ShardStorage
@@ -252,7 +253,7 @@ def _cut(elements: int, numel: int, grain: int) -> int:
     if elements >= numel:
         return max(numel, 1)
     if elements < grain:
-        raise AssertionError(f"a buffer for {elements} of {numel} elements, which move in {grain} at least")
+        raise zero_ext_bug(f"a buffer for {elements} of {numel} elements, which move in {grain} at least")
     return elements // grain * grain
 
 

@@ -12,6 +12,7 @@ import torch
 from zero_ext.config import AioConfig, OffloadConfig, Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.bounce_buffer import BounceBuffer, DeviceTransferPath
 from zero_ext.offload.device.device_memory import CPU, Device
 from zero_ext.offload.device.numa import numa_affinity
@@ -156,14 +157,14 @@ class TierManager:
     def store(self) -> NvmeStore:
         """The store on NVMe."""
         if self._store is None:
-            raise AssertionError("no state kind is stored on NVMe")
+            raise zero_ext_bug("no state kind is stored on NVMe")
         return self._store
 
     @property
     def stream(self) -> StateStream:
         """The stream that optimizer state on NVMe passes through."""
         if self._stream is None:
-            raise AssertionError("the optimizer state is not stored on NVMe")
+            raise zero_ext_bug("the optimizer state is not stored on NVMe")
         return self._stream
 
     def staging_bytes(self) -> dict[Tier, int]:

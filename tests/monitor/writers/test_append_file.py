@@ -28,7 +28,7 @@ def test_what_a_crash_left_of_a_line_is_cut_off(tmp_path: Path, rest: str) -> No
     again.write("two")
     assert path.read_text() == "one, ö\ntwo\n"
     again.close()
-    with pytest.raises(ValueError, match="log is closed"):
+    with pytest.raises(ValueError, match="log: the file is closed"):
         again.write("three")
 
 

@@ -58,7 +58,9 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
 
 @pytest.mark.parametrize(("steps", "first_step"), [(0, 0), (5, 6), (5, -1)])
 def test_impossible_lengths_are_refused(steps: int, first_step: int) -> None:
-    with pytest.raises(ValueError, match=f"steps: {steps} and first_step: {first_step} given"):
+    with pytest.raises(
+        ValueError, match=f"first_step: expected .*, got first_step {first_step} and steps {steps}"
+    ):
         ProgressLine(steps, first_step=first_step)
 
 

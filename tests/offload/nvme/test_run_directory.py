@@ -230,11 +230,13 @@ def test_a_directory_removed_before_its_lock_was_held_is_made_again(
 
 
 def test_wrong_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"{tmp_path}/absent' does not exist; give an existing"):
+    with pytest.raises(
+        RuntimeError, match=rf"{tmp_path}/absent': expected a directory, got .* does not exist"
+    ):
         RunDirectory(tmp_path / "absent")
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(RuntimeError, match=f"{file}' is not a directory"):
+    with pytest.raises(RuntimeError, match=f"{file}': expected a directory, got a file"):
         RunDirectory(file)
 
 

@@ -30,12 +30,15 @@ class LineFile:
     def write(self, line: str) -> None:
         """Appends ``line``, which has no end of its own. Raises ``ValueError`` after :meth:`close`."""
         if self.closed:
-            raise ValueError(f"{self.path} is closed; nothing can be written to it any more")
+            raise ValueError(f"{self.path}: the file is closed. Open another writer to write more.")
         data = line.encode() + b"\n"
         written = os.write(self._file, data)
         if written != len(data):
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(f"{self.path}: {written} of {len(data)} bytes were written; is the disk full?")
+            raise OSError(
+                f"{self.path}: expected to write {len(data)} bytes, got {written} written. Free space on "
+                "the disk."
+            )
 
     def close(self) -> None:
         """Closes the file; calling it again does nothing."""

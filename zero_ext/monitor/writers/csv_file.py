@@ -51,8 +51,8 @@ class CsvFile:
         if self._columns[: len(COLUMNS)] != list(COLUMNS):
             self._file.close()
             raise ValueError(
-                f"{self.path} begins with {header[:80]!r}, the columns {','.join(COLUMNS)} wanted; "
-                "give another path"
+                f"{self.path}: expected a file that begins with the columns {','.join(COLUMNS)}, "
+                f"got {header[:80]!r}. Give another path."
             )
         if not header:
             self._file.write(_line(self._columns))

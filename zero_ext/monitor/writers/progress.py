@@ -51,7 +51,8 @@ class ProgressLine:
     ) -> None:
         if steps < 1 or not 0 <= first_step <= steps:
             raise ValueError(
-                f"steps: {steps} and first_step: {first_step} given, 0 <= first_step <= steps wanted"
+                f"first_step: expected 0 <= first_step <= steps and at least one step, got first_step "
+                f"{first_step} and steps {steps}. Pass the steps of the whole run as steps."
             )
         self._steps = steps
         self._tokens_per_step = tokens_per_step

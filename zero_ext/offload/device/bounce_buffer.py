@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_ext.config.buffer_sizes import SLOTS
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.device_memory import Device
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 
@@ -131,7 +132,7 @@ class _BounceTransfer:
         caller waits for.
         """
         if self._start is None:
-            raise AssertionError(f"the chunk from byte {begin} on was started before")
+            raise zero_ext_bug(f"the chunk from byte {begin} on was started before")
         try:
             started = self._start(begin, chunk)
         except RuntimeError as error:

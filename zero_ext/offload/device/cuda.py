@@ -13,7 +13,9 @@ def register(pointer: int, nbytes: int) -> None:
     """Pins host memory in place. ``RuntimeError`` with the driver's number if it refuses."""
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE))
     if error:
-        raise RuntimeError(f"cudaHostRegister returned {error}")
+        raise RuntimeError(
+            f"cudaHostRegister: the driver refused to lock the memory. Look up its error code {error}"
+        )
 
 
 def unregister(pointer: int) -> None:

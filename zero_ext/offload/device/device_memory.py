@@ -9,6 +9,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.numa import numa_affinity
 from zero_ext.offload.device.pinned import pinned
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle, SideStream, current
@@ -63,7 +64,7 @@ class Device:
         Raises ``RuntimeError`` where there is not so much memory.
         """
         if tier == "nvme":
-            raise AssertionError("storage is no memory")
+            raise zero_ext_bug("storage is no memory")
         with torch.inference_mode(False):
             if tier == "device" and self.is_accelerator:
                 return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -88,7 +89,7 @@ class Device:
             return COMPLETED
         stream = self._to_device if into.device == self.device else self._to_host
         if stream is None or into.dtype != source.dtype:
-            raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
+            raise zero_ext_bug(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
         stream.wait_event(after or torch.accelerator.current_stream(self.device).record_event())
         with current(stream):
             into.copy_(source, non_blocking=True)

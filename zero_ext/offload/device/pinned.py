@@ -48,7 +48,7 @@ def _register(memory: torch.Tensor, device: torch.device) -> None:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked} bytes"
         raise RuntimeError(
-            f"{memory.nbytes} bytes of host memory cannot be pinned: {error}. "
+            f"host memory: {memory.nbytes} bytes cannot be pinned: {error}. "
             f"The limit of locked memory (ulimit -l) is {limit}, and {_available()} bytes of memory are "
             "available. Raise the limit, free memory, or offload less to the host ('offload' tiers 'nvme' or "
             "'device', or a smaller 'offload.ratio')."

@@ -107,17 +107,18 @@ def _why_not_tried(store: NvmeStore, device: Device, direct: GpuDirectStorage) -
     offset = store.allocate(nbytes)
     try:
         with torch.inference_mode(False):
-            _try(store, offset, nbytes, device, direct)
-        why = ""
+            why = _try(store, offset, nbytes, device, direct)
     except RuntimeError as error:
-        store.close_direct()
         why = str(error)
+    if why:
+        store.close_direct()
     store.write(offset, ops.host_buffer(nbytes)).wait()
     store.release(offset)
     return why
 
 
-def _try(store: NvmeStore, offset: int, nbytes: int, device: Device, direct: GpuDirectStorage) -> None:
+def _try(store: NvmeStore, offset: int, nbytes: int, device: Device, direct: GpuDirectStorage) -> str:
+    """Return an empty string if what is written and read is the same, else what differs."""
     sent = ops.host_buffer(nbytes)
     sent.view(torch.int64).copy_(torch.arange(1, nbytes // 8 + 1, device="cpu"))
     there = sent.to(device.device)  # also makes the device this thread's
@@ -126,8 +127,7 @@ def _try(store: NvmeStore, offset: int, nbytes: int, device: Device, direct: Gpu
     direct.write(there, lambda begin, memory: store.write(offset + begin, memory)).wait()
     store.read(offset, back).wait()
     if not torch.equal(back, sent):
-        raise RuntimeError("cuFile wrote other bytes than it was given")
+        return "cuFile wrote other bytes than it was given"
     store.write(offset, back.bitwise_not_()).wait()
     direct.read(there, lambda begin, memory: store.read(offset + begin, memory)).wait()
-    if not torch.equal(there.cpu(), back):
-        raise RuntimeError("cuFile read other bytes than were written")
+    return "" if torch.equal(there.cpu(), back) else "cuFile read other bytes than were written"

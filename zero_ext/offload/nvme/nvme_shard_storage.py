@@ -7,6 +7,7 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.device.bounce_buffer import DeviceTransferPath
 from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
 from zero_ext.offload.nvme.nvme_store import NvmeStore
@@ -98,7 +99,7 @@ class NvmeShard(ShardStorage):
 
     def _path_to_device(self) -> DeviceTransferPath:
         if self._transfer_path is None:
-            raise AssertionError("an accelerator's memory without a transfer path to storage")
+            raise zero_ext_bug("an accelerator's memory without a transfer path to storage")
         return self._transfer_path
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:

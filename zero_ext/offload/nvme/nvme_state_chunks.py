@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.nvme.nvme_state_stream import NvmeState, StateStream
 from zero_ext.offload.nvme.nvme_store import Transfer
 
@@ -91,7 +92,7 @@ def _values(stream: StateStream, extent: _ChunkExtent, buffer: torch.Tensor) -> 
     values, first = {}, 0
     for kind, field in stream.kinds.items():
         if field.elements != 1:
-            raise AssertionError(f"'{kind}' has an entry for {field.elements} elements")
+            raise zero_ext_bug(f"'{kind}' has an entry for {field.elements} elements")
         last = first + (extent.end - extent.begin) * field.dtype.itemsize
         values[kind] = buffer[first:last].view(field.dtype)
         first = last

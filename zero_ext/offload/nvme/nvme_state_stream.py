@@ -14,6 +14,7 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_store import NvmeStore
 from zero_ext.offload.optimizer_state_storage import MASTER, OptimizerStateStorage, StateField
@@ -87,7 +88,7 @@ class NvmeState(OptimizerStateStorage):
     def add(self, kind: str, field: StateField) -> None:
         """Check that a kind is one of the stream, whose state is zero from the start."""
         if self.stream.kinds.get(kind) != field:
-            raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
+            raise zero_ext_bug(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield the chunks that move in one transfer."""
@@ -133,7 +134,7 @@ class NvmeState(OptimizerStateStorage):
     def snapshot(self) -> None:
         """Make the step write to the other extent. Nothing is copied."""
         if self._shadow is None:
-            raise AssertionError("no extent was reserved for state after a step that may be rolled back")
+            raise zero_ext_bug("no extent was reserved for state after a step that may be rolled back")
         self.target = self._shadow
 
     def commit(self) -> None:
@@ -234,5 +235,5 @@ def _location_of(shard: ShardStorage | None) -> tuple[int, torch.Tensor]:
         return shard.offset, torch.empty(0, dtype=shard.dtype, device="cpu")
     memory = shard.memory(shard.tier)
     if memory is None:
-        raise AssertionError(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
+        raise zero_ext_bug(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
     return -1, memory

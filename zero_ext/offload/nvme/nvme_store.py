@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_ext import ops
 from zero_ext.config.events import Bus
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.nvme.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class NvmeStore:
 
     def _goes_directly(self, tensor: Tensor) -> bool:
         if tensor.device.type != "cpu" and not self._direct:
-            raise AssertionError(f"a transfer of memory on {tensor.device}: it goes through the host's")
+            raise zero_ext_bug(f"a transfer of memory on {tensor.device}: it goes through the host's")
         return tensor.device.type != "cpu"
 
     @property
@@ -230,12 +231,14 @@ class Transfer:
 
 def _check_distinct(paths: Sequence[str | Path]) -> None:
     if isinstance(paths, (str, Path)):
-        raise TypeError(f"paths is {str(paths)!r}; a sequence of paths is wanted: [{str(paths)!r}]")
+        raise TypeError(
+            f"paths: expected a sequence of paths, got {str(paths)!r}. Pass a list: [{str(paths)!r}]."
+        )
     seen: set[Path] = set()
     for path in map(Path, paths):
         real = path.resolve()
         if real in seen:
-            raise RuntimeError(f"nvme path '{path}' is listed twice; list each device once")
+            raise RuntimeError(f"nvme path '{path}': it is listed twice. List each device once.")
         seen.add(real)
 
 

@@ -38,15 +38,18 @@ class RunDirectory:
     def __init__(self, device_path: str | Path) -> None:
         parent = Path(device_path).absolute()  # the process may change its directory
         if not parent.is_dir():
-            seen = "is not a directory" if parent.exists() else "does not exist"
-            raise RuntimeError(f"nvme path '{parent}' {seen}; give an existing directory on the device")
+            seen = "a file" if parent.exists() else "a path that does not exist"
+            raise RuntimeError(
+                f"nvme path '{parent}': expected a directory, got {seen}. Name an existing directory on "
+                "the device."
+            )
         try:
             remove_abandoned(parent)
             self.path, lock = _create(parent)
         except OSError as error:
             raise RuntimeError(
-                f"nvme path '{parent}': no directory can be made in it: {error.strerror}; "
-                "give a directory that this user may write to and that has free space"
+                f"nvme path '{parent}': no directory can be made in it: {error.strerror}. Name a directory "
+                "that this user may write to and that has free space."
             ) from error
         self._finalizer = weakref.finalize(self, _close, self.path, lock, os.getpid())
 
@@ -109,7 +112,10 @@ def _create(parent: Path) -> tuple[Path, int]:
             os.close(lock)
             raise
         os.close(lock)
-    raise RuntimeError(f"nvme path '{parent}': {_ATTEMPTS} new directories were removed by other processes")
+    raise RuntimeError(
+        f"nvme path '{parent}': {_ATTEMPTS} new directories were removed by other processes. Stop what "
+        "removes them, or name another directory."
+    )
 
 
 def _try_lock(descriptor: int) -> bool:
