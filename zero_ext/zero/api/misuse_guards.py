@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.unshard.hook_installation import uninstall
 
 # The last is what DistributedDataParallel reads of a module first.
@@ -89,7 +90,7 @@ class _Guard:
     def _model(self) -> nn.Module:
         model = self._weak()
         if model is None:
-            raise AssertionError("the guard of a deleted model was called")
+            raise zero_ext_bug("the guard of a deleted model was called")
         return model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise_check import on_other_tensors
@@ -192,7 +193,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _stepper(self) -> Stepper:
         stepper = self.engine.optimizer_step.stepper
         if stepper is None:
-            raise AssertionError("an optimizer without a stepper")
+            raise zero_ext_bug("an optimizer without a stepper")
         return stepper
 
     def _live_shards(self) -> dict[str, Values]:

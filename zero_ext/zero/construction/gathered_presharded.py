@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.units.collective_errors import DeferredError
 from zero_ext.zero.units.flat_layout import in_memory_order
 from zero_ext.zero.units.presharded import REBUILD, PreshardedParameter, presharded_of, set_presharded
@@ -52,7 +53,7 @@ def gathered_presharded(parameters: Sequence[nn.Parameter], modifier_rank: int |
 def _presharded_of(parameter: nn.Parameter) -> PreshardedParameter:
     presharded = presharded_of(parameter)
     if presharded is None:
-        raise AssertionError("a parameter that is not presharded")
+        raise zero_ext_bug("a parameter that is not presharded")
     return presharded
 
 

@@ -11,6 +11,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.gradients.gradient_generation import GradientGeneration
@@ -159,7 +160,7 @@ class UnitGradients:
         """Copy gradients of parameters into ``local``, or add them where ``adds``."""
         layout, local = self.unit.layout, self.local
         if local is None:
-            raise AssertionError("no memory for local gradients")
+            raise zero_ext_bug("no memory for local gradients")
         dense, offsets = [], []
         for index, gradient in gradients.items():
             spec, offset = layout.specs[index], layout.offsets[index]
@@ -238,7 +239,7 @@ class UnitGradients:
         self.pack()
         layout, local = self.unit.layout, self.local
         if local is None:
-            raise AssertionError("no memory for local gradients")
+            raise zero_ext_bug("no memory for local gradients")
         for index, spec in enumerate(layout.specs):
             if index not in self._filled:
                 local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
@@ -258,7 +259,7 @@ class UnitGradients:
             self.storage.adopt(buffer, local.dtype)
             return
         if target is None:
-            raise AssertionError("replicated gradients in another tier")
+            raise zero_ext_bug("replicated gradients in another tier")
         if not self._aliased:
             ops.sum_shards_(target, [local], 1.0, self.storage.valid)
         self.storage.complete_reduction()
@@ -463,7 +464,7 @@ class UnitGradients:
     def _widen_local(self) -> None:
         narrow, buffer = self.local, self._buffer
         if narrow is None:
-            raise AssertionError("no local gradients to widen")
+            raise zero_ext_bug("no local gradients to widen")
         if narrow.dtype == self._accumulation_dtype:
             return
         if buffer is None:
@@ -477,7 +478,7 @@ class UnitGradients:
 
     def _start_gather(self) -> None:
         if self.local is None:
-            raise AssertionError("replicated gradients without a buffer")
+            raise zero_ext_bug("replicated gradients without a buffer")
         if not self._aliased:
             if self.local.dtype != self.storage.dtype:
                 self.local = self._instead_of(self.local, self.storage.dtype)

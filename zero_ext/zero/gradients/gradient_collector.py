@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.reducer import GradientReducer
@@ -100,7 +101,7 @@ class GradientCollector(Ending):
             )
         gradients = self._gradients[unit]
         if gradient is None:
-            raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
+            raise zero_ext_bug(f"no gradient arrived for '{unit.layout.specs[number].name}'")
         if self._scales_loss and not self.loss_scaled:
             raise RuntimeError(
                 "loss in fp16: expected a scaled one, got loss.backward(). Call "

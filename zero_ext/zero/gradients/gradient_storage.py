@@ -9,6 +9,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, MemoryShard, ShardStorage, TransferStats
 from zero_ext.zero.memory.pool import BufferPool
 
@@ -248,7 +249,7 @@ class MemoryGradientStorage(GradientStorage):
     def _view(self) -> torch.Tensor:
         """Return the memory, which transfers may still use."""
         if self._memory is None:
-            raise AssertionError("no gradient is stored")
+            raise zero_ext_bug("no gradient is stored")
         return self._memory.view(self.dtype)
 
     def _finished(self) -> torch.Tensor:

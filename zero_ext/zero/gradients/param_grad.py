@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.pending_factors import PendingFactors
@@ -257,7 +258,7 @@ class GradientViews:
         self._synchronize()
         full_average = self.full_average(gradients, number)
         if full_average is None:
-            raise AssertionError(f"a gradient of '{name}' is shown, and there is none")
+            raise zero_ext_bug(f"a gradient of '{name}' is shown, and there is none")
         return full_average
 
     def write(self, key: object, value: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -61,7 +62,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         """See :class:`UpdateSchedule`. Copy the gradients. The updates start in :meth:`begin_delayed`,
         or at the latest in :meth:`finish`."""
         if self._job is not None:
-            raise AssertionError("the updates of a step before were not finished")
+            raise zero_ext_bug("the updates of a step before were not finished")
         updates = self._copy_gradients()
         for copied, live in zip(self._settings, settings_of(self._groups), strict=True):
             copied.clear()

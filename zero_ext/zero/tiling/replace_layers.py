@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.tiling.tile_consensus import add_tile_consensus
 from zero_ext.zero.tiling.tile_slice import bounds
 from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
@@ -167,7 +168,7 @@ def _like(layer: nn.Module, number: int) -> TiledLinear | TiledEmbedding:
         sizes = (layer.in_features, layer.out_features, layer.bias is not None, 1, number)
         return TiledLinear(*sizes, device="meta", dtype=layer.weight.dtype)
     if not isinstance(layer, nn.Embedding):
-        raise AssertionError(f"a plan to tile a {type(layer).__name__}")
+        raise zero_ext_bug(f"a plan to tile a {type(layer).__name__}")
     return TiledEmbedding(
         layer.num_embeddings,
         layer.embedding_dim,
@@ -183,7 +184,7 @@ def _follow(group: dict[str, object], tiles_of: Mapping[nn.Parameter, list[nn.Pa
     """Replace parameters by their tiles in a param group, and in its ``param_names``."""
     parameters, names = group["params"], group.get("param_names")
     if not isinstance(parameters, list):
-        raise AssertionError("a param group without a list of parameters")
+        raise zero_ext_bug("a param group without a list of parameters")
     group["params"] = [tile for parameter in parameters for tile in tiles_of.get(parameter, [parameter])]
     if isinstance(names, list):
         group["param_names"] = [

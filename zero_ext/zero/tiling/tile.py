@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zero_ext.config.internal_error import zero_ext_bug
+
 
 class Tile(nn.Module):
     """A slice of a layer's weight, and a unit of its own where parameters are sharded.
@@ -90,7 +92,7 @@ class EmbeddingTile(Tile):
         which a look-up through :meth:`forward` would do."""
         (weight,) = self._parameters.values()
         if weight is None:
-            raise AssertionError("an embedding tile without weight")
+            raise zero_ext_bug("an embedding tile without weight")
         # Nothing of the value is read, so a released weight need not be fetched.
         with torch._C.DisableTorchFunctionSubclass():
             return self._look_up(rows, weight)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.tiling.tile import EmbeddingTile, Tile
 from zero_ext.zero.tiling.tile_slice import bounds
 from zero_ext.zero.tiling.tiled_module import TiledModule
@@ -161,7 +162,7 @@ class TiledEmbedding(TiledModule):
             self.tile_offsets(), ids_of_tiles, wanted.tolist(), strict=True
         ):
             if not isinstance(tile, EmbeddingTile):
-                raise AssertionError(f"{type(tile).__name__} in an embedding")
+                raise zero_ext_bug(f"{type(tile).__name__} in an embedding")
             values.append(tile(rows - first) if looked_up else tile.nothing(rows))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.tiling.tile import LinearTile, Tile
 from zero_ext.zero.tiling.tile_slice import bounds
 from zero_ext.zero.tiling.tiled_module import TiledModule
@@ -165,7 +166,7 @@ class TiledLinear(TiledModule):
                 value = tile(column.view_as(column))
                 output = value if output is None else output + value
             if output is None:
-                raise AssertionError("a layer without tiles")
+                raise zero_ext_bug("a layer without tiles")
             yield output
 
     def extra_repr(self) -> str:

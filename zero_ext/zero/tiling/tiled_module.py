@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.tiling.tile import Tile
 from zero_ext.zero.tiling.tile_slice import TileSlice
 
@@ -24,11 +25,11 @@ class TiledModule(nn.Module):
 
     def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
         """Return every tile with its first row and column, in the order of ``tiles``."""
-        raise AssertionError(f"{type(self).__name__} does not define the offsets of its tiles")
+        raise zero_ext_bug(f"{type(self).__name__} does not define the offsets of its tiles")
 
     def full_shape(self) -> tuple[int, int]:
         """Return the shape of the full weight."""
-        raise AssertionError(f"{type(self).__name__} does not define its shape")
+        raise zero_ext_bug(f"{type(self).__name__} does not define its shape")
 
     def tile_slices(self) -> Iterator[tuple[str, TileSlice]]:
         """Yield the name of every parameter within this module, and its slice of the full tensor."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
@@ -103,7 +104,7 @@ class MasterShard(OwnedRange):
     def publish(self, used: frozenset[str]) -> None:
         """Update the parameters named in ``used`` after a step that did not write them itself."""
         if self.params is None:
-            raise AssertionError("parameters that are their own masters follow every step")
+            raise zero_ext_bug("parameters that are their own masters follow every step")
         if self.output is None:
             self.write_params()
             return

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, InitStorage, ShardStorage, allocate
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks, refuse_different_writes
 from zero_ext.zero.units.dtensor_local import local_tensor, point_at
@@ -296,7 +297,7 @@ def unshard_presharded(parameter: nn.Parameter, collectives: Collectives) -> tor
     """
     presharded = presharded_of(parameter)
     if presharded is None:
-        raise AssertionError("unshard_presharded of an ordinary parameter")
+        raise zero_ext_bug("unshard_presharded of an ordinary parameter")
     value = presharded.gather(collectives)
     clear_presharded(parameter)
     return value

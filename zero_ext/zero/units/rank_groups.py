@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ext.config.internal_error import zero_ext_bug
+
 MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
 _DATA, _MODEL = MESH_AXES[1:4], (MESH_AXES[0], MESH_AXES[-1])
 
@@ -68,7 +70,7 @@ def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks of ``mesh`` with other samples than this one, or other slices of a sequence."""
     data = _group(mesh, _DATA, always=True)
     if data is None:
-        raise AssertionError("a mesh without data-parallel ranks")
+        raise zero_ext_bug("a mesh without data-parallel ranks")
     return data
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, PendingCollective
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.communication import CommunicationConfig
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
 from zero_ext.zero.memory.gathered_unit import UnitState
@@ -172,7 +173,7 @@ class Unit(Ending):
         holders, where parameters are sharded."""
         self._require(UnitState.FETCHING, UnitState.GATHERING, UnitState.GATHERED)
         if not self.placement.params or self.holders:
-            raise AssertionError(f"{self.describe()}: released while replicated or still held")
+            raise zero_ext_bug(f"{self.describe()}: released while replicated or still held")
         problem = self._misuse()
         if self.state is UnitState.FETCHING:
             try:
@@ -196,7 +197,7 @@ class Unit(Ending):
 
     def _drop_buffer(self) -> None:
         if self._buffer is None:
-            raise AssertionError(f"{self.describe()}: no buffer to drop")
+            raise zero_ext_bug(f"{self.describe()}: no buffer to drop")
         self._point_at(self._placeholders)
         detach(self.flat.untyped_storage(), self._buffer)
         self._pool.release(self._buffer)
@@ -386,7 +387,7 @@ class Unit(Ending):
     def _require(self, *states: UnitState) -> None:
         if self.state not in states:
             wanted = " or ".join(state.value for state in states)
-            raise AssertionError(
+            raise zero_ext_bug(
                 f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, {wanted} wanted"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.units.unit import Unit
 
 
@@ -60,7 +61,7 @@ class CallStack:
             call = self._calls.pop()
             if call.block is block:
                 return call
-        raise AssertionError(f"{type(block).__name__} left a call that it never entered")
+        raise zero_ext_bug(f"{type(block).__name__} left a call that it never entered")
 
     def runs_alone(self, block: nn.Module) -> bool:
         """Whether the innermost call is one of ``block`` by itself."""

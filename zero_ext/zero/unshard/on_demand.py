@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.collective_errors import refuse_different_writes
 from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
@@ -175,7 +176,7 @@ def commit_writes(engine: ShardedState, unit: Unit, numbers: Iterable[int]) -> N
             written to now.
     """
     if not unit.placement.params:
-        raise AssertionError(f"{unit.describe()}: writes to replicated parameters are followed by the step")
+        raise zero_ext_bug(f"{unit.describe()}: writes to replicated parameters are followed by the step")
     try:
         for number in numbers:
             spec, begin = unit.layout.specs[number], unit.layout.offsets[number]

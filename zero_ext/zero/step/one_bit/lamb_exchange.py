@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.optim.one_bit.onebit_lamb_stepper import OneBitLambStepper, square_average
 from zero_ext.zero.step.one_bit.exchange_base import OneBitContext
 from zero_ext.zero.step.one_bit.stage0_exchange import ReplicatedExchange
@@ -28,7 +29,7 @@ class LambExchange(ReplicatedExchange):
     def __init__(self, context: OneBitContext) -> None:
         super().__init__(context)
         if not isinstance(context.stepper, OneBitLambStepper):
-            raise AssertionError("1-bit LAMB's exchange with another optimizer")
+            raise zero_ext_bug("1-bit LAMB's exchange with another optimizer")
         self._lamb = context.stepper
         self._before: dict[int, torch.Tensor] = {}
         for number, fresh in enumerate(self._state["fresh_variance"]):
