@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import secrets
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.multi.pool import RankPool
@@ -41,3 +43,11 @@ def stand_in_pool() -> Iterator[RankPool]:
     pool = RankPool(STAND_IN_RANKS, stand_in=True)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A freshly seeded generator; pytest shows the seed when the test fails."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)

@@ -34,8 +34,7 @@ def make_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_follows_the_paper(dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_follows_the_paper(dtype: torch.dtype, settings: dict[str, Any], generator: torch.Generator) -> None:
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 13), (5,), (3, 2))]
     values[0] = values[0].t()  # not contiguous
     weights, exact = ([nn.Parameter(value.to(kind)) for value in values] for kind in (dtype, torch.float64))
@@ -135,8 +134,9 @@ def segments() -> tuple[Segment, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
     master = torch.randn(32, generator=generator)
     twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
     groups = [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}]

@@ -27,8 +27,7 @@ def exact_step(weight: Tensor, moment: Tensor, gradient: Tensor, group: dict[str
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_follows_the_paper(dtype: torch.dtype, maximize: bool) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_follows_the_paper(dtype: torch.dtype, maximize: bool, generator: torch.Generator) -> None:
     values = [
         torch.randn(7, 13, generator=generator).to(dtype),
         torch.randn(5, generator=generator).to(dtype),
@@ -116,8 +115,9 @@ def segments() -> tuple[Segment, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
     master = torch.randn(32, generator=generator)
     twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
     groups = [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}]

@@ -65,8 +65,9 @@ def test_values_written_in_random_slices_become_the_blocks_they_were(tier: str, 
     assert all(torch.equal(found, value) for found, value in zip(stored(other), wanted, strict=True))
 
 
-def test_one_slice_is_stored_immediately_and_its_neighbors_stay(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_one_slice_is_stored_immediately_and_its_neighbors_stay(
+    tmp_path: Path, generator: torch.Generator
+) -> None:
     values = random_values(generator)
     state = filled("host", tmp_path, values)
     blocks = DequantizedState(state, "exp_avg", True)

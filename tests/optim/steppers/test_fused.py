@@ -31,8 +31,9 @@ def groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_steps_like_torch_with_groups_and_unused_parameters(decoupled: bool, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_steps_like_torch_with_groups_and_unused_parameters(
+    decoupled: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     master, segments = two_parameters(generator)
     kind = optim.AdamW if decoupled else optim.Adam
     twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]

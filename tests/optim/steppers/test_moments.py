@@ -29,8 +29,7 @@ def one_range(master: torch.Tensor, output: torch.Tensor | None = None) -> Owned
     return memory_range(master, output, SEGMENTS)
 
 
-def test_steps_as_the_op_does_from_zeros() -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_steps_as_the_op_does_from_zeros(generator: torch.Generator) -> None:
     master = torch.randn(COUNT, generator=generator)
     output = torch.full((COUNT,), float("nan"), dtype=torch.bfloat16)
     wanted, wanted_output = master.clone(), output.clone()
@@ -51,8 +50,7 @@ def test_steps_as_the_op_does_from_zeros() -> None:
     assert owned.state.allocated_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
 
 
-def test_chunks_through_staging_equal_one_step() -> None:
-    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+def test_chunks_through_staging_equal_one_step(generator: torch.Generator) -> None:
     start = torch.randn(COUNT, generator=generator)
     gradients = [torch.randn(COUNT, generator=generator) for _ in range(3)]
     results = []
