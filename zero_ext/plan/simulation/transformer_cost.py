@@ -288,5 +288,7 @@ TRANSFORMERS = {
 def transformer_named(name: str) -> Transformer:
     """A shape of :data:`TRANSFORMERS`; ValueError with the known names otherwise."""
     if name not in TRANSFORMERS:
-        raise ValueError(f"model: {name!r} given, one of {', '.join(TRANSFORMERS)} wanted")
+        raise ValueError(
+            f"model: expected one of {', '.join(TRANSFORMERS)}, got {name!r}. Choose one of them."
+        )
     return TRANSFORMERS[name]
