@@ -42,12 +42,27 @@ def test_one_mask_for_all_heads_and_devices() -> None:
 @pytest.mark.parametrize(
     ("mask", "block", "lengths", "words"),
     [
-        (torch.ones(2, 2), 16, {}, "torch.float32 of shape"),
-        (torch.ones(2, 2, 2, 2, dtype=torch.bool), 16, {}, "wanted torch.bool of"),
-        (torch.ones(0, 2, dtype=torch.bool), 16, {}, "none of them 0"),
-        (torch.ones(2, 2, dtype=torch.bool), 48, {}, "block is 48, wanted one of 16, 32, 64, 128"),
-        (torch.ones(2, 2, dtype=torch.bool), 16, {"query_length": 33}, "needs 3 blocks of 16"),
-        (torch.ones(2, 2, dtype=torch.bool), 16, {"key_length": 16}, "key_length is 16"),
+        (torch.ones(2, 2), 16, {}, "block mask: expected .*, got torch.float32 of shape"),
+        (
+            torch.ones(2, 2, 2, 2, dtype=torch.bool),
+            16,
+            {},
+            r"expected torch.bool of .*, got torch.bool of shape \(2, 2, 2, 2\)",
+        ),
+        (
+            torch.ones(0, 2, dtype=torch.bool),
+            16,
+            {},
+            r"block mask: expected .* none of them 0, got .* \(0, 2\)",
+        ),
+        (torch.ones(2, 2, dtype=torch.bool), 48, {}, "block: expected one of 16, 32, 64, 128, got 48"),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            16,
+            {"query_length": 33},
+            "query_length: expected a length of 2 blocks of 16.*, got 33, which needs 3",
+        ),
+        (torch.ones(2, 2, dtype=torch.bool), 16, {"key_length": 16}, "key_length: expected .*, got 16"),
     ],
 )
 def test_what_is_no_mask(mask: torch.Tensor, block: int, lengths: dict[str, int], words: str) -> None:
@@ -58,12 +73,12 @@ def test_what_is_no_mask(mask: torch.Tensor, block: int, lengths: dict[str, int]
 def test_tensors_that_do_not_fit() -> None:
     good = BlockLayout.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 16)
     with pytest.raises(
-        ValueError, match=r"row_pointers is torch.int32 of shape \(1, 3\), wanted .* \(1, 4\)"
+        ValueError, match=r"row_pointers: expected .* \(1, 4\), got torch.int32 of shape \(1, 3\)"
     ):
         BlockLayout(16, 1, 48, 32, good.row_pointers, good.columns)
-    with pytest.raises(ValueError, match=r"columns is torch.int64"):
+    with pytest.raises(ValueError, match=r"columns: expected contiguous int32 .*, got torch.int64"):
         BlockLayout(16, 1, 32, 32, good.row_pointers, good.columns.long())
-    with pytest.raises(ValueError, match="query_length is 0"):
+    with pytest.raises(ValueError, match="query_length: expected at least 1, got 0"):
         BlockLayout(16, 1, 0, 32, good.row_pointers, good.columns)
 
 
@@ -71,7 +86,7 @@ def test_a_dense_mask_of_a_long_sequence_is_refused() -> None:
     pointers = torch.zeros(1, 2049, dtype=torch.int32)
     layout = BlockLayout(128, 1, 128 * 2048, 128, pointers, torch.zeros(0, dtype=torch.int32))
     assert layout.block_mask().shape == (1, 2048, 1)
-    with pytest.raises(ValueError, match=r"262,144 × 128 tokens"):
+    with pytest.raises(ValueError, match=r"dense mask: expected .* tokens per side, got 262,144 × 128"):
         layout.dense_mask()
 
 
@@ -79,14 +94,18 @@ def test_a_dense_mask_of_a_long_sequence_is_refused() -> None:
     ("pointers", "columns", "words"),
     [
         ([[0, 2, 4], [4, 5, 5]], [0, 2, 1, 2, 0], None),
-        ([[0, 2, 4], [4, 5, 6]], [0, 2, 1, 2, 0], "from 0 to 6, wanted ascending offsets from 0 to the 5"),
-        ([[1, 2, 4], [4, 5, 5]], [0, 2, 1, 2, 0], "from 1 to 5"),
-        ([[0, 4, 2], [4, 5, 5]], [0, 2, 1, 2, 0], "wanted ascending offsets"),
-        ([[0, 2, 3], [4, 5, 5]], [0, 2, 1, 2, 0], "do not begin where"),
-        ([[0, 2, 4], [4, 5, 5]], [0, 3, 1, 2, 0], "columns go from 0 to 3, wanted 0 to 2"),
-        ([[0, 2, 4], [4, 5, 5]], [0, -2, 1, 2, 0], "columns go from -2 to 2"),
-        ([[0, 2, 4], [4, 5, 5]], [2, 0, 1, 2, 0], "do not ascend within every row"),
-        ([[0, 2, 4], [4, 5, 5]], [0, 2, 1, 1, 0], "do not ascend within every row"),
+        (
+            [[0, 2, 4], [4, 5, 6]],
+            [0, 2, 1, 2, 0],
+            "expected ascending offsets from 0 to 5.*, got offsets from 0 to 6",
+        ),
+        ([[1, 2, 4], [4, 5, 5]], [0, 2, 1, 2, 0], "got offsets from 1 to 5"),
+        ([[0, 4, 2], [4, 5, 5]], [0, 2, 1, 2, 0], "row_pointers: expected ascending offsets"),
+        ([[0, 2, 3], [4, 5, 5]], [0, 2, 1, 2, 0], "row_pointers: expected those of a head to begin where"),
+        ([[0, 2, 4], [4, 5, 5]], [0, 3, 1, 2, 0], "columns: expected values from 0 to 2, got 0 to 3"),
+        ([[0, 2, 4], [4, 5, 5]], [0, -2, 1, 2, 0], "columns: expected .*, got -2 to 2"),
+        ([[0, 2, 4], [4, 5, 5]], [2, 0, 1, 2, 0], "columns: expected ascending values in every row"),
+        ([[0, 2, 4], [4, 5, 5]], [0, 2, 1, 1, 0], "columns: expected ascending values in every row"),
         ([[0, 0, 0], [0, 0, 0]], [], None),
     ],
 )
@@ -104,5 +123,5 @@ def test_offsets_and_columns_are_checked(
 def test_more_blocks_than_offsets_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_layout, "MOST_BLOCKS", 5)
     assert BlockLayout.from_block_mask(torch.ones(1, 5, dtype=torch.bool), 16).blocks == 5
-    with pytest.raises(ValueError, match="has 6 blocks, wanted at most 5"):
+    with pytest.raises(ValueError, match="block mask: expected at most 5 blocks, got 6"):
         BlockLayout.from_block_mask(torch.ones(2, 3, dtype=torch.bool), 16)

@@ -174,11 +174,11 @@ def test_a_million_tokens(values: dict[str, Any]) -> None:
 def test_bad_lengths_are_refused() -> None:
     policy = policy_of(mode="dense", block=16)
     for values, word in (
-        ({"heads": 0, "length": 5}, "heads is 0"),
-        ({"heads": 1, "length": 0}, "length is 0"),
-        ({"heads": 1, "length": 5, "queries": 6}, "queries is 6, wanted 1 to 5"),
-        ({"heads": 1, "length": (1 << 30) + 1}, "length is 1073741825, wanted 1 to 1,073,741,824"),
-        ({"heads": 1, "length": 1 << 20}, "4,294,967,296 blocks a head"),
+        ({"heads": 0, "length": 5}, "heads: expected .*, got 0"),
+        ({"heads": 1, "length": 0}, "length: expected .*, got 0"),
+        ({"heads": 1, "length": 5, "queries": 6}, "queries: expected 1 to 5, got 6"),
+        ({"heads": 1, "length": (1 << 30) + 1}, "length: expected 1 to 1,073,741,824, got 1073741825"),
+        ({"heads": 1, "length": 1 << 20}, "layout: expected .* blocks per head, got 4,294,967,296"),
     ):
         with pytest.raises(ValueError, match=word):
             build_layout(policy, **values)

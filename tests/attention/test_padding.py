@@ -63,13 +63,15 @@ def test_embeddings_are_padded() -> None:
 
 
 def test_what_cannot_be_padded() -> None:
-    with pytest.raises(ValueError, match="wanted input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match="inputs: expected input_ids or inputs_embeds"):
         pad_to_block(16, {"labels": torch.ones(1, 3)})
     ids = torch.ones(1, 3, dtype=torch.long)
     for name, shape in (("attention_mask", (1, 4)), ("attention_mask", (3,)), ("labels", (1, 2))):
-        with pytest.raises(ValueError, match=f"{name} has shape .*, wanted length 3 in its second dim"):
+        with pytest.raises(ValueError, match=f"{name}: expected length 3 in its second dim.*, got shape"):
             pad_to_block(16, {"input_ids": ids, name: torch.ones(shape, dtype=torch.long)})
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 3, 3\), wanted \[batch, length\]"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected shape \[batch, length\], got \(1, 3, 3\)"
+    ):
         pad_to_block(16, {"input_ids": ids, "attention_mask": torch.ones(1, 3, 3)})
     for added in (-1, 3):
         with pytest.raises(ValueError, match="cut off an output of length 3"):
@@ -87,5 +89,5 @@ def test_positions_repeat(reserved: int) -> None:
     for position in range(10):
         assert torch.equal(after[reserved + position], before[reserved + position % 4])
     assert embedding(torch.tensor([reserved + 9])).requires_grad
-    with pytest.raises(ValueError, match="4 positions wanted, the embedding has 10"):
+    with pytest.raises(ValueError, match=r"positions: expected at least .* 10 .*, got 4"):
         extend_positions(embedding, 4, reserved)

@@ -150,9 +150,9 @@ def test_layouts_of_your_own() -> None:
     layout = BlockLayout.from_block_mask(mask, 32, query_length=80, key_length=80)
     attention, inputs = SparseSelfAttention(layout), tensors(80)
     same(attention(*inputs), reference(*inputs, layout.dense_mask()), inputs)
-    with pytest.raises(ValueError, match="for 80 queries and 80 keys, got 96 and 96"):
+    with pytest.raises(ValueError, match=r"layout: expected 80 queries and 80 keys.*, got 96 and 96"):
         attention(*tensors(96))
-    with pytest.raises(ValueError, match="layout has 4 heads, the query 2"):
+    with pytest.raises(ValueError, match=r"layout: expected 1 head or 2 heads.*, got 4"):
         attention(*(each[:, :2] for each in inputs))
     assert "80 × 80" in repr(attention)
 
@@ -173,24 +173,60 @@ def test_dropout_is_drawn_by_torch() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"query": torch.randn(2, HEADS, DIM)}, ValueError, r"query has shape \(2, 4, 16\), wanted \[batch"),
-        ({"value": torch.randn(2, HEADS, 33, DIM)}, ValueError, "key has shape .* value"),
-        ({"query": torch.randn(3, HEADS, 32, DIM)}, ValueError, "wanted the same batch and head dim"),
-        ({"query": torch.randn(2, 8, 32, DIM)}, ValueError, "8 heads, key 4; pass enable_gqa=True"),
-        ({"query": torch.randn(2, 6, 32, DIM), "enable_gqa": True}, ValueError, "which is no divisor"),
-        ({"query": torch.randn(2, HEADS, 31, DIM)}, ValueError, "query length 31 against key length 32"),
-        ({"query": torch.randn(2, HEADS, 33, DIM), "is_causal": True}, ValueError, "query length 33"),
-        ({"attn_mask": torch.ones(2, 32, dtype=torch.bool)}, ValueError, "does not broadcast .*key_padding"),
-        ({"attn_mask": torch.ones(1, 1, 1, 1, 32)}, ValueError, "does not broadcast"),
-        ({"attn_mask": torch.ones(32, 32, dtype=torch.long)}, TypeError, "attn_mask is torch.int64"),
+        (
+            {"query": torch.randn(2, HEADS, DIM)},
+            ValueError,
+            r"query: expected shape \[batch.*, got \(2, 4, 16\)",
+        ),
+        ({"value": torch.randn(2, HEADS, 33, DIM)}, ValueError, "value: expected the shape of key"),
+        (
+            {"query": torch.randn(3, HEADS, 32, DIM)},
+            ValueError,
+            "key: expected the batch and head dim of query",
+        ),
+        (
+            {"query": torch.randn(2, 8, 32, DIM)},
+            ValueError,
+            "key: expected 8 heads.*, got 4.*enable_gqa=True",
+        ),
+        (
+            {"query": torch.randn(2, 6, 32, DIM), "enable_gqa": True},
+            ValueError,
+            "key: expected .* divides the 6 of the query, got 4",
+        ),
+        ({"query": torch.randn(2, HEADS, 31, DIM)}, ValueError, "query: expected length 32.*, got 31"),
+        (
+            {"query": torch.randn(2, HEADS, 33, DIM), "is_causal": True},
+            ValueError,
+            "query: expected length 32.*, got 33",
+        ),
+        (
+            {"attn_mask": torch.ones(2, 32, dtype=torch.bool)},
+            ValueError,
+            "attn_mask: expected a shape that broadcasts .*key_padding",
+        ),
+        (
+            {"attn_mask": torch.ones(1, 1, 1, 1, 32)},
+            ValueError,
+            r"attn_mask: expected a shape that broadcasts .*, got \(1, 1, 1, 1, 32\)",
+        ),
+        (
+            {"attn_mask": torch.ones(32, 32, dtype=torch.long)},
+            TypeError,
+            "attn_mask: expected .*, got torch.int64",
+        ),
         ({"key_padding": torch.ones(2, 31, dtype=torch.bool)}, ValueError, r"shape \(2, 32\)"),
-        ({"key_padding": torch.ones(2, 32)}, ValueError, "key_padding is torch.float32"),
-        ({"bias": torch.ones(32, 32, dtype=torch.bool)}, TypeError, "bias is torch.bool"),
-        ({"rpe": torch.ones(32, 32)}, TypeError, "unknown keyword 'rpe'"),
+        ({"key_padding": torch.ones(2, 32)}, ValueError, "key_padding: expected .*, got torch.float32"),
+        (
+            {"bias": torch.ones(32, 32, dtype=torch.bool)},
+            TypeError,
+            "bias: expected a float dtype, got torch.bool",
+        ),
+        ({"rpe": torch.ones(32, 32)}, TypeError, "expected keywords among .*, got 'rpe'"),
         (
             dict.fromkeys(("query", "key", "value"), torch.ones(2, HEADS, 32, 0)),
             ValueError,
-            r"query has shape \(2, 4, 32, 0\), whose head dim is 0, wanted at least 1",
+            r"query: expected a head dim of at least 1, got shape \(2, 4, 32, 0\)",
         ),
     ],
 )
@@ -269,9 +305,7 @@ def test_fewer_queries_are_the_last_tokens() -> None:
 
 @pytest.mark.parametrize("config", [None, "fixed", ["fixed"], SparseAttentionConfig])
 def test_what_is_no_configuration(config: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"SparseSelfAttention got .*, wanted a SparseAttentionConfig, a mapping"
-    ):
+    with pytest.raises(TypeError, match=r"config: expected a SparseAttentionConfig, a mapping"):
         SparseSelfAttention(config)
 
 

@@ -47,10 +47,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     empty.write_text("{}")
     out = ("--out", str(tmp_path / "a.png"))
     for arguments, words in (
-        (("strided", *out), "mode: got 'strided'"),
-        (("fixed", "--block", "48", *out), "block: got 48"),
+        (("strided", *out), "got 'strided'"),
+        (("fixed", "--block", "48", *out), "block: expected 16, 32, 64 or 128, got 48"),
         (("fixed", "--set", "num_local_blocks", *out), "key=value is wanted"),
-        (("fixed", "--set", "num_random_blocks=2", *out), "which does not use it"),
+        (("fixed", "--set", "num_random_blocks=2", *out), "it has no effect in mode 'fixed'"),
         (("fixed", "--out", str(tmp_path / "a.txt")), "a file ending in .png"),
         (("fixed", "--out", str(tmp_path / "none" / "a.png")), "in an existing folder"),
         (("--config", str(empty), *out), "has no sparse_attention section"),

@@ -28,7 +28,7 @@ def test_a_group_has_the_nodes_of_its_ranks() -> None:
 
 
 def test_nodes_that_the_ranks_do_not_fill_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks_per_node is 3, which does not divide the 4 ranks"):
+    with pytest.raises(ValueError, match=r"ranks_per_node: expected a divisor of the 4 ranks.*, got 3"):
         NodeMap(0, 4, 3)
 
 

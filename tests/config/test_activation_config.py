@@ -15,15 +15,23 @@ from zero_ext.config import (
 )
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tier": "nvme"}, "nvme_paths", "got none, but tier is 'nvme'; name at least one folder"),
+    (
+        {"tier": "nvme"},
+        "nvme_paths",
+        "expected a folder with tier 'nvme', got none. Name at least one folder",
+    ),
     ({"tier": "host", "nvme_paths": ["/a"]}, "nvme_paths", "has no effect: tier is 'host'"),
-    ({"tier": "nvme", "nvme_paths": ["/a", "/a/"]}, "nvme_paths", "name each folder once"),
+    ({"tier": "nvme", "nvme_paths": ["/a", "/a/"]}, "nvme_paths", "Name each folder once"),
     (
         {"tier": "nvme", "nvme_paths": ["/a"], "cpu_checkpointing": True},
         "cpu_checkpointing",
-        "tier is 'nvme'",
+        "expected false with tier 'nvme', got True",
     ),
-    ({"contiguous_memory_optimization": True}, "number_checkpoints", "got none, but contiguous"),
+    (
+        {"contiguous_memory_optimization": True},
+        "number_checkpoints",
+        "expected a number with contiguous_memory_optimization true",
+    ),
     (
         {
             "contiguous_memory_optimization": True,
@@ -32,16 +40,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
             "nvme_paths": ["/a"],
         },
         "contiguous_memory_optimization",
-        "tier is 'nvme', where extents take no memory",
+        "expected false with tier 'nvme', where extents need no memory, got True",
     ),
     ({"number_checkpoints": 4}, "number_checkpoints", "got 4, which has no effect"),
-    ({"number_checkpoints": 0}, "number_checkpoints", "wanted an integer of at least 1"),
+    ({"number_checkpoints": 0}, "number_checkpoints", "expected an integer of at least 1"),
     (
         {"save_ops": ["aten.mm"], "save_budget_bytes": 9},
         "save_budget_bytes",
-        "alongside save_ops; give one of the two",
+        "expected null alongside save_ops, got",
     ),
-    ({"mode": "offload_saved_tensors"}, "tier", "set tier to 'host' or 'nvme'"),
+    ({"mode": "offload_saved_tensors"}, "tier", "Set tier to 'host' or 'nvme'"),
     (
         {"mode": "offload_saved_tensors", "tier": "host", "save_budget_bytes": 1},
         "save_budget_bytes",
@@ -57,9 +65,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tier": "host", "buffer_bytes": 2**21},
         "buffer_bytes",
-        "got 2097152 (int), which has no effect: tier is 'host'",
+        "got 2097152 (int), which has no effect. tier is 'host'",
     ),
-    ({"prefetch": 2}, "prefetch", "got 2 (int), which has no effect: tensors stay where they are"),
+    ({"prefetch": 2}, "prefetch", "got 2 (int), which has no effect. tensors stay where they are"),
     (
         {"save_ops": ["aten.mm"], "min_offload_bytes": 0},
         "min_offload_bytes",
@@ -111,5 +119,7 @@ def test_deepspeeds_section() -> None:
     assert found.config.activation_checkpointing == ActivationCheckpointingConfig(**section)
     alone = load_deepspeed_config({"activation_checkpointing": {"number_checkpoints": 4}})
     assert alone.config.activation_checkpointing == ActivationCheckpointingConfig()
-    with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints: got none"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing\.number_checkpoints: expected .*, got none"
+    ):
         load_deepspeed_config({"activation_checkpointing": {"contiguous_memory_optimization": True}})

@@ -13,10 +13,14 @@ from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig
     ("values", "path", "words"),
     [
         ({"mode": "fixed", "num_random_blocks": 1}, "num_random_blocks", "used by variable, bigbird"),
-        ({"mode": "dense", "seed": 1}, "seed", "mode is 'dense', which does not use it"),
+        ({"mode": "dense", "seed": 1}, "seed", "it has no effect in mode 'dense'"),
         ({"mode": "strided"}, "mode", "'local_sliding_window'"),
         ({"block": 48}, "block", "16, 32, 64 or 128"),
-        ({"num_local_blocks": 4, "num_global_blocks": 3}, "num_global_blocks", "does not divide"),
+        (
+            {"num_local_blocks": 4, "num_global_blocks": 3},
+            "num_global_blocks",
+            "expected a divisor of num_local_blocks (4), got 3",
+        ),
         ({"num_different_global_patterns": 2}, "num_different_global_patterns", "per_head to true"),
         (
             {"num_different_global_patterns": 5, "different_layout_per_head": True},
@@ -26,21 +30,21 @@ from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig
         (
             {"attention": "unidirectional", "horizontal_global_attention": True},
             "horizontal_global_attention",
-            "set it to false",
+            "expected false with attention 'unidirectional'",
         ),
         ({"mode": "variable", "local_window_blocks": []}, "local_window_blocks", "a list of integers"),
         ({"mode": "variable", "local_window_blocks": [2, 0]}, "local_window_blocks.1", "got 0"),
         (
             {"mode": "bslongformer", "global_block_indices": [0, 5], "global_block_end_indices": [2]},
             "global_block_end_indices",
-            "has 1 entries, global_block_indices 2",
+            "expected 2 entries, as global_block_indices has, got 1",
         ),
         (
             {"mode": "bslongformer", "global_block_indices": [0, 5], "global_block_end_indices": [2, 5]},
             "global_block_end_indices.1",
-            "not above its start 5",
+            "expected more than its start 5, got",
         ),
-        ({"mode": "bigbird", "num_sliding_window_block": 3}, "num_sliding_window_block", "did you mean"),
+        ({"mode": "bigbird", "num_sliding_window_block": 3}, "num_sliding_window_block", "Did you mean"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], path: str, words: str) -> None:

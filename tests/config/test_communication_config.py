@@ -24,7 +24,7 @@ def test_stages_that_shard_nothing_are_refused_by_name(key: str, least: int) -> 
         if stage >= least:
             assert getattr(load_config(config).communication, key) == ON[key]
             continue
-        with pytest.raises(ConfigError, match=rf"communication\.{key}.*but stage is {stage}.*set stage to"):
+        with pytest.raises(ConfigError, match=rf"communication\.{key}.*but stage is {stage}.*Set stage to"):
             load_config(config)
 
 
@@ -73,7 +73,7 @@ def test_deepspeed_keys_in_stages_without_shards_are_noted() -> None:
         ({"mics_shard_size": 2, "zero_quantized_gradients": True}, "together with zero_quantized_gradients"),
         ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, "together with zero_hpz_partition_size"),
         ({"mics_shard_size": 0}, "got 0"),
-        ({"zero_quantized_nontrainable_weights": True}, "frozen weights keep their precision"),
+        ({"zero_quantized_nontrainable_weights": True}, "Frozen weights keep their precision"),
     ],
 )
 def test_deepspeed_keys_that_are_refused(keys: dict[str, Any], text: str) -> None:
@@ -107,7 +107,7 @@ def test_how_gradients_are_added_up(
     wanted: Reduction, ranks: int, of_a_node: int, most: int | None, adds: bool, found: str | None
 ) -> None:
     if found is None:
-        with pytest.raises(ValueError, match=r"precision\.reduction is .*: expected at most 256 .* 'auto'"):
+        with pytest.raises(ValueError, match=r"precision\.reduction: expected for .* at most 256 .* 'auto'"):
             resolve_reduction(wanted, ranks, of_a_node, most, adds)
     else:
         assert resolve_reduction(wanted, ranks, of_a_node, most, adds) == found

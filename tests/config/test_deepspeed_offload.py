@@ -46,7 +46,7 @@ def test_optimizer_and_its_gradients(stage: int, device: str) -> None:
     if stage == 0 and device != "none":
         error = refused(stage, offload_optimizer=section)
         assert error.paths == (f"{OPTIMIZER}.device",)
-        assert "set stage to 1 or 2 or 3" in str(error)
+        assert "Set stage to 1 or 2 or 3" in str(error)
         return
     found = load(stage, offload_optimizer=section)
     assert found.notes == ()
@@ -112,7 +112,7 @@ def test_paths_that_are_none(section: str) -> None:
     for wrong in ("", "a\0b", 3, ["/a"]):
         error = refused(**{section: {"device": "nvme", "nvme_path": wrong}})
         assert f"zero_optimization.{section}.nvme_path" in error.paths
-        assert "wanted a path" in str(error)
+        assert "expected a path" in str(error)
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
@@ -247,11 +247,11 @@ def test_aio_is_noted_once() -> None:
         ({"queue_depth": 4096}, "aio.queue_depth", "from 1 to 1024"),
         ({"intra_op_parallelism": 32}, "aio.intra_op_parallelism", "from 1 to 16"),
         ({"queue_depth": 0}, "aio.queue_depth", "at least 1"),
-        ({"use_gds": "yes"}, "aio.use_gds", "wanted true or false"),
-        ({"queue_depth": "auto"}, "aio.queue_depth", "is 'auto'"),
-        ({"queue_dept": 1}, "aio.queue_dept", "did you mean aio.queue_depth"),
-        ("auto", "aio", "wanted a mapping"),
-        (True, "aio", "wanted a mapping"),
+        ({"use_gds": "yes"}, "aio.use_gds", "expected true or false"),
+        ({"queue_depth": "auto"}, "aio.queue_depth", "expected a value, got 'auto'"),
+        ({"queue_dept": 1}, "aio.queue_dept", "Did you mean aio.queue_depth"),
+        ("auto", "aio", "expected a mapping"),
+        (True, "aio", "expected a mapping"),
     ],
 )
 def test_mistakes_of_aio(aio: object, path: str, fragment: str) -> None:

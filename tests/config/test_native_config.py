@@ -59,7 +59,7 @@ def test_frozen_and_replaced() -> None:
         config.stage = 2
     assert config.replace(stage=2).stage == 2
     assert config.stage == 1
-    with pytest.raises(ConfigError, match="stage: got 9"):
+    with pytest.raises(ConfigError, match="stage: expected an integer from 0 to 3, got 9"):
         config.replace(stage=9)
 
 
@@ -72,8 +72,8 @@ def test_frozen_and_replaced() -> None:
         ({"stage": "3"}, "stage", ("got '3' (str)",)),
         ({"stage": 2.5}, "stage", ("got 2.5",)),
         ({"stagee": 3}, "stagee", ("unknown key", "stage")),
-        ({"unit": {}}, "unit", ("did you mean units",)),
-        ({"units": {"bucket": 3}}, "units.bucket", ("did you mean units.bucket_elements",)),
+        ({"unit": {}}, "unit", ("Did you mean units",)),
+        ({"units": {"bucket": 3}}, "units.bucket", ("Did you mean units.bucket_elements",)),
         ({"units": 3}, "units", ("a mapping with keys", "max_live_elements")),
         ({"units": {"leaf_modules": "Experts"}}, "units.leaf_modules", ("a list of non-empty strings",)),
         ({"units": {"leaf_modules": ["a", 3]}}, "units.leaf_modules.1", ("got 3 (int)",)),
@@ -86,16 +86,20 @@ def test_frozen_and_replaced() -> None:
         ({"check_finite": 1}, "check_finite", ("got 1 (int)", "true or false")),
         ({"timeout_seconds": 0}, "timeout_seconds", ("got 0", "above 0")),
         ({"steps_per_print": 1.5}, "steps_per_print", ("got 1.5",)),
-        ({"monitor": {"csv": ""}}, "monitor.csv", ("got ''", "wanted true, false or a path")),
-        ({"monitor": {"tensorboard": 1}}, "monitor.tensorboard", ("got 1", "wanted true, false or a path")),
+        ({"monitor": {"csv": ""}}, "monitor.csv", ("got ''", "expected true, false or a path")),
+        ({"monitor": {"tensorboard": 1}}, "monitor.tensorboard", ("got 1", "expected true, false or a path")),
         ({"monitor": {"progress": {}}}, "monitor.progress.steps", ("required key is missing",)),
         ({"seed": 10**5000}, "seed", ("too large to print",)),
         ({"precision": {"dtype": "float16"}}, "precision.dtype", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
         ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32', 'bf16' or '8bit'",)),
         ({"optimizer": {"params": {}}}, "optimizer.type", ("required key is missing",)),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is unsupported",)),
-        ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("did you mean Adam",)),
-        ({"scheduler": {"type": "LambdaLR"}}, "scheduler.type", ("LambdaLR is unsupported", "lr_scheduler")),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("expected a supported optimizer, got Muon",)),
+        ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("Did you mean Adam",)),
+        (
+            {"scheduler": {"type": "LambdaLR"}},
+            "scheduler.type",
+            ("expected a supported scheduler, got LambdaLR", "lr_scheduler"),
+        ),
         ({"optimizer": {"type": "SGD", "params": {"lr": math.nan}}}, "optimizer.params.lr", ("got nan",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": [0, math.inf]}}}, "optimizer.params.lr.1", ("inf",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": print}}}, "optimizer.params.lr", ("builtin",)),
@@ -141,23 +145,23 @@ def test_the_keys_of_deepspeed_are_known_as_such(tmp_path: Path, key: str) -> No
 
 
 def test_direct_construction_words_errors_alike() -> None:
-    with pytest.raises(ConfigError, match="stage: got 7"):
+    with pytest.raises(ConfigError, match="stage: expected an integer from 0 to 3, got 7"):
         ZeroConfig(stage=7)
-    with pytest.raises(ConfigError, match="bucket_elements: got 0"):
+    with pytest.raises(ConfigError, match="bucket_elements: expected an integer of at least 1, got 0"):
         UnitConfig(bucket_elements=0)
     with pytest.raises(TypeError, match="keyword arguments"):
         BatchConfig(4)  # type: ignore[misc]
 
 
 def test_foreign_sources_are_refused() -> None:
-    with pytest.raises(TypeError, match="wanted a ZeroConfig"):
+    with pytest.raises(TypeError, match="configuration: expected a ZeroConfig"):
         load_config(3)  # type: ignore[arg-type]
 
 
 def test_params_that_contain_themselves() -> None:
     params: dict[str, object] = {}
     params["a"] = params
-    with pytest.raises(ConfigError, match="nested deeper than 8 levels"):
+    with pytest.raises(ConfigError, match="expected at most 8 nested levels"):
         load_config({"optimizer": {"type": "SGD", "params": params}})
 
 

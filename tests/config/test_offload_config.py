@@ -48,7 +48,7 @@ def test_every_combination_of_tiers(tiers: tuple[str, ...]) -> None:
             assert STAGE_NEEDED[kind] > stage
             assert f"got '{moved[kind]}'" in str(caught.value)
             assert f"stage is {stage}" in str(caught.value)
-            assert f"set stage to {STAGE_NEEDED[kind]}" in str(caught.value)
+            assert f"Set stage to {STAGE_NEEDED[kind]}" in str(caught.value)
             continue
         config = load_config({"stage": stage, "offload": values})
         assert config.offload.any_nvme == ("nvme" in tiers)
@@ -58,7 +58,7 @@ def test_every_combination_of_tiers(tiers: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("kind", STAGE_NEEDED)
 def test_nvme_wants_folders(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"got none, but {kind} lives on 'nvme'") as caught:
+    with pytest.raises(ConfigError, match=f"expected a folder with {kind} on 'nvme', got none") as caught:
         load_config({"offload": {kind: "nvme"}})
     assert caught.value.paths == ("offload.nvme_paths",)
     assert load_config({"offload": {kind: "nvme", "nvme_paths": ["/a"]}}).offload.nvme_paths == ("/a",)
@@ -80,7 +80,7 @@ def test_a_ratio_wants_an_offloaded_optimizer() -> None:
 
 def test_direct_construction_checks_too() -> None:
     with pytest.raises(
-        ConfigError, match="OffloadConfig: nvme_paths: got none, but params and optimizer live"
+        ConfigError, match="OffloadConfig: nvme_paths: expected a folder with params and optimizer"
     ):
         OffloadConfig(params="nvme", optimizer="nvme")
     policy = OffloadConfig(optimizer="host")
@@ -103,7 +103,7 @@ def test_a_folder_is_named_once(again: str) -> None:
         (
             {"offload": {"optimizer": "host", "nvme_paths": ["/a"]}},
             "offload.nvme_paths",
-            ("has no effect", "remove it"),
+            ("has no effect", "Remove it"),
         ),
         ({"offload": {"params": "cpu"}}, "offload.params", ("got 'cpu'", "'device', 'host' or 'nvme'")),
         ({"offload": {"params": None}}, "offload.params", ("got None",)),
@@ -128,7 +128,7 @@ def test_a_folder_is_named_once(again: str) -> None:
         ),
         ({"offload": {"staging_buffer_bytes": 2**63}}, "offload.staging_buffer_bytes", ("at most",)),
         ({"offload": {"checksum": 1}}, "offload.checksum", ("true or false",)),
-        ({"offload": {"optimiser": "host"}}, "offload.optimiser", ("did you mean offload.optimizer",)),
+        ({"offload": {"optimiser": "host"}}, "offload.optimiser", ("Did you mean offload.optimizer",)),
         ({"offload": "nvme"}, "offload", ("a mapping with keys", "staging_buffer_bytes")),
         ({"aio": {"backend": "uring"}}, "aio.backend", ("'auto', 'io_uring', 'libaio' or 'threads'",)),
         ({"aio": {"queue_depth": 0}}, "aio.queue_depth", ("got 0", "from 1 to 1024")),
@@ -138,7 +138,7 @@ def test_a_folder_is_named_once(again: str) -> None:
         ({"aio": {"block_bytes": 4097}}, "aio.block_bytes", ("got 4097", "a multiple of 4096")),
         ({"aio": {"io_threads": 17}}, "aio.io_threads", ("got 17", "from 1 to 16")),
         ({"aio": {"io_threads": 0}}, "aio.io_threads", ("got 0",)),
-        ({"aio": {"block_size": 4096}}, "aio.block_size", ("did you mean aio.block_bytes",)),
+        ({"aio": {"block_size": 4096}}, "aio.block_size", ("Did you mean aio.block_bytes",)),
     ],
 )
 def test_mistakes_are_named(values: dict[str, object], path: str, fragments: tuple[str, ...]) -> None:
@@ -164,7 +164,7 @@ def test_only_the_host_delays_updates() -> None:
         policy = {"optimizer": tier, "update_mode": "delayed", "delay_start_step": 40, **paths}
         config = load_config({"offload": policy})
         assert (config.offload.update_mode, config.offload.delay_start_step) == ("delayed", 40)
-    with pytest.raises(ConfigError, match="got 'delayed', but optimizer lives on 'device'") as caught:
+    with pytest.raises(ConfigError, match=r"update_mode: expected .* for 'delayed', got 'device'") as caught:
         load_config({"offload": {"update_mode": "delayed"}})
     assert caught.value.paths == ("offload.update_mode",)
     with pytest.raises(ConfigError, match="got 40, which has no effect") as caught:

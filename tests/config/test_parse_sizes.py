@@ -30,7 +30,7 @@ def test_sizes(text: str, nbytes: float) -> None:
     "text", ["", "GB", "-1GB", "1 apple", "1..5GB", "nan", "inf", "9e99", "1e99999", "5EB5", "٣GB5"]
 )
 def test_what_is_no_size_is_refused_by_its_option(text: str) -> None:
-    with pytest.raises(ValueError, match="--gpu-memory is "):
+    with pytest.raises(ValueError, match="--gpu-memory: expected bytes, got "):
         bytes_of(text, "--gpu-memory")
 
 
@@ -51,7 +51,7 @@ def test_rates(text: str, rate: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "fast", "5 Gbit/h", "bit/s", "-3GB/s"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--link-bandwidth is .*25GB/s"):
+    with pytest.raises(ValueError, match=r"--link-bandwidth: expected bytes per second, got .*25GB/s"):
         rate_of(text, "--link-bandwidth")
 
 

@@ -68,5 +68,5 @@ def test_each_of_a_hundred_steps_is_the_cpus(device: torch.device, generator: to
 def test_tensors_of_two_devices_are_refused(device: torch.device, generator: torch.Generator) -> None:
     state = moved(cpu.make_state(generator, 8, [(0, 8)], [Hyper()]), device)
     state.grad = state.grad.to("meta")
-    with pytest.raises(RuntimeError, match="all must be on one device"):
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         state.step()

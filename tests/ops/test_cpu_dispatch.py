@@ -23,7 +23,7 @@ def test_every_available_level_can_be_chosen() -> None:
 
 def test_unknown_names_and_levels_are_refused() -> None:
     before = ops.get_isa()
-    with pytest.raises(ValueError, match="'sse9'; it must be one of scalar, avx2, avx512"):
+    with pytest.raises(ValueError, match=r"expected one of scalar, avx2, avx512.*, got 'sse9'"):
         ops.set_isa("sse9")
     for level in (-1, len(ISA_NAMES)):
         with pytest.raises(RuntimeError, match=f"level is {level}"):

@@ -165,7 +165,7 @@ def test_a_layout_on_a_device_is_checked_where_the_host_reads_it(world: World) -
     assert good.rows.tolist() == [0, 0, 1] and good.column_pointers.tolist() == [[0, 1, 3]]
     columns[1] = 7
     bad = BlockLayout(16, 1, 32, 32, pointers.to(DEVICE), columns.to(DEVICE))
-    with pytest.raises(ValueError, match="columns go from 0 to 7, wanted 0 to 1"):
+    with pytest.raises(ValueError, match="columns: expected values from 0 to 1, got 0 to 7"):
         _ = bad.rows
 
 

@@ -87,10 +87,13 @@ def test_half_precision_state_of_a_loaded_checkpoint_steps() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: zero_ext.Lion(p, lr=-1.0), "lr: -1.0 given"),
-        (lambda p: zero_ext.Lion(p, lr=float("nan")), "lr: nan given"),
-        (lambda p: zero_ext.Lion(p, betas=(0.9, 1.0)), r"betas: \(0.9, 1.0\) given, two numbers in \[0, 1\)"),
-        (lambda p: zero_ext.Lion(p, weight_decay=float("inf")), "weight_decay: inf given"),
+        (lambda p: zero_ext.Lion(p, lr=-1.0), "lr: expected .*, got -1.0"),
+        (lambda p: zero_ext.Lion(p, lr=float("nan")), "lr: expected .*, got nan"),
+        (
+            lambda p: zero_ext.Lion(p, betas=(0.9, 1.0)),
+            r"betas: expected two numbers in \[0, 1\), got \(0.9, 1.0\)",
+        ),
+        (lambda p: zero_ext.Lion(p, weight_decay=float("inf")), "weight_decay: expected .*, got inf"),
     ],
 )
 def test_refuses_hyper_parameters_by_name(make: Callable[[Any], Any], message: str) -> None:
@@ -101,11 +104,11 @@ def test_refuses_hyper_parameters_by_name(make: Callable[[Any], Any], message: s
 def test_refuses_what_it_cannot_step() -> None:
     double = nn.Parameter(torch.ones(2, dtype=torch.float64))
     double.grad = torch.ones(2, dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"param group 0, parameter 0 is torch.float64; float32"):
+    with pytest.raises(TypeError, match=r"param group 0, parameter 0: expected float32.*, got torch.float64"):
         zero_ext.Lion([double]).step()
     sparse = nn.Parameter(torch.ones(2))
     sparse.grad = torch.ones(2).to_sparse()
-    with pytest.raises(RuntimeError, match="parameter 1 has a sparse gradient"):
+    with pytest.raises(RuntimeError, match="parameter 1: expected a dense gradient, got a sparse one"):
         zero_ext.Lion([nn.Parameter(torch.ones(2)), sparse]).step()
 
 
@@ -162,7 +165,7 @@ def test_the_stepper_rolls_a_step_back() -> None:
 def test_8_bits_are_refused_by_name() -> None:
     owned = memory_range(torch.ones(32), None, segments())
     optimizer = zero_ext.Lion([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match=r"'8bit' is for Adam and AdamW (?s:.*)Lion stays in floats"):
+    with pytest.raises(ValueError, match=r"precision.moments_dtype: expected Adam or AdamW .*, got Lion"):
         make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
 
 

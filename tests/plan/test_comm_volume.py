@@ -69,12 +69,12 @@ def test_a_rank_sends_all_but_its_own_shard() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"stage": 4}, "stage: 4"),
-        ({"stage": 4, "world_size": 1}, "stage: 4"),
-        ({"world_size": 0}, "world_size: 0"),
-        ({"trainable": -1}, "trainable: -1"),
-        ({"frozen": 0.5}, "frozen: 0.5"),
-        ({"accumulation_steps": 0}, "accumulation_steps: 0"),
+        ({"stage": 4}, "stage: expected .*, got 4"),
+        ({"stage": 4, "world_size": 1}, "stage: expected .*, got 4"),
+        ({"world_size": 0}, "world_size: expected .*, got 0"),
+        ({"trainable": -1}, "trainable: expected .*, got -1"),
+        ({"frozen": 0.5}, "frozen: expected .*, got 0.5"),
+        ({"accumulation_steps": 0}, "accumulation_steps: expected .*, got 0"),
     ],
 )
 def test_impossible_arguments_are_refused_by_name(arguments: dict[str, object], named: str) -> None:

@@ -178,11 +178,16 @@ def test_gradients_that_add_up_are_wider(world: World, stage: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "ranks", "policy", "words"),
     [
-        (3, 4, {"shard_group_size": 3}, "shard_group_size is 3: it does not divide the 4 ranks"),
-        (3, 4, {"shard_group_size": 1}, "shard_group_size is 1: a group of one rank shards nothing"),
-        (3, 12, {"shard_group_size": 4, "ranks_per_node": 6}, "shard_group_size is 4: nodes have 6 ranks"),
-        (2, 4, {"shard_group_size": 2}, "shard_group_size is 2 in stage 2; stage 3 is wanted"),
-        (3, 8, {"ranks_per_node": 3}, "ranks_per_node is 3, which does not divide the 8 ranks"),
+        (3, 4, {"shard_group_size": 3}, "shard_group_size: expected a divisor of the 4 ranks, got 3"),
+        (3, 4, {"shard_group_size": 1}, "shard_group_size: expected at least 2, got 1"),
+        (
+            3,
+            12,
+            {"shard_group_size": 4, "ranks_per_node": 6},
+            "shard_group_size: expected .* 6 ranks of a node, got 4",
+        ),
+        (2, 4, {"shard_group_size": 2}, "shard_group_size: expected stage 3, got 2 in stage 2"),
+        (3, 8, {"ranks_per_node": 3}, "ranks_per_node: expected a divisor of the 8 ranks.*, got 3"),
     ],
 )
 def test_groups_and_nodes_that_the_engine_refuses(

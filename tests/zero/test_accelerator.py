@@ -280,7 +280,7 @@ def test_refused_pinned_memory_is_named(world: World) -> None:
     model = nn.Linear(64, 64, bias=False).to("stand_in")
     accelerator.refuse_pinned()
     try:
-        with pytest.raises(RuntimeError, match=r"16384 bytes of host memory cannot be pinned.*ulimit -l"):
+        with pytest.raises(RuntimeError, match=r"host memory: 16384 bytes cannot be pinned.*ulimit -l"):
             config = {"stage": 3, "offload": {"params": "host"}}
             zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
     finally:

@@ -117,7 +117,7 @@ def test_configurations_and_worlds_that_do_not_exist() -> None:
             zero_ext.prepare(model, None, {"stage": stage})
     with pytest.raises(ConfigError, match="gradient_clipping"):
         zero_ext.prepare(model, None, {"gradient_clipping": float("nan")})
-    with pytest.raises(ValueError, match="stage: 4 given"):
+    with pytest.raises(ValueError, match="stage: expected a ZeRO stage 0, 1, 2 or 3, got 4"):
         StatePlacement.of_stage(4)
     for world_size in (0, -1):
         with pytest.raises(ValueError, match=f"world_size: expected at least 1, got {world_size}"):

@@ -45,14 +45,17 @@ class BlockLayout:
         check_block(self.block)
         for name in ("query_length", "key_length", "heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, wanted at least 1")
+                raise ValueError(
+                    f"{name}: expected at least 1, got {getattr(self, name)}. Pass the size of the scores."
+                )
         wanted = (self.heads, self.row_blocks + 1)
         for name, shape in (("row_pointers", wanted), ("columns", (self.columns.numel(),))):
             tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted contiguous int32 of "
-                    f"shape {shape}"
+                    f"{name}: expected contiguous int32 of shape {shape}, got {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}. Convert it, or build the layout with "
+                    "BlockLayout.from_block_mask."
                 )
         if all(
             type(tensor) is torch.Tensor and tensor.is_cpu for tensor in (self.row_pointers, self.columns)
@@ -149,8 +152,8 @@ class BlockLayout:
         """
         if max(self.row_blocks, self.column_blocks) > MOST_MASKED:
             raise ValueError(
-                f"a dense mask of {self.row_blocks:,} × {self.column_blocks:,} was asked for, at most "
-                f"{MOST_MASKED:,} a side wanted; use row_pointers and columns"
+                f"dense mask: expected at most {MOST_MASKED:,} blocks per side, got {self.row_blocks:,} × "
+                f"{self.column_blocks:,}. Use row_pointers and columns."
             )
         mask = torch.zeros(self.heads, self.row_blocks, self.column_blocks, dtype=torch.bool, device="cpu")
         counts = self.row_pointers.cpu().diff(dim=1).flatten()
@@ -169,8 +172,8 @@ class BlockLayout:
         """
         if max(self.query_length, self.key_length) > MOST_MASKED:
             raise ValueError(
-                f"a dense mask of {self.query_length:,} × {self.key_length:,} tokens was asked for, at most "
-                f"{MOST_MASKED:,} a side wanted; use row_pointers and columns"
+                f"dense mask: expected at most {MOST_MASKED:,} tokens per side, got {self.query_length:,} × "
+                f"{self.key_length:,}. Use row_pointers and columns."
             )
         wide = self.block_mask().repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
         return wide[:, : self.query_length, : self.key_length]
@@ -204,8 +207,9 @@ class BlockLayout:
         """
         if mask.dtype != torch.bool or mask.ndim not in (2, 3) or mask.numel() == 0:
             raise ValueError(
-                f"the block mask is {mask.dtype} of shape {tuple(mask.shape)}, wanted torch.bool of "
-                "[rows, columns] or [heads, rows, columns], none of them 0"
+                "block mask: expected torch.bool of shape [rows, columns] or [heads, rows, columns], none "
+                f"of them 0, got {mask.dtype} of shape {tuple(mask.shape)}. Convert it with mask.bool(), "
+                "or reshape it."
             )
         check_block(block)
         mask = mask if mask.ndim == 3 else mask[None]
@@ -218,8 +222,8 @@ class BlockLayout:
         counts = mask.sum(dim=2)
         if int(counts.sum()) > MOST_BLOCKS:
             raise ValueError(
-                f"the block mask has {int(counts.sum()):,} blocks, wanted at most {MOST_BLOCKS:,}; take "
-                "larger blocks or fewer of them"
+                f"block mask: expected at most {MOST_BLOCKS:,} blocks, got {int(counts.sum()):,}. Use larger "
+                "blocks, or fewer of them."
             )
         starts = counts.sum(dim=1).cumsum(0) - counts.sum(dim=1)
         torch.cumsum(counts, dim=1, out=pointers[:, 1:])
@@ -231,7 +235,9 @@ class BlockLayout:
 def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a size that the kernels have."""
     if block not in BLOCK_SIZES:
-        raise ValueError(f"block is {block}, wanted one of {', '.join(map(str, BLOCK_SIZES))}")
+        raise ValueError(
+            f"block: expected one of {', '.join(map(str, BLOCK_SIZES))}, got {block}. Choose one of them."
+        )
 
 
 def _check_rows(pointers: torch.Tensor, columns: torch.Tensor, column_blocks: int) -> None:
@@ -240,21 +246,30 @@ def _check_rows(pointers: torch.Tensor, columns: torch.Tensor, column_blocks: in
     blocks = columns.numel()
     if int(ends[0]) != 0 or int(ends[-1]) != blocks or bool((ends[1:] < ends[:-1]).any()):
         raise ValueError(
-            f"row_pointers go from {int(ends[0])} to {int(ends[-1])}, wanted ascending offsets from 0 to "
-            f"the {blocks} columns there are"
+            f"row_pointers: expected ascending offsets from 0 to {blocks}, the number of columns, got "
+            f"offsets from {int(ends[0])} to {int(ends[-1])}. Compute them as the cumulative sum of blocks "
+            "per row."
         )
     if bool((pointers[1:, 0] != pointers[:-1, -1]).any()):
-        raise ValueError("row_pointers of a head do not begin where those of the head before end")
+        raise ValueError(
+            "row_pointers: expected those of a head to begin where those of the head before end, got a gap "
+            "or an overlap. Compute them as one cumulative sum over all heads."
+        )
     if blocks == 0:
         return
     least, most = (int(end) for end in columns.aminmax())
     if least < 0 or most >= column_blocks:
-        raise ValueError(f"columns go from {least} to {most}, wanted 0 to {column_blocks - 1}")
+        raise ValueError(
+            f"columns: expected values from 0 to {column_blocks - 1}, got {least} to {most}. Pass the "
+            "indices of blocks."
+        )
     fits = columns[1:] > columns[:-1]
     starts = ends[(ends > 0) & (ends < blocks)].long()
     fits[starts - 1] = True
     if not bool(fits.all()):
-        raise ValueError("columns do not ascend within every row; sort each row and drop what repeats")
+        raise ValueError(
+            "columns: expected ascending values in every row, got others. Sort each row and drop duplicates."
+        )
 
 
 def _length(name: str, length: int | None, blocks: int, block: int) -> int:
@@ -262,7 +277,7 @@ def _length(name: str, length: int | None, blocks: int, block: int) -> int:
         return blocks * block
     if -(-length // block) != blocks:
         raise ValueError(
-            f"{name} is {length}, which needs {-(-length // block)} blocks of {block}, but the block mask "
-            f"has {blocks}; pass the length that the mask is for"
+            f"{name}: expected a length of {blocks} blocks of {block}, which the block mask has, got "
+            f"{length}, which needs {-(-length // block)}. Pass the length that the mask is for."
         )
     return length

@@ -66,8 +66,8 @@ def build_layout(
     starts = np.cumsum([0, *(found.shape[0] for _, found in compressed)])
     if starts[-1] > MOST_BLOCKS:
         raise ValueError(
-            f"the layout has {int(starts[-1]):,} blocks over {layouts} heads, wanted at most "
-            f"{MOST_BLOCKS:,}; take larger blocks, fewer of them, or different_layout_per_head false"
+            f"layout: expected at most {MOST_BLOCKS:,} blocks, got {int(starts[-1]):,} over {layouts} heads. "
+            "Use larger blocks, fewer of them, or different_layout_per_head false."
         )
     pointers = np.stack(
         [own_pointers + start for (own_pointers, _), start in zip(compressed, starts[:-1], strict=True)]
@@ -87,7 +87,7 @@ def build_layout(
 
 def _check(name: str, value: int, most: int) -> None:
     if not 1 <= value <= most:
-        raise ValueError(f"{name} is {value}, wanted 1 to {most:,}")
+        raise ValueError(f"{name}: expected 1 to {most:,}, got {value}. Pass a number in this range.")
 
 
 def _bounded(pattern: RowPattern, rows: Integers, columns: int, causal: bool) -> RowPattern:
@@ -180,8 +180,8 @@ def _randomly(
     count = min(policy.random_blocks, columns)
     if rows.shape[0] * count > MOST_BLOCKS:
         raise ValueError(
-            f"the layout has {count:,} random blocks in each of {rows.shape[0]:,} rows, wanted at most "
-            f"{MOST_BLOCKS:,} a head; lower num_random_blocks or take larger blocks"
+            f"num_random_blocks: expected at most {MOST_BLOCKS:,} blocks per head, got {count:,} random "
+            f"blocks in each of {rows.shape[0]:,} rows. Lower num_random_blocks, or use larger blocks."
         )
     found = random_columns(rows, available, count, policy.seed, head)
     return RowPattern(pattern.low, pattern.high, pattern.limit, pattern.global_columns, found)

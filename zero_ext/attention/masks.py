@@ -48,14 +48,15 @@ def as_scores(tensor: torch.Tensor, scores_shape: tuple[int, int, int, int], nam
     """`tensor` with 4 dims, each 1 or that of `scores_shape`; a view. Raises as `split_mask` does."""
     if tensor.dtype != torch.bool and not tensor.is_floating_point():
         raise TypeError(
-            f"{name} is {tensor.dtype}, wanted torch.bool (True may be attended) or a float to add"
+            f"{name}: expected torch.bool (True may be attended) or a float to add, got {tensor.dtype}. "
+            "Convert it, for example with .bool()."
         )
     shape = tuple(tensor.shape)
     wide = (1,) * (4 - len(shape)) + shape
     if len(wide) != 4 or any(size not in (1, full) for size, full in zip(wide, scores_shape, strict=True)):
         raise ValueError(
-            f"{name} has shape {shape}, which does not broadcast to the scores {scores_shape} "
-            f"({', '.join(_NAMES)}); pass key padding of [batch, key length] as key_padding"
+            f"{name}: expected a shape that broadcasts to the scores {scores_shape} ({', '.join(_NAMES)}), "
+            f"got {shape}. Pass key padding of [batch, key length] as key_padding."
         )
     return tensor.reshape(wide)
 
@@ -64,8 +65,9 @@ def check_key_padding(key_padding: torch.Tensor, batch: int, key_length: int) ->
     """Raises ValueError unless it is bool [batch, key length]."""
     if key_padding.dtype != torch.bool or tuple(key_padding.shape) != (batch, key_length):
         raise ValueError(
-            f"key_padding is {key_padding.dtype} of shape {tuple(key_padding.shape)}, wanted torch.bool of "
-            f"shape {(batch, key_length)}, True where a key may be attended"
+            f"key_padding: expected torch.bool of shape {(batch, key_length)}, True where a key may be "
+            f"attended, got {key_padding.dtype} of shape {tuple(key_padding.shape)}. Convert it, or pass "
+            "it as attn_mask."
         )
 
 

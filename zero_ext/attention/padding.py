@@ -36,7 +36,10 @@ def pad_to_block(
     """
     leading = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
     if not leading:
-        raise ValueError(f"inputs are {sorted(inputs)}, wanted input_ids or inputs_embeds among them")
+        raise ValueError(
+            f"inputs: expected input_ids or inputs_embeds among them, got {sorted(inputs)}. Pass one of "
+            "the two."
+        )
     batch, length = inputs[leading[0]].shape[:2]
     added = -length % block
     if added == 0:
@@ -52,12 +55,12 @@ def pad_to_block(
             continue
         if tensor.ndim < 2 or tensor.shape[1] != length:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, wanted length {length} in its second dim, as "
-                f"{leading[0]} has it"
+                f"{name}: expected length {length} in its second dim, as in {leading[0]}, got shape "
+                f"{tuple(tensor.shape)}. Pass tensors of one length."
             )
         if name not in ("labels", "inputs_embeds") and tensor.ndim > 2:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, wanted [batch, length]; pad it yourself"
+                f"{name}: expected shape [batch, length], got {tuple(tensor.shape)}. Pad it yourself."
             )
         if name == "inputs_embeds":
             found[name] = torch.cat((tensor, _padding_embeds(tensor, added, pad_token_id, embeddings)), dim=1)
@@ -93,7 +96,10 @@ def unpad(added: int, output: torch.Tensor) -> torch.Tensor:
         ValueError: `output` is not longer than that.
     """
     if added < 0 or added >= output.shape[1]:
-        raise ValueError(f"{added} tokens are to be cut off an output of length {output.shape[1]}")
+        raise ValueError(
+            f"added: expected 0 to {output.shape[1] - 1} tokens to cut off an output of length "
+            f"{output.shape[1]}, got {added}. Pass what pad_to_block returned."
+        )
     return output[:, : output.shape[1] - added]
 
 
@@ -114,7 +120,9 @@ def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0)
     rows = embedding.num_embeddings - reserved
     if rows < 1 or positions < rows:
         raise ValueError(
-            f"{positions} positions wanted, the embedding has {rows} and {reserved} reserved rows"
+            f"positions: expected at least the rows of the embedding, {rows} without the {reserved} "
+            f"reserved ones, and at least one row, got {positions}. Pass more positions, or fewer reserved "
+            "rows."
         )
     old = embedding.weight
     source_rows = torch.arange(positions, device=old.device) % rows + reserved

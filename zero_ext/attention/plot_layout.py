@@ -37,7 +37,10 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plot_layout needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError(
+            "plot_layout: expected matplotlib, which is not installed. Install it with pip install "
+            "matplotlib."
+        ) from None
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 

@@ -49,8 +49,8 @@ def compressed_rows(pattern: RowPattern) -> tuple[Integers, Compressed]:
     most = int(counts.sum()) + (0 if pattern.random is None else pattern.random.size)
     if most > MOST_BLOCKS:
         raise ValueError(
-            f"the layout has {most:,} blocks a head, wanted at most {MOST_BLOCKS:,}; take larger blocks or "
-            "fewer of them"
+            f"layout: expected at most {MOST_BLOCKS:,} blocks per head, got {most:,}. Use larger blocks, "
+            "or fewer of them."
         )
     if pattern.random is not None:
         chunks = [_with_random(pattern.of_rows(rows)) for rows in _portions(counts)]

@@ -18,6 +18,8 @@ from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_paddi
 from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionConfig
 from zero_ext.ops import block_sparse_attention
 
+from ..config.internal_error import zero_ext_bug
+
 LayoutSource = SparseAttentionConfig | Mapping[str, Any] | BlockLayout
 _SEEDS = 1 << 62
 _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
@@ -60,8 +62,8 @@ class SparseSelfAttention(torch.nn.Module):
         super().__init__()
         if not isinstance(config, SparseAttentionConfig | Mapping | BlockLayout):
             raise TypeError(
-                f"SparseSelfAttention got {config!r}, wanted a SparseAttentionConfig, a mapping of its keys "
-                'such as {"mode": "fixed", "block": 64}, or a BlockLayout'
+                "config: expected a SparseAttentionConfig, a mapping of its keys or a BlockLayout, got "
+                f'{config!r}. Pass one of them, such as {{"mode": "fixed", "block": 64}}.'
             )
         if backend not in (None, *get_args(AttentionBackend)):
             raise ValueError(f'backend: expected "kernel" or "flex", got {backend!r}. Choose one of them.')
@@ -182,9 +184,9 @@ class SparseSelfAttention(torch.nn.Module):
             return self._cache.get(heads, keys, causal=causal, device=device or "cpu")
         if queries > keys or not causal:
             raise ValueError(
-                f"query length {queries} against key length {keys}: a layout is of tokens that attend to "
-                "each other; pass as many queries as keys, or the last of the tokens as queries with "
-                "is_causal=True, or a BlockLayout of these lengths"
+                f"query: expected length {keys}, that of the keys, got {queries}. A layout is of tokens "
+                "that attend to each other. Pass as many queries as keys, or the last of the tokens as "
+                "queries with is_causal=True, or a BlockLayout of these lengths."
             )
         return self._cache.get(heads, keys, queries=queries, causal=True, device=device or "cpu")
 
@@ -193,16 +195,17 @@ class SparseSelfAttention(torch.nn.Module):
     ) -> BlockLayout:
         layout, (_, heads, queries, keys) = self.layout, scores_shape
         if layout is None:
-            raise AssertionError("neither policy nor layout")
+            raise zero_ext_bug("neither policy nor layout")
         if (layout.query_length, layout.key_length) != (queries, keys):
             raise ValueError(
-                f"the layout is for {layout.query_length} queries and {layout.key_length} keys, got "
-                f"{queries} and {keys}; make one for this length, or give a policy, which serves every length"
+                f"layout: expected {layout.query_length} queries and {layout.key_length} keys, which it is "
+                f"for, got {queries} and {keys}. Build one for this length, or pass a policy, which serves "
+                "every length."
             )
         if layout.heads not in (1, heads):
             raise ValueError(
-                f"the layout has {layout.heads} heads, the query {heads}; make one for all heads or for "
-                f"{heads}"
+                f"layout: expected 1 head or {heads} heads, as the query has, got {layout.heads}. Build "
+                f"one for all heads or for {heads}."
             )
         if device is not None and layout.device != device:
             layout = self.layout = layout.to(device)
@@ -250,22 +253,35 @@ def _scores_shape(
     shapes = {name: tuple(each.shape) for name, each in (("query", query), ("key", key), ("value", value))}
     for name, shape in shapes.items():
         if len(shape) != 4:
-            raise ValueError(f"{name} has shape {shape}, wanted [batch, heads, length, head dim]")
+            raise ValueError(
+                f"{name}: expected shape [batch, heads, length, head dim], got {shape}. Reshape it."
+            )
     if shapes["key"] != shapes["value"]:
-        raise ValueError(f"key has shape {shapes['key']}, value {shapes['value']}; wanted the same")
+        raise ValueError(
+            f"value: expected the shape of key, {shapes['key']}, got {shapes['value']}. Pass a value for "
+            "each key."
+        )
     (batch, heads, length, dim), (key_batch, key_heads, key_length, key_dim) = shapes["query"], shapes["key"]
     if (batch, dim) != (key_batch, key_dim):
         raise ValueError(
-            f"query has shape {shapes['query']}, key {shapes['key']}; wanted the same batch and head dim"
+            f"key: expected the batch and head dim of query, whose shape is {shapes['query']}, got "
+            f"{shapes['key']}. Pass query and key of the same batch and projection."
         )
     if dim == 0:
-        raise ValueError(f"query has shape {shapes['query']}, whose head dim is 0, wanted at least 1")
+        raise ValueError(
+            f"query: expected a head dim of at least 1, got shape {shapes['query']}. Pass a query with a "
+            "head dim."
+        )
     if heads != key_heads and not grouped:
         raise ValueError(
-            f"query has {heads} heads, key {key_heads}; pass enable_gqa=True if several query heads share one"
+            f"key: expected {heads} heads, as the query has, got {key_heads}. Pass enable_gqa=True if "
+            "several query heads share one."
         )
     if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query has {heads} heads, key {key_heads}, which is no divisor of it")
+        raise ValueError(
+            f"key: expected a number of heads that divides the {heads} of the query, got {key_heads}. Pass a "
+            "divisor of them."
+        )
     return batch, heads, length, key_length
 
 
@@ -277,7 +293,10 @@ def _masks(
     """All masks as key padding and bias."""
     unknown = more.keys() - MoreMasks.__annotations__.keys()
     if unknown:
-        raise TypeError(f"SparseSelfAttention got an unknown keyword {min(unknown)!r}")
+        raise TypeError(
+            f"SparseSelfAttention: expected keywords among {', '.join(MoreMasks.__annotations__)}, got "
+            f"{min(unknown)!r}. Remove it."
+        )
     key_padding, bias = split_mask(attn_mask, scores_shape)
     own_padding, own_bias = more.get("key_padding"), more.get("bias")
     if own_padding is not None:
@@ -285,5 +304,5 @@ def _masks(
     if own_bias is not None:
         own_bias = as_scores(own_bias, scores_shape, "bias")
         if own_bias.dtype == torch.bool:
-            raise TypeError("bias is torch.bool, wanted a float; pass a boolean mask as attn_mask")
+            raise TypeError("bias: expected a float dtype, got torch.bool. Pass a boolean mask as attn_mask.")
     return both(key_padding, own_padding), both(bias, own_bias)

@@ -15,8 +15,8 @@ ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
 _ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
 _IS_DEEPSPEED = Problem(
     "",
-    "this is DeepSpeed's JSON: give it to zero_ext.initialize, or take "
-    "zero_ext.config.load_deepspeed_config(...).config",
+    "expected native keys, got DeepSpeed's JSON. Pass it to zero_ext.initialize, or use "
+    "zero_ext.config.load_deepspeed_config(...).config.",
 )
 
 
@@ -46,7 +46,10 @@ def load_config(source: ConfigSource) -> ZeroConfig:
         return _native(_plain(source, 0), None)
     if isinstance(source, str | Path):
         return _native(read_json_object(source), str(source))
-    raise TypeError(f"configuration is {show(source)}, wanted a ZeroConfig, a mapping, a path or None")
+    raise TypeError(
+        f"configuration: expected a ZeroConfig, a mapping, a path or None, got {show(source)}. Pass one of "
+        "them."
+    )
 
 
 def _native(values: object, file: str | None) -> ZeroConfig:

@@ -21,15 +21,15 @@ def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: Prec
         sharded = "gradients are" if stage == 2 else "gradients and parameters are"
         raise KeyProblem(
             "stage",
-            f"got {stage}, but {name} sends signs of whole gradients for replicated parameters, and "
-            f"in stage {stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
-            f"{stage}",
+            f"expected 0 or 1 with {name}, got {stage}. It compresses full gradients of replicated "
+            f"parameters, and in stage {stage} {sharded} sharded. Set stage to 0 or 1, or use AdamW with "
+            f"stage {stage}.",
         )
     if stage == 1 and name == "OneBitLamb":
         raise KeyProblem(
             "stage",
-            "got 1, but OneBitLamb reads norms and extremes of whole parameters after every exchange, which "
-            "shards do not have; set stage to 0, or use OneBitAdam",
+            "expected 0 with OneBitLamb, got 1. It reads norms and extremes of full parameters in every "
+            "step, which shards do not have. Set stage to 0, or use OneBitAdam.",
         )
     for key, value, wanted in (
         ("offload.optimizer", offload.optimizer, "device"),
@@ -39,8 +39,8 @@ def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: Prec
         if value != wanted:
             raise KeyProblem(
                 key,
-                f"got {value!r}, but {name} compresses what lies on the device in float32 once all gradients "
-                f"are there; set it to {wanted!r}, or use AdamW",
+                f"expected {wanted!r} with {name}, got {value!r}. It compresses float32 state on the "
+                f"device once all gradients are ready. Set it to {wanted!r}, or use AdamW.",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero_ext.config.schema.base_section import KeyProblem
 from zero_ext.config.schema.config_errors import nearest, show
 
 OPTIMIZERS = (
@@ -39,19 +40,19 @@ SCHEDULERS = (
     "PolynomialLR",
     "StepLR",
 )
-_MUP = "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead"
+_MUP = "Its learning rates depend on full shapes, through package mup. Pass the optimizer object instead"
 UNSUPPORTED_OPTIMIZERS = {
-    "Muon": "it orthogonalises whole matrices, which shards do not have; use AdamW",
-    "Adafactor": "it factors whole matrices, which shards do not have; use AdamW",
-    "LBFGS": "it needs a closure and the inner products of whole parameters; use AdamW",
-    "SparseAdam": "it wants sparse gradients, and gradients here are flat and dense; use AdamW",
+    "Muon": "It orthogonalizes full matrices, which shards do not have. Use AdamW",
+    "Adafactor": "It factors full matrices, which shards do not have. Use AdamW",
+    "LBFGS": "It needs a closure and the inner products of full parameters. Use AdamW",
+    "SparseAdam": "It needs sparse gradients, and gradients here are flat and dense. Use AdamW",
     "MuAdam": _MUP,
     "MuAdamW": _MUP,
     "MuSGD": _MUP,
 }
-_OBJECTS = "it takes Python objects, which a configuration cannot hold; build it and pass it as lr_scheduler"
+_OBJECTS = "It needs Python objects, which a configuration cannot hold. Build it and pass it as lr_scheduler"
 UNSUPPORTED_SCHEDULERS = {
-    "ReduceLROnPlateau": "its step() wants a metric, and the engine's step has none; call it yourself",
+    "ReduceLROnPlateau": "Its step() needs a metric, and the engine's step has none. Call it yourself",
     "LambdaLR": _OBJECTS,
     "MultiplicativeLR": _OBJECTS,
     "SequentialLR": _OBJECTS,
@@ -76,7 +77,7 @@ def _canonical_name(what: str, written: str, known: tuple[str, ...], unsupported
     if name in known:
         return name
     if name is not None:
-        raise ValueError(f"{name} is unsupported: {unsupported[name]}")
+        raise KeyProblem("", f"expected a supported {what}, got {name}. {unsupported[name]}.")
     close = nearest(written.lower(), by_lower)
-    hint = f"did you mean {by_lower[close]}?" if close else f"wanted one of {', '.join(known)}"
-    raise ValueError(f"got {show(written)}, no {what} known; {hint}")
+    hint = f"Did you mean {by_lower[close]}?" if close else f"Choose one of {', '.join(known)}."
+    raise KeyProblem("", f"expected a known {what}, got {show(written)}. {hint}")

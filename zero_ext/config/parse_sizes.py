@@ -20,7 +20,10 @@ def bytes_of(text: str, option: str) -> int:
     """Bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything else."""
     value = _scaled(text, SIZES)
     if value is None:
-        raise ValueError(f"{option} is {text!r}; give bytes, or a number with {', '.join([*SIZES][2:])}")
+        raise ValueError(
+            f"{option}: expected bytes, got {text!r}. Write a number, alone or with "
+            f"{', '.join([*SIZES][2:])}."
+        )
     return int(value)
 
 
@@ -30,7 +33,10 @@ def rate_of(text: str, option: str) -> float:
     bits = re.sub(r"(BITS?|BPS)$", "", rate)
     value = _scaled(rate, SIZES) if bits == rate else _scaled(bits, COUNTS | {"G": 10**9})
     if not value:
-        raise ValueError(f"{option} is {text!r}; give bytes a second, or like 25GB/s, 200Gbit/s")
+        raise ValueError(
+            f"{option}: expected bytes per second, got {text!r}. Write a number, alone or like 25GB/s or "
+            "200Gbit/s."
+        )
     return value if bits == rate else value / 8
 
 

@@ -25,7 +25,7 @@ class StatePlacement:
     def of_stage(stage: int) -> StatePlacement:
         """The preset of ZeRO stage 0, 1, 2 or 3; anything else raises ``ValueError``."""
         if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage: {stage!r} given; ZeRO has the stages 0, 1, 2 and 3")
+            raise ValueError(f"stage: expected a ZeRO stage 0, 1, 2 or 3, got {stage!r}. Choose one of them.")
         return StatePlacement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
 
     def on_tiers(self, policy: OffloadConfig) -> StatePlacement:

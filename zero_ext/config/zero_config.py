@@ -103,8 +103,8 @@ class ZeroConfig(ConfigSection):
         if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScaleConfig():
             raise KeyProblem(
                 "loss_scale",
-                f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
-                "remove loss_scale or set precision.dtype to 'fp16'",
+                f"it has no effect with precision.dtype {self.precision.dtype!r}, since loss scaling acts "
+                "on fp16 only. Remove loss_scale or set precision.dtype to 'fp16'.",
             )
         return self
 
@@ -116,8 +116,8 @@ class ZeroConfig(ConfigSection):
                 wanted = " or ".join(str(stage) for stage in range(least, 4))
                 raise KeyProblem(
                     f"communication.{key}",
-                    f"got {show(value)}, but stage is {self.stage} and {words}; set stage to {wanted}, or "
-                    f"remove {key}",
+                    f"got {show(value)}, but stage is {self.stage} and {words}. Set stage to {wanted}, or "
+                    f"remove {key}.",
                 )
         return self
 
@@ -130,7 +130,7 @@ class ZeroConfig(ConfigSection):
                 raise KeyProblem(
                     f"offload.{kind}",
                     f"got {show(tier)}, but stage is {self.stage} and {words} can leave the device only "
-                    f"when sharded; set stage to {wanted}, or leave {words} on the device",
+                    f"when sharded. Set stage to {wanted}, or leave {words} on the device.",
                 )
         return self
 

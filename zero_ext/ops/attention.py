@@ -114,7 +114,10 @@ def block_sparse_attention(
     """
     unknown = options.keys() - AttentionOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"block_sparse_attention: unknown keyword {min(unknown)!r}")
+        raise TypeError(
+            "block_sparse_attention: expected keywords among "
+            f"{', '.join(AttentionOptions.__annotations__)}, got {min(unknown)!r}. Remove it."
+        )
     scale, padding, bias = options.get("scale"), options.get("key_padding"), options.get("bias")
     _refuse_other_derivatives(query, key, value, bias)
     settings: list[Any] = [
@@ -139,9 +142,10 @@ def _refuse_other_derivatives(*tensors: Tensor | None) -> None:
     )
     if dual or (not torch.compiler.is_compiling() and any(map(_is_differentiated_by_func, present))):
         raise RuntimeError(
-            "block_sparse_attention has no forward-mode derivative (torch.autograd.forward_ad, "
-            "torch.func.jvp, jacfwd, hessian) and none by torch.func (grad, vjp, jacrev); call backward or "
-            "torch.autograd.grad, or torch.nn.functional.scaled_dot_product_attention with its math backend"
+            "block_sparse_attention: it has no forward-mode derivative (torch.autograd.forward_ad, "
+            "torch.func.jvp, jacfwd, hessian) and none by torch.func (grad, vjp, jacrev). Call backward or "
+            "torch.autograd.grad, or use torch.nn.functional.scaled_dot_product_attention with its math "
+            "backend."
         )
 
 
@@ -229,8 +233,8 @@ def _gradients(context: Any, grad_output: Tensor, _: Tensor | None) -> tuple[Ten
 
 def _refuse_second_derivative(context: Any, *gradients: Tensor | None) -> None:
     raise RuntimeError(
-        "block_sparse_attention has no second derivative; call backward without create_graph, or use "
-        "torch.nn.functional.scaled_dot_product_attention with its math backend"
+        "block_sparse_attention: it has no second derivative. Call backward without create_graph, or use "
+        "torch.nn.functional.scaled_dot_product_attention with its math backend."
     )
 
 

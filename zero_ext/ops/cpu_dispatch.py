@@ -25,7 +25,9 @@ def set_isa(name: str) -> str:
         RuntimeError: this machine lacks the instruction set.
     """
     if name not in ISA_NAMES:
-        raise ValueError(f"unknown instruction set {name!r}; it must be one of {', '.join(ISA_NAMES)}")
+        raise ValueError(
+            f"instruction set: expected one of {', '.join(ISA_NAMES)}, got {name!r}. Choose one of them."
+        )
     before = get_isa()
     op("set_cpu_dispatch_level")(ISA_NAMES.index(name))
     return before

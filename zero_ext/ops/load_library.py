@@ -55,7 +55,9 @@ def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
     """Refuses a mixture of devices, which would silently run a fake kernel because one tensor is meta."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
-        raise RuntimeError(f"{name}: tensors on {', '.join(devices)}; all must be on one device")
+        raise RuntimeError(
+            f"{name}: expected all tensors on one device, got {', '.join(devices)}. Move them to one device."
+        )
 
 
 def is_built() -> bool:
@@ -98,8 +100,8 @@ def check_torch() -> None:
     if (major, minor) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise RuntimeError(
-            f"torch {torch.__version__} is too old for zero_ext, whose modules use the stable ABI of torch "
-            f"{oldest}; pip install 'torch>={oldest}'"
+            f"torch: expected at least {oldest}, whose stable ABI the modules of zero_ext use, got "
+            f"{torch.__version__}. Install a newer one with pip install 'torch>={oldest}'."
         )
 
 
@@ -141,8 +143,8 @@ def load_kernels(device: torch.device) -> None:
     if not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         raise RuntimeError(
-            f"device {device} needs a CUDA GPU, but torch.cuda.is_available() is False (torch "
-            f"{torch.__version__} {built}); use the CPU, or a machine and a torch with CUDA"
+            f"device {device}: expected a CUDA GPU, but torch.cuda.is_available() is False (torch "
+            f"{torch.__version__} {built}). Use the CPU, or a machine and a torch with CUDA."
         )
     check_capability(device)
     if not kernels_are_loaded():
@@ -159,8 +161,8 @@ def check_capability(device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         oldest = ".".join(map(str, OLDEST_ARCHITECTURE))
         raise RuntimeError(
-            f"{device} ({name}) has compute capability {major}.{minor}, and the CUDA kernels of zero_ext "
-            f"need {oldest} or higher (A100 and later); use such a GPU, or the CPU"
+            f"{device} ({name}): expected compute capability {oldest} or higher (A100 and later), which "
+            f"the CUDA kernels of zero_ext need, got {major}.{minor}. Use such a GPU, or the CPU."
         )
 
 

@@ -53,9 +53,9 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
     ``offload.update_mode``."""
     if isinstance(optimizer, Lamb) and when != "after_backward":
         raise ValueError(
-            f"offload.update_mode '{when}' is not possible with Lamb: its trust ratios need the norms of all "
-            "ranks, which are summed up once for all layers, when all gradients are there and before any "
-            "weight changes; set offload.update_mode to 'after_backward'"
+            f"offload.update_mode: expected 'after_backward' with Lamb, got '{when}'. Its trust ratios "
+            "need the norms of all ranks, which are summed once for all layers, when all gradients are "
+            "ready and before any weight changes. Set offload.update_mode to 'after_backward'."
         )
 
 
@@ -88,16 +88,18 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
     for base in kind.__mro__:
         if base.__name__ in NEEDS_FULL_TENSORS:
             reason = NEEDS_FULL_TENSORS[base.__name__]
-            raise ValueError(f"optimizer {name} cannot run on sharded state: {reason}. {_INSTEAD}")
+            raise ValueError(f"optimizer {name}: it cannot run on sharded state: {reason}. {_INSTEAD}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"optimizer {name}: differentiable=True is not possible on shards; leave it False")
+        raise ValueError(
+            f"optimizer {name}: expected differentiable=False on shards, got True. Leave it False."
+        )
     if kind in ELEMENTWISE:
         return
     if not declared:
         raise ValueError(
-            f"optimizer {name} is not known to be element-wise, which running on shards needs. {_INSTEAD} If "
-            "each element's update depends on that element alone, say zero_ext.prepare(..., "
-            "elementwise=True); it is then checked once on a small vector."
+            f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
+            f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
+            "zero_ext.prepare, which then checks it once on a small vector."
         )
     _try_out(optimizer, name)
 
@@ -112,9 +114,9 @@ def _try_out(optimizer: optim.Optimizer, name: str) -> None:
         split = _run(optimizer, group, cut, [[g[:23].clone(), g[23:].clone()] for g in gradients])
         if not torch.equal(full, split):
             raise ValueError(
-                f"optimizer {name} was declared element-wise, but a vector stepped in two slices comes out "
-                f"different from the same vector stepped at once (by up to "
-                f"{(full - split).abs().max():.3g}). It cannot run on shards."
+                f"optimizer {name}: it was declared element-wise, but a vector stepped in two slices comes "
+                "out different from the same vector stepped as one (by up to "
+                f"{(full - split).abs().max():.3g}). It cannot run on shards. {_INSTEAD}"
             )
 
 

@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from zero_ext import ops
 
+from ..config.internal_error import zero_ext_bug
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -163,7 +165,7 @@ class Lamb(torch.optim.Optimizer):
     def _buffers(self, parameter: torch.Tensor) -> LambBuffers:
         """Copies only of what the ops cannot read where it lies."""
         if parameter.grad is None:
-            raise AssertionError("a parameter without a gradient does not step")
+            raise zero_ext_bug("a parameter without a gradient does not step")
         state = self.state[parameter]
         moments = [state[moment] for moment in MOMENTS]
         if any(moment.dtype != torch.bfloat16 for moment in moments):
@@ -215,21 +217,26 @@ def _check_settings(group: Mapping[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay", "max_coeff", "min_coeff"):
         value = group[name]
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+            raise ValueError(
+                f"{name}: expected a finite number of at least 0, got {float(value)}. Pass such a number."
+            )
     if group["min_coeff"] > group["max_coeff"]:
         raise ValueError(
-            f"min_coeff: {group['min_coeff']} given, at most max_coeff, {group['max_coeff']}, wanted"
+            f"min_coeff: expected at most max_coeff ({group['max_coeff']}), got {group['min_coeff']}. Lower "
+            "min_coeff, or raise max_coeff."
         )
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+        raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}. Pass two such numbers.")
 
 
 def _check(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
-            f"Lamb: {name} is {parameter.dtype}; float32, bfloat16 or float16 wanted, because the step is "
-            "computed in float32"
+            f"Lamb: {name}: expected float32, bfloat16 or float16, since the step is computed in float32, "
+            f"got {parameter.dtype}. Convert the model to one of them."
         )
     if gradient.is_sparse:
-        raise RuntimeError(f"Lamb: {name} has a sparse gradient; dense ones wanted: pass sparse=False")
+        raise RuntimeError(
+            f"Lamb: {name}: expected a dense gradient, got a sparse one. Pass sparse=False to the embedding."
+        )

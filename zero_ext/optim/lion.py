@@ -53,9 +53,11 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+                raise ValueError(
+                    f"{name}: expected a finite number of at least 0, got {float(value)}. Pass such a number."
+                )
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}. Pass two such numbers.")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -123,8 +125,10 @@ def lion_row(group: dict[str, Any]) -> list[float]:
 def _check(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
-            f"Lion: {name} is {parameter.dtype}; float32, bfloat16 or float16 wanted, because the step is "
-            "computed in float32"
+            f"Lion: {name}: expected float32, bfloat16 or float16, since the step is computed in float32, "
+            f"got {parameter.dtype}. Convert the model to one of them."
         )
     if gradient.is_sparse:
-        raise RuntimeError(f"Lion: {name} has a sparse gradient; dense ones wanted: pass sparse=False")
+        raise RuntimeError(
+            f"Lion: {name}: expected a dense gradient, got a sparse one. Pass sparse=False to the embedding."
+        )

@@ -72,15 +72,20 @@ def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimize
     modes = {key: settings.pop(key) for key in _MODE_KEYS if key in settings}
     for key, value in modes.items():
         if not isinstance(value, bool):
-            raise ConfigError(Problem(f"optimizer.params.{key}", f"got {show(value)}, wanted true or false"))
+            raise ConfigError(
+                Problem(
+                    f"optimizer.params.{key}",
+                    f"expected true or false, got {show(value)}. Set it to one of them.",
+                )
+            )
     if len(set(modes.values())) > 1:
-        raise ConfigError(Problem("optimizer.params", f"{modes} contradict each other; keep one"))
+        raise ConfigError(Problem("optimizer.params", f"{modes} contradict each other. Keep one of them."))
     decoupled = all(modes.values())
     if kind is torch.optim.AdamW and not decoupled:
         raise ConfigError(
             Problem(
                 "optimizer.type",
-                f"AdamW contradicts {modes}; use type Adam for L2 weight decay, or drop the key",
+                f"AdamW contradicts {modes}. Use type Adam for L2 weight decay, or remove the key.",
             )
         )
     return torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -93,15 +98,17 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
         path = f"{section}.params.{key}"
         if key not in known:
             close = nearest(key, known) if len(problems) < SUGGESTIONS else None
-            hint = f"did you mean {close}?" if close else f"known: {', '.join(known)}"
-            problems.append(Problem(path, f"{kind.__name__} takes no such parameter; {hint}"))
+            hint = f"Did you mean {close}?" if close else f"Choose one of {', '.join(known)}."
+            problems.append(Problem(path, f"{kind.__name__} has no such parameter. {hint}"))
             continue
         wanted = _mismatch(known[key], value)
         if wanted:
-            problems.append(Problem(path, f"got {show(value)}, wanted {wanted}"))
+            problems.append(Problem(path, f"expected {wanted}, got {show(value)}. Correct it."))
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in settings:
-            problems.append(Problem(f"{section}.params.{key}", f"required by {kind.__name__} but missing"))
+            problems.append(
+                Problem(f"{section}.params.{key}", f"{kind.__name__} requires it, and it is missing. Add it.")
+            )
     if problems:
         raise ConfigError(problems, section)
     arguments = {
@@ -114,7 +121,12 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
         key, _, text = str(error).partition(": ")
         if key in known:
             raise ConfigError(Problem(f"{section}.params.{key}", text), section) from error
-        raise ConfigError(Problem(f"{section}.params", f"{settings}: {error}"), section) from error
+        raise ConfigError(
+            Problem(
+                f"{section}.params", f"{kind.__name__} refused {settings}. Correct what it names: {error}"
+            ),
+            section,
+        ) from error
 
 
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:

@@ -85,9 +85,12 @@ class Batch:
     def __post_init__(self) -> None:
         multiple = self.ranks * (self.micro_batch or 1)
         if self.samples < 1 or self.samples % multiple:
-            wanted = f"a multiple of {self.ranks} GPUs"
-            wanted += f" x {self.micro_batch} samples of a micro-batch" if self.micro_batch else ""
-            raise ValueError(f"--batch is {self.samples} samples of a step; {wanted} is wanted")
+            expected = f"a multiple of {self.ranks} GPUs"
+            expected += f" x {self.micro_batch} samples per micro-batch" if self.micro_batch else ""
+            raise ValueError(
+                f"--batch: expected {expected}, got {self.samples} samples per step. Pass a multiple of "
+                f"{multiple}."
+            )
 
     @property
     def of_rank(self) -> int:

@@ -29,7 +29,9 @@ def plot_plan(plan: Plan, path: Path) -> Path:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("--plot needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError(
+            "--plot: expected matplotlib, which is not installed. Install it with pip install matplotlib."
+        ) from None
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -45,7 +45,8 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
         axis, _, number = (each.strip() for each in item.partition("="))
         if axis not in _AXES or axis in found or not number.isdigit() or int(number) < 1:
             raise ValueError(
-                f"--3d is {text!r}; lengths of {', '.join(_AXES)} wanted, each once, like pp=4,tp=2"
+                f"--3d: expected lengths of {', '.join(_AXES)}, each once, got {text!r}. Write them like "
+                "pp=4,tp=2."
             )
         found[axis] = int(number)
     others = math.prod(length for axis, length in found.items() if axis != "dp")
@@ -53,8 +54,9 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
     sizes = {axis: found.get(axis, 1) for axis in _AXES}
     if math.prod(sizes.values()) != ranks:
         raise ValueError(
-            f"--3d is {text!r}, which makes {math.prod(sizes.values())} ranks with dp={sizes['dp']}, but "
-            f"there are {ranks} GPUs; their lengths must multiply to that"
+            f"--3d: expected lengths whose product is the number of GPUs, {ranks}, got {text!r}, which "
+            f"makes {math.prod(sizes.values())} ranks with dp={sizes['dp']}. Change the lengths, or the "
+            "number of GPUs."
         )
     return sizes
 
@@ -75,7 +77,10 @@ def best_rank_placement(
     shape = model.shape
     samples_per_slot = sizes["dp"] * micro_batch
     if sizes["pp"] > shape.layers:
-        raise ValueError(f"--3d: {sizes['pp']} stages, but {model.name} has {shape.layers} layers")
+        raise ValueError(
+            f"--3d: expected at most {shape.layers} stages, one for each layer of {model.name}, got "
+            f"pp={sizes['pp']}. Lower pp."
+        )
     step = TransformerStep(
         model.parameters, shape.layers, shape.hidden, shape.sequence, micro_batch, samples // samples_per_slot
     )

@@ -51,7 +51,8 @@ class TrainingState:
                 check_count(f"{name}[{dtype!r}]", elements, 0)
         if self.moments_dtype not in MOMENTS:
             raise ValueError(
-                f"moments_dtype: {self.moments_dtype!r} given, one of {', '.join(MOMENTS)} wanted"
+                f"moments_dtype: expected one of {', '.join(MOMENTS)}, got {self.moments_dtype!r}. Choose "
+                "one of them."
             )
         _bytes_of("grad_accum_dtype", self.grad_accum_dtype)
         check_count("moments", self.moments, 0)
@@ -155,7 +156,9 @@ def secondary_bytes(
 def check_count(name: str, value: object, least: int) -> None:
     """Raises ValueError unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: {value!r} given, an integer of at least {least} wanted")
+        raise ValueError(
+            f"{name}: expected an integer of at least {least}, got {value!r}. Pass a number in this range."
+        )
 
 
 def _shard_elements(elements: int, sharded: bool, world_size: int) -> int:
@@ -170,4 +173,6 @@ def _moment_bytes(elements: int, dtype: str) -> int:
 
 def _bytes_of(name: str, dtype: str) -> None:
     if dtype not in BYTES_OF_DTYPE:
-        raise ValueError(f"{name}: {dtype!r} given, one of {', '.join(BYTES_OF_DTYPE)} wanted")
+        raise ValueError(
+            f"{name}: expected one of {', '.join(BYTES_OF_DTYPE)}, got {dtype!r}. Choose one of them."
+        )

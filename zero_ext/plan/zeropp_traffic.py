@@ -82,7 +82,10 @@ def step_bytes(
     if group != world_size:
         check_shard_group_size(group, world_size, per_node)
         if stage != 3:
-            raise ValueError(f"communication.shard_group_size is {group} in stage {stage}; stage 3 is wanted")
+            raise ValueError(
+                f"communication.shard_group_size: expected stage 3, got {group} in stage {stage}. Set "
+                "stage to 3, or remove shard_group_size."
+            )
     widths = dict.fromkeys(("gather", "gather_updated"), bytes_per_element)
     summed = gradient_bytes or (4 if accumulation_steps > 1 else bytes_per_element)
     reduced = bytes_per_element if StatePlacement.of_stage(stage).grads else summed

@@ -54,14 +54,16 @@ def test_the_swap_of_storages_is_built_where_torch_has_none(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     found = json.loads(run("env", "--json"))["versions"]["swap of storages"]
-    assert found.startswith("unknown: zero_ext._C_storage is not built and no C++ compiler")
+    assert found.startswith("unknown: zero_ext._C_storage: it is not built, and no C++ compiler")
 
 
 @pytest.mark.parametrize("text", ["7.5", "8.0,", "sm_90", "", "9.0a"])
 def test_what_is_no_compute_capability_from_8_on_is_refused(
     builds: list[set[tuple[int, int]]], text: str
 ) -> None:
-    assert "expected compute capabilities from 8.0 on" in run("build", "--cuda-architectures", text, status=1)
+    assert "compute capabilities: expected 8.0 or higher" in run(
+        "build", "--cuda-architectures", text, status=1
+    )
     assert builds == []
 
 

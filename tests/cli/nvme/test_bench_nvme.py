@@ -65,8 +65,8 @@ def test_memory_file_systems_are_measured_and_said() -> None:
 @pytest.mark.parametrize(
     ("folder", "arguments", "named"),
     [
-        ("absent", (), r"nvme path '.*absent' does not exist"),
-        ("file", (), r"nvme path '.*file' is not a directory"),
+        ("absent", (), r"nvme path '.*absent': expected a directory, got .* does not exist"),
+        ("file", (), r"nvme path '.*file': expected a directory, got a file"),
         ("/proc", (), "nvme path '/proc': no directory can be made in it"),
         ("", ("--size", "4000000GiB"), r"bytes free; [\d,]+ and [\d,]+ to spare are needed"),
         ("", ("--size", "4194305"), "--size is 4194305 bytes; a multiple of 4096"),
@@ -74,9 +74,9 @@ def test_memory_file_systems_are_measured_and_said() -> None:
         ("", ("--blocks", "1000"), "aio.block_bytes"),
         ("", ("--depths", "4096"), "aio.queue_depth"),
         ("", ("--depths", "four"), "--depths is 'four'"),
-        ("", ("--blocks", "a lot"), "--blocks is 'a lot'"),
+        ("", ("--blocks", "a lot"), "--blocks: expected bytes, got 'a lot'"),
         ("", ("--backends", "posix"), r"--backends has 'posix'; it may have io_uring"),
-        ("", ("--blocks", ""), "--blocks is ''"),
+        ("", ("--blocks", ""), "--blocks: expected bytes, got ''"),
         ("", ("--output", "aio.yaml"), "--output is 'aio.yaml'"),
         ("", ("--output", "/absent/aio.json"), "the directory '/absent' does not exist"),
     ],

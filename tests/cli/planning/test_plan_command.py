@@ -84,15 +84,18 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("no-such-model",), "MODEL is 'no-such-model'"),
-        (("7B", "--gpu-memory", "much"), "--gpu-memory is 'much'; give bytes, or a number with KB"),
-        (("7B", "--nvme", "4 parsecs"), "--nvme is"),
-        (("7B", "--link-bandwidth", "0"), "--link-bandwidth is '0'"),
+        (("no-such-model",), "MODEL: expected"),
+        (
+            ("7B", "--gpu-memory", "much"),
+            "--gpu-memory: expected bytes, got 'much'. Write a number, alone or with KB",
+        ),
+        (("7B", "--nvme", "4 parsecs"), "--nvme: expected bytes, got '4 parsecs'"),
+        (("7B", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
         (("7B", "--objective", "fame"), "--objective is 'fame', one of memory, speed"),
         (("7B", "--tokens", "many"), "--tokens is 'many'"),
-        (("7B", "--batch", "7"), "--batch is 7 samples of a step; a multiple of 8 GPUs"),
-        (("7B", "--moments", "fp16"), "moments_dtype: 'fp16' given, one of fp32, bf16, 8bit"),
-        (("7B", "--machine", "cray"), "machine: 'cray'"),
+        (("7B", "--batch", "7"), "--batch: expected a multiple of 8 GPUs, got 7"),
+        (("7B", "--moments", "fp16"), "moments_dtype: expected one of fp32, bf16, 8bit, got 'fp16'"),
+        (("7B", "--machine", "cray"), "machine: expected one of"),
         (("7B", "--machine", "missing.json"), "missing.json"),
         (("7B", "--gpu-memory", "0"), "--gpu-memory is '0'"),
     ],
@@ -149,12 +152,12 @@ def test_rank_placement_by_link_cost() -> None:
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ("pp=3", "--3d is 'pp=3', which makes 6 ranks with dp=2, but there are 8 GPUs"),
-        ("ep=2", "--3d is 'ep=2'; lengths of pp, dp, cp, tp wanted"),
+        ("pp=3", "the number of GPUs, 8, got 'pp=3', which makes 6 ranks with dp=2"),
+        ("ep=2", "--3d: expected lengths of pp, dp, cp, tp, each once, got 'ep=2'"),
         ("pp=2,pp=2", "each once"),
-        ("tp=0", "--3d is 'tp=0'"),
-        ("tp", "--3d is 'tp'"),
-        ("pp=8,dp=1", "8 stages"),
+        ("tp=0", "each once, got 'tp=0'"),
+        ("tp", "each once, got 'tp'"),
+        ("pp=8,dp=1", "--3d: expected at most"),
     ],
 )
 def test_lengths_that_cannot_be(lengths: str, words: str, tmp_path: Path) -> None:
@@ -185,7 +188,7 @@ def test_the_best_layouts_are_shown_with_reasons_and_written(tmp_path: Path) -> 
     [
         (("--gpus", "8", "--tokens", "1B"), "--tokens is '1B', which --3d best does not use"),
         (("--gpus", "8", "--objective", "memory"), "--objective is 'memory', which --3d best"),
-        (("--gpus", "8", "--link-bandwidth", "0"), "--link-bandwidth is '0'"),
+        (("--gpus", "8", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
         (("--gpus", "5", "--batch", "3", "--micro-batch", "2"), "a multiple of 10 samples"),
         (("--gpus", "1", "--gpu-memory", "1GB", "--host-memory", "0", "--nvme", "0"), "fits no layout on 1"),
     ],

@@ -94,7 +94,7 @@ def test_a_script_that_never_runs_ends_with_the_reason(tmp_path: Path) -> None:
         (("--micro-batches", ","), "--micro-batches is ','"),
         (("--aio", "1MiB"), "--aio has '1MiB'"),
         (("--aio", "5x1x1"), "block_bytes"),
-        (("--model", "no-such"), "MODEL is 'no-such'"),
+        (("--model", "no-such"), "MODEL: expected"),
         (("--config", "missing.json"), "missing.json"),
         (("--write", "/no/such/folder/best.json"), "its folder does not exist"),
     ],

@@ -21,11 +21,11 @@ from zero_ext.config.schema.json_file import LARGEST_FILE_BYTES, parse_json_obje
         ("", ("line 1",)),
         ('{"gradient_clipping": NaN}', ("NaN",)),
         ('{"gradient_clipping": -Infinity}', ("-Infinity",)),
-        ("[1, 2]", ("list", "wanted an object")),
+        ("[1, 2]", ("list", "expected an object")),
         ("3", ("int",)),
         ("null", ("NoneType",)),
-        ('{"a":' * 40 + "1" + "}" * 40, ("nested deeper than 32",)),
-        ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", ("nested deeper than 32",)),
+        ('{"a":' * 40 + "1" + "}" * 40, ("expected at most 32 nested levels",)),
+        ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", ("expected at most 32 nested levels",)),
         ('{"seed": ' + "9" * 5000 + "}", ("seed", "digits")),
     ],
 )
@@ -48,11 +48,11 @@ def test_bad_files(tmp_path: Path) -> None:
         load_config(tmp_path)
     large = tmp_path / "large.json"
     large.write_bytes(b'{"a": "' + b"x" * LARGEST_FILE_BYTES + b'"}')
-    with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
+    with pytest.raises(ConfigError, match="expected at most 1048576 bytes"):
         load_config(large)
     binary = tmp_path / "binary.json"
     binary.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match="not UTF-8 text: byte 7"):
+    with pytest.raises(ConfigError, match="expected UTF-8, got byte 7"):
         load_config(binary)
 
 

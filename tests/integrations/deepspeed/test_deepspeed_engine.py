@@ -331,9 +331,9 @@ def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
     marked, *_ = deepspeed.initialize(model=model_of(1), config=path, config_params=path)
     assert marked.zero_optimization_stage() == 2
     path.write_text('{"train_batch_size": 16,')
-    with pytest.raises(ConfigError, match=r"config-\d.json: not valid JSON at line 1"):
+    with pytest.raises(ConfigError, match=r"config-\d.json: expected JSON, got .* at line 1"):
         deepspeed.initialize(model=model_of(1), config=path)
-    with pytest.raises(ConfigError, match=r"train_batch_size: is 'auto'.*write a value"):
+    with pytest.raises(ConfigError, match=r"train_batch_size: expected a value, got 'auto'.*Write a value"):
         deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": "auto"})
     with pytest.raises(ConfigError, match=rf"train_batch_size=17.* on {world.size} rank"):
         deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": 17})
@@ -343,7 +343,7 @@ def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
         deepspeed.initialize(modle=model_of(1), config=config_of(1))
     with pytest.raises(ConfigError, match="zero_optimisation"):
         deepspeed.initialize(model=model_of(1), config={"zero_optimisation": {}})
-    with pytest.raises(ConfigError, match=r"zero_optimization.stage: got 2, but OneBitAdam"):
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage: expected 0 or 1 with OneBitAdam, got 2"):
         deepspeed.initialize(model=model_of(1), config=config_of(2, optimizer={"type": "OneBitAdam"}))
 
 

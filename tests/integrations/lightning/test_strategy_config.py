@@ -151,7 +151,7 @@ def test_contradictions_show_both_sides() -> None:
         ZeroStrategy(config={"optimizer": {"type": "AdamW"}})
     with pytest.raises(ConfigError, match="save_top_k"):
         ZeroStrategy(config={"checkpoint": {"keep_last": 2}})
-    with pytest.raises(ConfigError, match="did you mean"):
+    with pytest.raises(ConfigError, match="Did you mean"):
         ZeroStrategy(config={"stag": 2})
 
 

@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
         ((LlamaForCausalLM, "empty"), {}, CheckpointError, "empty: has no config.json"),
         ((LlamaForCausalLM, "none"), {}, CheckpointError, "none: no such folder"),
         ((LlamaForCausalLM, "saved"), {"zero_config": tmp_path / "none.json"}, ConfigError, "none.json"),
-        ((LlamaForCausalLM, "saved"), {"zero_config": {"stag": 3}}, ConfigError, "did you mean stage"),
+        ((LlamaForCausalLM, "saved"), {"zero_config": {"stag": 3}}, ConfigError, "Did you mean stage"),
     ]
     for (kind, name), options, error, words in cases:
         with pytest.raises(error, match=words):

@@ -307,7 +307,7 @@ def test_positions_for_longer_sequences(name: str) -> None:
     equal(model(input_ids=ids)[0], before)
     longer = model(input_ids=ids.repeat(1, 2))[0]
     assert longer.shape[1] == 2 * short
-    with pytest.raises(ValueError, match="positions wanted"):
+    with pytest.raises(ValueError, match="positions: expected at least"):
         extend_position_embedding(model, 3)
     with pytest.raises(ValueError, match="no learnt position"):
         extend_position_embedding(made("llama"), 500)

@@ -250,10 +250,12 @@ def test_formats() -> None:
     assert BlockFormat(4, False).payload_bytes(1000) == 500 + 4 * 8
     assert BlockFormat(8, True).payload_bytes(1) == 8 + 4
     assert BlockFormat(8, False).payload_bytes(0) == 0
-    with pytest.raises(ValueError, match="bits is 3; it must be 4 or 8"):
+    with pytest.raises(ValueError, match="bits: expected 4 or 8, got 3"):
         BlockFormat(3, True)  # type: ignore[arg-type]
     for block in (0, 64, 200, 8192):
-        with pytest.raises(ValueError, match=f"block is {block}; it must be a multiple of 128"):
+        with pytest.raises(
+            ValueError, match=f"BlockFormat.block: expected a multiple of 128 .*, got {block}"
+        ):
             BlockFormat(8, True, block)
     assert len(quantize(torch.empty(0), BlockFormat(8, True), 2)) == 0
 

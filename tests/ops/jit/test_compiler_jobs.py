@@ -49,7 +49,7 @@ def test_a_failure_ends_the_others_with_their_children(
     fails = shell("fails", f"while [ ! -s {pid} ]; do sleep 0.01; done; seq 30; exit 3")
     started = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=r"fails failed with status 3; the last of 30 lines:\n11\n"
+        RuntimeError, match=r"fails: it failed with status 3. Read the last of its 30 lines:\n11\n"
     ) as caught:
         run(tmp_path, [slow, fails, shell("never", f"touch {tmp_path}/never")])
     assert str(caught.value).endswith("\n30") and time.monotonic() - started < 55

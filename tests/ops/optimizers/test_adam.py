@@ -309,7 +309,7 @@ def wrong_arguments() -> list[tuple[str, Tensor, str]]:
         cases += [
             (name, torch.zeros(8, dtype=torch.float64), "has dtype Double"),
             (name, torch.zeros(16)[::2], "is not contiguous"),
-            (name, torch.zeros(8, device="meta"), "tensors on cpu, meta; all must be on one device"),
+            (name, torch.zeros(8, device="meta"), "expected all tensors on one device, got cpu, meta"),
         ]
         if name != "master":
             cases += [

@@ -297,7 +297,7 @@ def wrong_arguments() -> list[tuple[str, Tensor, str]]:
         cases += [
             (name, torch.zeros(300, dtype=torch.float64), f"'{name}' has dtype Double"),
             (name, torch.zeros(600, dtype=dtype)[::2], f"'{name}'.*is not contiguous"),
-            (name, torch.zeros(300, device="meta"), "tensors on cpu, meta; all must be on one device"),
+            (name, torch.zeros(300, device="meta"), "expected all tensors on one device, got cpu, meta"),
             (name, torch.zeros(3, 100, dtype=dtype), f"'{name}' has shape .*one-dimensional with 300"),
         ]
         if name != "master":

@@ -81,7 +81,7 @@ def test_without_a_compiler_the_error_says_what_to_install(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(swapping, "load_storage_swap", jit_build.build_storage_swap)
-    with pytest.raises(RuntimeError, match=r"_C_storage is not built and no C\+\+ compiler.*apt-get"):
+    with pytest.raises(RuntimeError, match=r"_C_storage: it is not built, and no C\+\+ compiler.*apt-get"):
         ops.swap_storages_(torch.ones(1).untyped_storage(), torch.ones(1).untyped_storage())
 
 

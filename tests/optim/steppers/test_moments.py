@@ -78,7 +78,7 @@ def test_only_fused_adam_supports_them() -> None:
     ranges = [one_range(torch.zeros(COUNT))]
     assert isinstance(make_stepper(adamw(), ranges, "8bit", False, device_tiers(), alone), AdamStepper)
     for other in (optim.SGD([nn.Parameter(torch.ones(1))], 0.1), optim.AdamW([torch.ones(1)], amsgrad=True)):
-        with pytest.raises(ValueError, match="moments_dtype '8bit' is for Adam and AdamW without amsgrad"):
+        with pytest.raises(ValueError, match="moments_dtype: expected Adam or AdamW without amsgrad"):
             make_stepper(other, ranges, "8bit", False, device_tiers(), alone)
 
 

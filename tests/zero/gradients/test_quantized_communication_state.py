@@ -170,10 +170,10 @@ def test_groups_that_cannot_be_are_refused_on_all_ranks(world: World) -> None:
     model = seeded(world.seed)
     before = copy.deepcopy(model.state_dict())
     for setup, text in (
-        (CommunicationSetup(4, 3), r"ranks_per_node is 3, which does not divide the 4 ranks"),
-        (CommunicationSetup(4, 2, group=3), r"shard_group_size is 3: it does not divide the 4 ranks"),
-        (CommunicationSetup(4, 4, group=1), r"shard_group_size is 1: .*stage to 0"),
-        (CommunicationSetup(4, 2, group=8), r"shard_group_size is 8: it does not divide the 4 ranks"),
+        (CommunicationSetup(4, 3), r"ranks_per_node: expected a divisor of the 4 ranks.*, got 3"),
+        (CommunicationSetup(4, 2, group=3), r"shard_group_size: expected a divisor of the 4 ranks, got 3"),
+        (CommunicationSetup(4, 4, group=1), r"shard_group_size: expected at least 2, got 1.*stage to 0"),
+        (CommunicationSetup(4, 2, group=8), r"shard_group_size: expected a divisor of the 4 ranks, got 8"),
     ):
         with pytest.raises(ValueError, match=text):
             prepared(world, model, setup)

@@ -36,8 +36,9 @@ def _check_group(group: float, resolved: ResolvedKeys, native: dict[str, object]
     }
     found = [name for name, key in others.items() if key in native]
     if group == 0:
-        resolved.problems.append(Problem(path, "got 0, wanted -1 for none or the ranks of a sharding group"))
+        text = "expected -1 for none or the ranks of a sharding group, got 0. Set it to one of them."
+        resolved.problems.append(Problem(path, text))
     elif found:
         resolved.problems.append(
-            Problem(path, f"got {show(group)} together with {found[0]}; they are not combined: remove one")
+            Problem(path, f"got {show(group)} together with {found[0]}, which are not combined. Remove one.")
         )

@@ -108,7 +108,7 @@ CHECKPOINT_KEYS = (
         "checkpoint.use_node_local_storage",
         FLAG,
         "unsupported",
-        "all ranks write below one directory that all of them see; save there",
+        "All ranks write below one shared directory. Save there",
         harmless=(False,),
     ),
     Key(
@@ -129,7 +129,7 @@ CHECKPOINT_KEYS = (
     ),
 )
 
-_NOT_YET = "this feature does not exist here; remove the section"
+_NOT_YET = "This feature does not exist here. Remove the section"
 _ACTIVATION = "activation_checkpointing"
 _AT_CALLS = "acts on calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
 
@@ -190,20 +190,20 @@ ABSENT_KEYS = (
         "compile",
         ANYTHING,
         "unsupported",
-        "DeepCompile does not exist here; remove the section and use torch.compile on the model's blocks",
+        "DeepCompile does not exist here. Remove the section and use torch.compile on the model's blocks",
         harmless=(None, False, {}),
     ),
     _absent(
         "pipeline",
-        "the script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is "
-        "an argument of it) or zero_ext.parallel.pipeline; remove the section",
+        "The script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is "
+        "an argument of it) or zero_ext.parallel.pipeline. Remove the section",
     ),
     Key(
         "tensor_parallel",
         ANYTHING,
         "unsupported",
-        "zero_ext.parallel.apply_tensor_parallel is called by the script; remove the section or set "
-        "autotp_size to 1",
+        "The script calls zero_ext.parallel.apply_tensor_parallel. Remove the section or set autotp_size "
+        "to 1",
         harmless=(None, False, {}),
     ),
 )

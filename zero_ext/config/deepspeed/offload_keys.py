@@ -88,7 +88,7 @@ OPTIMIZER_KEYS = (
         "super_offload",
         FLAG,
         "unsupported",
-        "set it to false or remove it; the native key offload.update_mode 'in_backward' is its speculative "
+        "Set it to false or remove it. The native key offload.update_mode 'in_backward' is its speculative "
         "step",
         (False,),
     ),

@@ -25,7 +25,9 @@ def normalize_tiers(resolved: ResolvedKeys) -> list[Note]:
         nvme_path = resolved.values.get(path)
         if device == "nvme" and nvme_path is None:
             resolved.problems.append(
-                Problem(path, "required key is missing: device is 'nvme'; name a folder on an NVMe device")
+                Problem(
+                    path, "the required key is missing: device is 'nvme'. Name a folder on an NVMe device."
+                )
             )
         elif device == "cpu" and nvme_path is not None:
             notes.append(Note(path, "no effect", "device is 'cpu'"))
@@ -76,7 +78,7 @@ def _apply_old_flag(path: str, section: str, resolved: ResolvedKeys) -> None:
         return
     written = resolved.written[path]
     if any(name.startswith(f"{section}.") for name in resolved.values):
-        resolved.problems.append(Problem(written, f"is the old form of {section}; keep one of the two"))
+        resolved.problems.append(Problem(written, f"it is the old form of {section}. Keep one of the two."))
     elif value is True:
         resolved.values[f"{section}.device"] = "cpu"
         resolved.written[f"{section}.device"] = written

@@ -6,7 +6,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_ext.config.schema.config_errors import SUGGESTIONS, Problem, join_path, show, unknown_key
+from zero_ext.config.schema.config_errors import (
+    SUGGESTIONS,
+    Problem,
+    join_path,
+    show,
+    unknown_key,
+    wrong_value,
+)
 
 from .key import Key
 from .key_registry import KEYS, SECTIONS
@@ -32,7 +39,7 @@ def resolve_keys(source: Mapping[str, object], resolve: Mapping[str, object]) ->
     resolved = ResolvedKeys()
     for path in resolve:
         if path not in KEYS and path.rpartition(".")[0] not in _OPEN:
-            text = f"{_unknown(path, resolved).text} (in the argument resolve)"
+            text = f"{_unknown(path, resolved).text} Correct the argument resolve."
             resolved.problems.append(Problem(path, text))
     _walk("", source, resolve, resolved)
     return resolved
@@ -56,8 +63,8 @@ def _walk(
             if isinstance(value, Mapping):
                 _walk(path, value, resolve, resolved)
             elif value is not None:
-                fix = '; write {"stage": 1} for true' if path == "zero_optimization" else ""
-                resolved.problems.append(Problem(path, f"got {show(value)}, wanted a mapping{fix}"))
+                fix = 'Write {"stage": 1} for true.' if path == "zero_optimization" else "Write one."
+                resolved.problems.append(Problem(path, f"expected a mapping, got {show(value)}. {fix}"))
         else:
             resolved.problems.append(_unknown(path, resolved))
 
@@ -79,11 +86,11 @@ def _resolve_value(
     elif path in _OPEN and isinstance(value, Mapping):
         value = _resolve_params(path, value, resolve, resolved)
     if not key.value_type.fits(value):
-        resolved.problems.append(Problem(path, f"got {show(value)}, wanted {key.value_type.words}"))
+        resolved.problems.append(Problem(path, wrong_value(key.value_type.words, value)))
         return
     other = resolved.written.get(key.path)
     if other is not None:
-        resolved.problems.append(Problem(path, f"says the same as {other}; keep one of the two"))
+        resolved.problems.append(Problem(path, f"it means the same as {other}. Keep one of the two."))
         return
     resolved.values[key.path] = copy.deepcopy(value)
     resolved.written[key.path] = path
@@ -107,6 +114,6 @@ def _resolve_params(
 def _unresolved(path: str) -> Problem:
     return Problem(
         path,
-        "is 'auto' and nothing says what that is here; write a value (load_deepspeed_config also takes it as "
-        f"resolve={{{path!r}: value}})",
+        "expected a value, got 'auto', which nothing resolves here. Write a value (load_deepspeed_config "
+        f"also accepts resolve={{{path!r}: value}}).",
     )

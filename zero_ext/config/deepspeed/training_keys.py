@@ -49,8 +49,8 @@ BATCH_KEYS = (
         "managed_gradient_accumulation",
         FLAG,
         "unsupported",
-        "zero_ext.initialize counts micro-batches itself; use deepspeed.initialize, whose engine takes false "
-        "and then updates at every step()",
+        "The engine of zero_ext.initialize counts micro-batches itself. Use deepspeed.initialize, whose "
+        "engine accepts false and then updates at every step()",
         harmless=(True,),
     ),
     Key("dataloader_drop_last", FLAG, "supported", "drop an epoch's last part of a batch", "batch.drop_last"),
@@ -103,7 +103,7 @@ PRECISION_KEYS = (
         "fp16.fp16_master_weights_and_grads",
         FLAG,
         "unsupported",
-        "master weights are fp32 here; remove it",
+        "Master weights are fp32 here. Remove it",
         harmless=(False,),
         auto=True,
         switch="fp16.enabled",
@@ -111,7 +111,7 @@ PRECISION_KEYS = (
     Key("bf16.enabled", FLAG, "supported", "precision.dtype becomes bf16", aliases=("bfloat16.enabled",)),
     _bf16("immediate_grad_update", "no effect", "gradients add up as soon as they exist", True),
     _bf16("check_grad_overflow", "supported", _BF16_OVERFLOW, native="check_finite"),
-    _bf16("bf16_master_weights_and_grads", "unsupported", "master weights are fp32 here; remove it", False),
+    _bf16("bf16_master_weights_and_grads", "unsupported", "Master weights are fp32 here. Remove it", False),
     _bf16("bf16_optimizer_states", "supported", "precision.moments_dtype becomes bf16", False),
     Key(
         "data_types.grad_accum_dtype",
@@ -131,7 +131,7 @@ PRECISION_KEYS = (
         "data_types.buffer_dtype",
         or_null(_DTYPES),
         "unsupported",
-        "buffers keep their dtype here; cast them in the model",
+        "Buffers keep their dtype here. Cast them in the model",
         harmless=(None,),
     ),
     Key(
@@ -145,7 +145,7 @@ PRECISION_KEYS = (
         "torch_autocast.enabled",
         FLAG,
         "unsupported",
-        "the engine starts no autocast; put `with torch.autocast(...)` around your forward pass",
+        "The engine starts no autocast. Put `with torch.autocast(...)` around your forward pass",
         harmless=(False,),
     ),
     Key(
@@ -216,14 +216,14 @@ GRADIENT_KEYS = (
         "gradient_allreduce_op",
         choice("mean", "sum"),
         "unsupported",
-        "gradients are averaged over the ranks; multiply your loss by the number of ranks for their sum",
+        "Gradients are averaged over the ranks. Multiply your loss by the number of ranks for their sum",
         harmless=("mean",),
     ),
     Key(
         "sparse_gradients",
         FLAG,
         "unsupported",
-        "gradients are flat and dense here; remove it and build embeddings with sparse=False",
+        "Gradients are flat and dense here. Remove it and build embeddings with sparse=False",
         harmless=(False,),
     ),
 )

@@ -35,8 +35,8 @@ _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
 _ONE_BIT_NO_EFFECT = ("bias_correction",)
 _ONE_BIT_FALSE = ("amsgrad", "eps_inside_sqrt")
 _TRUE_PARAMS = {
-    "bias_correction": "the moments are always corrected",
-    "fp32_optimizer_states": "write bf16.bf16_optimizer_states true for moments in bf16",
+    "bias_correction": "Remove it: the moments are always corrected.",
+    "fp32_optimizer_states": "Write bf16.bf16_optimizer_states true for moments in bf16.",
 }
 
 
@@ -84,7 +84,7 @@ def load_deepspeed_config(
     elif isinstance(source, Mapping):
         values = dict(source)
     else:
-        raise TypeError(f"configuration is {show(source)}, wanted a mapping or a path")
+        raise TypeError(f"configuration: expected a mapping or a path, got {show(source)}. Pass one of them.")
     resolved = resolve_keys(values, resolve or {})
     tier_notes = normalize_tiers(resolved)
     notes, native = _apply_keys(resolved)
@@ -132,7 +132,8 @@ def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
             if key.fate == "no effect":
                 notes.append(Note(written, "no effect", key.why))
             else:
-                resolved.problems.append(Problem(written, f"got {show(value)}: unsupported: {key.why}"))
+                text = f"got {show(value)}, which is unsupported. {key.why}."
+                resolved.problems.append(Problem(written, text))
     return notes, native
 
 
@@ -158,7 +159,7 @@ def _set_precision(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     if half and brain:
         path = resolved.written["bf16.enabled"]
         resolved.problems.append(
-            Problem(path, "contradicts fp16.enabled: both are true; set one of them to false")
+            Problem(path, "expected false with fp16.enabled true, got true. Set one of them to false.")
         )
     dtype = "fp16" if half else "bf16" if brain else None
     if dtype is not None:
@@ -167,7 +168,9 @@ def _set_precision(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     if isinstance(wanted, str) and wanted.lower() != (dtype or "fp32"):
         seen = f"{dtype}.enabled is true" if dtype else "neither fp16.enabled nor bf16.enabled is true"
         resolved.problems.append(
-            Problem("data_types.param_dtype", f"got {show(wanted)}, but {seen}; make them agree or remove it")
+            Problem(
+                "data_types.param_dtype", f"got {show(wanted)}, but {seen}. Make them agree or remove it."
+            )
         )
     if brain and resolved.values.get("bf16.bf16_optimizer_states") is True:
         native["precision.moments_dtype"] = "bf16"
@@ -178,7 +181,9 @@ def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object], notes: lis
         kind, params = resolved.values.get(f"{section}.type"), resolved.values.get(f"{section}.params")
         if kind is None:
             if params:
-                resolved.problems.append(Problem(f"{section}.type", "required key is missing beside params"))
+                resolved.problems.append(
+                    Problem(f"{section}.type", "the required key is missing alongside params. Add it.")
+                )
             continue
         settings = dict(params) if isinstance(params, dict) else {}
         if section == "optimizer":
@@ -191,7 +196,9 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, note
     for Adam and Lion."""
     if "max_grad_norm" in settings:
         resolved.problems.append(
-            Problem("optimizer.params.max_grad_norm", "refused, as in DeepSpeed; use gradient_clipping")
+            Problem(
+                "optimizer.params.max_grad_norm", "it is unsupported, as in DeepSpeed. Use gradient_clipping."
+            )
         )
     if kind.lower() in _ONE_BIT_KINDS:
         _set_one_bit(kind, settings, resolved, notes)
@@ -210,7 +217,7 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, note
         value = settings.pop(name, True)
         if value is not True:
             resolved.problems.append(
-                Problem(f"optimizer.params.{name}", f"got {show(value)}, wanted true: {why}")
+                Problem(f"optimizer.params.{name}", f"expected true, got {show(value)}. {why}")
             )
 
 
@@ -225,7 +232,8 @@ def _set_one_bit(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, no
         if value is not False:
             resolved.problems.append(
                 Problem(
-                    f"optimizer.params.{name}", f"got {show(value)}, wanted false: {kind} has no such form"
+                    f"optimizer.params.{name}",
+                    f"expected false, since {kind} has no such form, got {show(value)}. Remove it.",
                 )
             )
     for name in ("cuda_aware", "comm_backend_name"):

@@ -115,7 +115,7 @@ _SUPPORTED = (
         "leaf_module.name_suffixes",
         TEXTS,
         "unsupported",
-        "name the modules in full under leaf_module.names",
+        "Name the modules in full under leaf_module.names",
         harmless=([], ""),
     ),
 )
@@ -175,22 +175,22 @@ _UNSUPPORTED = (
         "zero_quantized_nontrainable_weights",
         FLAG,
         "unsupported",
-        "frozen weights keep their precision; quantise the model itself, or set zero_quantized_weights, and "
-        "they travel in int8",
+        "Frozen weights keep their precision. Quantize the model itself, or set zero_quantized_weights to "
+        "gather them in int8",
         harmless=(False,),
     ),
     _key(
         "zeropp_loco_param",
         ANYTHING,
         "unsupported",
-        "quantised gradients have no error feedback here; remove it",
+        "Quantized gradients have no error feedback here. Remove it",
         harmless=(None,),
     ),
     _key(
         "zenflow",
         ANYTHING,
         "unsupported",
-        "split optimizer steps do not exist here; remove it",
+        "Split optimizer steps do not exist here. Remove it",
         harmless=(None, {}),
     ),
 )

@@ -15,7 +15,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from .config_errors import SUGGESTIONS, ConfigError, Problem, join_path, show, unknown_key
+from .config_errors import (
+    CORRECT_IT,
+    SUGGESTIONS,
+    ConfigError,
+    Problem,
+    join_path,
+    show,
+    unknown_key,
+    wrong_value,
+)
 from .type_descriptions import accepted
 
 LARGEST_COUNT = 2**62
@@ -51,7 +60,10 @@ class _SectionMeta(ModelMetaclass):
 
         def __call__(cls, *args: object, **kwargs: object) -> ConfigSection:
             if args:
-                raise TypeError(f"{cls.__name__} takes keyword arguments, got {show(args[0])}")
+                raise TypeError(
+                    f"{cls.__name__}: expected keyword arguments, got {show(args[0])}. Pass key=value, or "
+                    "call from_mapping."
+                )
             try:
                 return super().__call__(**kwargs)
             except ValidationError as error:
@@ -108,11 +120,11 @@ def key_paths(model: type[ConfigSection], prefix: str = "") -> dict[str, FieldIn
 
 
 class KeyProblem(ValueError):
-    """Raised by validators to name a key below (or beside) the one they check."""
+    """Raised by validators to name a key below (or beside) the one they check; an empty path is that one."""
 
     def __init__(self, path: str, text: str) -> None:
-        super().__init__(f"{path}: {text}")
         self.problem = Problem(path, text)
+        super().__init__(str(self.problem))
 
 
 def _config_error(model: type[ConfigSection], error: ValidationError) -> ConfigError:
@@ -129,12 +141,12 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo], suggests: bool)
     if kind == "extra_forbidden":
         return unknown_key(path, known, suggests)
     if kind == "missing":
-        return Problem(path, f"required key is missing, wanted {accepted(known[path])}")
+        return Problem(path, f"the required key is missing. Set it to {accepted(known[path])}.")
     if kind == "value_error":
         error = details["ctx"]["error"]
         if isinstance(error, KeyProblem):
-            inner = (path, error.problem.path) if path else ("", error.problem.path)
-            return Problem(join_path(*inner), error.problem.text)
+            full = ".".join(filter(None, (path, error.problem.path)))
+            return Problem(full, error.problem.text)
         return Problem(path, str(error))
     owner = path
     while owner not in known and owner:
@@ -143,5 +155,5 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo], suggests: bool)
         wanted = accepted(known[owner])
         if kind == "less_than_equal" and "of at least" in wanted:
             wanted += f", at most {details['ctx']['le']}"
-        return Problem(path, f"got {show(details['input'])}, wanted {wanted}")
-    return Problem(path, f"got {show(details['input'])}: {details['msg']}")
+        return Problem(path, wrong_value(wanted, details["input"]))
+    return Problem(path, f"got {show(details['input'])}: {details['msg']}. {CORRECT_IT}")

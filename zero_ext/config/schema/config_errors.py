@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+CORRECT_IT = "Correct the value."
 SUGGESTIONS = 20  # A file may have thousands of unknown keys. A suggestion compares one with all known keys.
 _LONGEST_VALUE_SHOWN = 80
 _LONGEST_PATH_SHOWN = 200
@@ -127,13 +128,18 @@ def _listed(source: str, problems: Sequence[Problem]) -> str:
     return text
 
 
+def wrong_value(expected: str, value: object) -> str:
+    """Text of the problem of a key whose value is not what is `expected`."""
+    return f"expected {expected}, got {show(value)}. {CORRECT_IT}"
+
+
 def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Problem:
     """The problem of a key nobody knows, with the nearest known key of the same level if it `suggests` one.
 
     `known` are the full paths of the keys that exist beside it (or anywhere, where the level has none close).
     """
     if not suggests:
-        return Problem(path, "unknown key")
+        return Problem(path, "unknown key. Remove it.")
     candidates = list(known)
     parent, _, name = path.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in candidates if key.rpartition(".")[0] == parent}
@@ -144,6 +150,6 @@ def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Probl
         close = nearest(name, by_name)
         suggestion = by_name[close] if close else None
     if suggestion is not None:
-        return Problem(path, f"unknown key; did you mean {suggestion}?")
+        return Problem(path, f"unknown key. Did you mean {suggestion}?")
     siblings_or_all = sorted(siblings) or sorted(key for key in candidates if "." not in key)
-    return Problem(path, f"unknown key; known: {', '.join(siblings_or_all)}")
+    return Problem(path, f"unknown key. Remove it, or use one of {', '.join(siblings_or_all)}.")

@@ -51,7 +51,7 @@ def names_table() -> str:
         ("scheduler", SCHEDULERS, UNSUPPORTED_SCHEDULERS),
     ):
         lines += [_row(f"`{name}`", what, "built") for name in known]
-        lines += [_row(f"`{name}`", what, f"unsupported: {why}") for name, why in unsupported.items()]
+        lines += [_row(f"`{name}`", what, f"unsupported. {why}") for name, why in unsupported.items()]
     return "\n".join(lines)
 
 
@@ -66,7 +66,10 @@ def rewrite(text: str) -> str:
     for name, table in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(f"wanted {begin!r} and after it {end!r}, once each")
+            raise ValueError(
+                f"{name}: expected {begin!r} and after it {end!r}, once each. Add the missing one to the "
+                "page."
+            )
         head, rest = text.split(begin)
         text = f"{head}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
     return text

@@ -10,6 +10,7 @@ from .config_errors import ConfigError, Problem
 
 LARGEST_FILE_BYTES = 1 << 20
 DEEPEST_NESTING = 32
+_TOO_DEEP = f"expected at most {DEEPEST_NESTING} nested levels, got more. Flatten the value."
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
@@ -32,18 +33,19 @@ def parse_json_object(text: str, source: str) -> dict[str, object]:
         line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(
-            Problem("", f"not valid JSON at {where}: {error.msg}: {line[:80]!r}"), source
+            Problem("", f"expected JSON, got {error.msg} at {where}. Correct the line: {line[:80]!r}"), source
         ) from None
     except RecursionError:
-        raise ConfigError(Problem("", f"nested deeper than {DEEPEST_NESTING} levels"), source) from None
+        raise ConfigError(Problem("", _TOO_DEEP), source) from None
     except ValueError as error:
         raise ConfigError(Problem("", str(error)), source) from None
     if not isinstance(value, dict):
         raise ConfigError(
-            Problem("", f"top level is a {type(value).__name__}, wanted an object {{...}}"), source
+            Problem("", f"expected an object at the top level, got a {type(value).__name__}. Write {{...}}."),
+            source,
         )
     if _depth(value) > DEEPEST_NESTING:
-        raise ConfigError(Problem("", f"nested deeper than {DEEPEST_NESTING} levels"), source)
+        raise ConfigError(Problem("", _TOO_DEEP), source)
     return value
 
 
@@ -53,16 +55,19 @@ def _read_text(path: Path) -> str:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(Problem("", f"cannot be read: {reason}"), str(path)) from None
+        text = f"the file cannot be read: {reason}. Name a file that this user may read."
+        raise ConfigError(Problem("", text), str(path)) from None
     if len(data) > LARGEST_FILE_BYTES:
         raise ConfigError(
-            Problem("", f"larger than {LARGEST_FILE_BYTES} bytes; this is no configuration"), str(path)
+            Problem("", f"expected at most {LARGEST_FILE_BYTES} bytes, got more. Name a configuration file."),
+            str(path),
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            Problem("", f"not UTF-8 text: byte {error.start} cannot be decoded"), str(path)
+            Problem("", f"expected UTF-8, got byte {error.start} that cannot be decoded. Save it as UTF-8."),
+            str(path),
         ) from None
 
 
@@ -70,13 +75,13 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {key!r} occurs twice in one object; keep one")
+            raise ValueError(f"key {key!r}: it occurs twice in one object. Keep one of them.")
         found[key] = value
     return found
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number; write a finite one")
+    raise ValueError(f"{name}: expected a finite number, which JSON requires. Write one.")
 
 
 def _depth(value: object) -> int:

@@ -76,26 +76,30 @@ class ActivationCheckpointingConfig(ConfigSection):
     def _tier_is_one(self) -> ActivationCheckpointingConfig:
         if self.cpu_checkpointing and self.tier == "nvme":
             raise KeyProblem(
-                "cpu_checkpointing", "got True, but tier is 'nvme'; remove one of the two: True means 'host'"
+                "cpu_checkpointing",
+                "expected false with tier 'nvme', got True, which means 'host'. Remove one of the two.",
             )
         if self.tier == "nvme" and not self.nvme_paths:
             raise KeyProblem(
-                "nvme_paths", "got none, but tier is 'nvme'; name at least one folder on an NVMe device"
+                "nvme_paths",
+                "expected a folder with tier 'nvme', got none. Name at least one folder on an NVMe device.",
             )
         if self.nvme_paths and self.tier != "nvme":
             raise KeyProblem(
                 "nvme_paths",
-                f"got {show(list(self.nvme_paths))}, which has no effect: tier is {show(self.storage_tier)}; "
-                "remove it or set tier to 'nvme'",
+                f"got {show(list(self.nvme_paths))}, which has no effect: tier is {show(self.storage_tier)}. "
+                "Remove it or set tier to 'nvme'.",
             )
         if len({PurePath(path) for path in self.nvme_paths}) < len(self.nvme_paths):
-            raise KeyProblem("nvme_paths", f"got {show(list(self.nvme_paths))}; name each folder once")
+            raise KeyProblem(
+                "nvme_paths", f"got {show(list(self.nvme_paths))}, with duplicates. Name each folder once."
+            )
         return self
 
     @model_validator(mode="after")
     def _sizes_have_an_effect(self) -> ActivationCheckpointingConfig:
-        moves = "tensors stay where they are; remove it or set tier to 'host' or 'nvme'"
-        stored = f"tier is {show(self.storage_tier)}; remove it or set tier to 'nvme'"
+        moves = "tensors stay where they are. Remove it or set tier to 'host' or 'nvme'"
+        stored = f"tier is {show(self.storage_tier)}. Remove it or set tier to 'nvme'"
         for name, effective, why in (
             ("prefetch", self.moves, moves),
             ("min_offload_bytes", self.moves, moves),
@@ -103,7 +107,7 @@ class ActivationCheckpointingConfig(ConfigSection):
         ):
             value = getattr(self, name)
             if not effective and value != type(self).model_fields[name].default:
-                raise KeyProblem(name, f"got {show(value)}, which has no effect: {why}")
+                raise KeyProblem(name, f"got {show(value)}, which has no effect. {why}.")
         return self
 
     @model_validator(mode="after")
@@ -111,20 +115,20 @@ class ActivationCheckpointingConfig(ConfigSection):
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
             raise KeyProblem(
                 "number_checkpoints",
-                "got none, but contiguous_memory_optimization is true: its buffer holds so many calls' "
-                "inputs; give the number of calls of a forward pass",
+                "expected a number with contiguous_memory_optimization true, whose buffer stores the "
+                "inputs of so many calls, got none. Set it to the number of calls of a forward pass.",
             )
         if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
             raise KeyProblem(
                 "number_checkpoints",
                 f"got {self.number_checkpoints}, which has no effect: it sizes the buffer of "
-                "contiguous_memory_optimization; remove it or set that to true",
+                "contiguous_memory_optimization. Remove it or set that to true.",
             )
         if self.contiguous_memory_optimization and self.tier == "nvme":
             raise KeyProblem(
                 "contiguous_memory_optimization",
-                "got True, but tier is 'nvme', where extents take no memory; set it to false, or tier to "
-                "'device' or 'host'",
+                "expected false with tier 'nvme', where extents need no memory, got True. Set it to false, "
+                "or tier to 'device' or 'host'.",
             )
         return self
 
@@ -134,13 +138,14 @@ class ActivationCheckpointingConfig(ConfigSection):
             if self.save_ops and self.save_budget_bytes is not None:
                 raise KeyProblem(
                     "save_budget_bytes",
-                    f"got {self.save_budget_bytes} alongside save_ops; give one of the two",
+                    f"expected null alongside save_ops, got {self.save_budget_bytes}. Give one of the two.",
                 )
             return self
         if self.storage_tier == "device":
             raise KeyProblem(
                 "tier",
-                "got 'device', but mode 'offload_saved_tensors' moves tensors; set tier to 'host' or 'nvme'",
+                "expected 'host' or 'nvme' with mode 'offload_saved_tensors', got 'device'. Set tier to "
+                "'host' or 'nvme'.",
             )
         for name in (
             "partition_activations",
@@ -152,6 +157,6 @@ class ActivationCheckpointingConfig(ConfigSection):
                 raise KeyProblem(
                     name,
                     f"got {show(getattr(self, name))}, which has no effect: it acts on recomputation, and "
-                    "mode is 'offload_saved_tensors'; remove it",
+                    "mode is 'offload_saved_tensors'. Remove it.",
                 )
         return self

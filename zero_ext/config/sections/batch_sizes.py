@@ -48,7 +48,12 @@ class BatchConfig(ConfigSection):
             ConfigError: the three values contradict each other or do not divide.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(Problem("world_size", f"got {world_size!r}, wanted an integer of at least 1"))
+            raise ConfigError(
+                Problem(
+                    "world_size",
+                    f"expected an integer of at least 1, got {world_size!r}. Pass the number of ranks.",
+                )
+            )
         train, micro, steps = self.train_batch_size, self.micro_batch_size, self._explicit_steps()
         if train is None:
             steps = steps or 1
@@ -68,8 +73,9 @@ class BatchConfig(ConfigSection):
 
     def _contradiction(self, world_size: int) -> str:
         return (
-            f"got train_batch_size={self.train_batch_size}, micro_batch_size={self.micro_batch_size}, "
-            f"gradient_accumulation_steps={self._explicit_steps()} on {world_size} rank(s); wanted "
-            "train_batch_size = micro_batch_size x gradient_accumulation_steps x ranks in whole numbers: "
-            "change one of them or leave one out"
+            "expected train_batch_size = micro_batch_size x gradient_accumulation_steps x ranks in "
+            f"integers, got train_batch_size={self.train_batch_size}, "
+            f"micro_batch_size={self.micro_batch_size}, "
+            f"gradient_accumulation_steps={self._explicit_steps()} on {world_size} rank(s). Change one of "
+            "them, or leave one out."
         )

@@ -51,8 +51,8 @@ class CommunicationConfig(ConfigSection):
             if value and self.shard_group_size is not None:
                 raise KeyProblem(
                     key,
-                    f"got {show(value)} together with shard_group_size = {self.shard_group_size}; both save "
-                    f"the same traffic, and are not combined: remove {key} or shard_group_size",
+                    f"got {show(value)} together with shard_group_size = {self.shard_group_size}. Both save "
+                    f"the same traffic, and are not combined. Remove {key} or shard_group_size.",
                 )
         return self
 
@@ -105,7 +105,7 @@ def resolve_reduction(
         if fits[strategy]:
             return strategy
     raise ValueError(
-        f"precision.reduction is '{wanted}': expected at most {limit} ranks' gradients in one sum on this "
+        f"precision.reduction: expected for '{wanted}' at most {limit} ranks' gradients in one sum on this "
         f"device, got {world_size} ranks on {nodes} nodes. Set it to 'auto'"
         + ("." if backend_adds else ", and start torch.distributed with the device's own backend (NCCL).")
     )
@@ -115,20 +115,23 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
     """Raises ValueError where ranks do not fill their nodes."""
     if world_size % ranks_per_node:
         raise ValueError(
-            f"communication.ranks_per_node is {ranks_per_node}, which does not divide the {world_size} "
-            f"ranks; nodes are equally large: set it to a divisor of {world_size}, or start another number "
-            "of ranks"
+            f"communication.ranks_per_node: expected a divisor of the {world_size} ranks, since nodes are "
+            f"equally large, got {ranks_per_node}. Set it to a divisor of {world_size}, or start another "
+            "number of ranks."
         )
 
 
 def check_shard_group_size(ranks: int, world_size: int, ranks_per_node: int) -> None:
     """Raises ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
-    problem = ""
     if ranks == 1:
-        problem = "a group of one rank shards nothing; set stage to 0"
+        problem = "expected at least 2, got 1, which shards nothing. Set stage to 0."
     elif world_size % ranks:
-        problem = f"it does not divide the {world_size} ranks; set it to a divisor of them"
+        problem = f"expected a divisor of the {world_size} ranks, got {ranks}. Set it to a divisor of them."
     elif ranks % ranks_per_node and ranks_per_node % ranks:
-        problem = f"nodes have {ranks_per_node} ranks; set it to a divisor or a multiple of them"
-    if problem:
-        raise ValueError(f"communication.shard_group_size is {ranks}: {problem}")
+        problem = (
+            f"expected a divisor or a multiple of the {ranks_per_node} ranks of a node, got {ranks}. Set "
+            "it to one of them."
+        )
+    else:
+        return
+    raise ValueError(f"communication.shard_group_size: {problem}")

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator
 
-from zero_ext.config.schema.base_section import ConfigSection, Positive
-from zero_ext.config.schema.config_errors import show
+from zero_ext.config.schema.base_section import ConfigSection, KeyProblem, Positive
+from zero_ext.config.schema.config_errors import wrong_value
 
 
 def _path_or_flag(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return value
-    raise ValueError(f"got {show(value)}, wanted true, false or a path")
+    raise KeyProblem("", wrong_value("true, false or a path", value))
 
 
 Text = Annotated[str, Field(min_length=1)]

@@ -99,8 +99,8 @@ class OffloadConfig(ConfigSection):
         if self.ratio < 1 and self.optimizer == "device":
             raise KeyProblem(
                 "ratio",
-                f"got {show(self.ratio)}, which has no effect: the optimizer lives on 'device'; remove it or "
-                "set optimizer to 'host' or 'nvme'",
+                f"got {show(self.ratio)}, which has no effect: the optimizer is stored on 'device'. Remove "
+                "it or set optimizer to 'host' or 'nvme'.",
             )
         return self
 
@@ -110,24 +110,26 @@ class OffloadConfig(ConfigSection):
         if on_nvme and not self.nvme_paths:
             raise KeyProblem(
                 "nvme_paths",
-                f"got none, but {' and '.join(on_nvme)} {'live' if len(on_nvme) > 1 else 'lives'} on 'nvme'; "
-                "name at least one folder on an NVMe device",
+                f"expected a folder with {' and '.join(on_nvme)} on 'nvme', got none. "
+                "Name at least one folder on an NVMe device.",
             )
         if self.nvme_paths and not on_nvme:
             raise KeyProblem(
                 "nvme_paths",
-                f"got {show(list(self.nvme_paths))}, which has no effect: nothing lives on 'nvme'; "
-                f"remove it or set {', '.join(KINDS[:-1])} or {KINDS[-1]} to 'nvme'",
+                f"got {show(list(self.nvme_paths))}, which has no effect: nothing is stored on 'nvme'. "
+                f"Remove it or set {', '.join(KINDS[:-1])} or {KINDS[-1]} to 'nvme'.",
             )
         seen: dict[PurePath, int] = {}
         for index, path in enumerate(self.nvme_paths):
             if "\0" in path:
-                raise KeyProblem(f"nvme_paths.{index}", f"got {show(path)}, wanted a path without NUL")
+                raise KeyProblem(
+                    f"nvme_paths.{index}", f"expected a path without NUL, got {show(path)}. Correct the path."
+                )
             first = seen.setdefault(PurePath(path), index)
             if first != index:
                 raise KeyProblem(
                     f"nvme_paths.{index}",
-                    f"got {show(path)}, the same folder as nvme_paths.{first}; name each folder once",
+                    f"got {show(path)}, the same folder as nvme_paths.{first}. Name each folder once.",
                 )
         return self
 
@@ -136,14 +138,15 @@ class OffloadConfig(ConfigSection):
         if self.update_mode == "delayed" and self.optimizer == "device":
             raise KeyProblem(
                 "update_mode",
-                "got 'delayed', but optimizer lives on 'device', whose time the update would take from "
-                "forward and backward; set optimizer to 'host' or 'nvme', or update_mode to 'after_backward'",
+                "expected the optimizer on 'host' or 'nvme' for 'delayed', got 'device', where the update "
+                "would delay forward and backward. Set optimizer to 'host' or 'nvme', or update_mode to "
+                "'after_backward'.",
             )
         if self.delay_start_step and self.update_mode != "delayed":
             raise KeyProblem(
                 "delay_start_step",
-                f"got {self.delay_start_step}, which has no effect: update_mode is {show(self.update_mode)}; "
-                "remove it or set update_mode to 'delayed'",
+                f"got {self.delay_start_step}, which has no effect: update_mode is {show(self.update_mode)}. "
+                "Remove it or set update_mode to 'delayed'.",
             )
         return self
 

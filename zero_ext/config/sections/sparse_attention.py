@@ -163,9 +163,7 @@ class SparseAttentionConfig(ConfigSection):
             if name in allowed or getattr(self, name) == field.default:
                 continue
             users = ", ".join(mode for mode, keys in MODE_KEYS.items() if name in keys)
-            raise KeyProblem(
-                name, f"mode is {self.mode!r}, which does not use it (used by {users}); remove it"
-            )
+            raise KeyProblem(name, f"it has no effect in mode {self.mode!r} (used by {users}). Remove it.")
         return self
 
     @model_validator(mode="after")
@@ -175,21 +173,23 @@ class SparseAttentionConfig(ConfigSection):
         if self.horizontal_global_attention and self.unidirectional:
             raise KeyProblem(
                 "horizontal_global_attention",
-                "true, but attention is 'unidirectional', where no block attends to all; set it to false",
+                "expected false with attention 'unidirectional', where no block attends to all, got true. "
+                "Set it to false.",
             )
         ends = self.global_block_end_indices
         if ends is not None:
             if len(ends) != len(self.global_block_indices):
                 raise KeyProblem(
                     "global_block_end_indices",
-                    f"has {len(ends)} entries, global_block_indices {len(self.global_block_indices)}; "
-                    "give one end for each start",
+                    f"expected {len(self.global_block_indices)} entries, as global_block_indices has, got "
+                    f"{len(ends)}. "
+                    "Give one end for each start.",
                 )
             for index, (start, end) in enumerate(zip(self.global_block_indices, ends, strict=True)):
                 if end <= start:
                     raise KeyProblem(
                         f"global_block_end_indices.{index}",
-                        f"got {end}, not above its start {start}; ends are exclusive",
+                        f"expected more than its start {start}, got {end}. Write the end as exclusive.",
                     )
         return self
 
@@ -197,17 +197,18 @@ class SparseAttentionConfig(ConfigSection):
         if self.num_local_blocks % self.num_global_blocks:
             raise KeyProblem(
                 "num_global_blocks",
-                f"got {self.num_global_blocks}, which does not divide num_local_blocks = "
-                f"{self.num_local_blocks}; make it a divisor",
+                f"expected a divisor of num_local_blocks ({self.num_local_blocks}), got "
+                f"{self.num_global_blocks}. Set it to a divisor.",
             )
         patterns, most = self.num_different_global_patterns, self.num_local_blocks // self.num_global_blocks
         if patterns > most:
             raise KeyProblem(
                 "num_different_global_patterns",
-                f"got {patterns}, wanted at most num_local_blocks / num_global_blocks = {most}",
+                f"expected at most num_local_blocks / num_global_blocks = {most}, got {patterns}. Lower it.",
             )
         if patterns > 1 and not self.different_layout_per_head:
             raise KeyProblem(
                 "num_different_global_patterns",
-                f"got {patterns}, but all heads share one layout; set different_layout_per_head to true",
+                f"expected 1 where all heads share one layout, got {patterns}. Set "
+                "different_layout_per_head to true.",
             )

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from zero_ext.config.optimizer_names import optimizer_name, scheduler_name
 from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Names, Positive
-from zero_ext.config.schema.config_errors import show
+from zero_ext.config.schema.config_errors import wrong_value
 from zero_ext.config.schema.number_checks import is_number
 
 from .communication import Reduction
@@ -70,8 +70,8 @@ class LossScaleConfig(ConfigSection):
         if self.static == 0 and self.minimum > 2.0**self.initial_power:
             raise KeyProblem(
                 "minimum",
-                f"got {self.minimum}, above the initial scale "
-                f"2**initial_power = {2.0**self.initial_power:g}; lower minimum or raise initial_power",
+                f"expected at most the initial scale 2**initial_power = {2.0**self.initial_power:g}, got "
+                f"{self.minimum}. Lower minimum or raise initial_power.",
             )
         return self
 
@@ -110,7 +110,9 @@ def _check_json(value: object, path: str, depth: int = 0) -> None:
     if value is None or isinstance(value, bool | str) or is_number(value):
         return
     if depth == _DEEPEST_PARAMS:
-        raise KeyProblem(path, f"nested deeper than {_DEEPEST_PARAMS} levels")
+        raise KeyProblem(
+            path, f"expected at most {_DEEPEST_PARAMS} nested levels, got more. Flatten the value."
+        )
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check_json(item, f"{path}.{index}", depth + 1)
@@ -118,9 +120,7 @@ def _check_json(value: object, path: str, depth: int = 0) -> None:
         for key, item in value.items():
             _check_json(item, f"{path}.{key}", depth + 1)
     else:
-        raise KeyProblem(
-            path, f"got {show(value)}, wanted a finite number, string, bool, null or a list of those"
-        )
+        raise KeyProblem(path, wrong_value("a finite number, string, bool, null or a list of those", value))
 
 
 class _TypeWithParams(ConfigSection):

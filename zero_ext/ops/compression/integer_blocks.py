@@ -48,11 +48,11 @@ class BlockFormat:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"BlockFormat: bits is {self.bits!r}; it must be 4 or 8")
+            raise ValueError(f"BlockFormat.bits: expected 4 or 8, got {self.bits!r}. Choose one of them.")
         if not (0 < self.block <= HIGHEST_BLOCK and self.block % BLOCK_UNIT == 0):
             raise ValueError(
-                f"BlockFormat: block is {self.block}; it must be a multiple of {BLOCK_UNIT} elements from "
-                f"{BLOCK_UNIT} to {HIGHEST_BLOCK}"
+                f"BlockFormat.block: expected a multiple of {BLOCK_UNIT} elements from {BLOCK_UNIT} to "
+                f"{HIGHEST_BLOCK}, got {self.block}. Round it to such a multiple."
             )
 
     def payload_bytes(self, numel: int) -> int:

@@ -113,8 +113,8 @@ def _private_folder(reason: str) -> Path:
     again = distrust(folder)
     if again is not None:
         raise RuntimeError(
-            f"{reason}; {again}. Remove the write permission, or set XDG_CACHE_HOME to a folder that only "
-            "you can write to."
+            f"cache folders: {reason}, and {again}. Remove the write permission, or set XDG_CACHE_HOME to "
+            "a folder that only you can write to."
         )
     _log_private_folder(reason, folder)
     return folder
@@ -239,8 +239,8 @@ class CachedModule:
             file = (self.folder / "lock").open("w")
         except OSError as error:
             raise RuntimeError(
-                f"zero_ext.{self.name} must be built, but its cache folder {self.folder} cannot be written "
-                f"to: {error.strerror}; set XDG_CACHE_HOME to a folder that this user may write to"
+                f"zero_ext.{self.name}: it must be built, but its cache folder {self.folder} cannot be "
+                f"written to: {error.strerror}. Set XDG_CACHE_HOME to a folder that this user may write to."
             ) from error
         with file:
             try:

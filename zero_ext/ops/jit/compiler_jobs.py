@@ -129,6 +129,6 @@ def _finish(running: _Running, log: IO[bytes]) -> None:
     if status != 0:
         lines = output.decode(errors="replace").rstrip().splitlines()
         raise RuntimeError(
-            f"{running.call.label} failed with status {status}; the last of {len(lines)} lines:\n"
-            + "\n".join(lines[-_LINES_OF_AN_ERROR:])
+            f"{running.call.label}: it failed with status {status}. Read the last of its {len(lines)} "
+            "lines:\n" + "\n".join(lines[-_LINES_OF_AN_ERROR:])
         )

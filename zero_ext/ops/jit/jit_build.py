@@ -54,8 +54,8 @@ def source_root(module: str) -> Path:
         if (root / "csrc" / "ops").is_dir() and (root / "csrc" / "cuda").is_dir():
             return root
     raise RuntimeError(
-        f"zero_ext.{module} is not built and {package / 'csrc'} does not exist; reinstall zero_ext from a "
-        "wheel or from a complete source tree"
+        f"zero_ext.{module}: it is not built, and {package / 'csrc'} does not exist. Install zero_ext again "
+        "from a wheel or from a complete source tree."
     )
 
 
@@ -71,8 +71,8 @@ def find_compiler(module: str) -> str:
         if path is not None:
             return path
     raise RuntimeError(
-        f"zero_ext.{module} is not built and no C++ compiler was found (tried $CXX, c++, g++, clang++); "
-        "install one, for example: apt-get install g++"
+        f"zero_ext.{module}: it is not built, and no C++ compiler was found (tried $CXX, c++, g++, clang++). "
+        "Install one, for example with apt-get install g++."
     )
 
 
@@ -136,8 +136,9 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> BuildRecip
     """
     if torch.version.cuda is None:
         raise RuntimeError(
-            f"torch {torch.__version__} is built without CUDA, so zero_ext.{CUDA_MODULE} cannot be built for "
-            "it; install a torch with CUDA (see pytorch.org/get-started)"
+            f"zero_ext.{CUDA_MODULE}: expected a torch with CUDA to build it for, got torch "
+            f"{torch.__version__}, which is built without CUDA. Install a torch with CUDA "
+            "(see pytorch.org/get-started)."
         )
     nvcc = find_nvcc(torch.version.cuda, torch.__version__)
     compiler = find_compiler(CUDA_MODULE)
@@ -190,7 +191,9 @@ def make(module: CachedModule, recipe: BuildRecipe) -> None:
             run_calls([CompilerCall("linking", link)], recipe.root, log, progress, done=len(names))
         except RuntimeError as error:
             progress.end("failed to build")
-            raise RuntimeError(f"building zero_ext.{module.name}: {error}\nwhole log: {module.log}") from None
+            raise RuntimeError(
+                f"building zero_ext.{module.name}: {error}\nSee the full log: {module.log}"
+            ) from None
         module.put(linked)
     progress.end("built")
 
@@ -226,8 +229,8 @@ def _make_or_explain(module: CachedModule, recipe: Callable[[], BuildRecipe]) ->
         make(module, recipe())
     except OSError as error:
         raise RuntimeError(
-            f"building zero_ext.{module.name} in {module.folder} failed: {error}; make room there, or set "
-            "XDG_CACHE_HOME to another folder"
+            f"building zero_ext.{module.name}: the folder {module.folder} cannot be used: {error}. Free "
+            "space there, or set XDG_CACHE_HOME to another folder."
         ) from error
 
 
@@ -248,7 +251,7 @@ def load_from_cache(module: CachedModule, recipe: Callable[[], BuildRecipe]) -> 
         return import_from(module)
     except ImportError as error:
         raise RuntimeError(
-            f"{module.path}, just built, does not load: {error}; its log is {module.log}"
+            f"{module.path}: it was just built and does not load: {error}. See its log: {module.log}"
         ) from error
 
 
@@ -257,7 +260,7 @@ def import_from(module: CachedModule) -> ModuleType:
     name = f"zero_ext.{module.name}"
     spec = importlib.util.spec_from_file_location(name, module.path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{module.path} is no extension module")
+        raise ImportError(f"{module.path}: expected an extension module. Remove it to have it built again.")
     imported = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(imported)
     sys.modules[name] = imported

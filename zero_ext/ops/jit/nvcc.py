@@ -60,14 +60,14 @@ def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
     need = f"torch {torch_version} is built for CUDA {cuda}"
     major, minor = cuda.split(".")[:2]
     fix = (
-        f"install the CUDA toolkit {cuda} (like `apt-get install cuda-nvcc-{major}-{minor} "
-        f"cuda-cudart-dev-{major}-{minor}` from NVIDIA's repository) or point CUDA_HOME at one"
+        f"Install the CUDA toolkit {cuda} (like `apt-get install cuda-nvcc-{major}-{minor} "
+        f"cuda-cudart-dev-{major}-{minor}` from NVIDIA's repository), or set CUDA_HOME to one"
     )
     if not refused:
-        raise RuntimeError(f"no nvcc was found (looked in {_searched_paths()}), and {need}; {fix}")
+        raise RuntimeError(f"nvcc: {need}, and no nvcc was found (looked in {_searched_paths()}). {fix}.")
     raise RuntimeError(
-        f"nvcc does not fit: {need}, found is {' and '.join(refused)}, and the major versions must agree; "
-        f"{fix}, or install a torch for the CUDA version that is there"
+        f"nvcc: expected the major version of CUDA {cuda}, since {need}, got {' and '.join(refused)}. {fix}, "
+        "or install a torch for the CUDA version that is there."
     )
 
 
@@ -131,8 +131,8 @@ def runtime_library(nvcc: Nvcc) -> Path:
         if (folder / name).exists():
             return folder / name
     raise RuntimeError(
-        f"{nvcc} is there, but its toolkit {toolkit} has no {name}; install the toolkit's run time (like "
-        f"`apt-get install cuda-cudart-{nvcc.release.replace('.', '-')}`)"
+        f"{nvcc}: its toolkit {toolkit} has no {name}. Install the toolkit's runtime (like "
+        f"`apt-get install cuda-cudart-{nvcc.release.replace('.', '-')}`)."
     )
 
 
@@ -159,8 +159,8 @@ def fitted_architectures(
         possible = {architecture for architecture in known if oldest <= architecture <= each}
         if not possible:
             raise RuntimeError(
-                f"{nvcc} compiles for no GPU from compute capability {oldest[0]}.{oldest[1]} to "
-                f"{each[0]}.{each[1]}; install a CUDA toolkit that does"
+                f"{nvcc}: it compiles for no GPU from compute capability {oldest[0]}.{oldest[1]} to "
+                f"{each[0]}.{each[1]}. Install a CUDA toolkit that does."
             )
         fitted.add(max(possible))
     return fitted
@@ -182,9 +182,9 @@ def check_host_compiler(nvcc: Nvcc, compiler: str, flags: Iterable[str]) -> None
     lines = (result.stdout + result.stderr).strip().splitlines()
     errors = [line for line in lines if "error" in line or "fatal" in line] or lines[-1:]
     raise RuntimeError(
-        f"{nvcc} does not work with the host compiler {_compiler_version(compiler)}: "
-        f"{errors[0].strip() if errors else f'exit status {result.returncode}'}; set CXX to one that it "
-        "supports (like CXX=g++-13), or install a CUDA toolkit that supports this one"
+        f"{nvcc}: it does not work with the host compiler {_compiler_version(compiler)}: "
+        f"{errors[0].strip() if errors else f'exit status {result.returncode}'}. Set CXX to one that it "
+        "supports (like CXX=g++-13), or install a CUDA toolkit that supports this one."
     )
 
 

@@ -75,8 +75,8 @@ def architectures_listed(text: str) -> set[Architecture]:
         if digits is None or (int(digits[1]), int(digits[2])) < OLDEST_ARCHITECTURE:
             oldest = ".".join(map(str, OLDEST_ARCHITECTURE))
             raise ValueError(
-                f"expected compute capabilities from {oldest} on, got {architecture!r} in {text!r}. "
-                "Give them like 8.0,9.0."
+                f"compute capabilities: expected {oldest} or higher, got {architecture!r} in {text!r}. "
+                "Write them like 8.0,9.0."
             )
         found.add((int(digits[1]), int(digits[2])))
     return found

@@ -38,16 +38,17 @@ def check_one_bit_optimizer(
     name = type(optimizer).__name__
     if model_parallel:
         raise ValueError(
-            f"{name} with a model that is split over several ranks (the mesh has a 'pp', 'tp' or 'ep' axis): "
-            "where signs are exchanged, ranks that all have the same parameters agree on whether gradients "
-            "overflow. Use torch.optim.AdamW, or a mesh with 'dp' only"
+            f"{name}: expected a mesh with 'dp' only, got a model that is split over several ranks (the "
+            "mesh has a 'pp', 'tp' or 'ep' axis). With 1-bit compression, ranks that all have the same "
+            "parameters agree on whether gradients overflow. Use torch.optim.AdamW, or a mesh with 'dp' "
+            "only."
         )
     check_one_bit(name, config.stage, config.offload, config.precision)
     if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:
         raise ValueError(
-            f"ZeroOneAdam: local_step_clipper is {optimizer.local_step_clipper}, but in stage 1 moments are "
-            "shared out over the ranks, and no rank can step alone; set local_step_clipper to 1 (signs are "
-            "exchanged in every step), or stage to 0"
+            f"ZeroOneAdam: expected local_step_clipper 1 in stage 1, got {optimizer.local_step_clipper}. "
+            "Moments are sharded over the ranks there, and no rank can step alone. Set local_step_clipper "
+            "to 1 (the ranks communicate in every step), or stage to 0."
         )
     if isinstance(optimizer, OneBitAdam | OneBitLamb):
         warn_of_late_freeze(name, optimizer.freeze_step, config.scheduler)

@@ -82,10 +82,12 @@ class OneBitLamb(OneBitOptimizer):
         for name, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
             if not (0 <= low <= high and math.isfinite(high)):
                 names = (f"min_{name}", f"max_{name}") if name == "coeff" else (f"{name}_min", f"{name}_max")
-                raise ValueError(f"{names[0]}: {low} given, between 0 and {names[1]}, {high}, wanted")
+                raise ValueError(
+                    f"{names[0]}: expected 0 to {names[1]} ({high}), got {low}. Change one of the two."
+                )
         for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
             if not 0 <= value < 1:
-                raise ValueError(f"{name}: {value} given, a number in [0, 1) wanted")
+                raise ValueError(f"{name}: expected a number in [0, 1), got {value}. Pass such a number.")
         self._set_settings(
             coefficients=(min_coeff, max_coeff),
             factors=(factor_min, factor_max),

@@ -54,15 +54,20 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         for name, steps in policy.items():
             if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
-                raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
+                raise ValueError(
+                    f"{name}: expected an integer number of steps of at least 1, got {steps!r}. Pass such "
+                    "a number."
+                )
         self._policy: dict[str, Any] = {}
         self._set_settings(variance_floor=variance_floor, **policy)
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "variance_floor": variance_floor}
         for name, value in numbers.items():
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+                raise ValueError(
+                    f"{name}: expected a finite number of at least 0, got {float(value)}. Pass such a number."
+                )
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}. Pass two such numbers.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _set_settings(self, **settings: Any) -> None:
@@ -99,7 +104,7 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{type(self).__name__}.step() before zero_ext.prepare: it exchanges signs with the other ranks. "
-            "Step the optimizer that model, optimizer = zero_ext.prepare(model, optimizer, {'stage': 0}) "
-            "returns"
+            f"{type(self).__name__}.step(): it was called before zero_ext.prepare, and needs the other "
+            "ranks. Call step() of the optimizer that model, optimizer = zero_ext.prepare(model, "
+            "optimizer, {'stage': 0}) returns."
         )

@@ -25,7 +25,7 @@ class _Warmup:
 
     def __init__(self, num_steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
-            raise ValueError(f"warmup_type: got {kind!r}, wanted 'log' or 'linear'")
+            raise ValueError(f"warmup_type: expected 'log' or 'linear', got {kind!r}. Choose one of them.")
         self.steps = max(2, count("warmup_num_steps", num_steps, low=1))
         self._logarithmic = kind == "log"
         self._inverse_log = 1.0 / math.log(self.steps)

@@ -129,5 +129,7 @@ def _momentum(name: str, value: Rate, optimizer: Optimizer) -> Rate:
     checked = rate_of(name, value, optimizer)
     for item in checked if isinstance(checked, list) else [checked]:
         if not isinstance(item, float) or item >= 1:
-            raise ValueError(f"{name}: got {item!r}, wanted a number of at least 0 and below 1")
+            raise ValueError(
+                f"{name}: expected a number of at least 0 and below 1, got {item!r}. Pass such a number."
+            )
     return checked

@@ -21,7 +21,7 @@ def number(name: str, value: object, *, low: float = -math.inf) -> float:
     """`value` as a float. Raises ValueError naming it unless it is a finite number of at least `low`."""
     if not is_number(value) or value < low:
         limit = "" if low == -math.inf else f" of at least {low:g}"
-        raise ValueError(f"{name}: got {show(value)}, wanted a finite number{limit}")
+        raise ValueError(f"{name}: expected a finite number{limit}, got {show(value)}. Pass such a number.")
     return float(value)
 
 
@@ -31,14 +31,16 @@ def count(name: str, value: object, *, low: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}: got {show(value)}, wanted an integer of at least {low}")
+        raise ValueError(
+            f"{name}: expected an integer of at least {low}, got {show(value)}. Pass such a number."
+        )
     return value
 
 
 def flag(name: str, value: object) -> bool:
     """`value` if it is a bool. Raises TypeError naming it otherwise."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {show(value)}, wanted true or false")
+        raise TypeError(f"{name}: expected true or false, got {show(value)}. Pass one of them.")
     return value
 
 
@@ -47,8 +49,9 @@ def rate_of(name: str, value: Rate, optimizer: Optimizer, *, low: float = 0.0) -
     if isinstance(value, list | tuple):
         if len(value) != len(optimizer.param_groups):
             raise ValueError(
-                f"{name}: got {len(value)} values, wanted one number or one for each of the optimizer's "
-                f"{len(optimizer.param_groups)} param groups"
+                f"{name}: expected one number or one for each of the optimizer's "
+                f"{len(optimizer.param_groups)} param groups, got {len(value)} values. Pass one for each "
+                "param group."
             )
         return [number(f"{name}[{index}]", item, low=low) for index, item in enumerate(value)]
     return number(name, value, low=low)
@@ -59,7 +62,10 @@ class Schedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer: got {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+            raise TypeError(
+                f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass the "
+                "optimizer whose learning rate is scheduled."
+            )
         iteration = count("last_batch_iteration", last_batch_iteration, low=-1)
         if iteration != -1:
             for group in optimizer.param_groups:
@@ -93,13 +99,22 @@ class Schedule(LRScheduler):
         """
         kind = state_dict.get("type", type(self).__name__)
         if kind != type(self).__name__:
-            raise ValueError(f"state is of a {kind} schedule, wanted one of {type(self).__name__}")
+            raise ValueError(
+                f"state_dict: expected the state of a {type(self).__name__} schedule, got one of {kind}. "
+                "Load it into a schedule of the same type."
+            )
         if "last_batch_iteration" not in state_dict:
-            raise ValueError(f"state has keys {sorted(state_dict)}, wanted last_batch_iteration among them")
+            raise ValueError(
+                f"state_dict: expected last_batch_iteration among the keys, got {sorted(state_dict)}. Pass "
+                "what state_dict() of a schedule returned."
+            )
         iteration = count("last_batch_iteration", state_dict["last_batch_iteration"], low=-1)
         rates = state_dict.get("last_lr", [])
         if not isinstance(rates, list | tuple):
-            raise TypeError(f"last_lr: got {show(rates)}, wanted a list of numbers")
+            raise TypeError(
+                f"last_lr: expected a list of numbers, got {show(rates)}. Pass what state_dict() of a "
+                "schedule returned."
+            )
         checked = [number(f"last_lr[{index}]", rate) for index, rate in enumerate(rates)]
         if checked:
             self._last_lr = [*checked]
@@ -118,5 +133,8 @@ class Schedule(LRScheduler):
         if isinstance(rate, float | int):
             return float(rate)
         if index >= len(rate):
-            raise ValueError(f"{name} holds {len(rate)} values but the optimizer now has more param groups")
+            raise ValueError(
+                f"{name}: expected a value for each param group, got {len(rate)} values, and the optimizer "
+                "now has more groups. Build the schedule after the last add_param_group."
+            )
         return float(rate[index])

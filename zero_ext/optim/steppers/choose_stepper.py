@@ -52,8 +52,8 @@ def make_stepper(
         check_elementwise(optimizer, elementwise)
     if moments_dtype == "8bit":
         raise ValueError(
-            "precision.moments_dtype '8bit' is for Adam and AdamW without amsgrad; the state of "
-            f"{type(optimizer).__name__} stays in floats: drop the key"
+            "precision.moments_dtype: expected Adam or AdamW without amsgrad for '8bit', got "
+            f"{type(optimizer).__name__}, whose state stays in floats. Remove the key."
         )
     if type(optimizer) is Lamb:
         return LambStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging, total)

@@ -22,6 +22,8 @@ from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.optim.steppers.param_writeback import send_chunk
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Update
 
+from ...config.internal_error import zero_ext_bug
+
 
 class ElementwiseStream:
     """Runs a copy of the user's optimizer over chunks of fp32 master segments; the next chunk is read and the
@@ -200,7 +202,7 @@ class ElementwiseStream:
 
 def _stored(owned: OwnedRange) -> NvmeState:
     if not isinstance(owned.state, NvmeState):
-        raise AssertionError(f"state in tier '{owned.state.tier}' does not stream")
+        raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
     return owned.state
 
 

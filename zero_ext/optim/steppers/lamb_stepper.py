@@ -18,6 +18,8 @@ from zero_ext.optim.steppers.moments import LambMoments
 from zero_ext.optim.steppers.param_writeback import send_chunk
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Total, Update
 
+from ...config.internal_error import zero_ext_bug
+
 
 class _NormEntry(NamedTuple):
     """A parameter in the step's table of norms, and its hyper-parameters."""
@@ -214,5 +216,5 @@ class LambStepper(FusedStepper):
 
 def _stored(owned: OwnedRange) -> NvmeState:
     if not isinstance(owned.state, NvmeState):
-        raise AssertionError(f"state in tier '{owned.state.tier}' does not stream")
+        raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
     return owned.state

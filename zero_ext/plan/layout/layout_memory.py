@@ -41,7 +41,10 @@ def rank_needs(model: ModelSpec, layout: ParallelLayout, hardware: Hardware, sta
     for kind in stages_of(model, layout.pp, layout.tp):
         if stage in kind.numbers:
             return _needs_of(kind, stage, layout, hardware, memory_needs)
-    raise ValueError(f"stage {stage} given, one of 0 to {layout.pp - 1} wanted")
+    raise ValueError(
+        f"stage: expected a pipeline stage from 0 to {layout.pp - 1}, got {stage}. Pass a stage of the "
+        "layout."
+    )
 
 
 def fullest_rank(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> RankNeeds:

@@ -111,7 +111,7 @@ def _plainness(layout: ParallelLayout) -> tuple[int, ...]:
 def _why_none_offered(wanted: LayoutRequest) -> str:
     size = f" in micro-batches of {wanted.micro_batch}" if wanted.micro_batch else ""
     return (
-        f"{wanted.samples} samples of a step{size} cannot be shared out over {wanted.gpus} GPUs: replicas of "
-        "every layout get unlike many, or fewer micro-batches than it has pipeline stages; give a multiple "
-        f"of {wanted.gpus * (wanted.micro_batch or 1)} samples"
+        f"samples: {wanted.samples} per step{size} cannot be divided over {wanted.gpus} GPUs. The replicas "
+        "of every layout get different numbers of samples, or fewer micro-batches than it has pipeline "
+        f"stages. Pass a multiple of {wanted.gpus * (wanted.micro_batch or 1)} samples."
     )

@@ -30,8 +30,8 @@ class ParallelLayout:
         check_count("tp", self.tp, 1)
         if self.training.accumulation_steps < self.pp:
             raise ValueError(
-                f"{self.training.accumulation_steps} micro-batches given for {self.pp} pipeline stages, most "
-                "of which would wait; at least as many as stages wanted"
+                f"accumulation_steps: expected at least {self.pp} micro-batches, one for each pipeline "
+                f"stage, got {self.training.accumulation_steps}. Raise accumulation_steps, or lower pp."
             )
 
     @property

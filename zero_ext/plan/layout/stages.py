@@ -33,7 +33,10 @@ def stages_of(model: ModelSpec, pp: int, tp: int) -> tuple[Stage, ...]:
     Raises ``ValueError`` for more stages than layers.
     """
     if pp > model.shape.layers:
-        raise ValueError(f"pp={pp}: {pp} stages, but {model.name} has {model.shape.layers} layers")
+        raise ValueError(
+            f"pp: expected at most {model.shape.layers} stages, one for each layer of {model.name}, got "
+            f"{pp}. Lower pp."
+        )
     known, key = model.full_cost.derived, ("stages", pp, tp)
     if key not in known:
         cost = model.cost(tp)

@@ -16,6 +16,7 @@ DEFAULT_SEQUENCE = 2048
 LIKE_LLAMA = ("llama", "mistral", "qwen2")
 FAMILIES = (*LIKE_LLAMA, "gpt2", "bloom", "bert", "roberta")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_CORRECT = "Correct the file, or give a parameter count instead."
 
 
 def model_of_file(path: Path) -> ModelSpec:
@@ -29,7 +30,7 @@ def model_of_file(path: Path) -> ModelSpec:
     kind = keys.text("model_type")
     for name in EXPERTS:
         if keys.has(name):
-            raise keys.error(name, "mixtures of experts are not planned for; give a parameter count instead")
+            raise keys.error(name, "mixtures of experts are not planned for. Give a parameter count instead.")
     readers = {"gpt2": _gpt2, "bloom": _bloom, "bert": _bert, "roberta": _bert}
     if kind in readers:
         shape = readers[kind](keys, path)
@@ -37,7 +38,8 @@ def model_of_file(path: Path) -> ModelSpec:
         shape = _llama(keys, path)
     else:
         raise keys.error(
-            "model_type", f"got {show(kind)}, wanted one of {', '.join(FAMILIES)}; or give a parameter count"
+            "model_type",
+            f"expected one of {', '.join(FAMILIES)}, got {show(kind)}. Give a parameter count instead.",
         )
     return ModelSpec.of_shape(shape, f"{path} ({kind or 'read like llama'})")
 
@@ -55,13 +57,13 @@ class _Keys:
     def text(self, name: str) -> str:
         value = self._values.get(name, "")
         if not isinstance(value, str):
-            raise self.error(name, f"got {show(value)}, wanted a string")
+            raise self.error(name, f"expected a string, got {show(value)}. {_CORRECT}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, f"got {show(value)}, wanted true or false")
+            raise self.error(name, f"expected true or false, got {show(value)}. {_CORRECT}")
         return value
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
@@ -70,15 +72,19 @@ class _Keys:
             if self.has(name):
                 value = self._values[name]
                 if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                    raise self.error(name, f"got {show(value)}, wanted a whole number from 1 to {most}")
+                    raise self.error(
+                        name, f"expected an integer from 1 to {most}, got {show(value)}. {_CORRECT}"
+                    )
                 return value
         if default is None:
-            raise self.error(names[0], "required key is missing")
+            raise self.error(names[0], f"the required key is missing. {_CORRECT}")
         return default
 
     def divides(self, divisor: int, divisor_name: str, value: int, value_name: str) -> None:
         if value % divisor:
-            raise self.error(divisor_name, f"got {divisor}, which does not divide {value_name} = {value}")
+            raise self.error(
+                divisor_name, f"expected a divisor of {value_name} ({value}), got {divisor}. {_CORRECT}"
+            )
 
     def error(self, name: str, text: str) -> ConfigError:
         return ConfigError(Problem(name, text), self._source)

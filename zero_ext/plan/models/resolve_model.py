@@ -32,11 +32,13 @@ def model_named(model: str) -> ModelSpec:
         return model_of_file(path / "config.json")
     if count is None:
         raise ValueError(
-            f"MODEL is {model!r}; wanted a config.json, a folder that holds one, a number of parameters like "
-            f"7.5B, or one of {', '.join(PRESETS)}"
+            "MODEL: expected a config.json, a folder that has one, a number of parameters like 7.5B, or "
+            f"one of {', '.join(PRESETS)}, got {model!r}. Pass one of these."
         )
     if not FEWEST <= count <= MOST:
-        raise ValueError(f"MODEL is {model!r}; a number of parameters is {FEWEST:,} to {MOST:,}")
+        raise ValueError(
+            f"MODEL: expected {FEWEST:,} to {MOST:,} parameters, got {model!r}. Pass a number in this range."
+        )
     name = short_number(count, tuple(COUNTS)).replace(" ", "")
     shape = replace(shape_of_count(count), name=name)
     source = f"{count:,} parameters, as a GPT of {shape.layers} layers and hidden size {shape.hidden}"

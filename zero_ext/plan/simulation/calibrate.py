@@ -38,7 +38,10 @@ def calibrated(
     """
     low, high = bounds
     if not 0 < low < high:
-        raise ValueError(f"bounds: {bounds} given, two positive numbers in rising order wanted")
+        raise ValueError(
+            f"bounds: expected two positive numbers in rising order, got {bounds}. Pass the lower bound "
+            "first."
+        )
 
     def simulated_seconds(value: float) -> float:
         return simulate(model, training, hardware.replace(**{key: value})).seconds
@@ -46,8 +49,9 @@ def calibrated(
     at_low, at_high = simulated_seconds(low), simulated_seconds(high)
     if not min(at_low, at_high) <= seconds <= max(at_low, at_high):
         raise ValueError(
-            f"{key}: no value between {low:g} and {high:g} makes a step take {seconds:.4g} s; at these ends "
-            f"it takes {at_low:.4g} and {at_high:.4g} s"
+            f"{key}: no value between {low:g} and {high:g} makes a step take {seconds:.4g} s. At these "
+            f"bounds it takes {at_low:.4g} and {at_high:.4g} s. Widen the bounds, or correct the other "
+            "keys of the machine."
         )
     rising = at_high > at_low
     for _ in range(_HALVINGS):

@@ -98,5 +98,6 @@ def machine_named(name: str) -> Hardware:
     if name.endswith(".json"):
         return Hardware.load(name)
     raise ValueError(
-        f"machine: {name!r} given, one of {', '.join(MACHINES)} or a path ending in .json wanted"
+        f"machine: expected one of {', '.join(MACHINES)} or a path ending in .json, got {name!r}. Choose "
+        "one of them."
     )

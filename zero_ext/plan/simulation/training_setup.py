@@ -89,19 +89,25 @@ class Training:
         TrainingState({}, moments_dtype=self.moments_dtype)
         for name, known in (("update_mode", UPDATE_MODES), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}: {getattr(self, name)!r} given, one of {', '.join(known)} wanted")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}. Choose one "
+                    "of them."
+                )
         for kind, first in FIRST_STAGE.items():
             tier = getattr(self, kind)
             if tier not in TIERS:
-                raise ValueError(f"{kind}: {tier!r} given, one of {', '.join(TIERS)} wanted")
+                raise ValueError(
+                    f"{kind}: expected one of {', '.join(TIERS)}, got {tier!r}. Choose one of them."
+                )
             if tier != "device" and self.stage < first:
                 raise ValueError(
-                    f"{kind}: {tier!r} given in stage {self.stage}, where they are not sharded; "
-                    f"stage {first} or 'device' wanted"
+                    f"{kind}: expected 'device' in stage {self.stage}, where they are not sharded, got "
+                    f"{tier!r}. Set stage to at least {first}, or {kind} to 'device'."
                 )
         if self.update_mode == "delayed" and self.optimizer == "device":
             raise ValueError(
-                "update_mode: 'delayed' given with the optimizer on 'device'; 'host' or 'nvme' wanted"
+                "update_mode: expected the optimizer on 'host' or 'nvme' for 'delayed', got 'device'. Set "
+                "optimizer to 'host' or 'nvme', or choose another update_mode."
             )
 
     @classmethod

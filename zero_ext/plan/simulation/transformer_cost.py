@@ -322,5 +322,7 @@ def transformer_named(name: str) -> Transformer:
         ValueError: there is no such shape; names those there are.
     """
     if name not in TRANSFORMERS:
-        raise ValueError(f"model: {name!r} given, one of {', '.join(TRANSFORMERS)} wanted")
+        raise ValueError(
+            f"model: expected one of {', '.join(TRANSFORMERS)}, got {name!r}. Choose one of them."
+        )
     return TRANSFORMERS[name]

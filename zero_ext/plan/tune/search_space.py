@@ -59,7 +59,7 @@ class Space:
     def __post_init__(self) -> None:
         for name in ("placements", "micro_batches", "unit_elements", "aio"):
             if not getattr(self, name):
-                raise ValueError(f"{name}: none given, at least one wanted")
+                raise ValueError(f"{name}: expected at least one, got none. Pass the values to try.")
 
     def variants(self, placement: Candidate, micro_batch: int) -> Iterator[Point]:
         """The points of one placement and micro-batch."""
@@ -111,5 +111,8 @@ def placements_of(stages: tuple[int, ...], tiers: tuple[str, ...]) -> tuple[Cand
         and (candidate.distance or "device" in tiers)
     )
     if not found:
-        raise ValueError(f"--stages {stages} and --tiers {tiers} have no placement in common")
+        raise ValueError(
+            f"--stages: no placement of the stages {stages} has all its state in the --tiers {tiers}. Allow "
+            "more stages or more tiers."
+        )
     return found

@@ -60,7 +60,9 @@ class Trial:
         if path is None:
             return cls(load_config(config))
         if not steps.isdecimal() or int(steps) < 1:
-            raise ValueError(f"{STEPS}: {steps!r} given, a whole number of at least 1 wanted")
+            raise ValueError(
+                f"{STEPS}: expected an integer of at least 1, got {steps!r}. Let zero-ext tune set it."
+            )
         result = os.environ.get(RESULT)
         return cls(load_config(path), int(steps), Path(result) if result else None)
 
@@ -92,8 +94,8 @@ class Trial:
             yield item
         if count < warm_up + wanted:
             raise RuntimeError(
-                f"a trial takes {warm_up + wanted} micro-batches, but the script's ended after {count}; let "
-                "its loader give more, or lower --steps"
+                f"micro-batches of a trial: expected {warm_up + wanted}, got {count} before the script's "
+                "loader ended. Make the loader yield more, or lower --steps."
             )
         self._write(wanted * (samples or self.config.batch.micro_batch_size or 1), _now() - begin)
 
