@@ -15,10 +15,9 @@ from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout_builder import LayoutCache
 from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionConfig
 from zero_ext.ops import block_sparse_attention
-
-from ..config.internal_error import zero_ext_bug
 
 LayoutSource = SparseAttentionConfig | Mapping[str, Any] | BlockLayout
 _SEEDS = 1 << 62

@@ -10,8 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from zero_ext import ops
-
-from ..config.internal_error import zero_ext_bug
+from zero_ext.config.internal_error import zero_ext_bug
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, visit_chunks
 from zero_ext.optim.elementwise_check import (
     elementwise_kinds,
@@ -21,8 +22,6 @@ from zero_ext.optim.elementwise_check import (
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.optim.steppers.param_writeback import send_chunk
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Update
-
-from ...config.internal_error import zero_ext_bug
 
 
 class ElementwiseStream:

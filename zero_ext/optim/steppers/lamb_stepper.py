@@ -11,14 +11,13 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, visit_chunks
 from zero_ext.optim.lamb import MOMENTS, LambBuffers, lamb_row, trust_ratio
 from zero_ext.optim.steppers.fused import FusedStepper, inside
 from zero_ext.optim.steppers.moments import LambMoments
 from zero_ext.optim.steppers.param_writeback import send_chunk
 from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Total, Update
-
-from ...config.internal_error import zero_ext_bug
 
 
 class _NormEntry(NamedTuple):
