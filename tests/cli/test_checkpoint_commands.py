@@ -65,17 +65,19 @@ def test_export_splits(tmp_path: Path, size: str, files: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "status", "named"),
     [
-        (("--max-shard-size", "5 parsecs"), "--max-shard-size is '5 parsecs'"),
-        (("--max-shard-size", "0"), "max_shard_bytes is 0"),
-        (("--dtype", "float3"), "'float3' is unknown"),
-        (("--dtype", "int64"), "dtype is 'int64'"),
-        (("--step", "7"), "no checkpoint step-000007"),
+        (("--max-shard-size", "5 parsecs"), 2, "--max-shard-size is '5 parsecs'"),
+        (("--max-shard-size", "0"), 2, "max_shard_bytes is 0"),
+        (("--dtype", "float3"), 2, "'float3' is unknown"),
+        (("--dtype", "int64"), 2, "dtype is 'int64'"),
+        (("--step", "7"), 1, "no checkpoint step-000007"),
     ],
 )
-def test_export_refuses(saved: Path, tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
-    output = run("export", str(saved), str(tmp_path / "hf"), *arguments, status=1)
+def test_export_refuses(
+    saved: Path, tmp_path: Path, arguments: tuple[str, ...], status: int, named: str
+) -> None:
+    output = run("export", str(saved), str(tmp_path / "hf"), *arguments, status=status)
     assert f"error: {named}" in output or named in output
     assert not (tmp_path / "hf").exists()
 

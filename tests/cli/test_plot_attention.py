@@ -21,12 +21,12 @@ from zero_ext.config import SparseAttentionConfig
         ("fixed", "--causal"),
         ("bigbird", "--heads", "3", "--set", "different_layout_per_head=true", "--set", "seed=5"),
         ("variable", "--set", "local_window_blocks=[2,4]", "--set", "attention=unidirectional"),
-        ("bslongformer", "--length", "300000"),
+        ("bslongformer", "--seq", "300000"),
     ],
 )
 def test_plots(arguments: tuple[str, ...], tmp_path: Path) -> None:
     image = tmp_path / "layout.png"
-    text = run("attention", "plot", *arguments, "--block", "32", "--out", str(image))
+    text = run("attention", "plot", *arguments, "--block", "32", "--plot", str(image))
     assert "blocks of 32 × 32" in text
     assert image.read_bytes().startswith(b"\x89PNG")
     assert image.stat().st_size > 8_000
@@ -35,7 +35,7 @@ def test_plots(arguments: tuple[str, ...], tmp_path: Path) -> None:
 def test_the_section_of_a_configuration(tmp_path: Path) -> None:
     config, image = tmp_path / "config.json", tmp_path / "layout.svg"
     config.write_text(json.dumps({"sparse_attention": {"mode": "fixed", "num_local_blocks": 8}}))
-    where = ("--config", str(config), "--length", "1000", "--out", str(image))
+    where = ("--config", str(config), "--seq", "1000", "--plot", str(image))
     layout = build_layout(SparseAttentionConfig(mode="fixed", num_local_blocks=8), 1, 1000)
     assert f"{layout.blocks:,} blocks of 16 × 16 in 1 layout(s)" in run("attention", "plot", *where)
     assert "blocks of 64 × 64" in run("attention", "plot", *where, "--block", "64")
@@ -45,18 +45,18 @@ def test_the_section_of_a_configuration(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
-    out = ("--out", str(tmp_path / "a.png"))
+    out = ("--plot", str(tmp_path / "a.png"))
     for arguments, words in (
         (("strided", *out), "got 'strided'"),
         (("fixed", "--block", "48", *out), "block: expected 16, 32, 64 or 128, got 48"),
         (("fixed", "--set", "num_local_blocks", *out), "key=value is wanted"),
         (("fixed", "--set", "num_random_blocks=2", *out), "it has no effect in mode 'fixed'"),
-        (("fixed", "--out", str(tmp_path / "a.txt")), "a file ending in .png"),
-        (("fixed", "--out", str(tmp_path / "none" / "a.png")), "in an existing folder"),
+        (("fixed", "--plot", str(tmp_path / "a.txt")), "a file ending in .png"),
+        (("fixed", "--plot", str(tmp_path / "none" / "a.png")), "in an existing folder"),
         (("--config", str(empty), *out), "has no sparse_attention section"),
         (out, "give a mode like fixed"),
     ):
-        assert words in run("attention", "plot", *arguments, status=1)
+        assert words in run("attention", "plot", *arguments, status=2)
     assert not (tmp_path / "a.png").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,12 +71,17 @@ def test_a_python_that_does_not_start_with_the_finder(
     assert started == []
 
 
-def test_wrong_use(started: list[Any]) -> None:
+def test_wrong_use(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(arguments: list[str], words: str) -> None:
+        with pytest.raises(SystemExit) as ended:
+            launch(arguments)
+        assert ended.value.code == 2
+        assert re.search(words, capsys.readouterr().err)
+
     assert COMPAT in run("run", "--help") and "--nproc" in run("run", "--help")
     run("run", status=2)
     for command in ([], ["train.py"]):
-        with pytest.raises(SystemExit, match=r"a command .*got .*Leave '--' out"):
-            launch([COMPAT, "--", *command])
+        refuses([COMPAT, "--", *command], r"a command .*got .*Leave '--' out")
     for compat in ([], [COMPAT]):
         for arguments, words in (
             (["nope.py"], "nope.py: no such script .looked from .*check the path"),
@@ -84,8 +90,7 @@ def test_wrong_use(started: list[Any]) -> None:
             (["--nproc-per-node", "two", "train.py"], "--nproc-per-node: got 'two', wanted a number"),
             (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: got '0', wanted at least 1"),
         ):
-            with pytest.raises(SystemExit, match=words):
-                launch([*compat, *arguments])
+            refuses([*compat, *arguments], words)
     assert started == []
     launch(["--no-python", "nope"])  # a program may be on the path
     assert len(started) == 1

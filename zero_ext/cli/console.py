@@ -1,27 +1,46 @@
-"""What all commands share: how errors end them, and where they print."""
+"""Everything that all commands share: consoles, JSON on stdout, errors and exit statuses."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+NEGATIVE, WRONG_USAGE = 1, 2
+EXIT_STATUSES = {
+    0: "Done. If the command answers a question, the answer is yes.",
+    NEGATIVE: "The answer is no (nothing fits, data is damaged), or the work failed.",
+    WRONG_USAGE: "Wrong usage: an option, a value or a configuration is not valid.",
+}
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
-_PIPE_WIDTH = 170
+_PIPE_COLUMNS = 170
 
 
-def terminal() -> Console:
-    """A console; one that writes to a file or pipe gets lines wide enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+def terminal(most_columns: int = _PIPE_COLUMNS, *, stderr: bool = False) -> Console:
+    """Return a console with colors on terminals only, and never where NO_COLOR is set.
+
+    Args:
+        most_columns: width limit. Files and pipes get lines of exactly this limit.
+        stderr: for progress and notes that are no part of the result.
+    """
+    console = Console(stderr=stderr, color_system=None if os.environ.get("NO_COLOR") else "auto")
+    console.width = min(console.width, most_columns) if console.is_terminal else most_columns
+    return console
+
+
+def print_json(values: Any) -> None:
+    """Print a result to stdout as JSON."""
+    print(json.dumps(values, indent=2))
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -38,21 +57,25 @@ def printable(text: str, lines: bool = False) -> str:
 
 @contextmanager
 def errors_on_stderr() -> Iterator[None]:
-    """One red line and exit status 1 instead of a stack trace, for what the user can mend.
+    """Print one red line instead of a stack trace for errors that the user can fix, and exit.
 
-    Silent where nobody reads the output any longer, as after ``| head``.
+    A value that is not valid and a file that does not exist exit with ``WRONG_USAGE``, everything else with
+    ``NEGATIVE``. Nothing is printed where nobody reads the output any longer, as after ``| head``.
     """
     try:
         yield
+    except typer.Exit:  # a RuntimeError
+        raise
     except BrokenPipeError:
         # What is still buffered would fail once more when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise typer.Exit(NEGATIVE) from None
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(
+        terminal(stderr=True).print(
             f"[red]error:[/] {escape(printable(str(error), lines=True))}", soft_wrap=True
         )
-        raise typer.Exit(1) from None
+        wrong = isinstance(error, ValueError | FileNotFoundError)
+        raise typer.Exit(WRONG_USAGE if wrong else NEGATIVE) from None
 
 
 @contextmanager

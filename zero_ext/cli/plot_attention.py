@@ -1,4 +1,4 @@
-"""``zero-ext attention``: pictures of layouts of sparse attention."""
+"""``zero-ext attention``: plots of layouts of sparse attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zero_ext.cli.console import errors_on_stderr
+from zero_ext.cli.common_options import OUTPUT, AsJson, ConfigFile, examples
+from zero_ext.cli.console import errors_on_stderr, print_json
 from zero_ext.cli.dataclass_options import taking
 from zero_ext.config import SparseAttentionConfig, load_config
 from zero_ext.config.parse_sizes import short_bytes
@@ -18,13 +19,13 @@ from zero_ext.config.sections.sparse_attention import MOST_HEADS
 if TYPE_CHECKING:
     from zero_ext.attention import BlockLayout
 
-attention = typer.Typer(help="Look at layouts of sparse attention.", no_args_is_help=True)
+attention = typer.Typer(no_args_is_help=True)
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-@attention.callback()
+@attention.callback(epilog=examples("attention plot fixed --causal"))
 def _group() -> None:
-    """Look at layouts of sparse attention."""
+    """Which blocks does a sparse attention compute?"""
 
 
 @dataclass(frozen=True)
@@ -33,41 +34,55 @@ class PlotOptions:
 
     mode: Annotated[
         str | None,
-        typer.Argument(help="dense, fixed, variable, bigbird, bslongformer or local_sliding_window."),
+        typer.Argument(
+            metavar="MODE", help="dense, fixed, variable, bigbird, bslongformer or local_sliding_window."
+        ),
     ] = None
-    length: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096
-    block: Annotated[int | None, typer.Option(help="Tokens of a block's side: 16, 32, 64 or 128.")] = None
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 4096
+    block: Annotated[int | None, typer.Option(help="Tokens per side of a block: 16, 32, 64 or 128.")] = None
     heads: Annotated[int, typer.Option(min=1, max=MOST_HEADS, help="Query heads.")] = 1
-    causal: Annotated[bool, typer.Option(help="Attend to no later token.")] = False
+    causal: Annotated[bool, typer.Option("--causal", help="Attend to no later token.")] = False
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other key, like num_local_blocks=8; may be repeated."),
+        typer.Option("--set", help="Any other key, such as num_local_blocks=8. May be repeated."),
     ] = None
-    config: Annotated[
-        Path | None, typer.Option(help="A configuration whose sparse_attention section is drawn.")
-    ] = None
-    out: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("layout.png")
+    config: ConfigFile = None
+    plot: Annotated[
+        Path, typer.Option(help="File of the plot: .png, .svg or .pdf.", rich_help_panel=OUTPUT)
+    ] = Path("layout.png")
+    as_json: AsJson = False
 
 
-@attention.command()
+@attention.command(
+    epilog=examples(
+        "attention plot fixed --causal",
+        "attention plot bigbird --seq 1024 --block 64 --set seed=5 --plot layout.svg",
+    )
+)
 @taking(PlotOptions)
 def plot(options: PlotOptions) -> None:
-    """Draw the blocks that a layout computes, and print how many they are."""
+    """Which blocks does this sparse attention compute, and how many are they?
+
+    Draws the layout of a mode, or of the sparse_attention section of --config.
+    """
     with errors_on_stderr():
-        if options.out.suffix not in _SUFFIXES or not options.out.absolute().parent.is_dir():
+        if options.plot.suffix not in _SUFFIXES or not options.plot.absolute().parent.is_dir():
             raise ValueError(
-                f"--out is '{options.out}'; a file ending in {', '.join(_SUFFIXES)} in an existing "
+                f"--plot is '{options.plot}'; a file ending in {', '.join(_SUFFIXES)} in an existing "
                 "folder is wanted"
             )
         policy = policy_of(options)
         from zero_ext.attention import build_layout
         from zero_ext.attention.plot_layout import plot_layout
 
-        layout = build_layout(policy, options.heads, options.length, causal=options.causal)
-        plot_layout(layout, options.out, _title(policy, options))
+        layout = build_layout(policy, options.heads, options.seq, causal=options.causal)
+        plot_layout(layout, options.plot, _title(policy, options))
+    if options.as_json:
+        print_json(layout_as_json(layout) | {"plot": str(options.plot)})
+        return
     for line in facts(layout):
         print(line)
-    print(options.out)
+    print(options.plot)
 
 
 def policy_of(options: PlotOptions) -> SparseAttentionConfig:
@@ -101,13 +116,24 @@ def _value(text: str) -> Any:
 
 def _title(policy: SparseAttentionConfig, options: PlotOptions) -> str:
     causal = options.causal or policy.unidirectional
-    return f"{policy.mode}, {'unidirectional' if causal else 'bidirectional'}, {options.length:,} tokens"
+    return f"{policy.mode}, {'unidirectional' if causal else 'bidirectional'}, {options.seq:,} tokens"
 
 
 def facts(layout: BlockLayout) -> list[str]:
-    """What the picture's title says, and the bytes."""
+    """The number of blocks and their bytes as lines."""
     return [
         f"{layout.blocks:,} blocks of {layout.block} × {layout.block} in {layout.heads} layout(s), "
         f"{layout.density:.2%} of all",
         f"{short_bytes(layout.nbytes)} with the transposed copy",
     ]
+
+
+def layout_as_json(layout: BlockLayout) -> dict[str, Any]:
+    """The same as numbers."""
+    return {
+        "blocks": layout.blocks,
+        "block": layout.block,
+        "layouts": layout.heads,
+        "density": layout.density,
+        "bytes": layout.nbytes,
+    }

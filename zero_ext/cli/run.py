@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import zero_ext_deepspeed_finder as finder
+from zero_ext.cli.console import NEGATIVE, WRONG_USAGE
 
 COMPAT = "--deepspeed-compat"
+EXAMPLES = """Examples:
+  zero-ext run --standalone --nproc-per-node 2 train.py --lr 0.1
+  zero-ext run --standalone --nproc-per-node 2 --deepspeed-compat train.py --lr 0.1
+"""
 
 
 def launch(arguments: list[str]) -> None:
@@ -23,7 +28,7 @@ def launch(arguments: list[str]) -> None:
     in those that they start. ``--deepspeed-compat -- COMMAND`` runs a launcher so instead, once.
 
     Raises:
-        SystemExit: a rank failed, after torchrun's report of it, or the arguments are wrong.
+        SystemExit: a rank failed, after torchrun's report of it (1), or the arguments are wrong (2).
     """
     if arguments[:2] == [COMPAT, "--"]:
         _export_look_alike()
@@ -43,12 +48,20 @@ def launch(arguments: list[str]) -> None:
     except ChildFailedError as error:
         # The ranks have printed their own tracebacks; that of the launcher would only bury them.
         print(error, file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(NEGATIVE) from None
+
+
+def _wrong_usage(message: str) -> SystemExit:
+    """Print what is wrong with the arguments, and return the exit for it."""
+    print(f"zero-ext run: {message}", file=sys.stderr)
+    return SystemExit(WRONG_USAGE)
 
 
 def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.prog = "zero-ext run"
-    parser.description = "Start a script on several ranks. All arguments of torchrun, and:"
+    parser.description = "How do I start my script on several ranks? All arguments of torchrun work, and:"
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         COMPAT,
         action="store_true",
@@ -68,11 +81,9 @@ def _check_ranks(wanted: str) -> None:
     except ValueError as error:
         # For words it knows, the machine lacks what they ask for, and torchrun's reason says so.
         wants = "a number of at least 1, or auto, cpu or gpu"
-        raise SystemExit(
-            f"zero-ext run: --nproc-per-node: got {wanted!r}, wanted {wants} ({error})"
-        ) from None
+        raise _wrong_usage(f"--nproc-per-node: got {wanted!r}, wanted {wants} ({error})") from None
     if number < 1:
-        raise SystemExit(f"zero-ext run: --nproc-per-node: got {wanted!r}, wanted at least 1")
+        raise _wrong_usage(f"--nproc-per-node: got {wanted!r}, wanted at least 1")
 
 
 def _check_program(parsed: argparse.Namespace) -> None:
@@ -91,13 +102,13 @@ def _check_program(parsed: argparse.Namespace) -> None:
         finally:
             sys.path.pop(0)
         if not found:
-            raise SystemExit(f"zero-ext run: -m {name}: no module {top!r} here or installed; check the name")
+            raise _wrong_usage(f"-m {name}: no module {top!r} here or installed; check the name")
         return
     path = Path(name)
     if not path.exists():
-        raise SystemExit(f"zero-ext run: {name}: no such script (looked from {Path.cwd()}); check the path")
+        raise _wrong_usage(f"{name}: no such script (looked from {Path.cwd()}); check the path")
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise SystemExit(f"zero-ext run: {name}: a folder without __main__.py; name the script in it")
+        raise _wrong_usage(f"{name}: a folder without __main__.py; name the script in it")
 
 
 def _export_look_alike() -> None:
@@ -117,8 +128,8 @@ def _become(command: list[str]) -> NoReturn:
     program = shutil.which(command[0]) if command else None
     if program is None:
         got = repr(command[0]) if command else "nothing"
-        raise SystemExit(
-            f"zero-ext run: {COMPAT} --: expected a command such as 'accelerate launch script.py', got "
+        raise _wrong_usage(
+            f"{COMPAT} --: expected a command such as 'accelerate launch script.py', got "
             f"{got}. Leave '--' out to start ranks of a Python script."
         )
     sys.stdout.flush()

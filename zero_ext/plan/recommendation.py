@@ -1,4 +1,4 @@
-"""Which placement to take, and why, in words."""
+"""The placement to use, and why, in words."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ Objective = Literal["memory", "speed"]
 OBJECTIVES = ("memory", "speed")
 ALIKE = 1.05  # placements whose speeds differ by less are taken for equally fast
 SLOWEST = 2.0  # times the fastest step, that is the most that saving memory may cost
+_UNNOTICED = 0.0005  # of a step
+_MEMORY = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The placement to take, and the reasons as sentences."""
+    """The placement to use, and the reasons, each a sentence."""
 
     entry: PlanEntry
     reasons: tuple[str, ...]
 
 
 def recommend(rows: Sequence[PlanEntry], objective: Objective) -> Recommendation | None:
-    """The placement of ``rows`` that fits and serves the objective; None if none fits.
+    """Return the placement of ``rows`` that fits and serves the objective best, or None if none fits.
 
-    ``speed``: the most tokens a second; among those within 5% of it the nearest tiers, then the least GPU
-    memory. ``memory``: the least GPU memory among those at most half as fast as the fastest. Equal ones: the
+    ``speed``: the most tokens per second. Among those within 5% of it: the nearest tiers, then the least GPU
+    memory. ``memory``: the least GPU memory among those at most twice as slow as the fastest. Ties go to the
     lower stage.
     """
     fitting = [row for row in rows if row.fits]
@@ -57,29 +59,28 @@ def _reasons(
     near: Sequence[PlanEntry],
     objective: Objective,
 ) -> list[str]:
-    found = [_why_not_less(best, rows)] if best.candidate.stage or best.candidate.distance else []
-    found = [reason for reason in found if reason]
-    device = short_bytes(best.needs.total("device"))
+    found = _why_not_simpler(best, rows) if best.candidate.stage or best.candidate.distance else []
     if objective == "memory":
-        found.append(f"it needs the least memory of a GPU ({device}) at no more than twice the fastest step")
+        found.append("It needs the least GPU memory of all that are at most twice as slow as the fastest.")
     elif best is fastest:
-        found.append(f"no other that fits sees more tokens a second; it needs {device} of a GPU")
+        found.append("No other placement that fits is faster.")
     else:
-        share = best.tokens_per_second / fastest.tokens_per_second
+        slower = 1 - best.tokens_per_second / fastest.tokens_per_second
+        speed = f"{slower:.1%} slower than" if slower > _UNNOTICED else "as fast as"
         found.append(
-            f"it is as fast as the fastest that fits ({fastest.candidate}) to within {1 - share:.1%}, and "
-            f"{_advantage(best, fastest)}"
+            f"It is {speed} the fastest that fits ({fastest.candidate}), and {_advantage(best, fastest)}."
         )
     found += _about_traffic(best, rows, near)
-    found.append(
-        f"a step is bound by {best.step.busiest}; {activation_words(best.training.activations)}; "
-        f"micro-batch {best.training.micro_batch}, {best.training.accumulation_steps} of them a step"
-    )
+    training = best.training
+    batch = f"The micro-batch is {training.micro_batch}"
+    if training.accumulation_steps > 1:
+        batch += f", {training.accumulation_steps} of them per step"
+    found.append(f"{_capitalized(activation_words(training.activations))}. {batch}.")
     return found
 
 
-def _why_not_less(best: PlanEntry, rows: Sequence[PlanEntry]) -> str:
-    """The simpler placements that do not fit, with what they lack."""
+def _why_not_simpler(best: PlanEntry, rows: Sequence[PlanEntry]) -> list[str]:
+    """The simpler placements that do not fit, with what the last of them lacks."""
     simpler = [
         row
         for row in rows
@@ -87,26 +88,26 @@ def _why_not_less(best: PlanEntry, rows: Sequence[PlanEntry]) -> str:
         and (row.candidate.distance, row.candidate.stage) < (best.candidate.distance, best.candidate.stage)
     ]
     if not simpler:
-        return ""
+        return []
     last = simpler[-1]
-    lacks = ", ".join(
-        f"{short_bytes(short.needed - short.available)} of {short.tier} memory" for short in last.shortfalls
+    lacks = " and ".join(
+        f"{short_bytes(short.needed - short.available)} of {_MEMORY[short.tier]}" for short in last.shortfalls
     )
-    others = f", and neither do {len(simpler) - 1} other simpler ones" if len(simpler) > 1 else ""
-    return f"{last.candidate} does not fit (it lacks {lacks}){others}"
+    others = f", and so do {len(simpler) - 1} other simpler placements" if len(simpler) > 1 else ""
+    return [f"{_capitalized(str(last.candidate))} does not fit: it lacks {lacks}{others}."]
 
 
 def _advantage(best: PlanEntry, other: PlanEntry) -> str:
     if best.candidate.distance < other.candidate.distance:
-        return "its state lies nearer"
+        return "stores its state closer to the GPU"
     saved = other.needs.total("device") - best.needs.total("device")
     if saved > 0:
-        return f"needs {short_bytes(saved)} less of a GPU"
+        return f"needs {short_bytes(saved)} less GPU memory"
     return "is simpler"
 
 
 def _about_traffic(best: PlanEntry, rows: Sequence[PlanEntry], near: Sequence[PlanEntry]) -> list[str]:
-    """What stage 3 sends against stage 2, where both fit in the same tier."""
+    """The traffic of stage 3 against that of stage 2, where both fit in the same tier."""
     tiers = best.candidate.options.items() - {("stage", best.candidate.stage)}
     other = next(
         (
@@ -121,12 +122,16 @@ def _about_traffic(best: PlanEntry, rows: Sequence[PlanEntry], near: Sequence[Pl
     if other is None or not other.step.sent:
         return []
     second, third = (best, other) if best.candidate.stage == 2 else (other, best)
-    traffic = f"{short_bytes(third.step.sent)} against {short_bytes(second.step.sent)} a step"
+    sent = short_bytes(third.step.sent), short_bytes(second.step.sent)
+    traffic = f"Stage 3 sends {sent[0]} per step where stage 2 sends {sent[1]}"
     slower = third.step.seconds / second.step.seconds - 1
     if best is third:
-        return [
-            f"what stage 3 sends more than stage 2 ({traffic}) costs {max(slower, 0):.1%} of the step here"
-        ]
+        cost = f"{slower:.1%} of a step" if slower > _UNNOTICED else "no time"
+        return [f"{traffic}. The difference costs {cost} on this link."]
     if other in near:
         return []
-    return [f"stage 3 sends more ({traffic}), and a step would take {slower:.0%} longer on this link"]
+    return [f"{traffic}, and a step would be {slower:.0%} longer on this link."]
+
+
+def _capitalized(words: str) -> str:
+    return words[0].upper() + words[1:]

@@ -79,7 +79,7 @@ def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["machine.txt", "/no/such/folder/machine.json"])
 def test_an_output_path_that_plan_cannot_read_is_refused(path: str) -> None:
-    assert "ending in .json" in run("env", "--measure", path, status=1)
+    assert "ending in .json" in run("env", "--measure", path, status=2)
 
 
 def test_failed_ranks_are_reported(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

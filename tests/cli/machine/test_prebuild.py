@@ -62,7 +62,7 @@ def test_what_is_no_compute_capability_from_8_on_is_refused(
     builds: list[set[tuple[int, int]]], text: str
 ) -> None:
     assert "compute capabilities: expected 8.0 or higher" in run(
-        "build", "--cuda-architectures", text, status=1
+        "build", "--cuda-architectures", text, status=2
     )
     assert builds == []
 
@@ -75,7 +75,7 @@ def test_built_kernels_stay_as_they_are(
     monkeypatch.setattr(prebuild, "sys", SimpleNamespace(modules=loaded))
     assert "zero_ext._C_cuda: /site/_C_cuda.abi3.so" in run("build")
     assert "came with /site/_C_cuda.abi3.so; leave it out" in run(
-        "build", "--cuda-architectures", "9.0", status=1
+        "build", "--cuda-architectures", "9.0", status=2
     )
     assert builds == []
 

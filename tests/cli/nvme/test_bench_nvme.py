@@ -21,9 +21,9 @@ from zero_ext.config import load_config
 SMALL = (
     "--size",
     "4MiB",
-    "--blocks",
+    "--block-bytes",
     "64KiB,1MiB",
-    "--depths",
+    "--queue-depths",
     "2,64",
     "--io-threads",
     "1",
@@ -35,7 +35,7 @@ SMALL = (
 def test_best_section_is_one_that_the_configuration_reads(tmp_path: Path) -> None:
     device, output = tmp_path / "device", tmp_path / "aio.json"
     device.mkdir()
-    text = run("bench-nvme", str(device), *SMALL, "--output", str(output))
+    text = run("bench-nvme", str(device), *SMALL, "--write", str(output))
     section = json.loads(output.read_text())["aio"]
     policy = load_config(output).aio
     assert (policy.backend, policy.block_bytes) == (section["backend"], section["block_bytes"])
@@ -63,29 +63,44 @@ def test_memory_file_systems_are_measured_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "arguments", "named"),
+    ("folder", "named"),
     [
-        ("absent", (), r"nvme path '.*absent': expected a directory, got .* does not exist"),
-        ("file", (), r"nvme path '.*file': expected a directory, got a file"),
-        ("/proc", (), "nvme path '/proc': no directory can be made in it"),
-        ("", ("--size", "4000000GiB"), r"bytes free; [\d,]+ and [\d,]+ to spare are needed"),
-        ("", ("--size", "4194305"), "--size is 4194305 bytes; a multiple of 4096"),
-        ("", ("--size", "1MiB", "--blocks", "1MiB", "--depths", "2"), "the least .* in flight is 2 MiB"),
-        ("", ("--blocks", "1000"), "aio.block_bytes"),
-        ("", ("--depths", "4096"), "aio.queue_depth"),
-        ("", ("--depths", "four"), "--depths is 'four'"),
-        ("", ("--blocks", "a lot"), "--blocks: expected bytes, got 'a lot'"),
-        ("", ("--backends", "posix"), r"--backends has 'posix'; it may have io_uring"),
-        ("", ("--blocks", ""), "--blocks: expected bytes, got ''"),
-        ("", ("--output", "aio.yaml"), "--output is 'aio.yaml'"),
-        ("", ("--output", "/absent/aio.json"), "the directory '/absent' does not exist"),
+        ("absent", r"nvme path '.*absent': expected a directory, got .* does not exist"),
+        ("file", r"nvme path '.*file': expected a directory, got a file"),
+        ("/proc", "nvme path '/proc': no directory can be made in it"),
     ],
 )
-def test_refusals(tmp_path: Path, folder: str, arguments: tuple[str, ...], named: str) -> None:
+def test_folders_that_cannot_be_measured(tmp_path: Path, folder: str, named: str) -> None:
     (tmp_path / "file").touch()
-    text = run("bench-nvme", str(tmp_path / folder), *SMALL, *arguments, status=1)
+    text = run("bench-nvme", str(tmp_path / folder), *SMALL, status=1)
     assert re.search(f"error: .*{named}", text.replace("\n", " ")), text
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "named"),
+    [
+        (("--size", "4000000GiB"), 1, r"bytes free; [\d,]+ and [\d,]+ to spare are needed"),
+        (("--size", "4194305"), 2, "--size is 4194305 bytes; a multiple of 4096"),
+        (
+            ("--size", "1MiB", "--block-bytes", "1MiB", "--queue-depths", "2"),
+            2,
+            "the least .* in flight is 2 MiB",
+        ),
+        (("--block-bytes", "1000"), 2, "aio.block_bytes"),
+        (("--queue-depths", "4096"), 2, "aio.queue_depth"),
+        (("--queue-depths", "four"), 2, "--queue-depths is 'four'"),
+        (("--block-bytes", "a lot"), 2, "--block-bytes is 'a lot'"),
+        (("--backends", "posix"), 2, r"--backends has 'posix'; it may have io_uring"),
+        (("--block-bytes", ""), 2, "--block-bytes is ''"),
+        (("--write", "aio.yaml"), 2, "--write is 'aio.yaml'"),
+        (("--write", "/absent/aio.json"), 2, "the directory '/absent' does not exist"),
+    ],
+)
+def test_refusals(tmp_path: Path, arguments: tuple[str, ...], status: int, named: str) -> None:
+    text = run("bench-nvme", str(tmp_path), *SMALL, *arguments, status=status)
+    assert re.search(f"error: .*{named}", text.replace("\n", " ")), text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_backend_that_is_not_available_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -105,7 +120,7 @@ def test_a_failed_sweep_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
     output = tmp_path / "aio.json"
     output.write_text("kept")
     (tmp_path / "device").mkdir()
-    text = run("bench-nvme", str(tmp_path / "device"), *SMALL, "--output", str(output), status=1)
+    text = run("bench-nvme", str(tmp_path / "device"), *SMALL, "--write", str(output), status=1)
     assert "Input/output error" in text
     assert list((tmp_path / "device").iterdir()) == []
     assert output.read_text() == "kept"

@@ -100,8 +100,8 @@ def test_a_script_that_never_runs_ends_with_the_reason(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_refused_by_name(script: Path, options: tuple[str, ...], words: str) -> None:
-    assert words in run("tune", *options, str(script), status=1)
+    assert words in run("tune", *options, str(script), status=2)
 
 
 def test_no_script_is_an_error(tmp_path: Path) -> None:
-    assert "which is no file" in run("tune", str(tmp_path / "missing.py"), status=1)
+    assert "which is no file" in run("tune", str(tmp_path / "missing.py"), status=2)

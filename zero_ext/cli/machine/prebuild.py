@@ -15,8 +15,8 @@ from zero_ext.ops.load_library import CUDA_MODULE, MODULE, kernels_are_loaded, l
 OPTION = "--cuda-architectures"
 
 
-def build_ahead(architectures: str | None) -> Iterator[str]:
-    """Builds what is missing; a line for each module when it is there.
+def build_ahead(architectures: str | None) -> Iterator[tuple[str, str]]:
+    """Build what is missing. Yield the name of each module with its path, or why there is none.
 
     Args:
         architectures: compute capabilities, like ``8.0,9.0``; None: those of the GPUs here, else the wheel's.
@@ -26,19 +26,20 @@ def build_ahead(architectures: str | None) -> Iterator[str]:
         RuntimeError: a module cannot be built.
     """
     wanted = None if architectures is None else _listed(architectures)
-    yield f"{MODULE}: {load().__file__}"
+    yield MODULE, str(load().__file__)
     if not torch_swaps_storages():
-        yield f"zero_ext.{STORAGE_MODULE}: {load_storage_swap().__file__}"
+        yield f"zero_ext.{STORAGE_MODULE}", str(load_storage_swap().__file__)
     if wanted is None and torch.version.cuda is None:
-        yield f"{CUDA_MODULE}: none, because torch {torch.__version__} is built without CUDA"
+        yield CUDA_MODULE, f"none, because torch {torch.__version__} is built without CUDA"
         return
     if kernels_are_loaded():
         path = sys.modules[CUDA_MODULE].__file__
         if wanted is not None:
             raise ValueError(f"{OPTION} has no effect: this installation came with {path}; leave it out")
-        yield f"{CUDA_MODULE}: {path}"
+        yield CUDA_MODULE, str(path)
         return
-    yield f"{CUDA_MODULE}: {build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES).__file__}"
+    kernels = build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES)
+    yield CUDA_MODULE, str(kernels.__file__)
 
 
 def _listed(text: str) -> set[Architecture]:

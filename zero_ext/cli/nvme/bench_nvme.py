@@ -1,4 +1,4 @@
-"""The command ``zero-ext bench-nvme``: what is asked for, measured, shown and written."""
+"""The work of ``zero-ext bench-nvme``: settings measured on a device, shown and written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from zero_ext import ops
+from zero_ext.cli.console import print_json, terminal
 from zero_ext.cli.nvme.fio import fio_installed
-from zero_ext.cli.nvme.nvme_report import plot_sweep, sweep_table, write_section
+from zero_ext.cli.nvme.nvme_report import plot_sweep, sweep_as_json, sweep_table, write_section
 from zero_ext.cli.nvme.nvme_sweep import Grid, Sweep, sweep_device
 from zero_ext.config.parse_sizes import bytes_of, size_text
 
@@ -28,41 +29,50 @@ def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Gri
             raise ValueError(f"--backends has {name!r}; it may have {', '.join(reasons)}")
         if reasons[name]:
             raise RuntimeError(f"--backends has {name!r}, which is not available: {reasons[name]}")
-    sizes = tuple(bytes_of(item, "--blocks") for item in _items(blocks) or ("",))
-    return Grid(names, sizes, _numbers(depths, "--depths"), _numbers(io_threads, "--io-threads"))
+    sizes = tuple(bytes_of(item, "--block-bytes") for item in _items(blocks) or ("",))
+    return Grid(names, sizes, _numbers(depths, "--queue-depths"), _numbers(io_threads, "--io-threads"))
 
 
 def measure_and_report(
-    console: Console, path: Path, nbytes: int, grid: Grid, repeats: int, output: Path | None
+    path: Path, nbytes: int, grid: Grid, repeats: int, write: Path | None, as_json: bool
 ) -> None:
-    """Runs the sweep with a progress bar, prints the table and the best section, writes section and plot.
+    """Run the sweep with a progress bar, print its result, and write the best section and the plot.
 
-    Errors of :func:`sweep_device`; ValueError if ``output`` is no place for the files, before measuring.
+    With ``as_json`` stdout holds JSON only, and notes go to stderr. Errors of :func:`sweep_device`;
+    ValueError if ``write`` is not a valid path for the files, before measuring.
     """
-    _check_output(output)
+    _check_write(write)
+    notes = terminal(stderr=as_json)
     settings, left_out = grid.settings(nbytes)
-    _say_what_is_missing(console, len(left_out), nbytes)
+    _say_what_is_missing(notes, len(left_out), nbytes)
     passes = 2 * repeats * len(settings)
-    console.print(
+    notes.print(
         f"{len(settings)} settings, each written and read {repeats} ×: "
         f"{passes * nbytes / 1e9:,.1f} GB to move"
     )
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=notes, transient=True) as progress:
         task = progress.add_task("", total=None)
         sweep = sweep_device(
             path, nbytes, settings, repeats, lambda name: progress.update(task, description=name, advance=1)
         )
     if sweep.why_not_direct:
-        console.print(
+        notes.print(
             f"[yellow]not the device but the page cache was measured:[/] {escape(sweep.why_not_direct)}",
             soft_wrap=True,
         )
+    if as_json:
+        print_json(sweep_as_json(sweep))
+    else:
+        _print_sweep(notes, sweep)
+    if write is not None:
+        _write(notes, sweep, write)
+
+
+def _print_sweep(console: Console, sweep: Sweep) -> None:
     console.print(sweep_table(sweep))
     setting = sweep.best.setting
     if setting is not None:
         console.print(json.dumps({"aio": setting.section()}), soft_wrap=True)
-    if output is not None:
-        _write(console, sweep, output)
 
 
 def _say_what_is_missing(console: Console, left_out: int, nbytes: int) -> None:
@@ -85,14 +95,14 @@ def _write(console: Console, sweep: Sweep, output: Path) -> None:
         console.print(f"wrote {escape(str(plot))}", soft_wrap=True)
 
 
-def _check_output(output: Path | None) -> None:
-    if output is None:
+def _check_write(write: Path | None) -> None:
+    if write is None:
         return
-    if output.suffix != ".json" or output.is_dir():
-        raise ValueError(f"--output is '{output}'; a file whose name ends in .json is wanted")
-    if not output.absolute().parent.is_dir():
+    if write.suffix != ".json" or write.is_dir():
+        raise ValueError(f"--write is '{write}'; a file whose name ends in .json is wanted")
+    if not write.absolute().parent.is_dir():
         raise ValueError(
-            f"--output is '{output}', but the directory '{output.absolute().parent}' does not exist"
+            f"--write is '{write}', but the directory '{write.absolute().parent}' does not exist"
         )
 
 

@@ -1,9 +1,10 @@
-"""A sweep shown: table, picture, and the section to put into a configuration."""
+"""A sweep as a table, as JSON, as a plot, and as a section of a configuration."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -39,6 +40,28 @@ def sweep_table(sweep: Sweep) -> Table:
             style="bold green" if contender is sweep.best else None,
         )
     return table
+
+
+def sweep_as_json(sweep: Sweep) -> dict[str, Any]:
+    """The best section and the rates of every contender, in bytes and seconds."""
+    return {
+        "path": str(sweep.path),
+        "bytes": sweep.nbytes,
+        "why_not_direct": sweep.why_not_direct or None,
+        "aio": None if sweep.best.setting is None else sweep.best.setting.section(),
+        "engine": [_contender_as_json(each, sweep.nbytes) for each in sweep.engine],
+        "peers": [_contender_as_json(each, sweep.nbytes) for each in sweep.peers],
+    }
+
+
+def _contender_as_json(contender: Contender, nbytes: int) -> dict[str, Any]:
+    return {
+        "name": contender.name,
+        **({} if contender.setting is None else contender.setting.section()),
+        "read_bytes_per_second": nbytes / contender.seconds(False),
+        "write_bytes_per_second": nbytes / contender.seconds(True),
+        "processor_seconds": contender.processor_seconds,
+    }
 
 
 def write_section(sweep: Sweep, path: Path) -> Path:

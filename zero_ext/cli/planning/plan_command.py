@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from zero_ext.cli.console import errors_on_stderr, terminal
+from zero_ext.cli.common_options import OUTPUT, AsJson, Machine, NvmePath, Sequence, Write
+from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, terminal
 from zero_ext.cli.dataclass_options import taking
 from zero_ext.cli.planning.rank_mapping_report import print_rank_placement, rank_placement_as_json
 from zero_ext.config.parse_sizes import bytes_of, count_of, rate_of
@@ -29,71 +30,96 @@ class PlanOptions:
     """The options of ``zero-ext plan``."""
 
     model: Annotated[
-        str, typer.Argument(help="A preset (llama-7b, 13b, 1t), 7.5B, a config.json, or a folder with one.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A preset (llama-7b, 13b, 1t), a number of parameters (7.5B), a Hugging Face config.json, "
+            "or a folder with one.",
+        ),
     ]
-    gpus: Annotated[int, typer.Option(min=1, max=_MOST_GPUS, help="GPUs in all.")] = 8
-    gpu_memory: Annotated[Text, typer.Option(help="Of a GPU, like 80GB; else the machine's.")] = None
-    host_memory: Annotated[Text, typer.Option(help="Of a host, like 512GB; 0 for none.")] = None
-    nvme: Annotated[Text, typer.Option(help="Of a host, like 4TB; 0 for none.")] = None
-    gpus_per_host: Annotated[int | None, typer.Option(min=1, help="Else the machine's.")] = None
-    machine: Annotated[
-        str, typer.Option(help="Rates and sizes: a name like dgx2-v100, or a file of `env --measure`.")
-    ] = DEFAULT_MACHINE
+    gpus: Annotated[int, typer.Option(min=1, max=_MOST_GPUS, help="GPUs in total.")] = 8
+    gpus_per_host: Annotated[int | None, typer.Option(min=1, help="The machine's by default.")] = None
+    gpu_memory: Annotated[Text, typer.Option(help="Per GPU, such as 80GB. The machine's by default.")] = None
+    host_memory: Annotated[Text, typer.Option(help="Per host, such as 512GB. 0 for none.")] = None
+    nvme: Annotated[Text, typer.Option(help="Per host, such as 4TB. 0 for none.")] = None
+    machine: Machine = DEFAULT_MACHINE
     link_bandwidth: Annotated[
-        Text, typer.Option(help="What a GPU receives in a collective, like 25GB/s, 200Gbit/s.")
+        Text, typer.Option(help="Rate that a GPU receives at in a collective: 25GB/s, 200Gbit/s.")
     ] = None
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step; one a GPU by default.")] = None
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per step of all GPUs. One per GPU by default.")
+    ] = None
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a GPU's forward; else the most that fit.")
+        int | None, typer.Option(min=1, help="Samples per forward of a GPU. The most that fit by default.")
     ] = None
-    seq: Annotated[int | None, typer.Option(min=1, max=1 << 24, help="Tokens of a sample.")] = None
-    moments: Annotated[str, typer.Option(help="Of Adam: fp32, bf16 or 8bit.")] = "fp32"
-    objective: Annotated[str, typer.Option(help="memory or speed.")] = "speed"
-    tokens: Annotated[Text, typer.Option(help="Of the whole training, like 300B: shows its time.")] = None
-    write: Annotated[Path | None, typer.Option(help="JSON file for the recommended configuration.")] = None
-    nvme_path: Annotated[
-        list[str] | None, typer.Option(help="Folder on NVMe for --write; may be repeated.")
+    seq: Sequence = None
+    moments: Annotated[str, typer.Option(help="Dtype of Adam's moments: fp32, bf16 or 8bit.")] = "fp32"
+    objective: Annotated[str, typer.Option(help="Optimize for speed or memory.")] = "speed"
+    tokens: Annotated[
+        Text, typer.Option(help="Tokens of the whole training, such as 300B. Shows how long it runs.")
     ] = None
-    plot: Annotated[Path | None, typer.Option(help="Plot of the bytes per tier against the capacity.")] = None
     three_d: Annotated[
         Text,
         typer.Option(
             "--3d",
-            help="Lengths of pp, tp and cp, like pp=4,tp=2: shows where the ranks go. best: searches.",
+            help="Lengths of pp, tp and cp, such as pp=4,tp=2: shows how to map ranks onto hosts. "
+            "'best' searches for the fastest lengths.",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    show_all: Annotated[
+        bool,
+        typer.Option("--all", help="Show bytes by kind, traffic and ZeRO++ too.", rich_help_panel=OUTPUT),
+    ] = False
+    as_json: AsJson = False
+    write: Write = None
+    nvme_path: NvmePath = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Plot the bytes per tier to .png, .svg or .pdf.", rich_help_panel=OUTPUT),
+    ] = None
 
 
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Say what training a model takes in every stage and tier, what fits, and what to choose.
+    """How much memory will my model need, and which ZeRO stage and tiers should I use?
 
-    Exit status 1 if nothing fits.
+    Recommends a placement and compares it with all others, without a GPU and in about a second. Exit
+    status 1 if nothing fits.
     """
-    from zero_ext.cli.planning import plan_report as report
-
     with errors_on_stderr():
         if options.three_d == "best":
             _plan_layouts(options)
             return
         found = plan_of(options)
-        placement = _rank_placement(options, found)
-        if options.as_json:
-            extra = {} if placement is None else {"rank_placement": rank_placement_as_json(placement)}
-            print(json.dumps(report.plan_as_json(found) | extra, indent=2))
-        else:
-            report.print_plan(terminal(), found)
-            if placement is not None:
-                print_rank_placement(terminal(), placement, found.hardware.ranks_per_node)
+        _print_plan(options, found)
         if options.plot is not None:
             from zero_ext.plan.plot import plot_plan
 
             plot_plan(found, options.plot)
         if found.recommendation is None:
-            raise ValueError(report.why_nothing_fits(found))
+            raise typer.Exit(NEGATIVE)
         if options.write is not None:
-            report.write_config(found, options.write, tuple(options.nvme_path or ()))
+            from zero_ext.cli.planning.plan_report import write_config
+
+            write_config(found, options.write, tuple(options.nvme_path or ()))
+
+
+def _print_plan(options: PlanOptions, found: Plan) -> None:
+    from zero_ext.cli.planning import plan_report, plan_screen, plan_tables
+
+    ranks = _rank_placement(options, found)
+    if options.as_json:
+        extra = {} if ranks is None else {"rank_placement": rank_placement_as_json(ranks)}
+        print_json(plan_report.plan_as_json(found) | extra)
+        return
+    console = terminal(plan_screen.SCREEN_COLUMNS)
+    plan_screen.print_plan_answer(console, found)
+    if options.show_all:
+        plan_tables.print_plan_tables(terminal(), found)
+    else:
+        plan_screen.print_plan_table(console, found)
+    if ranks is not None:
+        print_rank_placement(console, ranks, found.hardware.ranks_per_node)
 
 
 def plan_of(options: PlanOptions) -> Plan:
@@ -115,7 +141,7 @@ def plan_of(options: PlanOptions) -> Plan:
 
 
 def _plan_layouts(options: PlanOptions) -> None:
-    """Searches for the fastest layouts, prints them, and writes the first one's configuration."""
+    """Search for the fastest layouts, print them, and write the configuration of the first."""
     from zero_ext.cli.planning import parallel_layout_report as report
     from zero_ext.plan.layout import LayoutRequest, best_layouts
     from zero_ext.plan.layout.explain import why_no_layout
@@ -130,12 +156,15 @@ def _plan_layouts(options: PlanOptions) -> None:
         _model(options), hardware, options.gpus, _samples(options), options.micro_batch, options.moments
     )
     found = best_layouts(wanted)
-    if not found:
-        raise ValueError(why_no_layout(wanted))
+    why = None if found else why_no_layout(wanted)
     if options.as_json:
-        print(json.dumps(report.layouts_as_json(wanted, found), indent=2))
-    else:
+        print_json(report.layouts_as_json(wanted, found) | {"why_nothing_fits": why})
+    elif found:
         report.print_layouts(terminal(), wanted, found)
+    else:
+        terminal().print(f"[bold red]Nothing fits.[/] {escape(str(why))}", soft_wrap=True)
+    if not found:
+        raise typer.Exit(NEGATIVE)
     if options.write is not None:
         report.write_layout(wanted, found[0], options.write, tuple(options.nvme_path or ()))
 

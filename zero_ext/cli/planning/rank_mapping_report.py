@@ -18,18 +18,18 @@ _KINDS = {
 
 
 def print_rank_placement(console: Console, placement: RankPlacement, ranks_per_host: int) -> None:
-    """What the exchanges of each axis take, where they should stand and counted through."""
+    """Print the time of each axis' traffic, in the best mapping and in a fixed order of the axes."""
     table = Table(title="Placement of the ranks")
-    for heading in ("axis", "of", "ranks", "ms a step", f"counted as {placement.naive}, ms"):
+    for heading in ("axis", "of", "ranks", "ms per step", f"as {placement.naive}, ms"):
         table.add_column(heading, justify="left" if heading in ("axis", "of") else "right")
     for axis, length in placement.mapping.sizes.items():
         seconds, counted = placement.seconds[axis], placement.naive_seconds[axis]
         table.add_row(axis, _KINDS[axis], str(length), f"{1e3 * seconds:,.1f}", f"{1e3 * counted:,.1f}")
     console.print(table)
     console.print(
-        f"[green]count ranks as {placement.mapping}[/], the fastest last, {ranks_per_host} to a host: "
-        f"exchanges take {placement.gain:.2f} times less. make_mesh(..., mapping=best_mapping(...)[0]) does.",
-        soft_wrap=True,
+        f"[green]Best: count ranks as {placement.mapping}[/], the last axis fastest, {ranks_per_host} to a "
+        f"host. Communication is {placement.gain:.2f} times faster. "
+        "Use make_mesh(..., mapping=best_mapping(...)[0]).",
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.config import load_config
+from zero_ext.plan.plan_entry import TIERS
 from zero_ext.plan.simulation import (
     Simulation,
     Training,
@@ -29,40 +31,61 @@ COLUMNS = (
     "optimizer",
     "activations",
     "s/step",
-    "tokens/s a rank",
-    "TFLOP/s a rank",
+    "tokens/s per GPU",
+    "TFLOP/s per GPU",
     "hidden",
     "busiest",
-    "device GB",
-    "host GB a node",
-    "NVMe GB a node",
+    "GPU GB",
+    "host GB",
+    "NVMe GB",
 )
 
 
-def find_placements(
-    model: str, machine: str, ranks: int, micro_batch: int, accumulation: int
-) -> list[Simulation]:
-    """The fastest placements; ValueError saying what lacks where nothing fits."""
+def find_placements(model: str, machine: str, training: Training) -> list[Simulation]:
+    """Return the fastest placements of ``training`` on a machine; empty if nothing fits."""
     cost, hardware = transformer_named(model).cost(), machine_named(machine)
-    training = Training(ranks, micro_batch=micro_batch, accumulation_steps=accumulation)
-    found = fastest_placements(cost, training, hardware)
-    if not found:
-        nearest = nearest_to_fit(cost, training, hardware)
-        short = "; ".join(map(str, nearest.shortfalls))
-        raise ValueError(
-            f"{model} fits no placement on {ranks} ranks of {hardware.name}; the nearest lacks {short}"
-        )
-    return found[:SHOWN]
+    return fastest_placements(cost, training, hardware)[:SHOWN]
 
 
-def simulate_config(model: str, machine: str, ranks: int, config: Path, recompute: bool) -> Simulation:
+def why_nothing_fits(model: str, machine: str, training: Training) -> str:
+    """Return what the nearest placement lacks."""
+    cost, hardware = transformer_named(model).cost(), machine_named(machine)
+    short = "; ".join(map(str, nearest_to_fit(cost, training, hardware).shortfalls))
+    gpus = f"{training.world_size} GPUs of {hardware.name}"
+    return f"{model} fits no placement on {gpus}. The nearest lacks {short}."
+
+
+def simulate_config(model: str, machine: str, gpus: int, config: Path, recompute: bool) -> Simulation:
     """One step as a configuration has it. Raises ValueError (ConfigError) for one that does not fit."""
-    training = Training.of_config(load_config(config), ranks, "recomputed" if recompute else "saved")
+    training = Training.of_config(load_config(config), gpus, "recomputed" if recompute else "saved")
     return simulate(transformer_named(model).cost(), training, machine_named(machine))
 
 
+def simulation_as_json(one: Simulation) -> dict[str, Any]:
+    """Everything that a row of the table shows, in bytes and seconds."""
+    training = one.training
+    return {
+        "stage": training.stage,
+        "params": training.params,
+        "grads": training.grads,
+        "optimizer": training.optimizer,
+        "activations": training.activations,
+        "micro_batch": training.micro_batch,
+        "accumulation_steps": training.accumulation_steps,
+        "step_seconds": one.seconds,
+        "tokens_per_second_per_gpu": one.tokens_per_second,
+        "flops_per_second_per_gpu": one.flops_per_second,
+        "hidden": one.hidden,
+        "busiest": one.bound_by,
+        "busy_seconds": one.busy,
+        "bytes": {tier: one.memory.total(tier) for tier in TIERS},
+        "fits": one.fits,
+        "lacks": {short.tier: short.needed - short.available for short in one.shortfalls},
+    }
+
+
 def print_placements(console: Console, found: Sequence[Simulation]) -> None:
-    """One line a simulation, and what does not fit below."""
+    """One line per simulation, and what does not fit below."""
     table = Table(*COLUMNS)
     for one in found:
         training = one.training
@@ -87,8 +110,8 @@ def print_placements(console: Console, found: Sequence[Simulation]) -> None:
 
 
 def print_published(console: Console) -> None:
-    """Published runs beside the model."""
-    table = Table("run", "published", "simulated", "error", "source", title="TFLOP/s a GPU")
+    """Published runs next to their simulations."""
+    table = Table("run", "published", "simulated", "error", "source", title="TFLOP/s per GPU")
     for comparison in compare_published():
         run = comparison.run
         table.add_row(
@@ -99,3 +122,21 @@ def print_published(console: Console) -> None:
             escape(run.source + (f"; assumed: {run.assumed}" if run.assumed else "")),
         )
     console.print(table)
+
+
+def published_as_json() -> dict[str, Any]:
+    """The same in FLOP/s."""
+    return {
+        "runs": [
+            {
+                "run": comparison.run.what,
+                "source": comparison.run.source,
+                "assumed": comparison.run.assumed,
+                "published_flops_per_second": 1e12 * comparison.run.teraflops,
+                "simulated_flops_per_second": comparison.simulation.flops_per_second,
+                "fitted": comparison.run.fitted,
+                "error": comparison.error,
+            }
+            for comparison in compare_published()
+        ]
+    }

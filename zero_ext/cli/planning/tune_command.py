@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
+from zero_ext.cli.common_options import OUTPUT, AsJson, ConfigFile, Machine, NvmePath, Sequence
+from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, print_json, terminal
 from zero_ext.cli.dataclass_options import taking
 from zero_ext.config import load_config
 from zero_ext.config.parse_sizes import bytes_of, count_of
@@ -27,59 +28,79 @@ _AIO_KEYS = ("block_bytes", "queue_depth", "io_threads")
 class TuneOptions:
     """The options of ``zero-ext tune``; they come before the script, whose own arguments follow it."""
 
-    script: Annotated[Path, typer.Argument(help="A training script that uses zero_ext.plan.Trial.")]
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None
-    config: Annotated[Path | None, typer.Option(help="JSON file with every other key.")] = None
-    ranks: Annotated[int, typer.Option(min=1, help="Processes of the script, by torchrun.")] = 1
-    stages: Annotated[str, typer.Option(help="ZeRO stages.")] = "1,2,3"
-    tiers: Annotated[str, typer.Option(help="Of device, host, nvme.")] = "device"
-    micro_batches: Annotated[str, typer.Option(help="Samples of a rank's forward.")] = "1,2,4,8"
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A training script that uses zero_ext.plan.Trial.")
+    ]
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+    ] = None
+    config: ConfigFile = None
+    ranks: Annotated[int, typer.Option(min=1, help="Processes per trial, started by torchrun.")] = 1
+    stages: Annotated[str, typer.Option(help="ZeRO stages to try.")] = "1,2,3"
+    tiers: Annotated[str, typer.Option(help="Tiers to try: device, host, nvme.")] = "device"
+    micro_batches: Annotated[str, typer.Option(help="Samples per forward of a rank.")] = "1,2,4,8"
     unit_elements: Annotated[
-        str, typer.Option(help="Elements of buckets; in stage 3 of what is gathered ahead.")
+        str, typer.Option(help="Elements per bucket. In stage 3, elements that are gathered ahead.")
     ] = "16M"
     aio: Annotated[
-        str, typer.Option(help="Block x depth x I/O threads, like 1MiBx32x1; for placements on NVMe.")
+        str, typer.Option(help="Block x queue depth x I/O threads, such as 1MiBx32x1, for tiers on NVMe.")
     ] = ""
-    nvme_path: Annotated[list[str] | None, typer.Option(help="Folder on NVMe; may be repeated.")] = None
-    steps: Annotated[int, typer.Option(min=1, help="Measured in a trial, after two more.")] = 5
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds of a trial.")] = 300.0
-    most_trials: Annotated[int | None, typer.Option(min=1, help="By default all that are worth it.")] = None
-    model: Annotated[
-        str | None, typer.Option(help="What the script trains, as for `plan`: leaves out what cannot win.")
+    nvme_path: NvmePath = None
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps per trial, after two more.")] = 5
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds per trial.")] = 300.0
+    most_trials: Annotated[
+        int | None, typer.Option(min=1, help="Limit of the number of trials. No limit by default.")
     ] = None
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample, with --model.")] = None
-    machine: Annotated[str, typer.Option(help="As for `plan`, with --model.")] = DEFAULT_MACHINE
-    recomputed: Annotated[
-        bool, typer.Option("--recomputed", help="The script recomputes activations, with --model.")
-    ] = False
-    write: Annotated[Path, typer.Option(help="JSON file for the best configuration.")] = Path("tuned.json")
-    results: Annotated[Path | None, typer.Option(help="JSON file for every trial.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model of the script, as for `plan`: leaves out trials that cannot win."),
+    ] = None
+    seq: Sequence = None
+    machine: Machine = DEFAULT_MACHINE
+    recompute: Annotated[bool, typer.Option(help="With --model: activations are recomputed in backward.")] = (
+        False
+    )
+    write: Annotated[
+        Path,
+        typer.Option(help="Write the best configuration to this JSON file.", rich_help_panel=OUTPUT),
+    ] = Path("tuned.json")
+    results: Annotated[
+        Path | None, typer.Option(help="Write every trial to this JSON file.", rich_help_panel=OUTPUT)
+    ] = None
+    as_json: AsJson = False
 
 
 @taking(TuneOptions)
 def tune(options: TuneOptions) -> None:
-    """Try a script with configurations, a process each, and write the fastest; exit status 1 if none ran."""
+    """Which configuration trains my script fastest?
+
+    Runs short trials of the script, each in a process of its own, and writes the fastest configuration. Exit
+    status 1 if no trial ran. Options come before the script.
+    """
     from zero_ext.cli.planning import tune_report as report
 
-    console = terminal()
     with errors_on_stderr(), cleaned_up_when_ended():
         space, prediction = _space(options), _prediction(options)
         launch = _launch(options)
         for path in (options.write, options.results):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"{path}: its folder does not exist")
+        notes = terminal(stderr=options.as_json)
 
         def tick(one: TrialResult) -> None:
-            console.print(report.line(one), soft_wrap=True)
+            notes.print(report.line(one), soft_wrap=True)
 
         found = tune_script(space, launch, prediction, options.most_trials, tick)
-        report.print_tuning(console, found)
+        if options.as_json:
+            print_json(report.tuning_as_json(found))
+        else:
+            report.print_tuning(notes, found)
         if options.results is not None:
             _write(options.results, report.tuning_as_json(found))
         if found.best is None:
             raise RuntimeError(f"no trial of {options.script} could be measured: {report.why_none(found)}")
         _write(options.write, space.config(found.best.point).model_dump(mode="json", exclude_unset=True))
-        console.print(f"best configuration in {options.write}", soft_wrap=True, markup=False)
+        notes.print(f"best configuration in {options.write}", soft_wrap=True, markup=False)
 
 
 def tune_script(
@@ -132,7 +153,7 @@ def _prediction(options: TuneOptions) -> Prediction | None:
     if options.seq is not None:
         model = model.with_sequence(options.seq)
     hardware = ClusterOptions(options.machine).hardware()
-    return Prediction(model, hardware, options.ranks, options.recomputed)
+    return Prediction(model, hardware, options.ranks, options.recompute)
 
 
 def _items(text: str) -> tuple[str, ...]:

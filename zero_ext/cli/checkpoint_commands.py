@@ -1,0 +1,109 @@
+"""The commands ``zero-ext inspect`` and ``zero-ext export``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_ext.cli.common_options import AsJson, CheckpointFolder, OutputFolder, Step
+from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, printable, terminal
+from zero_ext.config.parse_sizes import bytes_of
+
+if TYPE_CHECKING:
+    from zero_ext.checkpoint import CheckpointReport
+
+
+def inspect(
+    folder: CheckpointFolder,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option(help="List every parameter and buffer.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """What is in my checkpoint, and is every byte intact?
+
+    Lists parameters, buffers and optimizer state, and verifies all checksums. Exit status 1 if a file is
+    damaged.
+    """
+    from zero_ext.checkpoint import inspect_checkpoint
+
+    with errors_on_stderr():
+        report = inspect_checkpoint(folder, step=step)
+    if as_json:
+        print_json(_report_as_json(report, tensors))
+    else:
+        _print_report(terminal(), report, tensors)
+    if report.damage:
+        raise typer.Exit(NEGATIVE)
+
+
+def export(
+    folder: CheckpointFolder,
+    output: OutputFolder,
+    step: Step = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. The compute precision by default.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest file, such as 5GB, 500MiB or a number of bytes.")
+    ] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """How do I get my trained weights into Hugging Face format?
+
+    Writes the weights of a checkpoint as safetensors, with one tensor in memory at a time.
+    """
+    from zero_ext.checkpoint import export_huggingface
+
+    with errors_on_stderr():
+        limit = bytes_of(max_shard_size, "--max-shard-size")
+        paths = [str(path) for path in export_huggingface(folder, output, dtype, limit, step=step)]
+    if as_json:
+        print_json({"files": paths})
+        return
+    for path in paths:
+        print(path)
+
+
+def _report_as_json(report: CheckpointReport, tensors: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "path": str(report.path),
+        "step": report.step,
+        "world_size": report.world_size,
+        "bytes_by_kind": report.bytes_by_kind,
+        "file_bytes": report.file_bytes,
+        "damage": list(report.damage),
+    }
+    if tensors:
+        found["tensors"] = [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in report.tensors]
+    return found
+
+
+def _print_report(console: Console, report: CheckpointReport, tensors: bool) -> None:
+    console.print(
+        f"{escape(printable(str(report.path)))}: step {report.step}, saved by {report.world_size} ranks",
+        soft_wrap=True,
+    )
+    for kind, size in sorted(report.bytes_by_kind.items()):
+        console.print(f"  {escape(printable(kind))}: {size:,} bytes")
+    for name, size in report.file_bytes.items():
+        console.print(f"  {escape(printable(name))}: {size:,} bytes")
+    if tensors:
+        console.print(_tensor_table(report))
+    for text in report.damage:
+        console.print(f"[red]{escape(printable(text))}", soft_wrap=True)
+    if not report.damage:
+        console.print(f"every byte of {len(report.file_bytes)} files verified")
+
+
+def _tensor_table(report: CheckpointReport) -> Table:
+    table = Table("name", "shape", "dtype", "stored")
+    for tensor in report.tensors:
+        name = " = ".join((tensor.name, *tensor.aliases))
+        stored = ", ".join(f"{kind} {size:,}" for kind, size in tensor.bytes_by_kind.items())
+        table.add_row(escape(printable(name)), str(tensor.shape), tensor.dtype, escape(printable(stored)))
+    return table

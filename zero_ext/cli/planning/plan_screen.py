@@ -1,0 +1,106 @@
+"""The answer of a plan on one screen: the recommendation, its reasons, and a table of all placements."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
+from zero_ext.plan.nearest_fit import why_nothing_fits
+from zero_ext.plan.plan_entry import TIERS, PlanEntry
+from zero_ext.plan.planner import Plan
+
+SCREEN_COLUMNS = 100
+TIER_NAMES = {"device": "GPU", "host": "host", "nvme": "NVMe"}
+_DAY, _HOUR = 86400, 3600
+
+
+def print_plan_answer(console: Console, plan: Plan) -> None:
+    """Print the recommendation and its reasons, or why nothing fits, and the assumptions behind it."""
+    if plan.recommendation is None:
+        console.print(f"[bold red]Nothing fits.[/] {escape(why_nothing_fits(plan))}")
+    else:
+        row = plan.recommendation.entry
+        console.print(
+            f"[bold green]Recommended: {escape(str(row.candidate))}[/] for {escape(plan.model.name)} on "
+            f"{_count(plan.gpus, 'GPU')} of {escape(plan.hardware.name)}"
+        )
+        console.print(_speed(plan, row))
+        reasons = Table.grid(padding=(0, 1, 0, 0))
+        for reason in plan.recommendation.reasons:
+            reasons.add_row(" -", escape(reason))
+        console.print(reasons)
+    machine = plan.hardware
+    nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
+    console.print(
+        f"\n{escape(plan.model.name)}: {plan.model.parameters:,} parameters ({escape(plan.model.source)}), "
+        f"{plan.model.shape.sequence:,} tokens per sample, {_count(plan.batch.samples, 'sample')} per step.\n"
+        f"{escape(machine.name)}: {short_bytes(machine.device_bytes)} per GPU, "
+        f"{short_bytes(machine.host_bytes)} of memory and {nvme} NVMe per host, "
+        f"{_count(plan.hosts, 'host')}."
+    )
+
+
+def print_plan_table(console: Console, plan: Plan) -> None:
+    """Print one line per placement, the best first, with the bytes of the fullest GPU and host."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("placement", no_wrap=True)
+    for tier in TIERS:
+        table.add_column(TIER_NAMES[tier], justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    table.add_column("s/step", justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for row in best_first(plan):
+        table.add_row(
+            escape(str(row.candidate)),
+            *(short_bytes(nbytes) if (nbytes := row.needs.total(tier)) else "-" for tier in TIERS),
+            "yes" if row.fits else f"no: {', '.join(TIER_NAMES[short.tier] for short in row.shortfalls)}",
+            _three_digits(row.step.seconds),
+            row.step.busiest,
+            style=row_style(plan, row),
+        )
+    console.print(table)
+    console.print("[dim]More: --all (bytes by kind, traffic), --json, --write config.json, --plot plan.png")
+
+
+def best_first(plan: Plan) -> list[PlanEntry]:
+    """Return the recommended placement, the others that fit by speed, and the rest by what they lack."""
+    chosen = None if plan.recommendation is None else plan.recommendation.entry
+    return sorted(
+        plan.entries, key=lambda row: (row is not chosen, not row.fits, row.excess, row.step.seconds)
+    )
+
+
+def row_style(plan: Plan, row: PlanEntry) -> str:
+    """Return the style of a placement's row in a table."""
+    if plan.recommendation is not None and row is plan.recommendation.entry:
+        return "bold green"
+    return "" if row.fits else "dim"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as days or hours where they are many."""
+    if seconds >= 2 * _DAY:
+        return f"{seconds / _DAY:,.1f} days"
+    return f"{seconds / _HOUR:,.1f} hours" if seconds >= _HOUR else f"{seconds:,.0f} s"
+
+
+def _speed(plan: Plan, row: PlanEntry) -> str:
+    text = (
+        f"{_three_digits(row.step.seconds)} s/step, {row.tokens_per_second:,.0f} tokens/s, bound by {row.step.busiest}, "
+        f"{short_bytes(row.needs.total('device'))} per GPU"
+    )
+    total = plan.total_seconds(row)
+    if plan.tokens is None or total is None:
+        return text
+    return f"{text}, {duration(total)} for {short_number(plan.tokens, tuple(COUNTS))} tokens"
+
+
+def _three_digits(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 999.5 else f"{seconds:#.3g}".rstrip(".")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
