@@ -67,7 +67,7 @@ def test_export_splits(tmp_path: Path, size: str, files: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        (("--max-shard-size", "5 parsecs"), 2, "--max-shard-size is '5 parsecs'"),
+        (("--max-shard-size", "5 parsecs"), 2, "--max-shard-size: expected bytes, got '5 parsecs'"),
         (("--max-shard-size", "0"), 2, "max_shard_bytes is 0"),
         (("--dtype", "float3"), 2, "'float3' is unknown"),
         (("--dtype", "int64"), 2, "dtype is 'int64'"),

@@ -21,8 +21,8 @@ def bytes_of(text: str, option: str) -> int:
     value = _scaled(text, SIZES)
     if value is None:
         raise ValueError(
-            f"{option}: expected bytes, got {text!r}. Write a number, alone or with "
-            f"{', '.join([*SIZES][2:])}."
+            f"{option}: expected bytes, got {text!r}. Write a number, alone or with a unit from KB to PB or "
+            "from KiB to PiB."
         )
     return int(value)
 
