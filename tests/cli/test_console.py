@@ -24,10 +24,11 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("options", [("--json",), ()])
-def test_a_reader_that_has_had_enough_is_no_error(options: tuple[str, ...]) -> None:
+def test_a_reader_that_has_had_enough_is_no_error(options: tuple[str, ...], tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [*COMMAND, "plan", "7.5B", "--gpus", "64", *options]
+    config = tmp_path / "config.json"
+    command = [*COMMAND, "plan", "7.5B", "--gpus", "64", "--write", str(config), *options]
     try:
         done = subprocess.run(
             command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300, check=False
@@ -35,6 +36,7 @@ def test_a_reader_that_has_had_enough_is_no_error(options: tuple[str, ...]) -> N
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+    assert config.stat().st_size > 0
 
 
 def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:

@@ -60,12 +60,12 @@ def measure_and_report(
             f"[yellow]not the device but the page cache was measured:[/] {escape(sweep.why_not_direct)}",
             soft_wrap=True,
         )
+    if write is not None:
+        _write(notes, sweep, write)
     if as_json:
         print_json(sweep_as_json(sweep))
     else:
         _print_sweep(notes, sweep)
-    if write is not None:
-        _write(notes, sweep, write)
 
 
 def _print_sweep(console: Console, sweep: Sweep) -> None:

@@ -77,6 +77,13 @@ class PlanOptions:
         Path | None,
         typer.Option(help="Plot the bytes per tier to .png, .svg or .pdf.", rich_help_panel=OUTPUT),
     ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write one page with charts and a table to sort, which needs no network.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None
 
 
 @taking(PlanOptions)
@@ -91,17 +98,26 @@ def plan(options: PlanOptions) -> None:
             _plan_layouts(options)
             return
         found = plan_of(options)
+        # Before anything is printed, so that they are there after `| head` too.
+        _write_files(options, found)
         _print_plan(options, found)
-        if options.plot is not None:
-            from zero_ext.plan.plot import plot_plan
-
-            plot_plan(found, options.plot)
         if found.recommendation is None:
             raise typer.Exit(NEGATIVE)
-        if options.write is not None:
-            from zero_ext.cli.planning.plan_report import write_config
 
-            write_config(found, options.write, tuple(options.nvme_path or ()))
+
+def _write_files(options: PlanOptions, found: Plan) -> None:
+    if options.plot is not None:
+        from zero_ext.plan.plot import plot_plan
+
+        plot_plan(found, options.plot)
+    if options.html is not None:
+        from zero_ext.cli.planning.plan_page import write_plan_page
+
+        write_plan_page(found, options.html)
+    if options.write is not None and found.recommendation is not None:
+        from zero_ext.cli.planning.plan_report import write_config
+
+        write_config(found, options.write, tuple(options.nvme_path or ()))
 
 
 def _print_plan(options: PlanOptions, found: Plan) -> None:
@@ -146,7 +162,7 @@ def _plan_layouts(options: PlanOptions) -> None:
     from zero_ext.plan.layout import LayoutRequest, best_layouts
     from zero_ext.plan.layout.explain import why_no_layout
 
-    unused = {"--tokens": options.tokens, "--plot": options.plot}
+    unused = {"--tokens": options.tokens, "--plot": options.plot, "--html": options.html}
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():
         if value is not None:

@@ -22,25 +22,36 @@ def print_plan_answer(console: Console, plan: Plan) -> None:
     if plan.recommendation is None:
         console.print(f"[bold red]Nothing fits.[/] {escape(why_nothing_fits(plan))}")
     else:
-        row = plan.recommendation.entry
-        console.print(
-            f"[bold green]Recommended: {escape(str(row.candidate))}[/] for {escape(plan.model.name)} on "
-            f"{_count(plan.gpus, 'GPU')} of {escape(plan.hardware.name)}"
-        )
-        console.print(_speed(plan, row))
+        console.print(f"[bold green]{escape(headline(plan))}[/]")
+        console.print(speed(plan, plan.recommendation.entry))
         reasons = Table.grid(padding=(0, 1, 0, 0))
         for reason in plan.recommendation.reasons:
             reasons.add_row(" -", escape(reason))
         console.print(reasons)
-    machine = plan.hardware
+    console.print()
+    for line in assumptions(plan):
+        console.print(escape(line))
+
+
+def headline(plan: Plan) -> str:
+    """Return the answer of a plan in one line."""
+    where = f"{plan.model.name} on {_count(plan.gpus, 'GPU')} of {plan.hardware.name}"
+    if plan.recommendation is None:
+        return f"Nothing fits: {where}"
+    return f"Recommended: {plan.recommendation.entry.candidate} for {where}"
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """Return the model, the batch and the machine that a plan is for, as lines."""
+    model, machine = plan.model, plan.hardware
     nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
-    console.print(
-        f"\n{escape(plan.model.name)}: {plan.model.parameters:,} parameters ({escape(plan.model.source)}), "
-        f"{plan.model.shape.sequence:,} tokens per sample, {_count(plan.batch.samples, 'sample')} per step.\n"
-        f"{escape(machine.name)}: {short_bytes(machine.device_bytes)} per GPU, "
+    return [
+        f"{model.name}: {model.parameters:,} parameters ({model.source}), "
+        f"{model.shape.sequence:,} tokens per sample, {_count(plan.batch.samples, 'sample')} per step.",
+        f"{machine.name}: {short_bytes(machine.device_bytes)} per GPU, "
         f"{short_bytes(machine.host_bytes)} of memory and {nvme} NVMe per host, "
-        f"{_count(plan.hosts, 'host')}."
-    )
+        f"{_count(plan.hosts, 'host')}.",
+    ]
 
 
 def print_plan_table(console: Console, plan: Plan) -> None:
@@ -57,7 +68,7 @@ def print_plan_table(console: Console, plan: Plan) -> None:
             escape(str(row.candidate)),
             *(short_bytes(nbytes) if (nbytes := row.needs.total(tier)) else "-" for tier in TIERS),
             "yes" if row.fits else f"no: {', '.join(TIER_NAMES[short.tier] for short in row.shortfalls)}",
-            _three_digits(row.step.seconds),
+            three_digits(row.step.seconds),
             row.step.busiest,
             style=row_style(plan, row),
         )
@@ -87,10 +98,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / _HOUR:,.1f} hours" if seconds >= _HOUR else f"{seconds:,.0f} s"
 
 
-def _speed(plan: Plan, row: PlanEntry) -> str:
+def speed(plan: Plan, row: PlanEntry) -> str:
+    """Return the speed and the GPU memory of a placement, and the time of the whole training if known."""
     text = (
-        f"{_three_digits(row.step.seconds)} s/step, {row.tokens_per_second:,.0f} tokens/s, bound by {row.step.busiest}, "
-        f"{short_bytes(row.needs.total('device'))} per GPU"
+        f"{three_digits(row.step.seconds)} s/step, {row.tokens_per_second:,.0f} tokens/s, "
+        f"bound by {row.step.busiest}, {short_bytes(row.needs.total('device'))} per GPU"
     )
     total = plan.total_seconds(row)
     if plan.tokens is None or total is None:
@@ -98,7 +110,8 @@ def _speed(plan: Plan, row: PlanEntry) -> str:
     return f"{text}, {duration(total)} for {short_number(plan.tokens, tuple(COUNTS))} tokens"
 
 
-def _three_digits(seconds: float) -> str:
+def three_digits(seconds: float) -> str:
+    """Return a number of seconds with three digits."""
     return f"{seconds:,.0f}" if seconds >= 999.5 else f"{seconds:#.3g}".rstrip(".")
 
 

@@ -91,15 +91,17 @@ def tune(options: TuneOptions) -> None:
             notes.print(report.line(one), soft_wrap=True)
 
         found = tune_script(space, launch, prediction, options.most_trials, tick)
+        # Before anything is printed, so that the files are there after `| head` too.
+        if options.results is not None:
+            _write(options.results, report.tuning_as_json(found))
+        if found.best is not None:
+            _write(options.write, space.config(found.best.point).model_dump(mode="json", exclude_unset=True))
         if options.as_json:
             print_json(report.tuning_as_json(found))
         else:
             report.print_tuning(notes, found)
-        if options.results is not None:
-            _write(options.results, report.tuning_as_json(found))
         if found.best is None:
             raise RuntimeError(f"no trial of {options.script} could be measured: {report.why_none(found)}")
-        _write(options.write, space.config(found.best.point).model_dump(mode="json", exclude_unset=True))
         notes.print(f"best configuration in {options.write}", soft_wrap=True, markup=False)
 
 
