@@ -18,7 +18,6 @@ NOT_CONVERTED = (
     "integrations",
     "ops",
     "optim",
-    "parallel",
     "plan",
     "zero",
 )
