@@ -67,12 +67,12 @@ def test_bad_input() -> None:
     for wrong in ({"a": 1}, {"a": 1, "b": 0, "c": 0}):
         with pytest.raises(ValueError, match="filter_match takes fewer"):
             topology.get_rank(**wrong)
-    with pytest.raises(ValueError, match="b=3 lies outside 0 to 2"):
+    with pytest.raises(ValueError, match="axis 'b': expected a position of 0 to 2, got 3"):
         topology.get_rank(a=0, b=3)
     for rank in (-1, 6):
-        with pytest.raises(ValueError, match="lies outside 0 to 5"):
+        with pytest.raises(ValueError, match=f"rank: expected 0 to 5, got {rank}"):
             topology.get_coord(rank)
-    with pytest.raises(ValueError, match="no axis 'c'"):
+    with pytest.raises(ValueError, match=r"axis: expected one of \['a', 'b'\], got 'c'"):
         topology.filter_match(c=0)
     for axes, dims in ((["a"], [1, 2]), (["a", "a"], [1, 2]), (["a"], [0])):
         with pytest.raises(ValueError, match="each with a length"):

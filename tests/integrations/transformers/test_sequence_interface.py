@@ -199,7 +199,7 @@ def test_masked_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) ->
         ({"padding_idx": 1}, "Give shard_batch shift_labels=False"),
         ({"shift_labels": False}, "position_ids: expected at least 1, got 0"),
     ):
-        theirs = "rank 0 of 'cp' refused its shard of the sequence"
+        theirs = "rank 0 of 'cp': it refused its shard of the sequence"
         both = world.rank == 0 or "shift" in message
         with pytest.raises(ValueError, match=re.escape(message if both else theirs)):
             model(**shard_batch(batch, mesh, **options))
@@ -252,7 +252,7 @@ def test_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
         ({**inputs, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
         (again, "position_ids begin anew"),
     ):
-        theirs = "rank 1 of 'cp' refused its shard of the sequence"
+        theirs = "rank 1 of 'cp': it refused its shard of the sequence"
         with pytest.raises(ValueError, match=re.escape(theirs if world.rank == 0 else message)):
             model(**(inputs if world.rank == 0 else wrong))
     model(**inputs)

@@ -29,15 +29,24 @@ from zero_ext.parallel.experts import MixtureOfExperts
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"count": 1}, "'top_k' is 2, but there are 1 experts"),
-        ({"count": 4, "top_k": 0}, "'top_k' is 0"),
-        ({"count": 4, "capacity_factor": 0.0}, "'capacity_factor' is 0.0"),
-        ({"count": 4, "capacity_factor": -1.0}, "'capacity_factor' is -1.0"),
-        ({"count": 4, "capacity_factor": float("nan")}, "'capacity_factor' is nan"),
-        ({}, "say in 'count' how many"),
-        ({"count": 2, "experts": [nn.Linear(WIDTH, WIDTH)] * 3}, "'count' is 2, but 3 experts"),
-        ({"count": 2, "experts": lambda _: nn.BatchNorm1d(WIDTH)}, "expert 0 has buffers"),
-        ({"count": 2, "experts": lambda n: nn.Linear(WIDTH + n, WIDTH)}, "expert 1 has parameters"),
+        ({"count": 1}, "top_k of MixtureOfExperts: expected 1 to 1, .* got 2"),
+        ({"count": 4, "top_k": 0}, "top_k of MixtureOfExperts: expected 1 to 4, .* got 0"),
+        ({"count": 4, "capacity_factor": 0.0}, r"capacity_factor of MixtureOfExperts: .* got 0\.0"),
+        ({"count": 4, "capacity_factor": -1.0}, r"capacity_factor of MixtureOfExperts: .* got -1\.0"),
+        ({"count": 4, "capacity_factor": float("nan")}, "capacity_factor of MixtureOfExperts: .* got nan"),
+        ({}, "count of MixtureOfExperts: .* got None"),
+        (
+            {"count": 2, "experts": [nn.Linear(WIDTH, WIDTH)] * 3},
+            "count of MixtureOfExperts: expected 3, .* got 2",
+        ),
+        (
+            {"count": 2, "experts": lambda _: nn.BatchNorm1d(WIDTH)},
+            r"expert 0: expected no buffers, .* got \['running_mean', ",
+        ),
+        (
+            {"count": 2, "experts": lambda n: nn.Linear(WIDTH + n, WIDTH)},
+            r"expert 1: expected the parameters of expert 0, .*\[8, 8\].* got .*\[8, 9\]",
+        ),
     ],
 )
 def test_mixtures_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
@@ -47,7 +56,7 @@ def test_mixtures_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
 
 @on_ranks(4)
 def test_ranks_that_do_not_share_out_the_experts(world: World) -> None:
-    with pytest.raises(ValueError, match="6 experts on the 4 ranks along 'ep'"):
+    with pytest.raises(ValueError, match="the 4 ranks along 'ep' of the mesh, got 6 experts"):
         MixtureOfExperts(WIDTH, expert, 6, mesh=mesh_of(4))
 
 
@@ -56,7 +65,7 @@ def test_one_expert_that_differs_is_refused_by_all_ranks(world: World) -> None:
     def odd(number: int) -> nn.Module:
         return nn.Linear(WIDTH, WIDTH, bias=number != 3)
 
-    seen = "expert 3 has parameters" if world.rank % 2 else "another rank along ep refused"
+    seen = "expert 3: expected the parameters" if world.rank % 2 else "another rank along 'ep' refused"
     with pytest.raises(ValueError, match=seen):
         MixtureOfExperts(WIDTH, odd, 4, mesh=mesh_of(2))
 

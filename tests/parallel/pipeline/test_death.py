@@ -35,7 +35,7 @@ def test_every_other_rank_raises(tmp_path: Path) -> None:
         assert process.returncode == (17 if rank == DEAD else 3), text
         if rank != DEAD:
             found = re.search(
-                r"raised after ([\d.]+) s: pipeline rank (\d) \(stages \[(\d)\] of 4\) stopped", text
+                r"raised after ([\d.]+) s: pipeline rank (\d) \(stages \[(\d)\] of 4\): it stopped", text
             )
             assert found is not None, text
             assert float(found[1]) < 20 and found[2] == found[3] == str(rank)

@@ -21,14 +21,23 @@ from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layers": 1}, "1 layers cannot make 2 pipeline stages"),
-        ({"schedule": "2f2b"}, "schedule: '2f2b' given; known: gpipe, 1f1b"),
-        ({"chunks": 2}, "chunks: 2 given, but a rank has 1 in schedule '1f1b'"),
-        ({"schedule": "zbv", "chunks": 1}, "a rank has 2 in schedule 'zbv'"),
-        ({"schedule": "interleaved", "chunks": 9}, "10 layers cannot make 18 pipeline stages"),
-        ({"split": "fast"}, "split: 'fast' given"),
-        ({"split": [1.0, 2.0]}, "2 weights given for 10 layers"),
-        ({"split": [1.0] * 9 + [-1.0]}, "weighs -1.0"),
+        ({"layers": 1}, "pipeline stages: expected at most 1, as each needs one of 1 layers, got 2"),
+        ({"schedule": "2f2b"}, "schedule: expected one of gpipe, 1f1b, "),
+        ({"chunks": 2}, "chunks: expected 1 per rank in schedule '1f1b', got 2"),
+        ({"schedule": "zbv", "chunks": 1}, "chunks: expected 2 per rank in schedule 'zbv', got 1"),
+        (
+            {"schedule": "interleaved", "chunks": 9},
+            "expected at most 10, as each needs one of 10 layers, got 18",
+        ),
+        (
+            {"split": "fast"},
+            "split: expected 'parameters', 'uniform' or a weight for every layer, got 'fast'",
+        ),
+        ({"split": [1.0, 2.0]}, "split: expected a weight for each of the 10 layers, got 2"),
+        (
+            {"split": [1.0] * 9 + [-1.0]},
+            "weight of layer 9: expected a finite number of at least 0, got -1.0",
+        ),
     ],
 )
 def test_modules_that_cannot_be(world: World, settings: dict[str, Any], message: str) -> None:
@@ -49,23 +58,27 @@ def test_names_that_no_stage_has_end_on_all_of_them(world: World, units: dict[st
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        ({}, {"micro_batches": 0}, "micro_batches: 0 given"),
-        ({}, {"micro_batches": True}, "micro_batches: True given"),
-        ({}, {"micro_batches": 4, "grad_reduction": "never"}, "grad_reduction: 'never' given"),
+        ({}, {"micro_batches": 0}, "micro_batches: expected an integer of at least 1, got 0"),
+        ({}, {"micro_batches": True}, "micro_batches: expected an integer of at least 1, got True"),
+        (
+            {},
+            {"micro_batches": 4, "grad_reduction": "never"},
+            "grad_reduction: expected 'per_step' or 'per_micro_batch', got 'never'",
+        ),
         (
             {},
             {"micro_batches": 4, "grad_reduction": "per_micro_batch"},
-            "needs batch.gradient_accumulation_steps",
+            "batch.gradient_accumulation_steps: expected the number of micro-batches (4)",
         ),
         (
             {"batch": {"gradient_accumulation_steps": 3}},
             {"micro_batches": 4},
-            "micro_batches is 4, but batch.gradient_accumulation_steps 3",
+            "micro_batches: expected batch.gradient_accumulation_steps (3)",
         ),
         (
             {"offload": {"update_mode": "in_backward"}},
             {"micro_batches": 4},
-            "offload.update_mode is 'in_backward'",
+            "offload.update_mode: expected 'after_backward' or 'delayed' in a pipeline",
         ),
     ],
 )
@@ -80,7 +93,7 @@ def test_settings_that_do_not_fit(
 
 
 def test_another_module_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear given, a prepared PipelineModule wanted"):
+    with pytest.raises(ValueError, match="module: expected a prepared PipelineModule, got Linear"):
         Pipeline(nn.Linear(1, 1), micro_batches=1)
 
 
@@ -89,11 +102,11 @@ def test_batches_that_do_not_divide_are_refused_by_all_stages(world: World) -> N
     trained = train(world.seed, 2, {"stage": 2}, steps=1)
     pipeline, good = trained.pipeline, torch.zeros(8, 5, dtype=torch.int64)
     for words, targets, own in (
-        (good[:6], good[:6], "shape (6, 5): the batch does not divide into 4 micro-batches"),
-        (good, good[:7], "targets of shape (7, 5)"),
-        (good, None, "a batch without targets"),
-        (None, good, "a batch without inputs"),
-        ("text", good, "inputs: str given"),
+        (good[:6], good[:6], "expected a batch that divides into 4 micro-batches, got shape (6, 5)"),
+        (good, good[:7], "targets: expected a batch that divides into 4 micro-batches, got shape (7, 5)"),
+        (good, None, "batch: expected targets on a rank whose stage reads them, got none"),
+        (None, good, "batch: expected inputs on a rank whose stage reads them, got none"),
+        ("text", good, "inputs: expected a tensor [batch, ...], got str"),
     ):
         with pytest.raises(ValueError, match="batch") as caught:
             pipeline.train_batch(*([] if words is None else [words]), targets=targets)

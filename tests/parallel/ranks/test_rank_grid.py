@@ -47,7 +47,7 @@ def test_counted_has_neighbours_on_the_last_axis() -> None:
 @pytest.mark.parametrize(
     ("sizes", "ranks", "named"),
     [
-        ({"pp": 0}, (), "axis 'pp' has length 0"),
+        ({"pp": 0}, (), "axis 'pp': expected a length of at least 1, got 0"),
         ({"pp": 2}, (0, 1, 2), "2 positions"),
         ({"pp": 2}, (0, 0), "1 different"),
         ({"pp": 2}, (0, 2), "the largest 2"),
@@ -60,13 +60,13 @@ def test_what_is_no_grid_is_refused(sizes: dict[str, int], ranks: tuple[int, ...
 
 def test_coordinates_outside_are_refused_by_name() -> None:
     grid = RankGrid.counted({"pp": 2, "tp": 2})
-    with pytest.raises(ValueError, match="tp=2 lies outside 0 to 1"):
+    with pytest.raises(ValueError, match="axis 'tp': expected a position of 0 to 1, got 2"):
         grid.rank(pp=0, tp=2)
-    with pytest.raises(ValueError, match=r"\['pp'\] given"):
+    with pytest.raises(ValueError, match=r"coordinate: expected a position on each of .*, got \['pp'\]"):
         grid.rank(pp=0)
-    with pytest.raises(ValueError, match="rank 4 lies outside"):
+    with pytest.raises(ValueError, match="rank: expected 0 to 3, got 4"):
         grid.coordinate(4)
-    with pytest.raises(ValueError, match="no axis 'dp'"):
+    with pytest.raises(ValueError, match=r"axis: expected one of \['pp', 'tp'\], got 'dp'"):
         grid.groups("dp")
-    with pytest.raises(ValueError, match="no axis 'dp'"):
+    with pytest.raises(ValueError, match=r"axis: expected one of \['pp', 'tp'\], got 'dp'"):
         grid.matching(dp=0)

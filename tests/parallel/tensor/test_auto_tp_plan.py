@@ -114,11 +114,11 @@ def test_what_is_found_trains_as_one_process(world: World) -> None:
 @pytest.mark.parametrize(
     ("flaw", "ranks", "message"),
     [
-        ("scale", 2, "'attention' cannot be split automatically: a share of its outputs is not"),
+        ("scale", 2, "block 'attention': it cannot be split automatically: a share of its outputs is not"),
         ("norm", 2, r"'norm\.weight' is used on a share alone"),
         ("count", 2, "it has no number of heads"),
-        ("softmax", 2, "'' cannot be split automatically: a share of its outputs is not"),
-        ("beside", 2, "'' cannot be split automatically: what it returns depends on a share alone"),
+        ("softmax", 2, "block '': it cannot be split automatically: a share of its outputs is not"),
+        ("beside", 2, "block '': it cannot be split automatically: what it returns depends on a share alone"),
         ("", 3, "num_heads is 4, which does not divide by 3"),
         ("", 16, "'gate' has 24 outputs, which do not divide by 16"),
     ],
@@ -130,10 +130,10 @@ def test_what_it_refuses(flaw: str, ranks: int, message: str) -> None:
 
 
 def test_a_model_without_blocks() -> None:
-    with pytest.raises(ValueError, match="Sequential has no block"):
+    with pytest.raises(ValueError, match="Sequential: expected a block"):
         automatic_plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), ranks=2)
 
 
 def test_attention_that_is_the_model() -> None:
-    with pytest.raises(ValueError, match="Attention is attention itself"):
+    with pytest.raises(ValueError, match="Attention: it is attention itself"):
         automatic_plan(Attention(), torch.randn(SAMPLES, LENGTH, WIDTH), ranks=2)

@@ -329,7 +329,7 @@ def test_every_style_that_transformers_ships_is_known_or_refused_by_name() -> No
     registry = importlib.import_module("transformers.integrations.tensor_parallel").ALL_PARALLEL_STYLES
     problems = {name: style_problem(name) for name in registry}
     assert len(problems) > 15
-    assert not [name for name, problem in problems.items() if problem.startswith("is unknown")]
+    assert not [name for name, problem in problems.items() if problem.startswith("It is unknown")]
     refused = {name for name, problem in problems.items() if problem}
     assert refused == {"sequence_parallel", "grouped_gemm", "ep_dispatch_experts"}
 
@@ -338,11 +338,14 @@ def test_every_style_that_transformers_ships_is_known_or_refused_by_name() -> No
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"block.up": "sequence_parallel"}, "not supported: its neighbours' layouts must match"),
+        ({"block.up": "sequence_parallel"}, "not supported: its neighbors' layouts must match"),
         ({"block.up": "grouped_gemm"}, "not supported: it places experts on ranks"),
         ({"block.up": "ep_router"}, "not supported: it places experts on ranks"),
         ({"block.up": "local_colwise"}, "not supported: it is one of transformers 4"),
-        ({"block.up": "sideways"}, "is unknown. Use one of colwise, "),
+        (
+            {"block.up": "sideways"},
+            "style 'sideways' of 'block.up' cannot be applied. It is unknown. Use one of colwise, ",
+        ),
         ({"block": "packed_rowwise"}, "expected a parameter, got a module"),
         ({"block.up": "colwise_multi_query"}, "expected head_dim in its attention module"),
         ({"block.up.weight": "local_params"}, "style of the parameter 'block.up.weight': expected one of"),

@@ -143,28 +143,35 @@ class MixtureOfExperts(nn.Module):
 def _count_of(experts: list[nn.Module] | MakeExpert, count: int | None) -> int:
     if not isinstance(experts, list):
         if count is None:
-            raise ValueError("MixtureOfExperts: 'experts' is a function; say in 'count' how many it makes")
+            raise ValueError(
+                "count of MixtureOfExperts: expected the number of experts that the function 'experts' "
+                "makes, got None. Pass it."
+            )
         return count
     if count not in (None, len(experts)):
-        raise ValueError(f"MixtureOfExperts: 'count' is {count}, but {len(experts)} experts are given")
+        raise ValueError(
+            f"count of MixtureOfExperts: expected {len(experts)}, the number of experts given, got {count}. "
+            "Leave it out with a list of experts."
+        )
     return len(experts)
 
 
 def _check(count: int, ranks: int, top_k: int, capacity_factor: float | None) -> None:
     if not 1 <= top_k <= count:
         raise ValueError(
-            f"MixtureOfExperts: 'top_k' is {top_k}, but there are {count} experts; each token goes to "
-            f"'top_k' different ones: set it from 1 to {count}, or give more experts"
+            f"top_k of MixtureOfExperts: expected 1 to {count}, as each token goes to 'top_k' different "
+            f"experts of {count}, got {top_k}. Change it, or give more experts."
         )
     if count % ranks:
         raise ValueError(
-            f"MixtureOfExperts: {count} experts on the {ranks} ranks along 'ep' of the mesh; ranks have "
-            f"equally many: set 'ep' to a divisor of {count}, or take a multiple of {ranks} experts"
+            f"experts of MixtureOfExperts: expected as many on each of the {ranks} ranks along 'ep' of the "
+            f"mesh, got {count} experts. Set 'ep' to a divisor of {count}, or use a multiple of {ranks} "
+            "experts."
         )
     if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
         raise ValueError(
-            f"MixtureOfExperts: 'capacity_factor' is {capacity_factor}; a positive number wanted, 1 for "
-            "equal shares, or None to drop nothing"
+            "capacity_factor of MixtureOfExperts: expected a positive finite number or None, got "
+            f"{capacity_factor}. Set it to 1 for equal shares, or to None to drop nothing."
         )
 
 
@@ -187,14 +194,14 @@ def _problem(experts: Mapping[int, nn.Module]) -> str:
         buffers = [name for name, _ in expert.named_buffers()]
         if buffers:
             return (
-                f"expert {number} has buffers {buffers}, which ranks with different experts would take "
-                "for one; keep them outside of the experts"
+                f"expert {number}: expected no buffers, as ranks with different experts would treat them as "
+                f"the same ones, got {buffers}. Keep them outside of the experts."
             )
         shapes.append([(name, parameter.shape) for name, parameter in expert.named_parameters()])
         if shapes[-1] != shapes[0]:
             return (
-                f"expert {number} has parameters {shapes[-1]}, expert {first} has {shapes[0]}; experts are "
-                "alike"
+                f"expert {number}: expected the parameters of expert {first}, {shapes[0]}, got {shapes[-1]}. "
+                "Build all experts alike."
             )
     return ""
 
@@ -205,6 +212,5 @@ def _agree(problem: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | Non
     if group is not None:
         dist.all_reduce(problems, group=group)
     if problems:
-        raise ValueError(
-            f"MixtureOfExperts: {problem or 'another rank along ep refused its experts; its error says why'}"
-        )
+        elsewhere = "another rank along 'ep' refused its experts. See the error of that rank."
+        raise ValueError(f"MixtureOfExperts: {problem or elsewhere}")

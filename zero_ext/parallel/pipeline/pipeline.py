@@ -67,7 +67,10 @@ class Pipeline:
     ) -> None:
         found = getattr(module, "module", module)
         if not isinstance(found, StageModule):
-            raise ValueError(f"{type(found).__name__} given, a prepared PipelineModule wanted")
+            raise ValueError(
+                f"module: expected a prepared PipelineModule, got {type(found).__name__}. Pass the one that "
+                "zero_ext.prepare returned."
+            )
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
         check_settings(self._engine.config, found, micro_batches, grad_reduction, checkpoint)
@@ -112,7 +115,9 @@ class Pipeline:
             RuntimeError: on all of them, a stage failed, or there is no optimizer.
         """
         if self._optimizer is None:
-            raise RuntimeError("train_batch without an optimizer; pass the prepared one to Pipeline")
+            raise RuntimeError(
+                "train_batch: expected an optimizer, got none. Pass the prepared one to Pipeline."
+            )
         step = self._engine.optimizer_step
         shape = self._agree(inputs, targets)
         with self._ranks.abort_on_error(self._runner.drop):
@@ -169,5 +174,6 @@ class Pipeline:
         summary = torch.tensor([shape, bool(problem)], dtype=torch.float64, device="cpu")
         shape, problems = (int(value) for value in self._ranks.sum(summary).tolist())
         if problems:
-            raise ValueError(problem or "another stage of the pipeline cannot use its batch; see its message")
+            elsewhere = "batch: another stage of the pipeline cannot use it. See the message of that stage."
+            raise ValueError(problem or elsewhere)
         return shape

@@ -18,39 +18,48 @@ def check_settings(
     chunks, by_layers = module.chunks, module.kind.made is None
     accumulated = config.batch.gradient_accumulation_steps
     if grad_reduction not in ("per_step", "per_micro_batch"):
-        raise ValueError(f"grad_reduction: {grad_reduction!r} given, 'per_step' or 'per_micro_batch' wanted")
+        raise ValueError(
+            f"grad_reduction: expected 'per_step' or 'per_micro_batch', got {grad_reduction!r}. Use one of "
+            "them."
+        )
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches: {micro_batches!r} given, a whole number of at least 1 wanted")
+        raise ValueError(
+            f"micro_batches: expected an integer of at least 1, got {micro_batches!r}. Pass the number of "
+            "micro-batches per step."
+        )
     if accumulated not in (1, micro_batches):
         raise ValueError(
-            f"micro_batches is {micro_batches}, but batch.gradient_accumulation_steps {accumulated}: the "
-            "micro-batches of a pipeline are what it accumulates; set it to the same number or leave it out"
+            f"micro_batches: expected batch.gradient_accumulation_steps ({accumulated}), which counts the "
+            f"micro-batches of a pipeline, got {micro_batches}. Set the key to the same number or leave it "
+            "out."
         )
     if grad_reduction == "per_micro_batch" and by_layers:
         raise ValueError(
-            f"grad_reduction 'per_micro_batch' in schedule {module.schedule!r}, where a layer's gradients of "
-            "all micro-batches come one after another and are reduced once; leave it out"
+            f"grad_reduction: expected 'per_step' in schedule {module.schedule!r}, where a layer's gradients "
+            "of all micro-batches are computed one after another and reduced once, got 'per_micro_batch'. "
+            "Leave it out."
         )
     if checkpoint is not None and not by_layers:
         raise ValueError(
-            f"checkpoint: {checkpoint!r} given, which has no effect in schedule {module.schedule!r}; leave "
-            "it out, and use zero_ext.checkpoint_activations inside the layers"
+            f"checkpoint: expected None in schedule {module.schedule!r}, where it has no effect, got "
+            f"{checkpoint!r}. Leave it out, and use zero_ext.checkpoint_activations inside the layers."
         )
     if grad_reduction == "per_micro_batch" and chunks > 1:
         raise ValueError(
-            f"grad_reduction 'per_micro_batch' with {chunks} stages per rank: a pass has gradients of one of "
-            "them, but all would be reduced; use 'per_step'"
+            f"grad_reduction: expected 'per_step' with {chunks} stages per rank, as a pass computes the "
+            "gradients of one of them and all would be reduced, got 'per_micro_batch'. Use 'per_step'."
         )
     if grad_reduction == "per_micro_batch" and accumulated != micro_batches:
         raise ValueError(
-            "grad_reduction 'per_micro_batch' needs batch.gradient_accumulation_steps to be the number of "
-            f"micro-batches, {micro_batches}; it is {accumulated}"
+            f"batch.gradient_accumulation_steps: expected the number of micro-batches ({micro_batches}) with "
+            f"grad_reduction 'per_micro_batch', got {accumulated}. Set it to {micro_batches}, or use "
+            "'per_step'."
         )
     if config.offload.update_mode == "in_backward" and not by_layers:
         raise ValueError(
-            "offload.update_mode is 'in_backward', but in a pipeline no backward pass before the last has "
-            "the whole batch's gradients; set it to 'after_backward' or 'delayed', or take "
-            "schedule 'layer_major' with 'pp' 1"
+            "offload.update_mode: expected 'after_backward' or 'delayed' in a pipeline, where no backward "
+            "pass before the last has the full batch's gradients, got 'in_backward'. Use one of the others, "
+            "or schedule 'layer_major' with 'pp' 1."
         )
 
 
@@ -61,13 +70,14 @@ def batch_problem(inputs: tuple[Any, ...] | None, targets: tuple[Any, ...] | Non
         if values is None:
             continue
         if not values or values == (None,):
-            return f"a batch without {name} on a rank whose stage reads them; pass them there"
+            return f"batch: expected {name} on a rank whose stage reads them, got none. Pass them there."
         for each in values:
             if not isinstance(each, torch.Tensor):
-                return f"{name}: {type(each).__name__} given, a tensor [batch, ...] wanted"
+                return f"{name}: expected a tensor [batch, ...], got {type(each).__name__}. Pass a tensor."
             if each.dim() == 0 or each.shape[0] == 0 or each.shape[0] % micro_batches:
                 return (
-                    f"{name} of shape {tuple(each.shape)}: the batch does not divide into {micro_batches} "
-                    "micro-batches; make it a multiple of that, or choose another number"
+                    f"{name}: expected a batch that divides into {micro_batches} micro-batches, got shape "
+                    f"{tuple(each.shape)}. Make it a multiple of that, or choose another number of "
+                    "micro-batches."
                 )
     return ""

@@ -77,7 +77,7 @@ def transformer_traffic(
     """
     if "ep" in sizes:
         raise ValueError(
-            "axis 'ep': what experts exchange depends on the model and is not counted; leave it out"
+            "axis 'ep': the traffic of experts depends on the model and is not counted. Leave the axis out."
         )
     tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
     own_layers = step.layers / pp

@@ -27,8 +27,9 @@ class LinkLevel:
     def __post_init__(self) -> None:
         if self.ranks < 1 or not self.bandwidth > 0 or not self.latency >= 0:
             raise ValueError(
-                f"level '{self.name}': {self.ranks} ranks at {self.bandwidth} bytes/s and {self.latency} s "
-                "given; at least one rank, a positive bandwidth and no negative latency are wanted"
+                f"level '{self.name}': expected at least one rank, a positive bandwidth and no negative "
+                f"latency, got {self.ranks} ranks at {self.bandwidth} bytes/s and {self.latency} s. Correct "
+                "the level."
             )
 
 
@@ -51,14 +52,15 @@ class LinkTopology:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not self.levels or self.levels[0].ranks != 1:
             raise ValueError(
-                f"{self.world_size} ranks, levels {[level.name for level in self.levels]}: at least one rank "
-                "and a first level of single ranks wanted"
+                "LinkTopology: expected at least one rank and a first level of single ranks, got "
+                f"{self.world_size} ranks and levels {[level.name for level in self.levels]}. Start the "
+                "levels with a rank's own link."
             )
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):
             if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
                 raise ValueError(
-                    f"level '{outer.name}' of {outer.ranks} ranks is not made of several whole "
-                    f"'{inner.name}' of {inner.ranks}"
+                    f"level '{outer.name}': expected several full levels '{inner.name}' of {inner.ranks} "
+                    f"ranks, got {outer.ranks} ranks. Use a larger multiple of {inner.ranks}."
                 )
 
     @classmethod

@@ -55,15 +55,18 @@ def make_mesh(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "make_mesh before torch.distributed runs: call torch.distributed.init_process_group() first, in "
-            "a script that torchrun started"
+            "make_mesh: expected torch.distributed to be initialized, got no process group. Call "
+            "torch.distributed.init_process_group() first, in a script that torchrun started."
         )
     world_size = dist.get_world_size()
     full = full_sizes({**(sizes or {}), **lengths}, world_size)
     if mapping is None:
         mapping = naive_mapping(full)
     elif {axis: mapping.sizes.get(axis, 1) for axis in full} != full or set(mapping.axes) - set(full):
-        raise ValueError(f"the mapping is one of {mapping.sizes}, but the lengths wanted are {full}")
+        raise ValueError(
+            f"mapping: expected one of the lengths {full}, got one of {mapping.sizes}. Make it for these "
+            "lengths."
+        )
     else:
         mapping = RankMapping(tuple(full), mapping.digits)
     ranks = torch.tensor(mapping.grid().ranks, dtype=torch.int64, device="cpu").view(*full.values())
@@ -75,10 +78,13 @@ def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
     given. ``ValueError`` as :func:`make_mesh`."""
     unknown = sorted(set(sizes) - set(MESH_AXES))
     if unknown:
-        raise ValueError(f"no axis {unknown[0]!r}; there are {list(MESH_AXES)}")
+        raise ValueError(f"axis: expected one of {list(MESH_AXES)}, got {unknown[0]!r}. Use one of these.")
     for axis, length in sizes.items():
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"{axis}: {length!r} given, a whole number of at least 1 wanted")
+            raise ValueError(
+                f"axis '{axis}': expected an integer of at least 1, got {length!r}. Pass the length of the "
+                "axis."
+            )
     others = math.prod(length for axis, length in sizes.items() if axis != "dp")
     lengths = {axis: sizes.get(axis, 1) for axis in MESH_AXES if axis != "ep" or axis in sizes}
     if "dp" not in sizes:
@@ -86,8 +92,8 @@ def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
     if math.prod(lengths.values()) != world_size:
         product = " × ".join(f"{axis} {length}" for axis, length in lengths.items())
         raise ValueError(
-            f"{product} = {math.prod(lengths.values())}, but there are {world_size} ranks; the lengths of "
-            "the axes must multiply to that. Change one of them or the number of ranks"
+            f"lengths of the axes: expected a product of {world_size}, the number of ranks, got {product} = "
+            f"{math.prod(lengths.values())}. Change one of them or the number of ranks."
         )
     return lengths
 

@@ -16,7 +16,9 @@ def plot_mapping(mapping: RankMapping, ranks_per_node: int, path: Path) -> Path:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plot_mapping needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError(
+            "plot_mapping: matplotlib is not installed. Run pip install matplotlib."
+        ) from None
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 

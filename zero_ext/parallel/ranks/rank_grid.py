@@ -38,13 +38,13 @@ class RankGrid:
     def __post_init__(self) -> None:
         for axis, length in self.sizes.items():
             if length < 1:
-                raise ValueError(f"axis '{axis}' has length {length}, at least 1 wanted")
+                raise ValueError(f"axis '{axis}': expected a length of at least 1, got {length}. Correct it.")
         volume = math.prod(self.sizes.values())
         if len(self.ranks) != volume or set(self.ranks) != set(range(volume)):
             raise ValueError(
-                f"axes {dict(self.sizes)} have {volume} positions for ranks 0 to {volume - 1}, each once; "
-                f"given are {len(self.ranks)} ranks, {len(set(self.ranks))} different ones, the largest "
-                f"{max(self.ranks, default=None)}"
+                f"ranks of axes {dict(self.sizes)}: expected 0 to {volume - 1} once each for {volume} "
+                f"positions, got {len(self.ranks)} ranks, {len(set(self.ranks))} different ones, the largest "
+                f"{max(self.ranks, default=None)}. List every rank once."
             )
 
     @property
@@ -65,7 +65,9 @@ class RankGrid:
             ValueError: the rank is outside the grid.
         """
         if not 0 <= rank < len(self.ranks):
-            raise ValueError(f"rank {rank} lies outside 0 to {len(self.ranks) - 1}")
+            raise ValueError(
+                f"rank: expected 0 to {len(self.ranks) - 1}, got {rank}. Use a rank of the grid."
+            )
         index = self.ranks.index(rank)
         found = {}
         for axis in reversed(self.axes):
@@ -86,13 +88,16 @@ class RankGrid:
         """
         if set(coordinate) != set(self.sizes):
             raise ValueError(
-                f"a coordinate on each of {list(self.sizes)} wanted, {sorted(coordinate)} given; matching() "
-                "takes fewer"
+                f"coordinate: expected a position on each of {list(self.sizes)}, got {sorted(coordinate)}. "
+                "Use matching() for fewer axes."
             )
         index = 0
         for axis, length in self.sizes.items():
             if not 0 <= coordinate[axis] < length:
-                raise ValueError(f"{axis}={coordinate[axis]} lies outside 0 to {length - 1}")
+                raise ValueError(
+                    f"axis '{axis}': expected a position of 0 to {length - 1}, got {coordinate[axis]}. "
+                    "Correct it."
+                )
             index = index * length + coordinate[axis]
         return self.ranks[index]
 
@@ -110,7 +115,9 @@ class RankGrid:
         """
         unknown = sorted(set(coordinate) - set(self.sizes))
         if unknown:
-            raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
+            raise ValueError(
+                f"axis: expected one of {list(self.sizes)}, got {unknown[0]!r}. Use one of these."
+            )
         return [
             rank
             for at, rank in self._coordinates()
@@ -131,7 +138,9 @@ class RankGrid:
         """
         unknown = [axis for axis in axes if axis not in self.sizes]
         if unknown:
-            raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
+            raise ValueError(
+                f"axis: expected one of {list(self.sizes)}, got {unknown[0]!r}. Use one of these."
+            )
         found: dict[tuple[int, ...], list[int]] = {}
         for at, rank in self._coordinates():
             found.setdefault(_without(at, axes), []).append(rank)

@@ -106,7 +106,7 @@ def naive_mapping(sizes: Sizes[str, int], *order: str) -> RankMapping:
     """
     names = order or tuple(sizes)
     if set(names) != set(sizes):
-        raise ValueError(f"an order of {sorted(sizes)} wanted, {list(names)} given")
+        raise ValueError(f"order: expected each of {sorted(sizes)}, got {list(names)}. Name every axis once.")
     return RankMapping(tuple(sizes), tuple((axis, sizes[axis]) for axis in names if sizes[axis] > 1))
 
 
@@ -199,9 +199,10 @@ def _orders(sizes: Sizes[str, int]) -> int:
 def _check(sizes: Sizes[str, int], topology: LinkTopology) -> None:
     volume = math.prod(sizes.values())
     if any(length < 1 for length in sizes.values()) or volume != topology.world_size:
+        product = " × ".join(f"{axis} {length}" for axis, length in sizes.items())
         raise ValueError(
-            f"{' × '.join(f'{axis} {length}' for axis, length in sizes.items())} = {volume}, but there are "
-            f"{topology.world_size} ranks; the lengths of the axes must multiply to that"
+            f"lengths of the axes: expected a product of {topology.world_size}, the ranks of the topology, "
+            f"got {product} = {volume}. Change one of them or the number of ranks."
         )
 
 

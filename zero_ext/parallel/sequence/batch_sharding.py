@@ -53,14 +53,14 @@ def shard_batch(
     tokens = full.get("input_ids", full.get("inputs_embeds"))
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         raise ValueError(
-            f"the batch has {sorted(full)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' "
-            "[batch, length, width]"
+            "batch: expected 'input_ids' [batch, length] or 'inputs_embeds' [batch, length, width], got "
+            f"{sorted(full)}. Add one of them."
         )
     length = tokens.shape[1]
     if length % size:
         raise ValueError(
-            f"sequences of {length} tokens do not divide by cp {size}; pad them to {length + -length % size} "
-            f"tokens, with {_IGNORED} as labels"
+            f"length of sequences: expected a multiple of 'cp' ({size}), got {length} tokens. Pad them to "
+            f"{length + -length % size} tokens, with {_IGNORED} as labels."
         )
     if full.get("position_ids") is None:
         full["position_ids"] = _positions(tokens, padding_idx)
@@ -104,22 +104,28 @@ def _check(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | Non
     for name in ("labels", "shift_labels"):
         found = full.get(name)
         if found is not None and tuple(found.shape) != (batch, length):
-            raise ValueError(f"'{name}' has shape {tuple(found.shape)}, wanted {(batch, length)}")
+            raise ValueError(
+                f"'{name}': expected shape {(batch, length)}, got {tuple(found.shape)}. Pass labels of the "
+                "full sequences."
+            )
     mask = full.get("attention_mask")
     square = mask is not None and mask.ndim == 4 and tuple(mask.shape[2:]) == (length, length)
     if mask is not None and not square and tuple(mask.shape) != (batch, length):
         raise ValueError(
-            f"'attention_mask' has shape {tuple(mask.shape)}, wanted {(batch, length)} or "
-            f"{(batch, 1, length, length)}: that of the full sequence"
+            f"'attention_mask': expected shape {(batch, length)} or {(batch, 1, length, length)}, got "
+            f"{tuple(mask.shape)}. Pass the mask of the full sequence."
         )
     positions = full["position_ids"]
     if tuple(positions.shape) not in ((1, length), (batch, length)):
-        raise ValueError(f"'position_ids' has shape {tuple(positions.shape)}, wanted {(batch, length)}")
+        raise ValueError(
+            f"'position_ids': expected shape {(batch, length)}, got {tuple(positions.shape)}. Pass the "
+            "positions of the full sequence."
+        )
     begun = positions.diff() != 1
     if padding_idx is not None:
         begun &= (positions != padding_idx)[:, 1:] & (positions != padding_idx)[:, :-1]
     if not square and bool(begun.any()):
         raise ValueError(
-            "'position_ids' do not count on by 1: several sequences in one row need an attention_mask "
-            f"{(batch, 1, length, length)} that keeps them apart"
+            "'position_ids': expected ones that increase by 1, got others, as of several sequences in one "
+            f"row. For those, pass an attention_mask {(batch, 1, length, length)} that keeps them apart."
         )

@@ -55,9 +55,9 @@ class SequenceAttention:
             attended = self.function(*full, *args, **kwargs)
             if attended.shape[:3] != full[0].shape[:3]:
                 raise ValueError(
-                    f"the attention function gave {tuple(attended.shape)} for queries "
-                    f"{tuple(full[0].shape)}; wanted [batch, heads, length, head dim] with the same batch, "
-                    "heads and length"
+                    "output of the attention function: expected [batch, heads, length, head dim] with the "
+                    f"same batch, heads and length as queries {tuple(full[0].shape)}, got "
+                    f"{tuple(attended.shape)}. Return its dimensions in this order."
                 )
         return exchange.leave(attended)
 

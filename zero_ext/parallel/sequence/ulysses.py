@@ -72,13 +72,15 @@ class SequenceExchange:
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused:
             raise ValueError(
-                f"rank {refused[0]} of 'cp' refused its shard of the sequence; its error says why"
+                f"rank {refused[0]} of 'cp': it refused its shard of the sequence. See the error of that "
+                "rank."
             )
         if any(row != rows[0] for row in rows):
-            seen = "; ".join(f"rank {rank}: {row[1:]}" for rank, row in enumerate(rows))
+            seen = ", ".join(f"{row[1:]} on rank {rank}" for rank, row in enumerate(rows))
             raise ValueError(
-                f"{what} differ along 'cp': {seen}. Every rank needs an equal part of the same sequences: "
-                "cut them with zero_ext.parallel.shard_batch, padded to a multiple of the ranks"
+                f"{what}: expected the same along 'cp', got {seen}. Give every rank an equal part of the "
+                "same sequences: shard them with zero_ext.parallel.shard_batch, padded to a multiple of the "
+                "ranks."
             )
 
     def enter(
@@ -107,22 +109,25 @@ class SequenceExchange:
         if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
             shapes = [tuple(each.shape) for each in (query, key, value)]
             raise ValueError(
-                f"query, key and value have shapes {shapes}, wanted [batch, heads, length, head dim]"
+                f"query, key and value: expected [batch, heads, length, head dim], got shapes {shapes}. "
+                "Reshape them."
             )
         heads, keys = query.shape[_HEADS], key.shape[_HEADS]
         if heads % self.size:
             raise ValueError(
-                f"{heads} heads of queries on this rank do not divide by cp {self.size}; use a divisor"
+                f"heads of queries on this rank: expected a multiple of 'cp' ({self.size}), got {heads}. Set "
+                "'cp' to a divisor of them."
             )
         if heads % keys or value.shape[_HEADS] != keys:
             raise ValueError(
-                f"{heads} heads of queries, {keys} of keys and {value.shape[_HEADS]} of values: wanted as "
-                "many of keys as of values, a divisor of those of queries"
+                "heads of queries, keys and values: expected as many of keys as of values, a divisor of "
+                f"those of queries, got {heads}, {keys} and {value.shape[_HEADS]}. Use such numbers of heads."
             )
         if query.shape[_LENGTH] != key.shape[_LENGTH]:
             raise ValueError(
-                f"{query.shape[_LENGTH]} queries and {key.shape[_LENGTH]} keys on this rank: a sequence over "
-                "ranks attends to itself alone, without a cache of keys"
+                "queries and keys on this rank: expected the same length, as a sequence over ranks attends "
+                f"to itself alone, got {query.shape[_LENGTH]} and {key.shape[_LENGTH]}. Disable the cache of "
+                "keys."
             )
         repeats = math.lcm(keys, self.size) // keys
         if repeats > 1:
@@ -208,7 +213,7 @@ def sequence_rank(mesh: DeviceMesh) -> tuple[int, int]:
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(
-            f"the mesh has dimensions {list(names)} and no 'cp'; make it with "
-            "zero_ext.parallel.make_mesh(cp=...)"
+            f"mesh: expected a dimension 'cp', got {list(names)}. Make it with "
+            "zero_ext.parallel.make_mesh(cp=...)."
         )
     return mesh["cp"].get_local_rank(), mesh["cp"].size()

@@ -86,22 +86,26 @@ def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> 
     blocks = list(_blocks(model))
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no block of two or three matching nn.Linear or of named "
-            "projections; give a plan by hand"
+            f"{type(model).__name__}: expected a block of two or three matching nn.Linear or of named "
+            "projections, got none. Give a plan by hand."
         )
     seen = _record(model, blocks, inputs, named)
     plan: dict[str, str] = {}
     for block in blocks:
         if block.heads and not block.name:
             raise ValueError(
-                f"{type(model).__name__} is attention itself, whose heads no plan can name; put it into a "
-                "module"
+                f"{type(model).__name__}: it is attention itself, whose heads no plan can name. Put it into "
+                "a module."
             )
         if block.name not in seen:
-            raise ValueError(f"'{block.name}' is not called for these inputs; give others or a plan by hand")
+            raise ValueError(
+                f"block '{block.name}': it is not called for these inputs. Give others, or a plan by hand."
+            )
         problem = _problem(model.get_submodule(block.name), block, ranks, seen[block.name])
         if problem:
-            raise ValueError(f"'{block.name}' cannot be split automatically: {problem}; give a plan by hand")
+            raise ValueError(
+                f"block '{block.name}': it cannot be split automatically: {problem}. Give a plan by hand."
+            )
         dot = f"{block.name}." if block.name else ""
         if block.heads:
             plan[block.name] = "local_heads"

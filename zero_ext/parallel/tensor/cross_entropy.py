@@ -35,20 +35,28 @@ def vocabulary_cross_entropy(
     if not isinstance(logits, DTensor) or logits.placements != (Shard(logits.dim() - 1),):
         placed = logits.placements if isinstance(logits, DTensor) else type(logits).__name__
         raise ValueError(
-            f"logits: {placed} given, a DTensor split along its last dimension wanted; split the head by "
-            "'colwise_split_logits'"
+            f"logits: expected a DTensor split along its last dimension, got {placed}. Split the head by "
+            "'colwise_split_logits'."
         )
     if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets of shape {tuple(targets.shape)} for logits {tuple(logits.shape)}")
+        raise ValueError(
+            f"targets: expected shape {tuple(logits.shape[:-1])} for logits {tuple(logits.shape)}, got "
+            f"{tuple(targets.shape)}. Reshape them."
+        )
     vocabulary, ranks = logits.shape[-1], logits.device_mesh.size()
     share = -(-vocabulary // ranks)  # as torch's Shard: the last ranks have less
     if share * (ranks - 1) >= vocabulary:
         raise ValueError(
-            f"a vocabulary of {vocabulary} leaves ranks without a word; use less than {ranks} ranks"
+            f"vocabulary: expected words for all {ranks} ranks, got {vocabulary}, which leaves ranks without "
+            f"one. Use fewer than {ranks} ranks."
         )
     counted = targets != ignore_index
     inside = (targets >= 0) & (targets < vocabulary)
-    torch._assert_async((inside | ~counted).all(), f"targets outside of the vocabulary of {vocabulary}")
+    torch._assert_async(
+        (inside | ~counted).all(),
+        f"targets: expected 0 to {vocabulary - 1} or ignore_index ({ignore_index}), got some outside of the "
+        f"vocabulary of {vocabulary}. Correct the targets.",
+    )
     first = share * logits.device_mesh.get_local_rank()
     local: Any = logits.to_local()
     losses: torch.Tensor = _Losses.apply(local, targets - first, logits.device_mesh.get_group())

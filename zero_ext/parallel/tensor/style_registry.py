@@ -79,7 +79,7 @@ _EXPERT_PARALLEL = (
 )
 _VERSION_4 = "it is one of transformers 4. Use 'colwise', 'rowwise', 'moe_tp_experts' or 'local_params'"
 _REFUSED = {
-    "sequence_parallel": "its neighbours' layouts must match. Give a plan with torch's SequenceParallel() "
+    "sequence_parallel": "its neighbors' layouts must match. Give a plan with torch's SequenceParallel() "
     "and, around it, ColwiseParallel and RowwiseParallel with layouts Shard(1)",
     "grouped_gemm": _EXPERT_PARALLEL,
     "ep_dispatch_experts": _EXPERT_PARALLEL,
@@ -97,8 +97,8 @@ def style_problem(style: object) -> str:
     if not isinstance(style, str) or style in KNOWN_STYLES:
         return ""
     if style in _REFUSED:
-        return f"is not supported: {_REFUSED[style]}."
-    return f"is unknown. Use one of {', '.join(KNOWN_STYLES)}."
+        return f"It is not supported: {_REFUSED[style]}."
+    return f"It is unknown. Use one of {', '.join(KNOWN_STYLES)}."
 
 
 def module_problem(model: nn.Module, name: str, style: str) -> str:

@@ -181,7 +181,7 @@ def _resolve(model: nn.Module, plan: Plan) -> _Resolved:
     for pattern, style in plan.items():
         problem = style_problem(style)
         if problem:
-            raise ValueError(f"plan: style {style!r} of '{pattern}' {problem}")
+            raise ValueError(f"plan: style {style!r} of '{pattern}' cannot be applied. {problem}")
         named = fnmatch.filter(modules, pattern)
         found.modules.update(dict.fromkeys(named, style))
         own = [] if named else fnmatch.filter(parameters, pattern)
@@ -193,7 +193,7 @@ def _resolve(model: nn.Module, plan: Plan) -> _Resolved:
         if own and style not in (*PARAMETER_STYLES, SUMMED, REPLICATED):
             raise ValueError(
                 f"plan: style of the parameter '{own[0]}': expected one of "
-                f"{', '.join((*PARAMETER_STYLES, SUMMED, REPLICATED))}, got {style!r}."
+                f"{', '.join((*PARAMETER_STYLES, SUMMED, REPLICATED))}, got {style!r}. Use one of these."
             )
         found.parameters.update({name: str(style) for name in own})
     for name in [name for name, style in found.modules.items() if style == "colwise"]:

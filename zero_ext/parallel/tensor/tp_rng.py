@@ -141,10 +141,11 @@ class _SplitRegion:
         largest, smallest = ends.tolist()
         if largest != -smallest:
             raise RuntimeError(
-                "the default random generators of the ranks that tensors are split over differ, so dropout "
-                "outside of the split parts would too, and with it the weights that all of these ranks "
-                'have. Give the ranks along "tp" one seed, as torch.manual_seed(seed + mesh["dp"]'
-                ".get_local_rank()), and draw random numbers on all of them alike"
+                "default random generators: expected the same state on the ranks that tensors are split "
+                "over, got states that differ, so dropout outside of the split parts would too, and with it "
+                'the weights that all of these ranks have. Give the ranks along "tp" one seed, as '
+                'torch.manual_seed(seed + mesh["dp"].get_local_rank()), and draw random numbers on all of '
+                "them alike."
             )
 
 

@@ -47,7 +47,11 @@ def test_specifications_have_deepspeeds_attributes() -> None:
     ("options", "error", "message"),
     [
         ({"num_stages": None}, ValueError, "num_stages or topology is missing"),
-        ({"num_stages": 3}, ValueError, "pp 3 × dp 1 × cp 1 × tp 1 = 3, but there are 4 ranks"),
+        (
+            {"num_stages": 3},
+            ValueError,
+            "a product of 4, the number of ranks, got pp 3 × dp 1 × cp 1 × tp 1 = 3",
+        ),
         ({"topology": PipeDataParallelTopology(4, 1)}, ValueError, "num_stages is 2, but the topology"),
         (
             {"num_stages": None, "topology": ProcessTopology(["pipe", "data", "model"], [2, 1, 2])},

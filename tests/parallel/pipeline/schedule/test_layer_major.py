@@ -213,17 +213,25 @@ def test_it_is_refused_where_it_cannot_be(world: World) -> None:
     def made(pp: int, **settings: Any) -> PipelineModule:
         return PipelineModule(specifications(), mesh_of(pp), loss=mean_loss, **settings)
 
-    with pytest.raises(ValueError, match=re.escape("a mesh whose 'pp' is 2, but it runs whole models")):
+    with pytest.raises(
+        ValueError, match=re.escape("'layer_major' runs full models, and 'pp' of the mesh is 2")
+    ):
         made(2, schedule="layer_major")
-    with pytest.raises(ValueError, match=re.escape("chunks: 2 given, but a rank has 1")):
+    with pytest.raises(
+        ValueError, match=re.escape("chunks: expected 1 per rank in schedule 'layer_major', got 2")
+    ):
         made(1, schedule="layer_major", chunks=2)
     for schedule, settings, message in (
         (
             "layer_major",
             {"grad_reduction": "per_micro_batch"},
-            "grad_reduction 'per_micro_batch' in schedule 'layer_major'",
+            "grad_reduction: expected 'per_step' in schedule 'layer_major'",
         ),
-        ("1f1b", {"checkpoint": True}, "checkpoint: True given, which has no effect in schedule '1f1b'"),
+        (
+            "1f1b",
+            {"checkpoint": True},
+            "checkpoint: expected None in schedule '1f1b', where it has no effect, got True",
+        ),
     ):
         model, _ = zero_ext.prepare(made(1, schedule=schedule), None, {"stage": 2}, process_group=mesh_of(1))
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -67,7 +67,7 @@ def test_weight_gradients_wait_for_their_backward_alone() -> None:
 
 def test_orders_that_cannot_run_are_refused() -> None:
     ranks = gpipe(2, 2)
-    with pytest.raises(ValueError, match=r"rank 0 waits for ever at Slot\(what='backward', stage=0"):
+    with pytest.raises(ValueError, match=r"rank 0: it waits forever at Slot\(what='backward', stage=0"):
         replay(
             [[replace(slot, micro_batch=slot.micro_batch + 5) for slot in ranks[0]], ranks[1]], lambda _: 1.0
         )

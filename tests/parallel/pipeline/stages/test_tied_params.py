@@ -69,9 +69,12 @@ def test_on_one_rank_a_shared_parameter_needs_no_name(world: World) -> None:
 @pytest.mark.parametrize(
     ("ties", "message"),
     [
-        ([("layers.0.weight",)], "at least two parameters wanted"),
-        ([("layers.0.weight", "layers.7.weight")], "no parameter 'layers.7.weight'"),
-        ([("layers.0.weight", "weight")], "no parameter 'weight'"),
+        (
+            [("layers.0.weight",)],
+            "ties: expected the names of at least two parameters, got ('layers.0.weight',)",
+        ),
+        ([("layers.0.weight", "layers.7.weight")], "with the numbers of 4 layers, got 'layers.7.weight'"),
+        ([("layers.0.weight", "weight")], "with the numbers of 4 layers, got 'weight'"),
         ([("layers.1.weight", "layers.2.weight")], "different parameters with different values"),
     ],
 )
@@ -83,5 +86,7 @@ def test_ties_that_cannot_be(world: World, ties: list[tuple[str, ...]], message:
 @on_ranks(4)
 def test_tied_specifications_of_different_shapes(world: World) -> None:
     layers = [TiedLayerSpec("a", nn.Linear, 4, 4), TiedLayerSpec("a", nn.Linear, 4, 5)]
-    with pytest.raises(ValueError, match="different parameters"):
+    with pytest.raises(
+        ValueError, match=r"TiedLayerSpec 'a': expected the same parameters in layers \[0, 1\], got "
+    ):
         PipelineModule(layers, mesh_of(2), loss=mean_loss)

@@ -38,9 +38,7 @@ class PipelineRanks:
     def group(self) -> dist.ProcessGroup:
         """The group of torch's. ``RuntimeError`` once the pipeline has failed."""
         if not self._groups or self._groups[0] is None:
-            raise RuntimeError(
-                "this pipeline has failed before; start all ranks again from the last checkpoint"
-            )
+            raise RuntimeError("pipeline: it has failed before. Restart all ranks from the last checkpoint.")
         return self._groups[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -66,8 +64,9 @@ class PipelineRanks:
             if self._model is not None:
                 self._model.abort(f"pipeline rank {self._rank} stopped: {reason}")
             raise RuntimeError(
-                f"pipeline rank {self._rank} ({self._stages}) stopped in a batch: {reason}. Its other ranks "
-                "stop too: look for the first message among them, and start all again from a checkpoint"
+                f"pipeline rank {self._rank} ({self._stages}): it stopped in a batch: {reason}. Its other "
+                "ranks stop too. Look for the first message among them, and restart all of them from a "
+                "checkpoint."
             ) from error
 
 

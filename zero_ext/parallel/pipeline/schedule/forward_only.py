@@ -70,7 +70,8 @@ class ForwardPasses:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
                 raise TypeError(
-                    f"a stage returned {type(tensor).__name__}, tensors or a tuple of them wanted"
+                    f"output of a stage: expected tensors or a tuple of them, got {type(tensor).__name__}. "
+                    "Return tensors from the last layer of each stage."
                 )
             header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
             header += [0] * (_HEADER - len(header))

@@ -52,8 +52,8 @@ def replay(
     for rank, slots in enumerate(ranks):
         if len(done[rank]) < len(slots):
             raise ValueError(
-                f"rank {rank} waits for ever at {slots[len(done[rank])]}: the slots of all ranks of one "
-                "step, in the order each ran them, are wanted"
+                f"rank {rank}: it waits forever at {slots[len(done[rank])]}. Pass the slots of all ranks of "
+                "one step, in the order in which each rank ran them."
             )
     return done
 

@@ -46,14 +46,17 @@ def schedule_named(name: str, chunks: int, ranks: int) -> ScheduleKind:
     """The schedule called ``name``; ``ValueError`` with the known names, or for ``chunks`` a rank, or
     ``ranks`` in a pipeline, that it cannot have."""
     if name not in SCHEDULES:
-        raise ValueError(f"schedule: {name!r} given; known: {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}. Use one of these.")
     kind = SCHEDULES[name]
     if chunks < 1 or (kind.chunks is not None and chunks != kind.chunks):
         wanted = "at least 1" if kind.chunks is None else str(kind.chunks)
-        raise ValueError(f"chunks: {chunks} given, but a rank has {wanted} in schedule {name!r}")
+        raise ValueError(
+            f"chunks: expected {wanted} per rank in schedule {name!r}, got {chunks}. Leave it out, or choose "
+            "another schedule."
+        )
     if kind.made is None and ranks > 1:
         raise ValueError(
-            f"schedule: {name!r} given for a mesh whose 'pp' is {ranks}, but it runs whole models; make 'pp' "
-            "1, or choose another schedule"
+            f"schedule: {name!r} runs full models, and 'pp' of the mesh is {ranks}. Set 'pp' to 1, or choose "
+            "another schedule."
         )
     return kind

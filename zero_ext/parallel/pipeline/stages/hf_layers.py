@@ -86,19 +86,24 @@ def hf_layers_of(model: Any) -> HfLayers:
     body = getattr(model, base, None) if base else None
     if plan is None or not isinstance(body, nn.Module):
         raise ValueError(
-            f"{type(model).__name__} brings no plan for pipelines along (base_model_pp_plan of its "
-            "configuration, and a head beside its base model); give its layers to PipelineModule as a list"
+            f"{type(model).__name__}: expected a plan for pipelines (base_model_pp_plan of its "
+            "configuration, and a head alongside its base model), got none. Give its layers to "
+            "PipelineModule as a list."
         )
     if model.get_output_embeddings() is None:
         raise ValueError(
-            f"{type(model).__name__} has no head for words, and another may look at whole sequences, which "
-            "later stages do not have; take a model with one (AutoModelForCausalLM, AutoModelForMaskedLM)"
+            f"{type(model).__name__}: expected a head for words, as another may need full sequences, which "
+            "later stages do not have, got none. Use a model with one (AutoModelForCausalLM, "
+            "AutoModelForMaskedLM)."
         )
     modules = dict(body.named_modules())
     order = [name for name in plan if name in modules]
     stacks = [name for name in order if isinstance(modules[name], nn.ModuleList)]
     if len(stacks) != 1:
-        raise ValueError(f"the plan of {type(model).__name__} has the stacks {stacks}; one is wanted")
+        raise ValueError(
+            f"plan of {type(model).__name__}: expected one stack of layers, got {stacks}. Give its layers to "
+            "PipelineModule as a list."
+        )
     cut = order.index(stacks[0])
     before, behind = ([f"{base}.{name}" for name in names] for names in (order[:cut], order[cut + 1 :]))
     heads = [name for name, _ in model.named_children() if name != base]
@@ -114,13 +119,13 @@ def hf_layers_of(model: Any) -> HfLayers:
         if not any(name.startswith(f"{each}.") for names in layout.groups for each in names):
             raise ValueError(
                 f"{type(model).__name__}: '{name}' {tuple(parameter.shape)} is in no part of the plan "
-                f"{order}; take a model with a head for words alone (AutoModelForCausalLM, "
-                "AutoModelForMaskedLM), or give the layers to PipelineModule as a list"
+                f"{order}. Use a model with a head for words alone (AutoModelForCausalLM, "
+                "AutoModelForMaskedLM), or give the layers to PipelineModule as a list."
             )
     if "inputs_embeds" not in inspect.signature(body.forward).parameters:
         raise ValueError(
-            f"{type(body).__name__} takes no 'inputs_embeds', by which later stages are given hidden states; "
-            "give its layers to PipelineModule as a list"
+            f"{type(body).__name__}: expected an argument 'inputs_embeds', by which later stages receive "
+            "hidden states, got none. Give its layers to PipelineModule as a list."
         )
     return layout
 
@@ -136,8 +141,8 @@ def check_passage(model: Any, body: Any) -> None:
         found = body(inputs_embeds=hidden_states.clone(), use_cache=False).last_hidden_state
     if not torch.equal(found, hidden_states):
         raise ValueError(
-            f"{type(model).__name__} changes hidden states outside of its layers, as by a factor on "
-            "embeddings, and would in every stage; give its layers to PipelineModule as a list"
+            f"{type(model).__name__}: it changes hidden states outside of its layers, as by a factor on "
+            "embeddings, and would in every stage. Give its layers to PipelineModule as a list."
         )
 
 

@@ -99,7 +99,7 @@ class HfPipelineModule(StageModule):
         if self.kind.made is None:
             raise ValueError(
                 f"apply_pipeline_parallel: schedule {schedule!r} needs layers that are called one after "
-                "another; give them to PipelineModule as a list"
+                "another. Give them to PipelineModule as a list."
             )
         self.inputs = tuple(inputs)
         self._base, self._path = layout.base, layout.path
@@ -177,7 +177,7 @@ def _own_loss(model: Any) -> Loss:
     if not model.can_generate() and model.loss_type != "ForMaskedLM":
         raise ValueError(
             f"apply_pipeline_parallel: the loss of {type(model).__name__} does not follow from its name, "
-            "which has no 'ForMaskedLM' in it; give a 'loss' of your own"
+            "which has no 'ForMaskedLM' in it. Give a 'loss' of your own."
         )
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -191,15 +191,15 @@ def _own_loss(model: Any) -> Loss:
 def _check(model: nn.Module, mesh: DeviceMesh, loss: Loss | None, inputs: Sequence[str]) -> None:
     if "token_type_ids" in inputs:
         raise ValueError(
-            f"apply_pipeline_parallel: inputs {list(inputs)}; 'token_type_ids' are embedded, which stages "
-            "behind the first cannot do: leave them out"
+            "apply_pipeline_parallel: expected inputs without 'token_type_ids', which stages after the first "
+            f"cannot embed, got {list(inputs)}. Leave them out."
         )
     if loss is not None:
         return
     what = ""
     if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
-        what = f"the mesh has 'cp' {mesh['cp'].size()}, and the model's own loss needs full sequences"
+        what = f"'cp' of the mesh is {mesh['cp'].size()}, and the model's own loss needs full sequences"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         what = "the configuration has output_router_logits, whose loss needs the routers of all stages"
     if what:
-        raise ValueError(f"apply_pipeline_parallel: {what}; give a 'loss' of your own")
+        raise ValueError(f"apply_pipeline_parallel: {what}. Give a 'loss' of your own.")

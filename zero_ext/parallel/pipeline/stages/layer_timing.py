@@ -42,7 +42,9 @@ def profile_layers(
         RuntimeError: on all ranks, a layer fails.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats: {repeats!r} given, a whole number of at least 1 wanted")
+        raise ValueError(
+            f"repeats: expected an integer of at least 1, got {repeats!r}. Pass the number of measurements."
+        )
     several = dist.is_available() and dist.is_initialized()
     outcome: list[Any] = [[], ""]
     cause: Exception | None = None
@@ -66,7 +68,9 @@ def _measure_all(
 ) -> list[float]:
     """Every layer's seconds, called with what the one before returned."""
     if not inputs:
-        raise ValueError("no inputs given on rank 0; the first layer's are wanted, one micro-batch of them")
+        raise ValueError(
+            "inputs: expected one micro-batch of the first layer's inputs on rank 0, got none. Pass it there."
+        )
     found, values, device = [], inputs, inputs[0].device
     with torch.random.fork_rng():
         for number, layer in enumerate(layers):
@@ -74,8 +78,8 @@ def _measure_all(
                 seconds, values = _measure(number, layer, values, device, repeats, clock)
             except Exception as error:
                 raise RuntimeError(
-                    f"layer {number}, {layer!r}, failed while it was timed: {error}. Give layers that fit "
-                    "together, and a micro-batch that the first one takes"
+                    f"layer {number}, {layer!r}: it failed while it was timed: {error}. Give layers that fit "
+                    "together, and a micro-batch that the first one takes."
                 ) from error
             found.append(seconds)
     return found

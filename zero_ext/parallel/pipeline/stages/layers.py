@@ -36,7 +36,10 @@ class LayerSpec:
 
     def __init__(self, kind: type[nn.Module], /, *arguments: Any, **options: Any) -> None:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise TypeError(f"LayerSpec: a subclass of torch.nn.Module wanted, {kind!r} given")
+            raise TypeError(
+                f"LayerSpec: expected a subclass of torch.nn.Module, got {kind!r}. Pass the class of the "
+                "layer."
+            )
         self.kind = kind
         self.arguments = arguments
         self.options = options

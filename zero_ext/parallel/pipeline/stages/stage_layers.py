@@ -145,7 +145,10 @@ def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[fl
     """
     if not isinstance(split, str):
         if len(split) != len(layers):
-            raise ValueError(f"split: {len(split)} weights given for {len(layers)} layers, one each wanted")
+            raise ValueError(
+                f"split: expected a weight for each of the {len(layers)} layers, got {len(split)} weights. "
+                "Pass one per layer."
+            )
         return list(split)
     if split == "uniform":
         return [1.0] * len(layers)
@@ -157,7 +160,10 @@ def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[fl
             else 0.0
             for outline in outlines
         ]
-    raise ValueError(f"split: {split!r} given; 'parameters', 'uniform' or a weight for every layer wanted")
+    raise ValueError(
+        f"split: expected 'parameters', 'uniform' or a weight for every layer, got {split!r}. Use one of "
+        "these."
+    )
 
 
 def layer_seed(number: int) -> int:

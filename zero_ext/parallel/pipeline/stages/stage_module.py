@@ -29,7 +29,8 @@ class StageModule(nn.Module, ABC):
         super().__init__()
         if "pp" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
-                f"the mesh has dimensions {mesh.mesh_dim_names}, a pipeline needs 'pp'; see make_mesh"
+                f"mesh: expected a dimension 'pp', got {mesh.mesh_dim_names}. Make it with "
+                "zero_ext.parallel.make_mesh(pp=...)."
             )
         self.mesh, self.loss, self.schedule = mesh, loss, schedule
         pipeline = mesh["pp"]

@@ -29,15 +29,17 @@ def split_stages(weights: Sequence[float], stages: int) -> list[range]:
     """
     layers = len(weights)
     if stages < 1:
-        raise ValueError(f"{stages} stages given, at least 1 wanted")
+        raise ValueError(f"pipeline stages: expected at least 1, got {stages}. Use 1 or more.")
     if layers < stages:
         raise ValueError(
-            f"{layers} layers cannot make {stages} pipeline stages, each of which needs one; use fewer "
-            "stages or cut the model into more layers"
+            f"pipeline stages: expected at most {layers}, as each needs one of {layers} layers, got "
+            f"{stages}. Use fewer stages, or split the model into more layers."
         )
     for number, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"layer {number} weighs {weight}; a finite number of at least 0 is wanted")
+            raise ValueError(
+                f"weight of layer {number}: expected a finite number of at least 0, got {weight}. Correct it."
+            )
     sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)

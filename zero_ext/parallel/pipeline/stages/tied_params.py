@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.parallel.pipeline.stages.layers import Layer, TiedLayerSpec, outline_of
 from zero_ext.zero.units.parameter_marks import mark_tied
 
@@ -42,8 +43,9 @@ def tied_groups(layers: Sequence[Layer], named: Sequence[Sequence[str]]) -> list
         shapes = [{name: tuple(each.shape) for name, each in outline.items()} for outline in outlines]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(
-                f"TiedLayerSpec '{key}': layers {numbers} have different parameters, {shapes[0]} and "
-                f"{next(shape for shape in shapes if shape != shapes[0])}; give them one class and arguments"
+                f"TiedLayerSpec '{key}': expected the same parameters in layers {numbers}, got {shapes[0]} "
+                f"and {next(shape for shape in shapes if shape != shapes[0])}. Give them one class and the "
+                "same arguments."
             )
         groups += [tuple(full_name(number, name) for number in numbers) for name in shapes[0]]
     return groups
@@ -61,9 +63,9 @@ def check_ties(layers: Sequence[Layer], ranks: Sequence[int], groups: Sequence[G
     for names in owners.values():
         if len({ranks[layer_of(name)] for name in names}) > 1 and frozenset(names) not in known:
             raise ValueError(
-                f"parameter '{names[0]}' is also {names[1:]}, and these layers are in stages on several "
-                f"ranks: they would train apart. Name the tie, PipelineModule(..., ties=[{tuple(names)}]), "
-                "and their gradients are added up"
+                f"parameter '{names[0]}': it is also {names[1:]}, and these layers are in stages on several "
+                "ranks, where they would train apart. To sum their gradients, name the tie: "
+                f"PipelineModule(..., ties=[{tuple(names)}])."
             )
 
 
@@ -82,20 +84,23 @@ def mark_ties(
 
 def _specification(layer: Layer) -> TiedLayerSpec:
     if not isinstance(layer, TiedLayerSpec):
-        raise AssertionError("a tied layer without a specification")
+        raise zero_ext_bug("a tied layer without a specification")
     return layer
 
 
 def _check(layers: Sequence[Layer], group: Group) -> None:
     if len(group) < 2:
-        raise ValueError(f"ties: {group} given, the names of at least two parameters wanted")
+        raise ValueError(
+            f"ties: expected the names of at least two parameters, got {group}. Name all parameters of the "
+            "tie."
+        )
     found = [_parameter(layers, name) for name in group]
     first = found[0]
     for name, parameter in zip(group, found, strict=True):
         if parameter is not first and (first.shape != parameter.shape or not torch.equal(first, parameter)):
             raise ValueError(
-                f"ties: '{group[0]}' and '{name}' are different parameters with different values; assign one "
-                "to the other's module before, or use TiedLayerSpec"
+                f"ties: '{group[0]}' and '{name}' are different parameters with different values. Set one "
+                "module's parameter to the other's before, or use TiedLayerSpec."
             )
 
 
@@ -108,7 +113,7 @@ def _parameter(layers: Sequence[Layer], name: str) -> nn.Parameter:
     parameter = dict(module.named_parameters()).get(rest) if module is not None else None
     if parameter is None:
         raise ValueError(
-            f"ties: no parameter '{name}'; names are layers.<number>.<name in the layer>, and there are "
-            f"{len(layers)} layers"
+            "ties: expected names of parameters, layers.<number>.<name in the layer> with the numbers of "
+            f"{len(layers)} layers, got '{name}'. Correct the name."
         )
     return parameter
