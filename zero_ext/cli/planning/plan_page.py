@@ -17,10 +17,10 @@ from zero_ext.cli.planning.plan_screen import (
 )
 from zero_ext.config import Tier
 from zero_ext.config.parse_sizes import short_bytes
+from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.plan.nearest_fit import why_nothing_fits
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
-from zero_ext.plan.plot import COLOURS
 
 _NUMBERS = ("GPU", "host", "NVMe", "s/step", "tokens/s")
 _HEADINGS = ("placement", *_NUMBERS[:3], "fits", *_NUMBERS[3:], "bound by", "activations", "micro-batch")
@@ -92,8 +92,8 @@ def _capacity(plan: Plan, tier: Tier) -> int:
 def _chart(plan: Plan, tier: Tier) -> str:
     """Stacked bars of every placement by kind of memory, with the capacity as a line."""
     rows, capacity = best_first(plan), _capacity(plan, tier)
-    used = [kind for kind in COLOURS if any(row.by_kind(tier)[kind] for row in rows)]
-    swatches = (f'<span style="color:{COLOURS[kind]}">&#9632;</span> {escape(kind)}' for kind in used)
+    used = [kind for kind in COLORS if any(row.by_kind(tier)[kind] for row in rows)]
+    swatches = (f'<span style="color:{COLORS[kind]}">&#9632;</span> {escape(kind)}' for kind in used)
     scale = (_WIDTH - _LABEL_WIDTH - _FIGURE_WIDTH) / (_MOST_SHOWN * capacity)
     height = _ROW_HEIGHT * len(rows)
     bars = [line for number, row in enumerate(rows) for line in _bar(row, tier, number, scale)]
@@ -123,7 +123,7 @@ def _bar(row: PlanEntry, tier: Tier, number: int, scale: float) -> Iterator[str]
         if width > 0:
             yield (
                 f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR_HEIGHT}" '
-                f'fill="{COLOURS[kind]}" opacity="{opacity}">'
+                f'fill="{COLORS[kind]}" opacity="{opacity}">'
                 f"<title>{name}: {escape(kind)} {short_bytes(nbytes)}</title></rect>"
             )
             left += width
