@@ -96,7 +96,7 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
         (("no-such-model",), "MODEL: expected"),
         (
             ("7B", "--gpu-memory", "much"),
-            "--gpu-memory: expected bytes, got 'much'. Write a number, alone or with KB",
+            "--gpu-memory: expected bytes, got 'much'. Write a number, alone or with a unit from KB",
         ),
         (("7B", "--nvme", "4 parsecs"), "--nvme: expected bytes, got '4 parsecs'"),
         (("7B", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
