@@ -95,7 +95,7 @@ def test_an_error_comes_out_of_what_follows(
     source = FakeSource(SMALL, 4)
     save_state(tmp_path, source, step=1)
     fail_in_background(tmp_path, source, monkeypatch)
-    with pytest.raises(CheckpointError, match=r"previous save, step-000004, failed.*No space left"):
+    with pytest.raises(CheckpointError, match=r"previous save, step-000004: it failed.*No space left"):
         if following == "save":
             save_state(tmp_path, source, step=2)
         else:

@@ -54,7 +54,7 @@ def test_dtype_names() -> None:
     for dtype in SAFETENSORS_CODES:
         assert dtype_named(dtype_name(dtype)) is dtype
     for bad in ("torch.float32", "complex64", "", "__class__"):
-        with pytest.raises(ValueError, match="unknown"):
+        with pytest.raises(ValueError, match=r"dtype: expected one of .*, got"):
             dtype_named(bad)
     with pytest.raises(ValueError, match="complex64"):
         dtype_name(torch.complex64)
@@ -81,7 +81,7 @@ def test_the_safetensors_library_reads_any_header(
 
 
 def test_a_header_refuses_a_name_twice() -> None:
-    with pytest.raises(ValueError, match="'a' occurs twice"):
+    with pytest.raises(ValueError, match="'a': it occurs twice"):
         encode_header([TensorEntry("a", torch.float32, (1,))] * 2, {})
 
 

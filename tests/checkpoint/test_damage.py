@@ -205,64 +205,76 @@ def swap_crc(fields: dict[str, Any]) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "version 2": (put("version", 2), "version is 2"),
-    "version NaN": (put("version", float("nan")), "NaN is no JSON number"),
-    "version 1.0": (put("version", 1.0), "version is 1.0"),
-    "version true": (put("version", True), "version is True"),
-    "no version": (drop("version"), "version is None"),
-    "format": (put("format", "pt"), "format is 'pt'"),
+    "version 2": (put("version", 2), "version: expected 1, which this zero_ext reads, got 2"),
+    "version NaN": (put("version", float("nan")), "expected JSON numbers, got NaN"),
+    "version 1.0": (put("version", 1.0), "version: expected 1, which this zero_ext reads, got 1.0"),
+    "version true": (put("version", True), "version: expected 1, which this zero_ext reads, got True"),
+    "no version": (drop("version"), "version: expected 1, which this zero_ext reads, got None"),
+    "format": (put("format", "pt"), "format: expected 'zero_ext checkpoint', got 'pt'"),
     "step text": (put("step", "5"), "step"),
     "step negative": (put("step", -1), "step"),
     "step infinite": (put("step", float("inf")), "Infinity"),
     "unknown key": (put("surprise", 1), "surprise"),
     "missing key": (drop("slices"), "slices"),
     "world size 0": (put("world_size", 0), "world_size"),
-    "world size 3": (put("world_size", 3), "2 files are listed for a world size of 3"),
+    "world size 3": (put("world_size", 3), "files: expected 3, one for each rank of the world size, got 2"),
     "chunk 0": (put("chunk_bytes", 0), "chunk_bytes"),
     "chunk odd": (put("chunk_bytes", 4097), "chunk_bytes"),
     "chunk huge": (put("chunk_bytes", 1 << 40), "chunk_bytes"),
-    "chunk other": (put("chunk_bytes", 1 << 16), "checksums for"),
+    "chunk other": (put("chunk_bytes", 1 << 16), "checksums, one for each chunk"),
     "file up": (put("files", 0, "name", "../../etc/passwd"), "../../etc/passwd"),
     "file absolute": (put("files", 0, "name", "/etc/passwd"), "/etc/passwd"),
-    "file twice": (put("files", 1, "name", "rank-00000.safetensors"), "wanted 'rank-00001.safetensors'"),
-    "file size": (put("files", 0, "bytes", 1 << 61), "bytes, wanted"),
-    "header size": (put("files", 0, "header_bytes", 1), "begins at byte"),
+    "file twice": (
+        put("files", 1, "name", "rank-00000.safetensors"),
+        "the name 'rank-00001.safetensors'",
+    ),
+    "file size": (
+        put("files", 0, "bytes", 1 << 61),
+        f"expected {1 << 61} bytes, got",
+    ),
+    "header size": (put("files", 0, "header_bytes", 1), "expected its first byte at 1, where"),
     "header past end": (put("files", 0, "header_bytes", 1 << 61), "rank-00000"),
-    "no files": (put("files", []), "0 files"),
+    "no files": (put("files", []), "one for each rank of the world size, got 0"),
     "shape negative": (put("parameters", "big", "shape", [-1]), "parameters.big.shape"),
     "shape float": (put("parameters", "big", "shape", [3e5]), "parameters.big.shape"),
     "shape larger": (put("parameters", "big", "shape", [300_001]), "big"),
     "shape smaller": (put("parameters", "big", "shape", [299_999]), "big"),
     "shape overflow": (put("parameters", "big", "shape", [1 << 40, 1 << 40]), "big"),
     "shape many": (put("parameters", "big", "shape", [1] * 100_000), "parameters.big.shape"),
-    "stride short": (put("parameters", "conv", "stride", [1]), "differ in length"),
+    "stride short": (
+        put("parameters", "conv", "stride", [1]),
+        "stride: expected 4 numbers",
+    ),
     "stride overlap": (put("parameters", "conv", "stride", [1, 1, 1, 1]), "holes or overlaps"),
     "stride zero": (put("parameters", "big", "stride", [0]), "holes or overlaps"),
     "stride huge": (put("parameters", "big", "stride", [1 << 50]), "holes or overlaps"),
-    "parameter dtype": (put("parameters", "big", "dtype", "float3"), "'float3' is unknown"),
-    "alias twice": (put("parameters", "tied", "aliases", ["big"]), "'big' is listed twice"),
+    "parameter dtype": (put("parameters", "big", "dtype", "float3"), "got 'float3'"),
+    "alias twice": (put("parameters", "tied", "aliases", ["big"]), "'big': it is listed twice"),
     "parameter gone": (drop("parameters", "tied"), "no such parameter is listed"),
     "buffer gone": (drop("buffers", "mask"), "no such buffer is listed"),
-    "buffer dtype": (put("buffers", "mask", "dtype", "uint8"), "its buffer uint8"),
+    "buffer dtype": (
+        put("buffers", "mask", "dtype", "uint8"),
+        "uint8, the dtype of its buffer, got bool",
+    ),
     "buffer shape": (put("buffers", "mask", "shape", [8]), "elements 7 to 8 are not stored"),
-    "slice dtype": (in_slice("dtype", "object"), "'object' is unknown"),
+    "slice dtype": (in_slice("dtype", "object"), "got 'object'"),
     "slice dtype width": (in_slice("dtype", "bfloat16"), "big"),
     "slice kind empty": (in_slice("kind", ""), "kind"),
     "slice kind": (in_slice("kind", "other"), "big"),
     "slice name": (in_slice("name", "nobody"), "no such parameter is listed"),
-    "slice file": (in_slice("file", 2), "in file 2 of 2"),
+    "slice file": (in_slice("file", 2), "expected a file below 2, the number of files, got 2"),
     "slice file negative": (in_slice("file", -1), "file"),
-    "slice empty": (in_slice("numel", 0), "has 0 elements"),
+    "slice empty": (in_slice("numel", 0), "the end of its tensor, got 0"),
     "slice longer": (shift_slice("numel", 1), "big"),
     "slice shorter": (shift_slice("numel", -1), "big"),
     "slice earlier": (shift_slice("start", -1), "start"),
     "slice later": (shift_slice("start", 1), "big"),
-    "slice moved": (shift_slice("offset", 4), "begins at byte"),
-    "slice moved back": (shift_slice("offset", -4), "begins at byte"),
-    "slice far": (in_slice("offset", 1 << 60), "past the end"),
-    "slice twice": (repeat_slice, "begins at byte"),
+    "slice moved": (shift_slice("offset", 4), "expected its first byte at"),
+    "slice moved back": (shift_slice("offset", -4), "expected its first byte at"),
+    "slice far": (in_slice("offset", 1 << 60), "expected an end within its file"),
+    "slice twice": (repeat_slice, "expected its first byte at"),
     "slice gone": (lambda fields: fields["slices"].remove(big_slice(fields)), "manifest.json"),
-    "checksums short": (in_slice("crc32c", []), "checksums for"),
+    "checksums short": (in_slice("crc32c", []), "checksums, one for each chunk, got 0"),
     "checksum range": (put("slices", 0, "crc32c", [1 << 32]), "crc32c"),
     "checksum wrong": (swap_crc, "damaged"),
     "header checksum": (put("files", 1, "header_crc32c", 1), "table of tensors"),
@@ -272,14 +284,17 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "client bytes": (put("client_state", {"$bytes": "%%%"}), "client_state"),
     "client tensor": (
         put("client_state", {"$tensor": {"dtype": "float32", "shape": [1 << 40], "data": ""}}),
-        "0 bytes do not make",
+        "expected the bytes of a torch.float32 tensor of shape [1099511627776], got 0",
     ),
     "client tensor shape": (
         put("client_state", {"$tensor": {"dtype": "float32", "shape": [-1], "data": ""}}),
-        "no list of sizes",
+        "tensor shape: expected a list of at most 64 sizes, got [-1]",
     ),
     "client dict": (put("client_state", {"$dict": [[[], 1]]}), "$dict"),
-    "client beside": (put("client_state", {"$float": "nan", "x": 1}), "stands beside"),
+    "client beside": (
+        put("client_state", {"$float": "nan", "x": 1}),
+        "'$float' as the only key, got 2 keys",
+    ),
     "scalars list": (put("scalar_state", [1]), "scalar_state"),
 }
 
@@ -311,12 +326,12 @@ def test_json_that_readers_trip_over(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "latest: says ''"),
-        (b"../elsewhere", "latest: says"),
-        (b"step-000009\n", "no checkpoint step-000009; there: step-000005"),
-        (b"step-5", "latest: says"),
-        ("step-٠٠٠٠٠٥".encode(), "latest: says"),
-        (b"\xff" * 1000, "latest: says"),
+        (b"", "latest: expected a name like 'step-000123', got ''"),
+        (b"../elsewhere", "got '../elsewhere'"),
+        (b"step-000009\n", "expected a checkpoint step-000009, got step-000005"),
+        (b"step-5", "got 'step-5'"),
+        ("step-٠٠٠٠٠٥".encode(), "latest: expected a name like"),
+        (b"\xff" * 1000, "latest: expected a name like"),
     ],
 )
 def test_strange_latest_files(folder: Path, content: bytes, named: str) -> None:
@@ -328,12 +343,12 @@ def test_strange_latest_files(folder: Path, content: bytes, named: str) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     assert "holds no checkpoint" in refuse(tmp_path)
     assert "holds no checkpoint" in refuse(tmp_path / "absent")
-    assert "no checkpoint step-000003; there: none" in refuse(tmp_path, step=3)
+    assert "expected a checkpoint step-000003, got none" in refuse(tmp_path, step=3)
 
 
 @pytest.mark.parametrize("wanted", [-1, 1.0, "newest", True])
 def test_strange_steps(folder: Path, wanted: Any) -> None:
-    assert f"step is {wanted!r}" in refuse(folder, step=wanted)
+    assert f'step: expected a step number or "latest", got {wanted!r}' in refuse(folder, step=wanted)
 
 
 def without(name: str) -> dict[str, Any]:
@@ -349,13 +364,22 @@ def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
     [
         (without("big"), "parameter 'big' is not in the model"),
         (TABLE | {"new": dense(3)}, "parameter 'new' is missing in the checkpoint"),
-        (TABLE | {"big": dense(300_000, 1)}, r"parameter 'big' has shape [300000], the model's [300000, 1]"),
-        (TABLE | {"conv": dense(4, 3, 2, 2)}, "parameter 'conv' was saved with stride [12, 1, 6, 3]"),
-        (TABLE | {"tied": dense(9)}, "parameter 'tied' is tied as tied, in the checkpoint as alias, tied"),
-        (without("tied") | {"tied": dense(9), "alias": dense(9)}, "parameter 'alias' is tied as alias"),
-        (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen' is not in"),
-        (kinds("big", master=torch.float32), "holds exp_avg of 'big', the model asks for nothing"),
-        (kinds("frozen", master=torch.int64), "is stored as torch.bfloat16 and needed as torch.int64"),
+        (TABLE | {"big": dense(300_000, 1)}, "parameter 'big': expected shape [300000, 1], got [300000]"),
+        (
+            TABLE | {"conv": dense(4, 3, 2, 2)},
+            "'conv': expected stride [12, 4, 2, 1], got [12, 1, 6, 3]",
+        ),
+        (TABLE | {"tied": dense(9)}, "parameter 'tied': expected the names tied, got alias, tied"),
+        (
+            without("tied") | {"tied": dense(9), "alias": dense(9)},
+            "'alias': expected the names alias, got",
+        ),
+        (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen': it is not in"),
+        (
+            kinds("big", master=torch.float32),
+            "exp_avg of 'big': the checkpoint holds it, but the model asks",
+        ),
+        (kinds("frozen", master=torch.int64), "expected torch.int64, got torch.bfloat16"),
     ],
 )
 def test_another_model(folder: Path, table: dict[str, Any], named: str) -> None:
@@ -368,11 +392,11 @@ def test_other_buffers(folder: Path) -> None:
         (lambda buffers: buffers.update(more=torch.zeros(2)), "buffer 'more' is missing in the checkpoint"),
         (
             lambda buffers: buffers.update(mask=torch.zeros(2) > 0),
-            "buffer 'mask' has shape [7], the model's [2]",
+            "buffer 'mask': expected shape [2], got [7]",
         ),
         (
             lambda buffers: buffers.update(mask=torch.zeros(7)),
-            "buffer 'mask' is bool, the model's torch.float32",
+            "buffer 'mask': expected torch.float32, got bool",
         ),
     ):
         source = FakeSource(TABLE, OTHER)

@@ -198,7 +198,7 @@ def refuse_on_rank(world: World, directory: str) -> None:
             self.state = state
 
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"width": 6}, {}, r"'conv.weight' has shape \[5, 3, 3, 3\], the model's \[6, 3, 3, 3\]"),
+        ({"width": 6}, {}, r"'conv.weight': expected shape \[6, 3, 3, 3\], got \[5, 3, 3, 3\]"),
         ({"optimizer": "momentum"}, {}, "another optimizer"),
         ({"optimizer": "amsgrad"}, {}, "such as amsgrad"),
         ({"optimizer": "adamw in two groups"}, {}, r"groups of \[3, \d+\] parameters, got groups of \[\d+\]"),

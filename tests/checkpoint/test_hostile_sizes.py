@@ -51,7 +51,7 @@ def refuse(folder: Path) -> str:
     assert source.holds(2)
     text = str(caught.value)
     assert len(text.encode()) <= 2000
-    assert text.endswith("Nothing of the model was changed")
+    assert text.endswith("Nothing of the model was changed.")
     return text
 
 

@@ -68,10 +68,10 @@ def test_export_splits(tmp_path: Path, size: str, files: int) -> None:
     ("arguments", "status", "named"),
     [
         (("--max-shard-size", "5 parsecs"), 2, "--max-shard-size: expected bytes, got '5 parsecs'"),
-        (("--max-shard-size", "0"), 2, "max_shard_bytes is 0"),
-        (("--dtype", "float3"), 2, "'float3' is unknown"),
-        (("--dtype", "int64"), 2, "dtype is 'int64'"),
-        (("--step", "7"), 1, "no checkpoint step-000007"),
+        (("--max-shard-size", "0"), 2, "max_shard_bytes: expected a whole number of bytes from 1, got 0"),
+        (("--dtype", "float3"), 2, "got 'float3'"),
+        (("--dtype", "int64"), 2, "dtype: expected float32, bfloat16, float16 or float64, got 'int64'"),
+        (("--step", "7"), 1, "expected a checkpoint step-000007, got"),
     ],
 )
 def test_export_refuses(
@@ -97,4 +97,4 @@ def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
     assert r"w\x1b]0;title\x07" in output and r"tied\x1b[31m" in output and r"m\x1b[1m: 12 bytes" in output
     assert "\nevery byte verified" not in output
     output = run("inspect", str(tmp_path / "none\x1b[2J"), status=1)
-    assert r"none\x1b[2J: holds no checkpoint" in output and "\x1b" not in output
+    assert r"none\x1b[2J: it holds no checkpoint" in output and "\x1b" not in output

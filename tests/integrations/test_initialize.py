@@ -309,7 +309,7 @@ def test_bad_input_is_refused_before_the_model_changes(world: World) -> None:
         ({}, {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ({}, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "parameters of the model"),
         ({"train_batch_size": None}, {"training_data": data}, "batch size"),
-        ({}, {"training_data": Sentences(world.seed, 0)}, "0 samples"),
+        ({}, {"training_data": Sentences(world.seed, 0)}, "dataset: expected a length of at least 1, got 0"),
     ]
     for change, arguments, pattern in cases:
         config = {key: value for key, value in {**INTRODUCTION, **change}.items() if value is not None}

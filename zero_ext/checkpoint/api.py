@@ -195,8 +195,8 @@ def _saved_states(
     for name in names:
         if name not in states:
             raise ValueError(
-                f"{directory}: step {manifest.step} holds no {name} state; save it with "
-                f"save_checkpoint(..., {name}=...) or load without it"
+                f"{directory}: step {manifest.step} holds no {name} state. Save it with "
+                f"save_checkpoint(..., {name}=...), or load without it."
             )
     return states
 
@@ -206,7 +206,7 @@ def _background_save(engine: Engine) -> str:
     for source in (sources.full, sources.trained, sources.own):
         handle = save_in_progress(source)
         if handle is not None:
-            return f"'{handle.path}' is being saved in the background; call wait() of its handle first"
+            return f"{handle.path}: it is being saved in the background. Call wait() of its handle first."
     return ""
 
 

@@ -36,7 +36,7 @@ def match_parameters(
         found[name] = stored
         problem = _difference({name, *entry.aliases}, entry, stored, manifest.parameters[stored])
         if problem:
-            problems.append(f"parameter {name!r} {problem}")
+            problems.append(f"parameter {name!r}: {problem}")
     unexpected = manifest.parameters.keys() - set(found.values())
     problems.extend(f"parameter {name!r} is not in the model" for name in sorted(unexpected))
     _refuse(problems, path)
@@ -51,11 +51,11 @@ def match_buffers(manifest: Manifest, buffers: Mapping[str, torch.Tensor], path:
         if record is None:
             problems.append(f"buffer {name!r} is missing in the checkpoint")
         elif list(buffer.shape) != record.shape:
-            problems.append(f"buffer {name!r} has shape {record.shape}, the model's {list(buffer.shape)}")
+            problems.append(f"buffer {name!r}: expected shape {list(buffer.shape)}, got {record.shape}")
         elif dtype_named(record.dtype) != buffer.dtype and not (
             dtype_named(record.dtype).is_floating_point and buffer.dtype.is_floating_point
         ):
-            problems.append(f"buffer {name!r} is {record.dtype}, the model's {buffer.dtype}")
+            problems.append(f"buffer {name!r}: expected {buffer.dtype}, got {record.dtype}")
     unexpected = manifest.buffers.keys() - buffers.keys()
     problems.extend(f"buffer {name!r} is not in the model" for name in sorted(unexpected))
     _refuse(problems, path)
@@ -65,14 +65,11 @@ def _difference(
     names: set[str], entry: ParameterDescription, stored: str, record: ParameterRecord
 ) -> str | None:
     if names != {stored, *record.aliases}:
-        return f"is tied as {_listed(names)}, in the checkpoint as {_listed({stored, *record.aliases})}"
+        return f"expected the names {_listed(names)}, got {_listed({stored, *record.aliases})}"
     if list(entry.shape) != record.shape:
-        return f"has shape {record.shape}, the model's {list(entry.shape)}"
+        return f"expected shape {list(entry.shape)}, got {record.shape}"
     if memory_order(entry.shape, entry.stride) != memory_order(record.shape, record.stride):
-        return (
-            f"was saved with stride {record.stride}, the model has {list(entry.stride)}; "
-            "convert the model to the same memory format first"
-        )
+        return f"expected stride {list(entry.stride)}, got {record.stride}, another memory format"
     return None
 
 
@@ -81,8 +78,11 @@ def _refuse(problems: Iterable[str], path: Path) -> None:
     if listed:
         shown = "; ".join(listed[:_MOST_PROBLEMS_SHOWN])
         left = len(listed) - _MOST_PROBLEMS_SHOWN
-        more = f"; and {left} more" if left > 0 else ""
-        raise ValueError(f"{path} does not fit this model: {shown}{more}")
+        more = f" and {left} more" if left > 0 else ""
+        raise ValueError(
+            f"{path}: it does not fit this model: {shown}{more}. Build the model as it was saved, with the "
+            "same names, ties, shapes and memory formats, or load another checkpoint."
+        )
 
 
 def _listed(names: set[str]) -> str:

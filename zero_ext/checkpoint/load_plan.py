@@ -85,8 +85,8 @@ def check_requests(
         if end < tensor_elements(manifest, kind, name):
             asked = "nothing of it" if end == 0 else f"only its first {end} elements"
             raise ValueError(
-                f"the checkpoint holds {kind} of {name!r}, the model asks for {asked}; was it saved with "
-                "another optimizer, or while the parameter was trainable?"
+                f"{kind} of {name!r}: the checkpoint holds it, but the model asks for {asked}. Use the "
+                "optimizer that it was saved with, and make the parameter trainable if it was trained."
             )
 
 
@@ -104,7 +104,10 @@ def _named_states(manifest: Manifest, path: Path) -> NamedStates:
 def _fill_target(needed: Any, stored_names: Mapping[str, str]) -> FillTarget:
     check_slice(needed)
     if needed.name not in stored_names:
-        raise ValueError(f"{needed.kind} of {needed.name!r} is asked for, but no such parameter is listed")
+        raise ValueError(
+            f"{needed.kind} of {needed.name!r}: load_slices() asks for it, but parameter_table() has no such "
+            "parameter. List it there."
+        )
     values = needed.tensor.detach() if isinstance(needed.tensor, torch.Tensor) else needed.tensor
     return FillTarget(needed.kind, stored_names[needed.name], needed.start, values)
 

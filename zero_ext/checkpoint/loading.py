@@ -34,10 +34,10 @@ from zero_ext.checkpoint.transfer.chunk_reader import (
 )
 from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
 
-_UNCHANGED = "Nothing of the model was changed"
+_UNCHANGED = "Nothing of the model was changed."
 _HALF_LOADED = (
-    "The model now holds a mixture of its old state and the checkpoint: "
-    "load a whole checkpoint before using it"
+    "The model now holds a mixture of its old state and the checkpoint. "
+    "Load a whole checkpoint before you use it."
 )
 
 
@@ -91,7 +91,7 @@ def load_state(
     def resolve() -> tuple[int | None, int | None]:
         session.finish_previous()
         if not (step is None or step == "latest" or (type(step) is int and step >= 0)):
-            raise ValueError(f'step is {step!r}; give a step number or "latest"')
+            raise ValueError(f'step: expected a step number or "latest", got {step!r}. Pass one of these.')
         asked = step if type(step) is int else None
         return asked, root.resolve(asked) if source.rank == 0 else None
 
@@ -101,7 +101,7 @@ def load_state(
         if asked != first:
             raise ValueError(
                 f"{consensus.purpose}: step: expected the same on all ranks, got {_step(first)} on rank 0 "
-                f"and {_step(asked)} on rank {rank}. {_UNCHANGED}"
+                f"and {_step(asked)} on rank {rank}. Pass the same step on all ranks. {_UNCHANGED}"
             )
     return _Load(source, consensus, root.committed(found)).run()
 
@@ -144,7 +144,8 @@ class _Load:
     def _check_ranks_agree(self, plan: LoadPlan, checksums: list[int], requests: list[bytes]) -> None:
         if len(set(checksums)) > 1:
             raise CheckpointError(
-                f"{self.path}: the ranks read different manifests; is another job saving there?"
+                f"{self.path}: the ranks read different manifests. Let no other job save there, and load "
+                "again."
             )
         if self.consensus.rank == 0:
             check_requests(plan.manifest, [json.loads(request) for request in requests], self._leaves_aside)

@@ -108,30 +108,38 @@ class RankConsensus:
 
     def _run(self, start: Callable[[Any], dist.Work]) -> None:
         if self._group is None:
-            raise RuntimeError(f"{self.purpose}: {self.world_size} ranks have no group to agree over")
+            raise RuntimeError(
+                f"{self.purpose}: expected a process group of {self.world_size} ranks, got None. Pass their "
+                "group."
+            )
         try:
             start(self._group).wait()
         except Exception as error:
             raise CheckpointError(
-                f"rank {self.rank}: {self.purpose}: another rank has died or hangs: {error}; "
-                "see the first error on the other ranks. The limit is 'timeout_seconds' in the configuration"
+                f"rank {self.rank}: {self.purpose}: another rank has died or hangs: {error}. "
+                "Look at the first error on the other ranks. The limit is 'timeout_seconds' in the "
+                "configuration."
             ) from error
 
     def _error(self, failures: dict[int, list[str]], advice: str) -> Exception:
         named = list(failures.items())[:_MOST_RANKS_SHOWN]
         most_bytes = (MOST_BYTES - _BYTES_BESIDE_REASONS) // len(named)
-        shown = [f"rank {rank}: {shortened(reason, most_bytes)}" for rank, (_, reason) in named]
+        shown = [_sentence(f"rank {rank}: {shortened(reason, most_bytes)}") for rank, (_, reason) in named]
         if len(failures) > len(shown):
-            shown.append(f"and {len(failures) - len(shown)} more ranks")
+            shown.append(f"{len(failures) - len(shown)} more ranks failed.")
         first = next(iter(failures.values()))[0]
-        text = f"{self.purpose} failed: {'; '.join(shown)}"
-        return _USER_MISTAKES.get(first, CheckpointError)(shortened(f"{text}. {advice}" if advice else text))
+        text = " ".join([f"{self.purpose} failed:", *shown, *([_sentence(advice)] if advice else [])])
+        return _USER_MISTAKES.get(first, CheckpointError)(shortened(text))
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError | ValueError | TypeError):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:

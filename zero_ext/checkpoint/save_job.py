@@ -26,8 +26,8 @@ from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoin
 from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.transfer.shard_file import SavedSlice, stage_slices, write_shard
 
-UNTOUCHED = "No checkpoint was changed"
-_LATEST_IS_COMPLETE = "The latest checkpoint is complete"
+UNTOUCHED = "No checkpoint was changed."
+_LATEST_IS_COMPLETE = "The latest checkpoint is complete."
 
 
 @dataclass(frozen=True)

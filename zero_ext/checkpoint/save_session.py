@@ -66,7 +66,9 @@ class SaveHandle:
             CheckpointError: the save failed. Other errors of the save are raised as they are.
         """
         if not self._finished.wait(timeout_seconds):
-            raise TimeoutError(f"{self.path}: the save is still under way after {timeout_seconds} s")
+            raise TimeoutError(
+                f"{self.path}: the save is still in progress after {timeout_seconds} s. Wait again."
+            )
         self._unseen.clear()
         if self._error is not None:
             raise self._error
@@ -82,7 +84,7 @@ class SaveHandle:
         if self._unseen and self._error is not None:
             self._unseen.clear()
             raise CheckpointError(
-                f"the previous save, {self.path.name}, failed: {self._error}"
+                f"previous save, {self.path.name}: it failed. {self._error}"
             ) from self._error
 
     def run(self, save: Callable[[], None]) -> SaveHandle:
@@ -152,7 +154,10 @@ class SaveSession:
         if source.world_size == 1:
             return None
         if source.group is None:
-            raise RuntimeError(f"a world of {source.world_size} ranks needs a process group, got None")
+            raise RuntimeError(
+                f"group: expected a process group of {source.world_size} ranks, got None. Set it to the "
+                "group of these ranks."
+            )
         if self._group is None:
             store = source.group.get_group_store()
             # All ranks come here together, so the arrivals of one meeting are world_size counts in a row.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_ext.checkpoint.files.checkpoint_error import brief
 from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
 from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
@@ -31,8 +32,9 @@ from zero_ext.checkpoint.save_session import SaveHandle, session_of
 from zero_ext.checkpoint.transfer.shard_file import saved_slices
 
 _NOT_IN_BACKGROUND = (
-    "state on NVMe or in 8-bit blocks is not copied in memory for a save in the background: this one was "
-    "written before the call returned; async_save=False saves the same way without this warning"
+    "async_save: state on NVMe or in 8-bit blocks is not copied in memory for a save in the background. This "
+    "one was written before the call returned. Pass async_save=False to save the same way without this "
+    "warning."
 )
 
 
@@ -143,12 +145,18 @@ def _check_same(answers: list[dict[str, Any]]) -> None:
         for name in {**answers[0], **answer}:
             first, seen = answers[0].get(name), answer.get(name)
             if seen != first:
-                raise ValueError(f"{name} differs between ranks: {first} on rank 0, {seen} on rank {rank}")
+                raise ValueError(
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and {seen} on rank "
+                    f"{rank}. Pass the same model, state and arguments on all ranks."
+                )
 
 
 def _prepare(request: _Request, source: StateSource, consensus: RankConsensus) -> SaveJob:
     if request.keep_last is not None and (type(request.keep_last) is not int or request.keep_last < 1):
-        raise ValueError(f"keep_last is {request.keep_last!r}; give a number from 1, or None to keep all")
+        raise ValueError(
+            f"keep_last: expected a whole number from 1, or None to keep all, got {request.keep_last!r}. "
+            "Pass one of these."
+        )
     buffers = source.buffers()
     manifest = _describe(request, source, buffers)
     slices = saved_slices(source.save_slices(), buffers if source.rank == 0 else {})
@@ -167,10 +175,16 @@ def _describe(request: _Request, source: StateSource, buffers: Mapping[str, torc
     scalar_state = source.scalar_state()
     step = scalar_state.get("steps") if request.step is None else request.step
     if type(step) is not int or not 0 <= step < LARGEST_STEP:
-        raise ValueError(f"step is {step!r}; give step= a whole number from 0 to {LARGEST_STEP - 1}")
+        raise ValueError(
+            f"step: expected a whole number from 0 to {LARGEST_STEP - 1}, got {step!r}. Pass step= in this "
+            "range."
+        )
     extra = {} if request.extra is None else request.extra
     if type(extra) is not dict or any(type(name) is not str or name.startswith("$") for name in extra):
-        raise TypeError("extra must be a dict from names (without '$') to states")
+        raise TypeError(
+            "extra: expected a dict from names that do not begin with '$' to states, got "
+            f"{brief(list(extra) if type(extra) is dict else type(extra).__name__)}. Pass such a dict."
+        )
     return Manifest(
         format=FORMAT,
         version=VERSION,
@@ -196,7 +210,7 @@ def _parameter(name: str, entry: ParameterDescription) -> ParameterRecord:
         memory_order(entry.shape, entry.stride)
         dtype = dtype_name(dtype_named(entry.dtype))
     except ValueError as error:
-        raise ValueError(f"parameter {name!r}: {error}") from None
+        raise ValueError(f"parameters[{name!r}]: {error}") from None
     return ParameterRecord(
         shape=list(entry.shape),
         stride=list(entry.stride),

@@ -71,7 +71,7 @@ def test_weights_too_large_for_float16(tmp_path: Path) -> None:
     source = FakeSource(SMALL, 1)
     source.held["master", "a.weight"][7] = 70_000.0
     save_state(tmp_path / "run", source)
-    with pytest.raises(ValueError, match=r"'a.weight' holds values beyond float16"):
+    with pytest.raises(ValueError, match=r"'a.weight': its values are beyond float16"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
     source.held["master", "a.weight"][7] = float("inf")
     save_state(tmp_path / "run", source)
@@ -100,7 +100,7 @@ def test_shards_and_index(tmp_path: Path, seed: int, limit: int) -> None:
 def test_an_earlier_export_is_not_mixed_with(tmp_path: Path) -> None:
     save_state(tmp_path / "run", FakeSource(SMALL, 1))
     export_huggingface(tmp_path / "run", tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors exists; remove"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: it exists already"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", None, 10)
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_at_any_point_leaves_no_half_export(
 )
 def test_bad_arguments(tmp_path: Path, bad: dict[str, object]) -> None:
     save_state(tmp_path / "run", FakeSource(SMALL, 1))
-    with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected .* got {next(iter(bad.values()))!r}"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "hf").exists()
 

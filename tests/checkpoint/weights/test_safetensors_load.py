@@ -195,7 +195,7 @@ def test_without_optimizer_and_with_other_names(world: World) -> None:
             before = zero_ext.full_state_dict(model)
             with pytest.raises(ValueError, match=r"lack \['embedding.weight'.*have \['model.blocks"):
                 zero_ext.load_safetensors(model, folder)
-            with pytest.raises(ValueError, match="gives 'x' for both"):
+            with pytest.raises(ValueError, match=r"rename: .* got 'x' for both"):
                 zero_ext.load_safetensors(model, folder, rename=lambda name: "x")
             for name, value in zero_ext.full_state_dict(model).items():
                 assert torch.equal(value, before[name])
@@ -239,8 +239,11 @@ def test_what_does_not_fit_changes_nothing(world: World) -> None:
     wrong: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({"norm.bias": None}, r"lack \['norm.bias'\] and have \[\]"),
         ({"more": torch.ones(2)}, r"lack \[\] and have \['more'\]"),
-        ({"norm.bias": torch.ones(13)}, r"'norm.bias' has shape \(13,\), the model's \(12,\)"),
-        ({"norm.bias": torch.ones(12, dtype=torch.int32)}, r"'norm.bias' is torch.int32, the model's"),
+        ({"norm.bias": torch.ones(13)}, r"'norm.bias': expected shape \(12,\), got \(13,\)"),
+        (
+            {"norm.bias": torch.ones(12, dtype=torch.int32)},
+            "expected torch.float32, got torch.int32",
+        ),
     ]
     for changes, pattern in wrong:
         changed = {name: value for name, value in (tensors | changes).items() if value is not None}
@@ -297,7 +300,7 @@ def test_after_a_failed_step_weights_alone_do_not_do(world: World) -> None:
     with weights(world, values_of(TinyModel(), torch.float32)) as (folder, storage):
         model, _ = prepared(world, TinyModel(), storage)
         engine_of(model).optimizer_step.damage = "the step broke off"
-        with pytest.raises(CheckpointError, match="load a checkpoint first: the step broke off"):
+        with pytest.raises(CheckpointError, match=r"damaged: the step broke off.* Load a checkpoint first"):
             zero_ext.load_safetensors(model, folder)
 
 
@@ -318,28 +321,37 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b"\2\0\0", "in a file of 3"),
     (struct.pack("<Q", 1 << 63), "a table of 9223372036854775808 bytes"),
     (container({}, length=3), "a table of 3 bytes in a file of 10"),
-    (container(b"[]"), "it is a list"),
+    (container(b"[]"), "damaged: expected a table of names, got list"),
     (container(b"{]"), "damaged"),
     (container(b"\xff\xfe{}"), "damaged"),
     (container(b"[" * 100_000), "damaged"),
     (container(b'{"a":1,"a":2}'), "a name occurs twice"),
     (container({"a": 1}), "'a' is not described"),
     (container({"a": entry(more=1)}, bytes(8)), "'a' is not described"),
-    (container({"a": entry(dtype="F8_E4M3")}, bytes(8)), "'a' has dtype 'F8_E4M3'; known are F64"),
-    (container({"a": entry(dtype=["F32"])}, bytes(8)), "'a' has dtype"),
-    (container({"a": entry(shape=(-2, -1))}, bytes(8)), "'a' has shape"),
-    (container({"a": entry(shape=(True, 2))}, bytes(8)), "'a' has shape"),
-    (container({"a": entry(shape=(2.0,))}, bytes(8)), "'a' has shape"),
-    (container({"a": entry(shape="2")}, bytes(8)), "'a' has shape"),
-    (container({"a": entry(shape=(1 << 62, 1 << 62))}, bytes(8)), "not those of"),
-    (container({"a": entry(shape=[9999999999] * 400_000)}, bytes(8)), "'a' has 400000 numbers in its shape"),
-    (container({"a": entry(offsets=(8, 0))}, bytes(8)), "not those of"),
-    (container({"a": entry(offsets=(0, 8, 16))}, bytes(8)), "not those of"),
-    (container({"a": entry(offsets=(-8, 0))}, bytes(8)), "'a' has data_offsets"),
-    (container({"a": entry()}, bytes(7)), "the tensors end at byte"),
-    (container({"a": entry()}, bytes(9)), "the tensors end at byte"),
-    (container({"a": entry(), "b": entry()}, bytes(8)), "'b' begins at byte"),
-    (container({"a": entry(offsets=(4, 12))}, bytes(12)), "'a' begins at byte"),
+    (
+        container({"a": entry(dtype="F8_E4M3")}, bytes(8)),
+        "dtype of 'a': .* F64,.*, got 'F8_E4M3'",
+    ),
+    (container({"a": entry(dtype=["F32"])}, bytes(8)), "dtype of 'a': expected"),
+    (container({"a": entry(shape=(-2, -1))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
+    (container({"a": entry(shape=(True, 2))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
+    (container({"a": entry(shape=(2.0,))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
+    (container({"a": entry(shape="2")}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
+    (container({"a": entry(shape=(1 << 62, 1 << 62))}, bytes(8)), "data_offsets of 'a': expected"),
+    (
+        container({"a": entry(shape=[9999999999] * 400_000)}, bytes(8)),
+        "at most 64 numbers, got 400000",
+    ),
+    (container({"a": entry(offsets=(8, 0))}, bytes(8)), r"expected 8 bytes, .* got \[8, 0\]"),
+    (container({"a": entry(offsets=(0, 8, 16))}, bytes(8)), r"8 bytes, .* got \[0, 8, 16\]"),
+    (
+        container({"a": entry(offsets=(-8, 0))}, bytes(8)),
+        r"offsets of 'a': .* from 0, got \[-8, 0\]",
+    ),
+    (container({"a": entry()}, bytes(7)), r"tensors at byte \d+, the end of the file, got \d+\."),
+    (container({"a": entry()}, bytes(9)), "expected the end of the tensors at byte"),
+    (container({"a": entry(), "b": entry()}, bytes(8)), "'b': expected its first byte at"),
+    (container({"a": entry(offsets=(4, 12))}, bytes(12)), "'a': expected its first byte at"),
 ]
 
 
@@ -376,13 +388,13 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, folder / "two.safetensors")
     index = folder / "model.safetensors.index.json"
     wrong: list[tuple[Any, str]] = [
-        ({"weight_map": {"a": "../secret.safetensors"}}, r"'a' is said to be in '../secret"),
-        ({"weight_map": {"a": str(tmp_path / "secret.safetensors")}}, "is said to be in"),
-        ({"weight_map": {"a": "pytorch_model.bin"}}, "is said to be in"),
-        ({"weight_map": {"a": 3}}, "is said to be in 3"),
+        ({"weight_map": {"a": "../secret.safetensors"}}, r"file of 'a': .* got '../secret"),
+        ({"weight_map": {"a": str(tmp_path / "secret.safetensors")}}, "of the same folder, got '/"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "of the same folder, got 'pytorch_model"),
+        ({"weight_map": {"a": 3}}, "of the same folder, got 3"),
         ({"weight_map": {"z": "one.safetensors"}}, r"one.safetensors: 'z' is not in it"),
         ({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}, "'a' is in another file"),
-        ({"weight_map": {"a": "three.safetensors"}}, "three.safetensors: cannot be read: No such file"),
+        ({"weight_map": {"a": "three.safetensors"}}, "three.safetensors: it cannot be read: No such file"),
         ({"weight_map": {}}, "no 'weight_map'"),
         ([], "no 'weight_map'"),
     ]
@@ -395,7 +407,7 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not an index"):
         find_weights(folder)
     index.unlink()
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .* but \['one.safetensors'"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors or .* in it, got \['one.safetensors'"):
         find_weights(folder)
     os.mkfifo(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a regular file"):

@@ -27,7 +27,10 @@ def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
     torch's own copy would start worker threads of its own beside those of the training step.
     """
     if destination.numel() != source.numel():
-        raise ValueError(f"cannot copy {source.numel()} bytes over {destination.numel()}")
+        raise ValueError(
+            f"destination: expected {source.numel()} bytes, the size of the source, got "
+            f"{destination.numel()}. Pass buffers of one size."
+        )
     if source.numel():
         ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
 

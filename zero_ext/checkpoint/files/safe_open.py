@@ -14,7 +14,9 @@ def open_regular(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: not a regular file")
+        raise CheckpointError(
+            f"{path}: it is not a regular file. Put a regular file there, or pass another path."
+        )
     return descriptor
 
 

@@ -69,7 +69,10 @@ class CheckpointDirectory:
             step = self._latest(known)
         if step not in known:
             there = ", ".join(step_name(other) for other in known) or "none"
-            raise CheckpointError(f"{self.root}: no checkpoint {step_name(step)}; there: {there}")
+            raise CheckpointError(
+                f"{self.root}: expected a checkpoint {step_name(step)}, got {there}. Pass one of these "
+                "steps, or another directory."
+            )
         return step
 
     def _latest(self, known: list[int]) -> int:
@@ -80,12 +83,19 @@ class CheckpointDirectory:
             # A crash between a first checkpoint's commit and its 'latest' file: the checkpoint is complete.
             if known:
                 return known[-1]
-            raise CheckpointError(f"{self.root}: holds no checkpoint") from None
+            raise CheckpointError(
+                f"{self.root}: it holds no checkpoint. Save one first, or pass the directory that holds some."
+            ) from None
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{path}: it cannot be read: {error.strerror}. Make it readable, or pass step=."
+            ) from error
         step = _step_of(name)
         if step is None:
-            raise CheckpointError(f"{path}: says {name!r}, wanted a name like {step_name(123)!r}; give step=")
+            raise CheckpointError(
+                f"{path}: expected a name like {step_name(123)!r}, got {name!r}. Pass step= to load without "
+                "it."
+            )
         return step
 
     @contextmanager
@@ -131,8 +141,8 @@ class CheckpointDirectory:
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                     warnings.warn(
-                        f"{self.root}: this file system has no locks ({error.strerror}); "
-                        "let one job at a time save here",
+                        f"{self.root}: this file system has no locks ({error.strerror}). "
+                        "Let one job at a time save here.",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -141,8 +151,8 @@ class CheckpointDirectory:
                     raise
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.root}: another save has held this directory for {timeout_seconds:g} s; "
-                    "save other models to directories of their own"
+                    f"{self.root}: another save has held this directory for {timeout_seconds:g} s. "
+                    "Wait for its end, or save other models to directories of their own."
                 )
             time.sleep(_LOCK_POLL_SECONDS)
 

@@ -23,12 +23,15 @@ _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CO
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name without the module: ``float32``. ValueError for a dtype no checkpoint holds."""
     if dtype not in SAFETENSORS_CODES:
-        raise ValueError(f"dtype {dtype} cannot be stored in a checkpoint; these can: {', '.join(_BY_NAME)}")
+        raise ValueError(
+            f"dtype: expected one that a checkpoint can store ({', '.join(_BY_NAME)}), got {dtype}. Convert "
+            "to one of these."
+        )
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name; ValueError for a name no checkpoint holds."""
     if name not in _BY_NAME:
-        raise ValueError(f"dtype {name!r} is unknown; known: {', '.join(_BY_NAME)}")
+        raise ValueError(f"dtype: expected one of {', '.join(_BY_NAME)}, got {name!r}. Use one of these.")
     return _BY_NAME[name]

@@ -67,7 +67,10 @@ def decode(value: Any, path: str) -> Any:
 
 def _encode(value: object, path: _AnyPath, depth: int) -> Any:
     if depth > _DEEPEST:
-        raise ValueError(f"{path}: nested deeper than {_DEEPEST} levels (does it contain itself?)")
+        raise ValueError(
+            f"{path}: expected at most {_DEEPEST} nested levels, got more. Flatten it, and check whether it "
+            "contains itself."
+        )
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -81,9 +84,9 @@ def _encode(value: object, path: _AnyPath, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path)
     raise TypeError(
-        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored in a checkpoint; "
-        "give None, bool, int, float, str, bytes, list, tuple, dict or a small tensor "
-        "(an object's state_dict(), not the object)"
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored in a checkpoint. "
+        "Pass None, bool, int, float, str, bytes, list, tuple, dict or a small tensor, such as an object's "
+        "state_dict() in place of the object."
     )
 
 
@@ -112,11 +115,14 @@ def _encode_mapping(value: Mapping[Any, Any], path: _AnyPath, depth: int) -> Any
 
 def _encode_tensor(value: torch.Tensor, path: _AnyPath) -> Any:
     if value.device.type != "cpu" or value.layout != torch.strided:
-        raise TypeError(f"{path}: a {value.layout} tensor on {value.device} cannot be stored; call .cpu()")
+        raise TypeError(
+            f"{path}: expected a dense tensor on the CPU, got a {value.layout} tensor on {value.device}. "
+            "Call .cpu(), and .to_dense() if it is sparse."
+        )
     if value.nbytes > LARGEST_TENSOR_BYTES:
         raise ValueError(
-            f"{path}: a tensor of {value.nbytes} bytes is too large to go beside the parameters "
-            f"(limit {LARGEST_TENSOR_BYTES}); make it a buffer of the model or save it in a file of its own"
+            f"{path}: expected a tensor of at most {LARGEST_TENSOR_BYTES} bytes alongside the parameters, "
+            f"got {value.nbytes}. Make it a buffer of the model, or save it in a file of its own."
         )
     stored = byte_view(value.contiguous())
     data = base64.b64encode(raw_view(stored)).decode()
@@ -148,25 +154,33 @@ class _Decoder:
         mark = marks[0]
         if len(value) != 1:
             raise ValueError(
-                f"{path}: {brief(mark)} stands beside other keys; the file is damaged or foreign"
+                f"{path}: expected {brief(mark)} as the only key, got {len(value)} keys. Use another "
+                "checkpoint, since this one is damaged or foreign."
             )
         try:
             return self._decode_marked(mark, value[mark], path)
         except (TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
             if isinstance(error, RecursionError):
                 raise
-            raise ValueError(f"{path}: {brief(mark)} does not hold what it should: {error}") from error
+            raise ValueError(
+                f"{path}: {brief(mark)} does not hold what it should: {error}. Use another checkpoint."
+            ) from error
 
     def _decode_marked(self, mark: str, content: Any, path: _AnyPath) -> Any:
         if mark == "$float":
             if content not in ("nan", "inf", "-inf"):
-                raise ValueError(f"{path}: $float holds {brief(content)}, wanted nan, inf or -inf")
+                raise ValueError(
+                    f"{path}: $float: expected nan, inf or -inf, got {brief(content)}. Use another "
+                    "checkpoint."
+                )
             return float(content)
         if mark == "$bytes":
             return base64.b64decode(content, validate=True)
         if mark == "$tuple":
             if not isinstance(content, list):
-                raise ValueError(f"{path}: $tuple holds a {type(content).__name__}, wanted a list")
+                raise ValueError(
+                    f"{path}: $tuple: expected a list, got {type(content).__name__}. Use another checkpoint."
+                )
             return tuple(self.decode(content, path))
         if mark in ("$dict", "$counter"):
             pairs = {
@@ -177,7 +191,8 @@ class _Decoder:
         if mark == "$tensor":
             return _decode_tensor(content, path)
         raise ValueError(
-            f"{path}: unknown mark {brief(mark)}; was the checkpoint written by a newer zero_ext?"
+            f"{path}: unknown mark {brief(mark)}. Upgrade zero_ext if a newer release wrote the checkpoint, "
+            "or use another one."
         )
 
     def _decode_key(self, key: Any, path: _AnyPath) -> Any:
@@ -198,9 +213,15 @@ def _decode_tensor(content: dict[str, Any], path: _AnyPath) -> torch.Tensor:
     dtype, shape = dtype_named(content["dtype"]), content["shape"]
     data = base64.b64decode(content["data"], validate=True)
     if len(shape) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{path}: tensor shape {brief(shape)} is no list of sizes")
+        raise ValueError(
+            f"{path}: tensor shape: expected a list of at most {_MAX_DIMENSIONS} sizes, got {brief(shape)}. "
+            "Use another checkpoint."
+        )
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{path}: {len(data)} bytes do not make a {dtype} tensor of shape {brief(shape)}")
+        raise ValueError(
+            f"{path}: expected the bytes of a {dtype} tensor of shape {brief(shape)}, got {len(data)}. Use "
+            "another checkpoint."
+        )
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

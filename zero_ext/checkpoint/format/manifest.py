@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -133,13 +134,15 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
     trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
     if trailer is None:
         raise CheckpointError(
-            f"{path}: does not end as a zero_ext manifest does; it is truncated or another program's"
+            f"{path}: it does not end as a zero_ext manifest does. Use another checkpoint, since this file "
+            "is truncated or another program's."
         )
     body = data[:-_TRAILER_BYTES]
     seen, wanted = checksum(body), int(trailer[1], 16)
     if seen != wanted:
         raise CheckpointError(
-            f"{path}: damaged: its bytes have CRC32C {seen:08x}, it says {wanted:08x}; use another checkpoint"
+            f"{path}: damaged: expected CRC32C {wanted:08x}, as it says, got {seen:08x}. Use another "
+            "checkpoint."
         )
     fields = _parse(body + b"}", path)
     _check_version(fields, path)
@@ -148,7 +151,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(item) for item in problem["loc"])
-        raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {brief(problem['input'])}") from None
+        raise CheckpointError(
+            f"{path}: {where}: {problem['msg']}, got {brief(problem['input'])}. Use another checkpoint."
+        ) from None
 
 
 def _read(path: Path) -> bytes:
@@ -156,10 +161,12 @@ def _read(path: Path) -> bytes:
         shard_bytes = sum(shard.stat().st_size for shard in path.parent.glob("rank-*.safetensors"))
         data = read_limited(path, _most_bytes(shard_bytes) + 1)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; is this a checkpoint?") from error
+        raise CheckpointError(
+            f"{path}: it cannot be read: {error.strerror}. Check that this is a checkpoint."
+        ) from error
     problem = _oversize(data, shard_bytes)
     if problem is not None:
-        raise CheckpointError(f"{path}: {problem}. This is no manifest: use another checkpoint.")
+        raise CheckpointError(f"{path}: {problem}. Use another checkpoint, since this is no manifest.")
     return data
 
 
@@ -187,37 +194,47 @@ def _oversize(data: bytes, shard_bytes: int) -> str | None:
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+        fields = json.loads(
+            text,
+            parse_constant=partial(_refuse_constant, path),
+            object_pairs_hook=partial(_refuse_duplicates, path),
+        )
     except RecursionError:
-        raise CheckpointError(f"{path}: nested too deeply") from None
+        raise CheckpointError(f"{path}: it is nested too deeply. Use another checkpoint.") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+        raise CheckpointError(f"{path}: it is not valid JSON: {error}. Use another checkpoint.") from None
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: holds a {type(fields).__name__}, wanted an object")
+        raise CheckpointError(
+            f"{path}: expected a JSON object, got {type(fields).__name__}. Use another checkpoint."
+        )
     return fields
 
 
 def _check_version(fields: dict[str, Any], path: Path) -> None:
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format is {brief(fields.get('format'))}, wanted {FORMAT!r}")
+        raise CheckpointError(
+            f"{path}: format: expected {FORMAT!r}, got {brief(fields.get('format'))}. Use another checkpoint."
+        )
     version = fields.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{path}: version is {brief(version)}, this zero_ext reads {VERSION}; "
-            "load it with the release that wrote it"
+            f"{path}: version: expected {VERSION}, which this zero_ext reads, got {brief(version)}. "
+            "Load it with the release that wrote it."
         )
 
 
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
+def _refuse_constant(path: Path, name: str) -> object:
+    raise CheckpointError(f"{path}: expected JSON numbers, got {name}. Use another checkpoint.")
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {brief(key)} occurs twice in one object")
+                raise CheckpointError(
+                    f"{path}: key {brief(key)} occurs twice in one object. Use another checkpoint."
+                )
             seen.add(key)
     return found

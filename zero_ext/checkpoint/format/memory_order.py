@@ -14,7 +14,10 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     ValueError unless the elements fill ``prod(shape)`` places without holes or overlaps.
     """
     if len(shape) != len(stride):
-        raise ValueError(f"shape {tuple(shape)} and stride {tuple(stride)} differ in length")
+        raise ValueError(
+            f"stride: expected {len(shape)} numbers, one for each of shape {tuple(shape)}, got "
+            f"{tuple(stride)}. Pass one for each dimension."
+        )
     if math.prod(shape) == 0:
         return ()
     order = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -stride[dim])
@@ -22,8 +25,8 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     for dim in reversed(order):
         if stride[dim] != expected:
             raise ValueError(
-                f"stride {tuple(stride)} of shape {tuple(shape)} leaves holes or overlaps in memory; "
-                "only dense layouts can be stored"
+                f"stride: expected a dense layout of shape {tuple(shape)}, as only these can be stored, got "
+                f"{tuple(stride)}, which leaves holes or overlaps in memory. Make the tensor contiguous."
             )
         expected *= shape[dim]
     return tuple(order)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES, SAFETENSORS_DTY
 
 LARGEST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+_REPLACE = "Replace it with an intact copy."
 _MOST_DIMENSIONS = 64  # torch's; the size of a shape of millions of numbers would take hours to multiply
 
 
@@ -50,7 +52,7 @@ def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -
     offset = 0
     for entry in entries:
         if entry.key in table:
-            raise ValueError(f"tensor {entry.key!r} occurs twice in one file")
+            raise ValueError(f"tensor {entry.key!r}: it occurs twice in one file. Rename one of the two.")
         end = offset + entry.nbytes
         code = SAFETENSORS_CODES[entry.dtype]
         table[entry.key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [offset, end]}
@@ -59,8 +61,8 @@ def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -
     padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
     if padded > LARGEST_HEADER_BYTES:
         raise ValueError(
-            f"{len(table)} tensors need a table of {padded} bytes; "
-            f"readers of safetensors accept {LARGEST_HEADER_BYTES}"
+            f"table of {len(table)} tensors: expected at most {LARGEST_HEADER_BYTES} bytes, which readers of "
+            f"safetensors accept, got {padded}. Write fewer tensors to one file."
         )
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
@@ -83,55 +85,67 @@ def read_header(path: Path) -> list[StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(LARGEST_HEADER_BYTES, size - 8):
             raise CheckpointError(
-                f"{path}: not a safetensors file: a table of {length} bytes in a file of {size}; the limit "
-                f"is {LARGEST_HEADER_BYTES}"
+                f"{path}: it is not a safetensors file: expected a table of 2 to {LARGEST_HEADER_BYTES} "
+                f"bytes within the file, got a table of {length} bytes in a file of {size}. {_REPLACE}"
             )
         text = file.read(length)
     try:
-        table = json.loads(text, object_pairs_hook=_without_repetition)
+        table = json.loads(text, object_pairs_hook=partial(_without_repetition, path))
         if not isinstance(table, dict):
-            raise ValueError(f"it is a {type(table).__name__}, not a table of names")
+            raise _damaged(path, f"expected a table of names, got {type(table).__name__}")
         table.pop("__metadata__", None)
-        found = [_stored_tensor(key, value, 8 + length) for key, value in table.items()]
+        found = [_stored_tensor(path, key, value, 8 + length) for key, value in table.items()]
         found.sort(key=lambda tensor: (tensor.offset, tensor.entry.nbytes))
-        _check_gapless(found, 8 + length, size)
+        _check_gapless(path, found, 8 + length, size)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: its table of tensors is damaged: {error}; get the file again"
-        ) from error
+        raise _damaged(path, str(error)) from error
     return found
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: its table of tensors is damaged: {problem}. {_REPLACE}")
+
+
+def _without_repetition(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a name occurs twice")
+        raise _damaged(path, "a name occurs twice")
     return table
 
 
-def _stored_tensor(key: str, value: Any, begin: int) -> StoredTensor:
+def _stored_tensor(path: Path, key: str, value: Any, begin: int) -> StoredTensor:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{key!r} is not described by dtype, shape and data_offsets")
+        raise _damaged(path, f"{key!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
-        raise ValueError(f"{key!r} has dtype {dtype!r}; known are {', '.join(SAFETENSORS_DTYPES)}")
+        raise _damaged(
+            path, f"dtype of {key!r}: expected one of {', '.join(SAFETENSORS_DTYPES)}, got {dtype!r}"
+        )
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if isinstance(numbers, list) and len(numbers) > _MOST_DIMENSIONS:
-            raise ValueError(f"{key!r} has {len(numbers)} numbers in its {what}, {_MOST_DIMENSIONS} at most")
+            raise _damaged(
+                path, f"{what} of {key!r}: expected at most {_MOST_DIMENSIONS} numbers, got {len(numbers)}"
+            )
         if not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
-            raise ValueError(f"{key!r} has {what} {numbers!r}, a list of numbers from 0 wanted")
+            raise _damaged(path, f"{what} of {key!r}: expected a list of numbers from 0, got {numbers!r}")
     entry = TensorEntry(key, SAFETENSORS_DTYPES[dtype], tuple(shape))
     if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
-        raise ValueError(
-            f"{key!r}: {dtype} of shape {shape} has {entry.nbytes} bytes, not those of {offsets}"
+        raise _damaged(
+            path,
+            f"data_offsets of {key!r}: expected {entry.nbytes} bytes, as {dtype} of shape {shape} has, got "
+            f"{offsets}",
         )
     return StoredTensor(entry, begin + offsets[0])
 
 
-def _check_gapless(tensors: Iterable[StoredTensor], begin: int, end: int) -> None:
+def _check_gapless(path: Path, tensors: Iterable[StoredTensor], begin: int, end: int) -> None:
     for tensor in tensors:
         if tensor.offset != begin:
-            raise ValueError(f"{tensor.entry.key!r} begins at byte {tensor.offset}, {begin} wanted")
+            raise _damaged(
+                path, f"{tensor.entry.key!r}: expected its first byte at {begin}, got {tensor.offset}"
+            )
         begin += tensor.entry.nbytes
     if begin != end:
-        raise ValueError(f"the tensors end at byte {begin}, the file at {end}")
+        raise _damaged(
+            path, f"expected the end of the tensors at byte {end}, the end of the file, got {begin}"
+        )

@@ -145,8 +145,8 @@ class ChunkReader:
         """What to say about a chunk whose checksum is ``found`` and not its own."""
         return (
             f"{self.path(chunk.file)}: damaged: bytes {chunk.offset} to {chunk.offset + chunk.size} "
-            f"({chunk.label}) have CRC32C {found or 0:08x}, the manifest says {chunk.crc32c or 0:08x}; "
-            "use another checkpoint"
+            f"({chunk.label}): expected CRC32C {chunk.crc32c or 0:08x}, as the manifest says, got "
+            f"{found or 0:08x}. Use another checkpoint."
         )
 
     def _fetch(
@@ -180,10 +180,14 @@ class ChunkReader:
             count = os.preadv(self._descriptor(file), views, offset)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path(file)}: reading at byte {offset} failed: {error.strerror}"
+                f"{self.path(file)}: reading at byte {offset} failed: {error.strerror}. Check the disk, or "
+                "use a copy of the file."
             ) from error
         if count == 0:
-            raise CheckpointError(f"{self.path(file)}: ends at byte {offset}; it was truncated")
+            raise CheckpointError(
+                f"{self.path(file)}: it ends at byte {offset}. Use another copy, since this one was "
+                "truncated."
+            )
         return count
 
     def _descriptor(self, file: int) -> int:

@@ -81,7 +81,10 @@ def check_slice(state: TensorSlice) -> None:
     where = f"{state.kind} of {state.name!r}"
     check_values(state.tensor, where)
     if type(state.start) is not int or state.start < 0:
-        raise ValueError(f"{where}: starts at {state.start!r}, wanted an element offset of 0 or more")
+        raise ValueError(
+            f"{where}: start: expected an element offset of 0 or more, got {state.start!r}. Pass such a "
+            "number."
+        )
 
 
 def plan_fills(manifest: Manifest, wanted: Iterable[FillTarget]) -> list[Fill]:
@@ -94,8 +97,8 @@ def plan_fills(manifest: Manifest, wanted: Iterable[FillTarget]) -> list[Fill]:
         records = stored.get((target.kind, target.name))
         if records is None:
             raise ValueError(
-                f"{target.kind} of {target.name!r} is not in the checkpoint; was it saved with another "
-                "optimizer?"
+                f"{target.kind} of {target.name!r}: it is not in the checkpoint, which may be of another "
+                "optimizer. Use the optimizer that it was saved with."
             )
         _check_fit(target, records)
         for record in records:
@@ -116,14 +119,16 @@ def _check_fit(target: FillTarget, records: list[SliceRecord]) -> None:
     elements = records[-1].start + records[-1].numel
     if target.start + target.numel > elements:
         raise ValueError(
-            f"{target.kind} of {target.name!r}: elements {target.start} to {target.start + target.numel} "
-            f"are needed, the checkpoint holds {elements}"
+            f"{target.kind} of {target.name!r}: expected elements {target.start} to "
+            f"{target.start + target.numel}, got only the first {elements} in the checkpoint. Use the model "
+            "and optimizer that it was saved with."
         )
     dtype = dtype_named(records[0].dtype)
     both_float = dtype.is_floating_point and target.values.dtype.is_floating_point
     if dtype != target.values.dtype and not both_float:
         raise ValueError(
-            f"{target.kind} of {target.name!r} is stored as {dtype} and needed as {target.values.dtype}"
+            f"{target.kind} of {target.name!r}: expected {target.values.dtype}, got {dtype} in the "
+            "checkpoint. Use the model and optimizer that it was saved with."
         )
 
 

@@ -40,6 +40,11 @@ class SavedSlice(NamedTuple):
         return f"{self.name}:{self.kind}:{self.start}"
 
     @property
+    def label(self) -> str:
+        """Its name in errors."""
+        return f"{self.kind} of {self.name!r}"
+
+    @property
     def numel(self) -> int:
         """Elements of it."""
         return element_count(self.values)
@@ -66,7 +71,7 @@ class SavedSlice(NamedTuple):
         elements = CHUNK_BYTES // values.dtype.itemsize
         for begin in range(0, self.numel, elements):
             end = min(begin + elements, self.numel)
-            yield byte_view(read_stored(values, begin, end, f"{self.kind} of {self.name!r}"))
+            yield byte_view(read_stored(values, begin, end, self.label))
 
 
 def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tensor]) -> list[SavedSlice]:
@@ -78,7 +83,10 @@ def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tens
     for state in slices:
         check_slice(state)
         if not state.kind or state.kind == BUFFER:
-            raise ValueError(f"{state.name!r}: kind {state.kind!r} is not a kind of parameter state")
+            raise ValueError(
+                f"kind of {state.name!r}: expected a kind of parameter state, as 'master', got "
+                f"{state.kind!r}. Name the kind of the state."
+            )
         values = state.tensor.detach() if isinstance(state.tensor, torch.Tensor) else state.tensor
         found.append(SavedSlice(state.kind, state.name, state.start, values))
     for name, buffer in buffers.items():
@@ -171,10 +179,13 @@ def _check_dtype(saved: SavedSlice) -> None:
     try:
         dtype_name(saved.values.dtype)
     except ValueError as error:
-        raise ValueError(f"{saved.kind} of {saved.name!r}: {error}") from None
+        raise ValueError(f"{saved.label}: {error}") from None
 
 
 def _in_memory(saved: SavedSlice) -> torch.Tensor:
     if not isinstance(saved.values, torch.Tensor):
-        raise ValueError(f"{saved.kind} of {saved.name!r} is in a store; only slices in memory can be staged")
+        raise ValueError(
+            f"{saved.label}: it is in a store, and only slices in memory can be staged. Write it without "
+            "staging."
+        )
     return saved.values

@@ -23,16 +23,25 @@ def check_values(values: object, label: str) -> None:
     if isinstance(values, torch.Tensor):
         if values.is_meta or values.dim() != 1 or not values.is_contiguous():
             raise ValueError(
-                f"{label}: got a tensor of shape {tuple(values.shape)}, stride {values.stride()} "
-                f"on {values.device}, wanted one dimension, contiguous, in memory"
+                f"{label}: expected a contiguous tensor of one dimension in memory, got shape "
+                f"{tuple(values.shape)}, stride {values.stride()} on {values.device}. Flatten it, and make "
+                "it contiguous."
             )
         return
     if not isinstance(values, StoredValues):
-        raise TypeError(f"{label}: got a {type(values).__name__}, wanted a tensor or StoredValues")
+        raise TypeError(
+            f"{label}: expected a tensor or StoredValues, got {type(values).__name__}. Pass one of these."
+        )
     if type(values.numel) is not int or values.numel < 0:
-        raise ValueError(f"{label}: its store gives numel {values.numel!r}, wanted a number of elements")
+        raise ValueError(
+            f"{label}: numel of its store: expected a number of elements, got {values.numel!r}. Return such "
+            "a number."
+        )
     if not isinstance(values.dtype, torch.dtype):
-        raise TypeError(f"{label}: its store gives dtype {values.dtype!r}, wanted a torch.dtype")
+        raise TypeError(
+            f"{label}: dtype of its store: expected a torch.dtype, got {values.dtype!r}. Return a "
+            "torch.dtype."
+        )
 
 
 def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch.Tensor:
@@ -43,8 +52,8 @@ def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch
         raise CheckpointError(_failure(label, "reading", begin, end, error)) from error
     if found.dtype != values.dtype or found.shape != (end - begin,):
         raise CheckpointError(
-            f"{label}: its store answers a read of elements {begin} to {end} with {tuple(found.shape)} of "
-            f"{found.dtype}, wanted {(end - begin,)} of {values.dtype}; the store is at fault"
+            f"{label}: a read of elements {begin} to {end} of its store: expected shape {(end - begin,)} of "
+            f"{values.dtype}, got {tuple(found.shape)} of {found.dtype}. Fix the store."
         )
     return found.cpu()
 
@@ -61,4 +70,5 @@ def write_stored(values: StoredValues, begin: int, found: torch.Tensor, label: s
 
 
 def _failure(label: str, doing: str, begin: int, end: int, error: Exception) -> str:
-    return f"{label}: {doing} elements {begin} to {end} of its store failed: {type(error).__name__}: {error}"
+    failure = f"{doing} elements {begin} to {end} of its store failed: {type(error).__name__}: {error}"
+    return f"{label}: {failure}. Check the store and its disk."

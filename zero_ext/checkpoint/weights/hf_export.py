@@ -56,7 +56,9 @@ def export_huggingface(
     """
     wanted = _checked_dtype(dtype)
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; give a number of bytes from 1")
+        raise ValueError(
+            f"max_shard_bytes: expected a whole number of bytes from 1, got {max_shard_bytes!r}. Pass an int."
+        )
     path, manifest = open_checkpoint(directory, step)
     weights = stored_weights(path, manifest)
     if wanted is not None:
@@ -88,7 +90,9 @@ def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     found = dtype_named(dtype) if isinstance(dtype, str) else dtype
     if found not in SAFETENSORS_CODES or not found.is_floating_point:
-        raise ValueError(f"dtype is {dtype!r}; weights can go out as float32, bfloat16, float16 or float64")
+        raise ValueError(
+            f"dtype: expected float32, bfloat16, float16 or float64, got {dtype!r}. Export as one of these."
+        )
     return found
 
 

@@ -43,8 +43,8 @@ def find_weights(path: str | os.PathLike[str]) -> WeightFiles:
         if not names:
             seen = sorted(entry.name for entry in root.iterdir())[:8]
             raise CheckpointError(
-                f"{root}: neither {SINGLE_NAME} nor {INDEX_NAME} is in it, but {seen}; convert other formats "
-                "with transformers: model.save_pretrained(folder)"
+                f"{root}: expected {SINGLE_NAME} or {INDEX_NAME} in it, got {seen}. Convert other formats "
+                "with transformers: model.save_pretrained(folder)."
             )
         root = root / names[0]
     try:
@@ -57,24 +57,36 @@ def find_weights(path: str | os.PathLike[str]) -> WeightFiles:
                 keys.add(key)
         return _collect(wanted)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{error.filename or root}: it cannot be read: {error.strerror}. Check the path and its "
+            "permissions."
+        ) from error
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{root}: names a file that no file system can hold: {error}") from error
+        raise CheckpointError(
+            f"{root}: it names a file that no file system can hold: {error}. Repair the index."
+        ) from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(read_limited(path, LARGEST_HEADER_BYTES))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not an index of safetensors files: {error}") from error
+        raise CheckpointError(
+            f"{path}: it is not an index of safetensors files: {error}. Pass such an index, or a "
+            ".safetensors file."
+        ) from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{path}: not an index of safetensors files: it has no 'weight_map'")
+        raise CheckpointError(
+            f"{path}: it is not an index of safetensors files, since it has no 'weight_map'. Pass such an "
+            "index, or a .safetensors file."
+        )
     for key, name in names.items():
         plain = isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
         if not plain or "\0" in name:
             raise CheckpointError(
-                f"{path}: {key!r} is said to be in {name!r}; a .safetensors file of the same folder is wanted"
+                f"{path}: file of {key!r}: expected a .safetensors file of the same folder, got {name!r}. "
+                "Repair the index."
             )
     return names
 
@@ -86,9 +98,15 @@ def _collect(wanted: Mapping[Path, set[str] | None]) -> WeightFiles:
         found = {tensor.entry.key: (number, tensor) for tensor in read_header(path)}
         absent = sorted((keys or set()) - found.keys())
         if absent:
-            raise CheckpointError(f"{path}: {absent[0]!r} is not in it, though the index says so")
+            raise CheckpointError(
+                f"{path}: {absent[0]!r} is not in it, though the index says so. Repair the index, or replace "
+                "this file with an intact copy."
+            )
         repeated = sorted(found.keys() & tensors.keys())
         if repeated:
-            raise CheckpointError(f"{path}: {repeated[0]!r} is in another file of the same weights too")
+            raise CheckpointError(
+                f"{path}: {repeated[0]!r} is in another file of the same weights too. Remove it from one of "
+                "them."
+            )
         tensors |= found
     return WeightFiles(tuple(wanted), tensors)

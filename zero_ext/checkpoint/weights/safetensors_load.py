@@ -21,8 +21,9 @@ from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 
 # A file has no checksums whose size would say how much to read as one.
 CHUNK_BYTES = 4 << 20
-_UNCHANGED = "Nothing of the model was changed"
-_DAMAGE = "weights from safetensors were loaded only in part; load them all, or a checkpoint"
+_UNCHANGED = "Nothing of the model was changed."
+_DAMAGE = "weights from safetensors were loaded only in part"
+_REMEDY = f"The {_DAMAGE}. Load them all, or a checkpoint."
 
 
 def load_safetensors(
@@ -81,18 +82,21 @@ def load_safetensors(
         session.finish_previous()
         if engine.optimizer_step.damage not in (None, _DAMAGE):
             raise RuntimeError(
-                f"the optimizer's state is damaged, load a checkpoint first: {engine.optimizer_step.damage}"
+                f"optimizer: its state is damaged: {engine.optimizer_step.damage}. Load a checkpoint first."
             )
         files = find_weights(path)
         plans.append(plan_weights(engine, files, strict, rename))
         return files.digest()
 
     if len(set(consensus.stage(plan, _UNCHANGED))) > 1:
-        raise CheckpointError(f"{os.fspath(path)}: the ranks see different files there. {_UNCHANGED}")
+        raise CheckpointError(
+            f"{os.fspath(path)}: the ranks see different files there. Copy the same files to all machines. "
+            f"{_UNCHANGED}"
+        )
     (planned,) = plans
     consensus.stage(engine.follow_writes, _UNCHANGED)
     before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
-    consensus.stage(lambda: _fill(planned), _DAMAGE)
+    consensus.stage(lambda: _fill(planned), _REMEDY)
     state.finish_load()
     engine.optimizer_step.damage = before if planned.missing else None
     consensus.raise_interrupt()

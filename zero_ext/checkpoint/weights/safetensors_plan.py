@@ -54,13 +54,16 @@ def plan_weights(engine: Engine, files: WeightFiles, strict: bool, rename: Renam
     if problems:
         shown = "; ".join(problems[:_MOST_PROBLEMS_SHOWN])
         left = len(problems) - _MOST_PROBLEMS_SHOWN
-        raise ValueError(f"the weights do not fit: {shown}{f'; and {left} more' if left > 0 else ''}")
+        more = f" and {left} more" if left > 0 else ""
+        raise ValueError(
+            f"weights: they do not fit the model: {shown}{more}. Pass the weights of this model."
+        )
     missing = [name for name in specs if name not in keys]
     unexpected = [alias for alias in key_of if alias not in names]
     if strict and (missing or unexpected):
         raise ValueError(
-            f"the weights lack {missing} and have {unexpected}, which the model does not; give 'rename' if "
-            "they have other names there, or strict=False to leave them"
+            f"weights: they lack {missing} and have {unexpected}, which the model does not. Pass 'rename' if "
+            "they have other names there, or strict=False to leave them."
         )
     targets: dict[str, list[FillTarget]] = {name: [] for name in keys}
     for needed in checkpoint_sources(engine).own.load_slices():
@@ -114,9 +117,12 @@ def _renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
     for key in files.tensors:
         name = key if rename is None else rename(key) if callable(rename) else rename.get(key, key)
         if not isinstance(name, str):
-            raise TypeError(f"rename gives {name!r} for {key!r}; a name wanted")
+            raise TypeError(f"rename: expected a name for {key!r}, got {name!r}. Let it give text.")
         if name in found:
-            raise ValueError(f"rename gives {name!r} for both {found[name]!r} and {key!r}")
+            raise ValueError(
+                f"rename: expected a name of its own for each tensor, got {name!r} for both {found[name]!r} "
+                f"and {key!r}. Give one of them another name."
+            )
         found[name] = key
     return found
 
@@ -124,8 +130,8 @@ def _renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
 def _misfit(name: str, spec: _TensorSpec, tensor: StoredTensor) -> list[str]:
     problems = []
     if tensor.entry.shape != spec.shape:
-        problems.append(f"{name!r} has shape {tensor.entry.shape}, the model's {spec.shape}")
+        problems.append(f"{name!r}: expected shape {spec.shape}, got {tensor.entry.shape}")
     both_float = tensor.entry.dtype.is_floating_point and spec.dtype.is_floating_point
     if tensor.entry.dtype != spec.dtype and not both_float:
-        problems.append(f"{name!r} is {tensor.entry.dtype}, the model's {spec.dtype}")
+        problems.append(f"{name!r}: expected {spec.dtype}, got {tensor.entry.dtype}")
     return problems

@@ -76,7 +76,7 @@ def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = 
     found = sorted(out.glob(f"{stem}*{suffix}")) + sorted(out.glob(index))
     if found:
         raise CheckpointError(
-            f"{found[0]} exists; remove the exported weights there or give another directory"
+            f"{found[0]}: it exists already. Remove the exported weights there, or pass another directory."
         )
     shards = _split(weights if pickled else first_names(weights), most_bytes)
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
@@ -148,7 +148,9 @@ def _index(names: Sequence[str], shards: Sequence[Weights]) -> bytes:
 def _write_safetensors(filesystem: Filesystem, path: Path, weights: Weights) -> None:
     for name, value in weights.items():
         if value.dtype not in SAFETENSORS_CODES:
-            raise ValueError(f"{name}: safetensors has no {value.dtype}; give another file name")
+            raise ValueError(
+                f"{name}: expected a dtype that safetensors has, got {value.dtype}. Pass another file name."
+            )
     listed = [TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in weights.items()]
     # Readers want each tensor at its own alignment.
     entries = [listed[number] for number in by_alignment(listed)]
@@ -189,7 +191,7 @@ def _write_pickle(filesystem: Filesystem, path: Path, weights: Weights) -> None:
 def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = values.to(dtype)
     if dtype == torch.float16 and bool((cast.isinf() & values.isfinite()).any()):
-        raise ValueError(f"{name!r} holds values beyond float16's range; export as bfloat16 or float32")
+        raise ValueError(f"{name!r}: its values are beyond float16's range. Export as bfloat16 or float32.")
     return cast
 
 
