@@ -140,8 +140,8 @@ def _hand_over(engine: Engine, unit: Unit) -> None:
     for parameter, spec, start in zip(unit.parameters, unit.layout.specs, unit.layout.offsets, strict=True):
         restore_class(parameter)
         if unit.placement.params:
-            ranks = engine.collectives.holders(bool(expert_ranks(parameter))).ranks
-            init_args = (unit.storage, unit.collectives, start, ranks, engine.device)
+            replicas = engine.collectives.holders(bool(expert_ranks(parameter)))
+            init_args = (unit.storage, unit.collectives, start, replicas, engine.device)
             set_presharded(parameter, PreshardedParameter(spec, unit.layout, *init_args))
         else:
             parameter.__class__ = plain_class(parameter)

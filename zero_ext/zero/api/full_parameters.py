@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
-from zero_ext.zero.construction.gathered_presharded import gathered_presharded
+from zero_ext.zero.construction.gathered_presharded import check_modifier, gathered_presharded
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.memory.gathered_unit import UnitState
@@ -71,15 +71,7 @@ def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None)
         engine.updates.refuse_pending("gathered")
         if modifier_rank is not None:
             engine.updates.refuse_drift("a write to parameters")
-        if modifier_rank is not None and modifier_rank not in range(engine.world_size):
-            raise ValueError(
-                f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
-            )
-        if modifier_rank is not None and expert_ranks(unit.parameters[0]):
-            raise ValueError(
-                f"modifier_rank: {unit.describe()} holds experts, of which rank {modifier_rank} has others "
-                "than some ranks; leave them out, or use zero_ext.load_full_state_dict(strict=False)"
-            )
+        check_modifier(modifier_rank, engine.collectives, unit.parameters[0], unit.describe())
     if modifier_rank is not None:
         for engine in dict.fromkeys(engine for engine, _ in units):
             engine.finish_updates()

@@ -155,7 +155,7 @@ def _value_chunks(
     """
     parameter = item.parameter
     presharded = presharded_of(parameter)
-    if presharded is not None and presharded.ranks in (None, collectives.ranks):
+    if presharded is not None and (presharded.replicas or collectives).ranks == collectives.ranks:
         yield from presharded.chunks(collectives, failures)
         return
     value = local_tensor(parameter).data if presharded is None else presharded.gather()

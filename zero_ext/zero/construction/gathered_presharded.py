@@ -11,7 +11,9 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.units.collective_errors import DeferredError
+from zero_ext.zero.units.dtensor_local import local_tensor, point_at
 from zero_ext.zero.units.flat_layout import in_memory_order
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.presharded import REBUILD, PreshardedParameter, presharded_of, set_presharded
 
 
@@ -22,20 +24,16 @@ def gathered_presharded(parameters: Sequence[nn.Parameter], modifier_rank: int |
     ``modifier_rank`` and the errors are those of :func:`zero_ext.gathered`.
     """
     found = [(parameter, _presharded_of(parameter)) for parameter in parameters]
-    for _, presharded in found:
-        if modifier_rank is not None and modifier_rank not in range(presharded.collectives.world_size):
-            raise ValueError(
-                f"modifier_rank: {modifier_rank!r} given, a rank from 0 to "
-                f"{presharded.collectives.world_size - 1} "
-                "wanted"
-            )
+    for parameter, presharded in found:
+        described = f"parameter '{presharded.spec.name}'"
+        check_modifier(modifier_rank, presharded.everyone, parameter, described)
     try:
         # Meanwhile they are ordinary parameters, also to an Init that is still open around this block. It
         # watches torch functions, and must not take these here for a use.
         with torch._C.DisableTorchFunction():
             for parameter, presharded in found:
                 presharded.detach_from(parameter)
-                parameter.data = presharded.gather()
+                point_at(parameter, presharded.gather())
         before = [parameter._version for parameter in parameters]
         yield
         if modifier_rank is None:
@@ -48,6 +46,23 @@ def gathered_presharded(parameters: Sequence[nn.Parameter], modifier_rank: int |
         with torch._C.DisableTorchFunction():
             for parameter, presharded in found:
                 set_presharded(parameter, presharded)
+
+
+def check_modifier(
+    modifier_rank: int | None, collectives: Collectives, parameter: nn.Parameter, described: str
+) -> None:
+    """Raise ``ValueError`` if a rank's values of ``parameter`` cannot become those of all ``collectives``."""
+    if modifier_rank is None:
+        return
+    if modifier_rank not in range(collectives.world_size):
+        raise ValueError(
+            f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {collectives.world_size - 1} wanted"
+        )
+    if expert_ranks(parameter):
+        raise ValueError(
+            f"modifier_rank: {described} holds experts, of which rank {modifier_rank} has others "
+            "than some ranks; leave them out, or use zero_ext.load_full_state_dict(strict=False)"
+        )
 
 
 def _presharded_of(parameter: nn.Parameter) -> PreshardedParameter:
@@ -69,13 +84,14 @@ def _check_only_read(parameters: Sequence[nn.Parameter], before: Sequence[int]) 
 
 def _adopt_writes(parameter: nn.Parameter, presharded: PreshardedParameter, modifier_rank: int) -> None:
     """Store on every rank the shard of the modifier rank's value."""
-    if tuple(parameter.shape) != presharded.spec.shape:
+    value = local_tensor(parameter).detach()
+    if tuple(value.shape) != presharded.spec.shape:
         raise RuntimeError(
-            f"a parameter of shape {presharded.spec.shape} has shape {tuple(parameter.shape)} at the end of "
+            f"a parameter of shape {presharded.spec.shape} has shape {tuple(value.shape)} at the end of "
             "'with zero_ext.gathered(...)'; change its values, not its shape"
         )
-    collectives: Collectives = presharded.collectives
-    flat = in_memory_order(parameter.detach().to(presharded.spec.dtype), presharded.spec).clone()
+    collectives = presharded.everyone
+    flat = in_memory_order(value.to(presharded.spec.dtype), presharded.spec).clone()
     collectives.broadcast_(flat, modifier_rank, "an edited parameter of zero_ext.Init")
     failures = DeferredError()
     failures.attempt(lambda: presharded.store_from_full(flat))

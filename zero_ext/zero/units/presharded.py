@@ -15,7 +15,7 @@ from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, InitStorage, ShardStorage, allocate
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks, refuse_different_writes
-from zero_ext.zero.units.dtensor_local import local_tensor, point_at
+from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor, point_at
 from zero_ext.zero.units.flat_layout import (
     ALIGNMENT_BYTES,
     FlatLayout,
@@ -56,7 +56,7 @@ class PreshardedParameter:
         layout: Layout and shards of the flat tensor.
         storage: Storage of this rank's shard of that tensor.
         collectives: The ranks that have shards.
-        ranks: After an engine was closed, the ranks that have the same values; None before there was one.
+        replicas: After an engine was closed, the ranks that have the same values; None before there was one.
     """
 
     def __init__(
@@ -66,16 +66,21 @@ class PreshardedParameter:
         storage: ShardStorage | FailedStorage,
         collectives: Collectives,
         start: int = 0,
-        ranks: tuple[int, ...] | None = None,
+        replicas: Collectives | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.storage = storage
         self.collectives = collectives
-        self.ranks = ranks
+        self.replicas = replicas
         self._start = start
         self._memory = placeholder((), spec.dtype, device)
+
+    @property
+    def everyone(self) -> Collectives:
+        """The ranks that have the same values."""
+        return self.collectives if self.replicas is None else self.replicas
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -97,7 +102,7 @@ class PreshardedParameter:
         """Return the elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
         stride = torch.empty(shape, device="meta").stride()
         spec = replace(self.spec, shape=shape, stride=stride)
-        position = (self._start + start, self.ranks, self._memory.device)
+        position = (self._start + start, self.replicas, self._memory.device)
         return PreshardedParameter(spec, self.layout, self.storage, self.collectives, *position)
 
     def chunks(self, collectives: Collectives, failures: DeferredError) -> Iterator[tuple[int, torch.Tensor]]:
@@ -153,8 +158,10 @@ class PreshardedParameter:
         if isinstance(self.storage, FailedStorage):
             self.storage.fetch(flat)
             return
-        begin, end = self.layout.shard_range(self.collectives.rank)
-        _fill(self.storage, flat[begin:end])
+        rank = self.collectives.rank
+        low, high = self._range_in_shard(rank)
+        first = rank * self.layout.shard_numel + low - self._start
+        _fill(self.storage, low, flat[first : first + high - low])
 
     def detach_from(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` an ordinary one until :func:`set_presharded`. Pickling stays refused."""
@@ -162,7 +169,7 @@ class PreshardedParameter:
         vars(parameter).pop(ATTRIBUTE, None)
 
     def _holders(self, collectives: Collectives) -> Collectives:
-        return collectives if self.ranks is None else self.collectives
+        return collectives if self.replicas is None else self.collectives
 
     def _fetch(self, into: torch.Tensor, begin: int) -> None:
         self.storage.fetch(into, begin).wait()
@@ -203,7 +210,7 @@ def shard_on_init(
 
     def store() -> None:
         shard = storage.allocate(end - begin, spec.dtype)
-        _fill(shard, in_memory_order(parameter.data, spec)[begin:end])
+        _fill(shard, 0, in_memory_order(parameter.data, spec)[begin:end])
         stored.append(shard)
 
     failures.attempt(store)
@@ -211,10 +218,10 @@ def shard_on_init(
     _mark_presharded(parameter, PreshardedParameter(spec, layout, shard, collectives))
 
 
-def _fill(storage: ShardStorage, own: torch.Tensor) -> None:
+def _fill(storage: ShardStorage, begin: int, own: torch.Tensor) -> None:
     step = INIT_CHUNK_BYTES // own.dtype.itemsize
     for first in range(0, own.numel(), step):
-        storage.store(first, own[first : first + step], "device").wait_source()
+        storage.store(begin + first, own[first : first + step], "device").wait_source()
 
 
 def _mark_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
@@ -255,16 +262,16 @@ class _PreshardedAccess:
         """See :class:`~zero_ext.zero.units.released_params.Access`."""
         refuse_packed(parameter, self.facts(parameter).name)
         with plain_torch():
-            return self._presharded.gather()
+            return like_parameter(parameter, self._presharded.gather())
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """See :class:`~zero_ext.zero.units.released_params.Access`."""
         presharded = self._presharded
         with plain_torch():
-            flat = in_memory_order(value, presharded.spec)
-            refuse_different_writes(presharded.collectives, self.facts(parameter).name, flat)
+            flat = in_memory_order(local_tensor(value), presharded.spec)
+            refuse_different_writes(presharded.everyone, self.facts(parameter).name, flat)
             raise_on_all_ranks(
-                presharded.collectives,
+                presharded.everyone,
                 lambda: presharded.store_from_full(flat),
                 "a write to a parameter of zero_ext.Init",
             )
