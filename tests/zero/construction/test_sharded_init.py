@@ -186,8 +186,8 @@ def test_modules_that_cannot_leave_the_meta_device_are_named(world: World) -> No
             self.register_buffer("angles", torch.arange(4.0), persistent=False)
 
     for make, pattern in (
-        (Handmade, r"ParameterDict was built .* \['a', 'b'\]"),
-        (Position, r"Position .* \['angles'\]"),
+        (Handmade, r"ParameterDict, built .* \['a', 'b'\]"),
+        (Position, r"Position, .* \['angles'\]"),
     ):
         init = zero_ext.Init(process_group=world.group)
         with pytest.raises(ValueError, match=pattern), init, torch.device("meta"):
