@@ -57,7 +57,7 @@ def test_a_wrong_record_of_any_rank_is_seen(what: str, rank: int) -> None:
 
 
 def test_an_error_of_torch_inside_zero_ext_is_no_refusal() -> None:
-    with pytest.raises(ValueError, match="no parameters") as refused:
+    with pytest.raises(ValueError, match="expected one with parameters") as refused:
         zero_ext.prepare(nn.Identity())
     assert is_refusal(refused.value)
     with pytest.raises(RuntimeError) as own:

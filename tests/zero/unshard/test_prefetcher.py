@@ -253,5 +253,5 @@ def test_sizes_are_in_padded_elements() -> None:
     (unit,) = engine_of(prepared).units
     assert unit.layout.numel == WIDTH * WIDTH + 16  # the bias of 12 starts on and fills up to 64 bytes
     assert unit.layout.nbytes == 4 * unit.layout.numel
-    with pytest.raises(ValueError, match="rank: 1 given, 0 to 0 wanted"):
+    with pytest.raises(ValueError, match="rank: expected 0 to 0, got 1"):
         unit.layout.shard_range(1)
