@@ -18,6 +18,7 @@ from zero_ext.cli.planning.plan_screen import (
 from zero_ext.config import Tier
 from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.config.plot_colors import KINDS as COLORS
+from zero_ext.config.plot_colors import LIMIT
 from zero_ext.plan.nearest_fit import why_nothing_fits
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
@@ -99,7 +100,7 @@ def _chart(plan: Plan, tier: Tier) -> str:
     bars = [line for number, row in enumerate(rows) for line in _bar(row, tier, number, scale)]
     edge = f"{_LABEL_WIDTH + capacity * scale:.1f}"
     bars.append(
-        f'<line x1="{edge}" x2="{edge}" y1="0" y2="{height}" stroke="#c44e52" stroke-width="2" '
+        f'<line x1="{edge}" x2="{edge}" y1="0" y2="{height}" stroke="{LIMIT}" stroke-width="2" '
         f'stroke-dasharray="6 4"><title>capacity: {short_bytes(capacity)}</title></line>'
     )
     return CHART.substitute(
