@@ -47,6 +47,10 @@ class Plan:
             return None
         return -(-self.tokens // (row.samples * row.sequence)) * row.step.seconds
 
+    def recommends(self, row: PlanEntry) -> bool:
+        """Return whether ``row`` is the placement to take."""
+        return self.recommendation is not None and self.recommendation.entry is row
+
     def crossing(self, row: PlanEntry, compressed: bool) -> int:
         """Bytes that a GPU sends to other hosts in a step of ``row``; ``compressed``: with all of ZeRO++ that
         acts in its stage, in stages 0 and 1 as signs (1-bit Adam after its warm-up). 0 where hosts are not

@@ -8,7 +8,7 @@ from typing import Any
 from zero_ext.config import Tier
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
-from zero_ext.plan.plan_entry import TIERS, PlanEntry
+from zero_ext.plan.plan_entry import TIERS
 from zero_ext.plan.planner import Plan
 
 _TITLES = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe of a host"}
@@ -44,17 +44,13 @@ def plot_plan(plan: Plan, path: Path) -> Path:
         panels[0].set_yticks(range(len(plan.entries)), [str(row.candidate) for row in plan.entries])
         panels[0].invert_yaxis()
         for label, row in zip(panels[0].get_yticklabels(), plan.entries, strict=True):
-            label.set_fontweight("bold" if _is_recommended(plan, row) else "normal")
+            label.set_fontweight("bold" if plan.recommends(row) else "normal")
         handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         notes = ["bold: recommended"] * (plan.recommendation is not None) + ["pale: more than there is"]
         figure.suptitle(f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name} ({', '.join(notes)})")
         figure.savefig(path, dpi=110)
     return path
-
-
-def _is_recommended(plan: Plan, row: PlanEntry) -> bool:
-    return plan.recommendation is not None and plan.recommendation.entry is row
 
 
 def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> set[str]:
@@ -70,7 +66,7 @@ def _draw_tier(axes: Any, plan: Plan, tier: Tier) -> set[str]:
     for position, row in enumerate(plan.entries):
         left, total = 0.0, sum(row.by_kind(tier).values())
         alpha = 0.3 if any(shortfall.tier == tier for shortfall in row.shortfalls) else 1.0
-        if _is_recommended(plan, row):
+        if plan.recommends(row):
             axes.axhspan(position - 0.5, position + 0.5, color="#eef2f7", zorder=0)
         for kind, nbytes in row.by_kind(tier).items():
             width = min(nbytes / capacity, max(_LONGEST - left, 0.0))

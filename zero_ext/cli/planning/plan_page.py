@@ -76,8 +76,7 @@ def _row(plan: Plan, row: PlanEntry) -> str:
         (training.activations.replace("_", ", "), training.activations),
         (f"{training.micro_batch} x {training.accumulation_steps}", training.micro_batch),
     ]
-    chosen = plan.recommendation is not None and plan.recommendation.entry is row
-    style = ' class="chosen"' if chosen else "" if row.fits else ' class="short"'
+    style = ' class="chosen"' if plan.recommends(row) else "" if row.fits else ' class="short"'
     shown = (
         f'<td{_NUMBER_CELL if name in _NUMBERS else ""} data-key="{escape(str(key))}">{escape(text)}</td>'
         for name, (text, key) in zip(_HEADINGS, cells, strict=True)

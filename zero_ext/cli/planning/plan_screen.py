@@ -86,7 +86,7 @@ def best_first(plan: Plan) -> list[PlanEntry]:
 
 def row_style(plan: Plan, row: PlanEntry) -> str:
     """Return the style of a placement's row in a table."""
-    if plan.recommendation is not None and row is plan.recommendation.entry:
+    if plan.recommends(row):
         return "bold green"
     return "" if row.fits else "dim"
 
