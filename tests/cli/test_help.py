@@ -30,10 +30,12 @@ import json, os, sys
 assert sys.argv[1:] == ["--lr", "0.1"], sys.argv
 if "ZERO_EXT_TRIAL_RESULT" in os.environ:
     open(os.environ["ZERO_EXT_TRIAL_RESULT"], "w").write(json.dumps({"samples_per_second": 1.0}))
-elif os.environ.get("ZERO_EXT_DEEPSPEED_COMPAT") == "1":
+found = ""
+if os.environ.get("ZERO_EXT_DEEPSPEED_COMPAT") == "1":
     import deepspeed
-    print(deepspeed.__file__)
-print("rank", os.environ.get("RANK"))
+    found = deepspeed.__file__
+# One write: two ranks share the pipe, and print() may write the text and the end of its line separately.
+os.write(1, f"rank {os.environ.get('RANK')} {found}\n".encode())
 """
 
 
