@@ -103,8 +103,10 @@ def ratios_table(rows: list[dict[str, Any]], rounds: int, steps: int) -> Table:
         [row_of(row) for row in rows],
         note=f"Ratio: median over {rounds} rounds of {steps} steps each, contenders in turn. bfloat16"
         " parameters, float32 masters, AdamW, clipped to norm 1,"
-        f" {BATCH_SIZE} × {SEQUENCE_LENGTH} tokens a rank; 2 ranks of 1 thread over gloo, or 1 rank of 2"
-        " threads. Trained alike: losses of all steps and the first gradient norm read within 2⁻⁷ relative.",
+        f" {BATCH_SIZE} × {SEQUENCE_LENGTH} tokens per rank. 2 ranks of 1 thread, or 1 rank of 2 threads."
+        " Peers send through gloo, as zero_ext does where the row says gloo. In its other rows of two ranks"
+        " bulk data goes directly from process to process. Trained alike: losses of all steps and the first"
+        " gradient norm read within 2⁻⁷ relative.",
     )
 
 

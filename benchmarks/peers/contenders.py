@@ -30,6 +30,12 @@ def _pair(stage: int) -> tuple[Contender, Contender]:
     )
 
 
+def _through_gloo(stage: int) -> Contender:
+    """The same as ``stage``, with bulk data through the sockets that the peers use."""
+    options: dict[str, int | bool | str] = {"stage": stage, "transport": "gloo"}
+    return Contender(f"stage{stage}-gloo", f"zero_ext stage {stage}, gloo", "zero_ext", options, 2, 1, 17.0)
+
+
 def _offloaded(tier: str) -> tuple[Contender, Contender]:
     """Optimizer state in ``tier``, gradients in host memory, parameters on the device."""
     ours: dict[str, int | bool | str] = {"stage": 3, "optimizer": tier, "grads": "host"}
@@ -44,7 +50,7 @@ def _offloaded(tier: str) -> tuple[Contender, Contender]:
 
 
 def _stored(ranks: int) -> tuple[Contender, ...]:
-    """Parameters and optimizer state on NVMe; tiled: large embeddings and output layers in pieces."""
+    """Parameters and optimizer state on NVMe; tiled: large embeddings and output layers in tiles."""
     ours: dict[str, int | bool | str] = {"stage": 3, "optimizer": "nvme", "grads": "host", "params": "nvme"}
     theirs: dict[str, int | bool | str] = {"stage": 3, "optimizer": "nvme", "params": "nvme"}
     what, label = "params and optimizer on NVMe", "" if ranks > 1 else ", 1 rank"
@@ -85,6 +91,7 @@ CONTENDERS = {
             for stage in (1, 2, 3)
         ),
         *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
+        *(_through_gloo(stage) for stage in (1, 2, 3)),
         *(
             Contender(
                 f"trainer{stage}", f"Trainer, stage {stage}", "hugging_face", {"stage": stage}, 2, 1, 17.0

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import zero_ext
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import CLIP_NORM, adamw, loss_of, nvme_folder
+from zero_ext.comm import connections
+from zero_ext.comm.point_to_point_transport import PointToPointTransport, ProcessGroupTransport
 from zero_ext.zero import engine_of
 
 
@@ -16,7 +19,9 @@ class ZeroExtTrainer:
     """The loop of the README: the optimizer is the user's AdamW.
 
     ``tiers`` by state kind. ``tiles`` cut embedding and output layer, 0 leaves them whole. ``frugal`` is for
-    models larger than memory: born in their tier, updated inside backward, unclipped.
+    models larger than memory: initialized in their tier, updated inside backward, unclipped. ``transport``
+    "gloo" sends bulk data through ``torch.distributed``'s group, as where ranks may not read each other's
+    memory, "direct" as the library chooses.
     """
 
     def __init__(
@@ -26,8 +31,11 @@ class ZeroExtTrainer:
         tiles: int = 0,
         frugal: bool = False,
         moments: str = "fp32",
+        transport: str = "direct",
         **tiers: str,
     ) -> None:
+        if transport == "gloo":
+            connections.fastest_host_transport = _through_group
         config = configuration(stage, tiles, frugal, moments, tiers)
         with zero_ext.Init(config) if frugal else contextlib.nullcontext():
             model = build_model(shape)
@@ -60,6 +68,11 @@ class ZeroExtTrainer:
 
     def memory_breakdown(self) -> dict[str, int]:
         return dict(engine_of(self.model).memory_breakdown())
+
+
+def _through_group(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPointTransport:
+    """Return what the library falls back to where ranks may not read each other's memory."""
+    return ProcessGroupTransport(group)
 
 
 def configuration(
