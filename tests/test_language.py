@@ -92,11 +92,13 @@ def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
 def prose_of_module(text: str) -> Iterator[tuple[int, str]]:
     """Yield the paragraphs of a module's docstrings and other strings of several words."""
     module = ast.parse(text)
-    parts = {id(part) for node in ast.walk(module) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inside = {
+        id(each) for node in ast.walk(module) if isinstance(node, ast.JoinedStr) for each in node.values
+    }
     for node in ast.walk(module):
         if isinstance(node, ast.JoinedStr):
             said = "".join(str(each.value) if isinstance(each, ast.Constant) else "x" for each in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             said = node.value
         else:
             continue
@@ -119,7 +121,7 @@ def flagged(path: Path) -> list[str]:
         for pattern in PATTERNS.values():
             for match in pattern.finditer(text):
                 around = text[max(0, match.start() - 50) : match.end() + 50]
-                if not any(part in name and said in around for part, said in ALLOWED):
+                if not any(start in name and said in around for start, said in ALLOWED):
                     found.append(f"{name}:{line}: {match[0]!r} in {around!r}")
     return found
 
@@ -163,7 +165,7 @@ def test_words_are_found_across_lines_and_not_in_code(text: str, count: int) -> 
     assert sum(len(pattern.findall(each)) for each in said for pattern in PATTERNS.values()) == count
 
 
-def test_strings_of_a_module_are_read_whole() -> None:
+def test_adjacent_strings_of_a_module_are_joined() -> None:
     module = 'def f(n):\n    """Whose is it?"""\n    raise ValueError(f"n: {n} was " f"wanted at least")\n'
     said = [paragraph for _, paragraph in prose_of_module(module)]
     assert "Whose is it?" in said and "n: x was wanted at least" in said

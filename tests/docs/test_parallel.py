@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import zero_ext
+from tests.docs.snippets import snippets_of
 from tests.integrations.transformers.models import VOCABULARY, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import make_mesh
-from zero_ext.parallel.experts import MixtureOfExperts
-from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "parallel.md"
 
 
 class Blocks(nn.Module):
@@ -38,44 +32,37 @@ def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(4)
 def test_the_page_runs(world: World) -> None:
-    # Those left out need a model of transformers.
-    meshes, splits, _, sequences, own_loss, pipelines, _, layer_major, experts = re.findall(
-        r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
     torch.manual_seed(world.seed)
     words = torch.randint(256, (8, 3))
-    names: dict[str, Any] = {
-        "make_mesh": make_mesh,
-        "parallelize_module": parallelize_module,
-        "ColwiseParallel": ColwiseParallel,
-        "RowwiseParallel": RowwiseParallel,
-        "TiedLayerSpec": TiedLayerSpec,
-        "LayerSpec": LayerSpec,
-        "PipelineModule": PipelineModule,
-        "Pipeline": Pipeline,
-        "cross_entropy": cross_entropy,
-        "zero_ext": zero_ext,
-        "torch": torch,
-        "nn": nn,
-        "model": Blocks(),
-        "inputs": words,
-        "targets": words,
-    }
-    exec(meshes, names)
-    assert dict(zip(names["mesh"].mesh_dim_names, names["mesh"].shape, strict=True))["dp"] == 1
-    exec(splits, names)
-    torch.manual_seed(world.seed)
-    words = torch.randint(VOCABULARY, (2, 16))
-    names |= {"model": llama(world.seed), "batch": {"input_ids": words, "labels": words}}
-    exec(sequences, names)
-    its_own = names["loss"].detach()
-    exec(own_loss, names)
-    torch.testing.assert_close(names["loss"].detach(), its_own)
-    names["mesh"] = make_mesh(pp=2)
-    exec(pipelines, names)
-    assert torch.isfinite(names["loss"]) and names["held_out"] < names["loss"]
-    exec(layer_major, names)
-    assert torch.isfinite(names["loss"])
-    hidden = torch.randn(2, 3, 512)
-    names |= {"MixtureOfExperts": MixtureOfExperts, "make_expert": lambda number: nn.Linear(512, 512)}
-    exec(experts, names | {"hidden": hidden, "loss": torch.tensor(0.0, device="cpu")})
+    with snippets_of("how_to/parallel.md") as page:
+        names = page.run_next()
+        assert dict(zip(names["mesh"].mesh_dim_names, names["mesh"].shape, strict=True))["dp"] == 1
+        page.run_next(model=Blocks())
+
+        text = torch.randint(VOCABULARY, (2, 16))
+        model = llama(world.seed)
+        expected = nn.functional.cross_entropy(model(text).logits.flatten(0, 1), text.flatten())
+        page.run_next(model=model, words=text, targets=text)
+        torch.testing.assert_close(names["loss"], expected)
+
+        page.run_next(model=llama(world.seed), batch={"input_ids": text, "labels": text})
+        its_own = names["loss"].detach()
+        page.run_next()
+        torch.testing.assert_close(names["loss"].detach(), its_own)
+
+        page.run_next(inputs=words, targets=words, cross_entropy=cross_entropy, mesh=make_mesh(pp=2))
+        assert names["loss"].isfinite() and names["held_out"] < names["loss"]
+
+        folder = Path(world.everyone(tempfile.mkdtemp())[0])
+        if world.rank == 0:
+            llama(world.seed).save_pretrained(folder)
+        world.barrier()
+        page.run_next(folder=folder, words=text, mask=torch.ones_like(text), labels=text)
+        expected = llama(world.seed)(input_ids=text, labels=text).loss
+        torch.testing.assert_close(names["loss"], expected.detach())
+
+        page.run_next()
+        assert names["loss"].isfinite()
+        hidden, loss = torch.randn(2, 3, 512), torch.tensor(0.0, device="cpu")
+        page.run_next(make_expert=lambda number: nn.Linear(512, 512), hidden=hidden, loss=loss)
+        assert names["mixed"].hidden.shape == hidden.shape

@@ -1,0 +1,151 @@
+"""The Python blocks of the pages about other libraries run as written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
+
+import zero_ext
+from tests.docs.run_page import ROOT
+from tests.docs.snippets import snippets_of
+from tests.integrations.transformers.models import Sentences, llama
+from tests.integrations.trl.data import sentences, tokenizer
+from zero_ext.integrations.transformers import ZeroTrainerMixin
+from zero_ext.zero import engine_of
+
+
+class Square(LightningModule):
+    """What the page on Lightning calls module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.linear(batch).float().square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Output(nn.Module):
+    """A model whose output has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=self.linear(x).square().mean())
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, from which Lightning, TRL and others choose where to write."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        runtime_env={"env_vars": variables},
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
+    batches = list(torch.randn(8, 3, 4))
+    module = Square()
+    with snippets_of("how_to/lightning.md") as page:
+        page.run_next({"devices=8": "devices=1"}, module=module, loader=DataLoader(batches, batch_size=None))
+        assert len(module.losses) >= 8 and module.losses[-1] < module.losses[0]
+
+        configure = page.run_next(BigModel=lambda size: nn.Linear(size, size))["configure_model"]
+        built = SimpleNamespace(model=None, hparams=SimpleNamespace(size=3))
+        configure(built)
+        first = built.model
+        configure(built)
+        assert first.weight.shape == (3, 3) and built.model is first
+
+        model = Output()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        names: dict[str, Any] = {
+            "zero_ext": zero_ext,
+            "Accelerator": lambda **kw: Accelerator(cpu=True, **kw),
+        }
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        loader = DataLoader([{"x": batch[0]} for batch in batches], batch_size=1)
+        page.run_next(**names, model=model, optimizer=optimizer, schedule=schedule, loader=loader)
+        assert engine_of(model).steps == 4 and schedule.last_epoch == 4
+
+        sizes = {"num_workers=8, use_gpu=True": "num_workers=2", '"/shared/runs"': repr(str(folder))}
+        page.run_next(
+            sizes, torch=torch, dist=dist, build_model=build_model, dataset=[each[0] for each in batches]
+        )
+        assert list((folder / "run").glob("checkpoint-*"))
+
+
+def test_peft_and_trl(folder: Path) -> None:
+    config = llama(0).config
+    config.vocab_size, config.pad_token_id = 16, 0
+    AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    tokenizer().save_pretrained("base")
+    model = AutoModelForCausalLM.from_pretrained("base")
+    with snippets_of("how_to/peft.md") as page:
+        on_cpu = {'SFTConfig("out")': 'SFTConfig("out", use_cpu=True, bf16=False, report_to=[])'}
+        page.run_next(on_cpu, model=model, data=sentences(8, 1))
+        assert (folder / "adapter" / "adapter_model.safetensors").exists()
+
+        page.run_next(peft=peft, torch=torch, base=llama(1))
+    restored = peft.PeftModel.from_pretrained(llama(1), "adapter")
+    assert any("lora_A" in name for name, _ in restored.named_parameters())
+
+
+def test_transformers(folder: Path) -> None:
+    with snippets_of("how_to/transformers.md") as page:
+        page.run_next({"bf16=True": "bf16=True, use_cpu=True"}, model=llama(0), data=Sentences(8, 1))
+        assert page.names["trainer"].state.global_step > 0
+        read = AutoModelForCausalLM.from_pretrained(folder / "out" / "model")
+
+        mixed = page.run_next(Seq2SeqTrainer=Seq2SeqTrainer)["MyTrainer"]
+        assert issubclass(mixed, ZeroTrainerMixin) and issubclass(mixed, Trainer)
+
+        names = {"AutoModelForCausalLM": AutoModelForCausalLM, "zero_config": {"stage": 3}}
+        arguments = TrainingArguments("out", report_to=[], use_cpu=True, max_steps=1, learning_rate=0.0)
+        page.run_next({"folder/with/safetensors": "out/model"}, **names, args=arguments)
+        page.names["trainer"].train()
+        loaded = zero_ext.full_state_dict(page.names["model"])
+    assert all(torch.equal(value, loaded[name].to(value.dtype)) for name, value in read.state_dict().items())
