@@ -188,6 +188,8 @@ def check_tiles(layout: BlockLayout) -> tuple[int, int]:
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many tiles each row has, int32 [1, heads, rows], and their columns first among all columns."""
+    """Return how many tiles each row has, int32 [1, heads, rows], and their columns first among all
+    columns.
+    """
     columns = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(dim=-1, dtype=torch.int32)[None], columns.to(torch.int32)[None]

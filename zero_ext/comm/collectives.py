@@ -411,5 +411,7 @@ def _call(action: Callable[[str], None] | None, reason: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _tag(label: str) -> int:
-    """Return what ranks at the same place agree on, so that units of equal size are not taken for each other."""
+    """Return what ranks at the same place agree on, so that units of equal size are not taken for each
+    other.
+    """
     return zlib.crc32(label.encode()) & 0x7FFFFFFF

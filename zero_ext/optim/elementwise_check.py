@@ -172,7 +172,9 @@ def elementwise_kinds(optimizer: optim.Optimizer, group: dict[str, Any]) -> froz
 
 
 def per_element(entry: object) -> bool:
-    """Return whether an entry of an optimizer's state has one value an element, rather than one a parameter."""
+    """Return whether an entry of an optimizer's state has one value an element, rather than one a
+    parameter.
+    """
     return isinstance(entry, torch.Tensor) and entry.dim() > 0
 
 

@@ -32,7 +32,9 @@ def numa_affinity(device: torch.device) -> Iterator[None]:
 
 
 def _moved_to(cpus: set[int]) -> bool:
-    """Return whether this thread runs there now: containers may forbid to say where, or take processors away."""
+    """Return whether this thread runs there now: containers may forbid to say where, or take
+    processors away.
+    """
     try:
         os.sched_setaffinity(0, cpus)
     except OSError:

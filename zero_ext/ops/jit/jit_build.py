@@ -281,7 +281,9 @@ def cached_ops() -> CachedModule:
 
 
 def build_ops() -> ModuleType:
-    """Return the module ``_C``, from the cache or compiled now. RuntimeError: it cannot be built or loaded."""
+    """Return the module ``_C``, from the cache or compiled now. RuntimeError: it cannot be built or
+    loaded.
+    """
     root = source_root(MODULE)
     return load_from_cache(cached_ops(), lambda: host_recipe(root))
 

@@ -62,7 +62,9 @@ def state_stream_close(handle: int) -> None:
 
 
 def state_stream_chunk_elements(handle: int) -> int:
-    """Return elements of a full chunk: parts that begin at multiples of it move without a byte around them."""
+    """Return elements of a full chunk: parts that begin at multiples of it move without a byte around
+    them.
+    """
     return op("state_stream_chunk_elements")(handle)
 
 

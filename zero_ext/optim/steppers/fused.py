@@ -294,7 +294,9 @@ class LionStepper(FusedStepper):
 def inside(
     first: int, last: int, bounds: Sequence[tuple[int, int]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, int]], list[Row]]:
-    """Return the element ranges ``bounds`` within [first, last), counted from ``first``, and the row of each."""
+    """Return the element ranges ``bounds`` within [first, last), counted from ``first``, and the row
+    of each.
+    """
     found = [
         ((max(begin, first) - first, min(end, last) - first), row)
         for (begin, end), row in zip(bounds, rows, strict=True)

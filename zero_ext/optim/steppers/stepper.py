@@ -101,4 +101,6 @@ class Stepper(Protocol):
         this optimizer has such a kind. Returns what undoes it."""
 
     def state_bytes(self) -> Mapping[Tier, int]:
-        """Return bytes of memory of the state that this stepper keeps beside the ranges' own, by their tier."""
+        """Return bytes of memory of the state that this stepper keeps beside the ranges' own, by their
+        tier.
+        """

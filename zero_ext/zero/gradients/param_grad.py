@@ -124,7 +124,9 @@ class GradientViews:
             self.replace(gradients, number, value)
 
     def _changes(self) -> tuple[list[tuple[UnitGradients, list[int]]], list[_Replaced]]:
-        """Return the gradients that were set to None, and those that are other tensors or have other memory."""
+        """Return the gradients that were set to None, and those that are other tensors or have other
+        memory.
+        """
         cleared: list[tuple[UnitGradients, list[int]]] = []
         replaced: list[_Replaced] = []
         for gradients in self._reducer.gradients:

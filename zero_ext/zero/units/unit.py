@@ -100,7 +100,9 @@ class Unit(Ending):
 
     @property
     def needs_early_gather(self) -> bool:
-        """Return whether a gather or a copy to an accelerator follows the fetch, and should start before use."""
+        """Return whether a gather or a copy to an accelerator follows the fetch, and should start
+        before use.
+        """
         return self.layout.world_size > 1 or self.flat.device.type != "cpu"
 
     # -- life cycle ---------------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ def uninstall(model: nn.Module) -> None:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` takes rows of its weight, which the backward of that does not read."""
+    """Return whether a call of ``module`` takes rows of its weight, which the backward of that does
+    not read.
+    """
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 
