@@ -258,7 +258,7 @@ class ActivationCheckpointing:
             yield
 
     def _to_move(self, inputs: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The tensors of a call on ``device`` that move, each memory once."""
+        """Return the tensors of a call on ``device`` that move, each memory once."""
         found: dict[object, torch.Tensor] = {}
         for tensor in inputs:
             if tensor.device != device or not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
@@ -424,16 +424,16 @@ def _compiled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def _autocast(kind: str) -> torch.dtype | None:
-    """What autocast computes in on devices of ``kind``; None where it is off."""
+    """Return what autocast computes in on devices of ``kind``; None where it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device of a call with these arguments: the first accelerator among theirs, else the CPU."""
+    """Return the device of a call with these arguments: the first accelerator among theirs, else the CPU."""
     found = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
     return next(found, torch.device("cpu"))
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """What two tensors have in common that are the same memory, seen alike."""
+    """Return what two tensors have in common that are the same memory, seen alike."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -15,7 +15,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function."""
+    """Return what errors call a function."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
@@ -25,7 +25,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The module that ``function`` is, or is a method of."""
+    """Return the module that ``function`` is, or is a method of."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", function)
@@ -51,7 +51,7 @@ def code_of(function: Callable[..., Any]) -> tuple[object, list[nn.Module]]:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a parameter or a view of one, such as ``weight.t()``."""
+    """Return whether ``tensor`` is a parameter or a view of one, such as ``weight.t()``."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
@@ -79,7 +79,7 @@ class CheckpointedCall:
         return tensors
 
     def run(self, *tensors: torch.Tensor) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         arguments, self._first_arguments = self._first_arguments, None
         if arguments is not None:
             return self._function(*arguments[0], **arguments[1])
@@ -90,7 +90,7 @@ class CheckpointedCall:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The tensors' versions, for :func:`check_unchanged`."""
+    """Return the tensors' versions, for :func:`check_unchanged`."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -12,20 +12,20 @@ class DefaultGenerator:
         self.device = device
 
     def state(self) -> torch.Tensor:
-        """A copy of the state, bytes in host memory."""
+        """Return a copy of the state, bytes in host memory."""
         if self.device.type == "cpu":
             return torch.get_rng_state()
         return torch.get_device_module(self.device).get_rng_state(self.device)
 
     def restore(self, state: torch.Tensor) -> None:
-        """Goes on from :meth:`state`."""
+        """Go on from :meth:`state`."""
         if self.device.type == "cpu":
             torch.set_rng_state(state)
         else:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def seed(self, seed: int) -> None:
-        """Begins anew; generators of other devices stay as they are."""
+        """Begin anew; generators of other devices stay as they are."""
         if self.device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
@@ -33,7 +33,7 @@ class DefaultGenerator:
                 torch.get_device_module(self.device).manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """The seed that the state began from."""
+        """Return the seed that the state began from."""
         if self.device.type == "cpu":
             return torch.default_generator.initial_seed()
         with torch.accelerator.device_index(self.device.index):

@@ -35,7 +35,7 @@ class Fingerprint:
         self._total = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds the tensors of a call, maybe none."""
+        """Add the tensors of a call, maybe none."""
         if self._total.device.type == "cpu":
             self._mix(checksum(tensors))
             return
@@ -45,7 +45,7 @@ class Fingerprint:
             self._mix(sums(span.memory_of(tensor), tensor.element_size()))
 
     def value(self) -> torch.Tensor:
-        """What was added up to now, int64 [1]."""
+        """Return what was added up to now, int64 [1]."""
         return self._total.view(1)
 
     def _mix(self, value: torch.Tensor | int) -> None:
@@ -53,8 +53,9 @@ class Fingerprint:
 
 
 def sums(memory: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """An int64, on its device, of the bytes ``memory``, uint8 [n], and their positions; n is a multiple of
-    ``itemsize``."""
+    """Return an int64, on its device, of the bytes ``memory``, uint8 [n], and their positions; n is a
+    multiple of ``itemsize``.
+    """
     words = memory.view(_WORDS.get(itemsize, torch.int64))
     full_rows = words.numel() // _COLUMNS * _COLUMNS
     body = words[:full_rows].view(-1, _COLUMNS)

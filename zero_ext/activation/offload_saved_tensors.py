@@ -31,7 +31,7 @@ class OffloadedMemory:
         self._present: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """The tensor that was moved."""
+        """Return the tensor that was moved."""
         if self._present is None:
             self._present = self._offloader.fetch(self._record, 0)
         return self._present
@@ -48,7 +48,7 @@ class OffloadedView:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved."""
+        """Return the tensor as it was saved."""
         memory = self.moved.flat()
         if memory.storage_offset() % self.dtype.itemsize:  # a storage that begins between elements
             memory = memory.clone()
@@ -72,7 +72,7 @@ class UnmovedTensor:
         return cls(tensor if tensor.is_leaf else tensor.detach(), version)
 
     def get(self) -> torch.Tensor:
-        """The tensor. ``RuntimeError`` if it was changed in place."""
+        """Return the tensor. ``RuntimeError`` if it was changed in place."""
         now = 0 if self.tensor.is_inference() else self.tensor._version
         if now != self.version:
             raise RuntimeError(
@@ -133,8 +133,9 @@ class OffloadSavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The bytes of the tensor's storage, or of the tensor from its first element to its last if that is less
-    than half of it; and where they begin in the storage."""
+    """Return the bytes of the tensor's storage, or of the tensor from its first element to its last if that
+    is less than half of it; and where they begin in the storage.
+    """
     storage, size = tensor.untyped_storage(), tensor.element_size()
     span = elements_of(tensor.shape, tensor.stride())
     begin, nbytes = tensor.storage_offset() * size, span * size

@@ -69,7 +69,7 @@ class ActivationRecord:
         self.state, self.copy_handle, self._shard = RecordState.PRESENT, COMPLETED, None
 
     def hand_out(self, index: int) -> torch.Tensor:
-        """A tensor, which its receivers alone hold once the last one has it."""
+        """Return a tensor, which its receivers alone hold once the last one has it."""
         self._check(RecordState.PRESENT)
         tensor = self._tensors[index]
         if tensor is None:
@@ -82,7 +82,7 @@ class ActivationRecord:
         return tensor
 
     def has(self, index: int) -> bool:
-        """Whether a tensor is present and waits to be handed out."""
+        """Return whether a tensor is present and waits to be handed out."""
         return self.state is RecordState.PRESENT and self._tensors[index] is not None
 
     def to_offloaded(self) -> None:
@@ -163,7 +163,7 @@ class ActivationOffloader:
         return record
 
     def fetch(self, record: ActivationRecord, index: int) -> torch.Tensor:
-        """A tensor of a record. ``RuntimeError`` where storage fails or another rank aborted."""
+        """Return a tensor of a record. ``RuntimeError`` where storage fails or another rank aborted."""
         with self._lock:
             return self._fetch(record, index)
 

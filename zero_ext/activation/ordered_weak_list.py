@@ -35,7 +35,7 @@ class OrderedWeakList(Generic[Item]):
         return len(self._items)
 
     def add(self, item: Item) -> None:
-        """Puts ``item`` at the end."""
+        """Put ``item`` at the end."""
         self._forget()
         number = item.number
         self._items[number] = weakref.ref(item)

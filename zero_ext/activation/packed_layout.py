@@ -54,7 +54,7 @@ class TensorSpan:
         return tensor.as_strided((self.nbytes // tensor.element_size(),), (1,)).view(torch.uint8)
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor as it was: a view of ``memory``, uint8 [nbytes], if it can be one."""
+        """Return the tensor as it was: a view of ``memory``, uint8 [nbytes], if it can be one."""
         flat = memory.view(self.dtype)
         if self.packed_stride == self.stride and not self.beyond:
             return flat.as_strided(self.size, self.stride)
@@ -104,18 +104,19 @@ class PackedLayout:
                 _copy(into, memory[begin - span.offset : end - span.offset], span.dtype)
 
     def tensors(self, region: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in ``region`` [nbytes], uint8, with their own sizes and strides: views of it, or copies
-        where packed bytes are closer together than those of the tensor."""
+        """Return the tensors in ``region`` [nbytes], uint8, with their own sizes and strides: views of it, or
+        copies where packed bytes are closer together than those of the tensor.
+        """
         return [span.tensor(region[span.offset : span.offset + span.nbytes]) for span in self.spans]
 
 
 def elements_of(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from a tensor's first one to its last, ``stride`` apart."""
+    """Return elements of memory from a tensor's first one to its last, ``stride`` apart."""
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copies bytes, uint8 [n], of elements of ``dtype``."""
+    """Copy bytes, uint8 [n], of elements of ``dtype``."""
     if dtype in _PACKED and into.device.type == values.device.type == "cpu":
         ops.pack_(into.view(dtype), [values.view(dtype)], [0])
     else:
@@ -123,12 +124,12 @@ def _copy(into: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _distinct(size: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The size without the repetitions of expanded dims."""
+    """Return the size without the repetitions of expanded dims."""
     return [length if step else 1 for length, step in zip(size, stride, strict=True)]
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but plain memory: its bytes are all there is to store of it."""
+    """Return whether a tensor is nothing but plain memory: its bytes are all there is to store of it."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -98,7 +98,7 @@ class ActivationPartition:
         self._check(found, f"inputs of the later calls since the last backward ({called})")
 
     def _check(self, found: torch.Tensor, what: str) -> None:
-        """Raises unless all ranks' numbers ``found`` are the same."""
+        """Raise unless all ranks' numbers ``found`` are the same."""
         seen = found.tolist()
         differ = [rank for rank in range(self.size) if seen[rank] != seen[0]]
         if differ:

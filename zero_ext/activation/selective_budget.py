@@ -60,7 +60,7 @@ class MeasuringMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an op and notes it."""
+        """Run an op and note it."""
         kwargs = kwargs or {}
         self._synchronize()
         began = self._clock()

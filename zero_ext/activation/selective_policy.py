@@ -24,7 +24,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
-    """The ops that ``names`` mean, such as "aten.mm" or "aten.mm.default".
+    """Return the ops that ``names`` mean, such as "aten.mm" or "aten.mm.default".
 
     Raises ``ValueError`` for a name that torch does not know, and for collectives.
     """
@@ -56,7 +56,9 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``op`` takes random numbers: skipping it would shift those of the ops after it."""
+    """Return whether a call of ``op`` takes random numbers: skipping it would shift those of the ops after
+    it.
+    """
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for index, argument in enumerate(op._schema.arguments):
@@ -69,7 +71,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def tensors_of(tree: Any) -> Iterable[torch.Tensor]:
-    """The tensors among the arguments or results of an op."""
+    """Return the tensors among the arguments or results of an op."""
     return (each for each in tree_iter(tree) if isinstance(each, torch.Tensor))
 
 
@@ -86,7 +88,7 @@ class _SavedResults:
         self._makers: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def add(self, op: Any, out: Any) -> None:
-        """Notes what ``op`` returned."""
+        """Note what ``op`` returned."""
         for storage in _storages(out):
             self._makers[storage._cdata] = StorageWeakRef(storage), op
 

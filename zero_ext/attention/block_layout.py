@@ -233,7 +233,7 @@ class BlockLayout:
 
 
 def check_block(block: int) -> None:
-    """Raises ValueError unless `block` is a size that the kernels have."""
+    """Raise ValueError unless `block` is a size that the kernels have."""
     if block not in BLOCK_SIZES:
         raise ValueError(
             f"block: expected one of {', '.join(map(str, BLOCK_SIZES))}, got {block}. Choose one of them."
@@ -241,7 +241,7 @@ def check_block(block: int) -> None:
 
 
 def _check_rows(pointers: torch.Tensor, columns: torch.Tensor, column_blocks: int) -> None:
-    """Raises ValueError unless the pointers cut all columns into rows that ascend below `column_blocks`."""
+    """Raise ValueError unless the pointers cut all columns into rows that ascend below `column_blocks`."""
     ends = pointers.flatten()
     blocks = columns.numel()
     if int(ends[0]) != 0 or int(ends[-1]) != blocks or bool((ends[1:] < ends[:-1]).any()):

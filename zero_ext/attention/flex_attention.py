@@ -123,7 +123,8 @@ def _compiled() -> Callable[..., Any]:
 @torch._dynamo.disable
 @torch.inference_mode(False)
 def block_mask(layout: BlockLayout, causal: bool) -> BlockMask:
-    """The layout as FlexAttention takes it, on its device; made at the first call and kept with the layout.
+    """Return the layout as FlexAttention takes it, on its device; made at the first call and kept with the
+    layout.
 
     Raises:
         ValueError: the layout has more than `MOST_TILES` tiles.
@@ -150,7 +151,8 @@ def block_mask(layout: BlockLayout, causal: bool) -> BlockMask:
 
 
 def tile_bits(layout: BlockLayout) -> torch.Tensor:
-    """Which blocks of each tile of 128 by 128 tokens a layout has, int64 [heads, query tiles, key tiles].
+    """Return which blocks of each tile of 128 by 128 tokens a layout has, int64 [heads, query tiles, key
+    tiles].
 
     Block (i, j) of a tile's n by n blocks is bit n * i + j.
 
@@ -186,6 +188,8 @@ def check_tiles(layout: BlockLayout) -> tuple[int, int]:
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tiles each row has, int32 [1, heads, rows], and their columns first among all columns."""
+    """Return how many tiles each row has, int32 [1, heads, rows], and their columns first among all
+    columns.
+    """
     columns = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(dim=-1, dtype=torch.int32)[None], columns.to(torch.int32)[None]

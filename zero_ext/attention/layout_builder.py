@@ -99,7 +99,7 @@ def _bounded(pattern: RowPattern, rows: Integers, columns: int, causal: bool) ->
 
 
 def _pattern(policy: SparseAttentionConfig, head: int, rows: Integers, columns: int) -> RowPattern:
-    """The blocks of `rows`, not yet cut off at the sequence's end nor at the diagonal."""
+    """Return the blocks of `rows`, not yet cut off at the sequence's end nor at the diagonal."""
     none = np.empty(0, dtype=np.int64)
     if policy.mode == "dense":
         return RowPattern(np.zeros_like(rows), np.full_like(rows, columns), rows, none)
@@ -127,7 +127,7 @@ def _pattern(policy: SparseAttentionConfig, head: int, rows: Integers, columns: 
 def _across(
     low: Integers, high: Integers, rows: Integers, found: Integers, columns: int, horizontal: bool
 ) -> RowPattern:
-    """A band and global columns; rows of global blocks have all columns where `horizontal`."""
+    """Return a band and global columns; rows of global blocks have all columns where `horizontal`."""
     if horizontal:
         full = np.isin(rows, found)
         low, high = np.where(full, 0, low), np.where(full, columns, high)
@@ -135,7 +135,7 @@ def _across(
 
 
 def _fixed_globals(policy: SparseAttentionConfig, head: int, columns: int) -> Integers:
-    """The global blocks of every window; those of a last, shorter one end with it at the latest.
+    """Return the global blocks of every window; those of a last, shorter one end with it at the latest.
 
     Unidirectional ones stay where a full window has them, so that no token's blocks depend on what follows.
     """

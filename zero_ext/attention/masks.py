@@ -19,7 +19,7 @@ class MoreMasks(TypedDict, total=False):
 def split_mask(
     attn_mask: torch.Tensor | None, scores_shape: tuple[int, int, int, int]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What `attn_mask` says as (key padding, bias); None for what it does not say.
+    """Return what `attn_mask` says as (key padding, bias); None for what it does not say.
 
     A boolean mask (True may be attended) that depends on batch and key alone is key padding, bool
     [batch, key length]; every other becomes a float32 bias of its own shape with minus infinity where it is
@@ -62,7 +62,7 @@ def as_scores(tensor: torch.Tensor, scores_shape: tuple[int, int, int, int], nam
 
 
 def check_key_padding(key_padding: torch.Tensor, batch: int, key_length: int) -> None:
-    """Raises ValueError unless it is bool [batch, key length]."""
+    """Raise ValueError unless it is bool [batch, key length]."""
     if key_padding.dtype != torch.bool or tuple(key_padding.shape) != (batch, key_length):
         raise ValueError(
             f"key_padding: expected torch.bool of shape {(batch, key_length)}, True where a key may be "

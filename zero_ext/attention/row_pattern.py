@@ -37,7 +37,7 @@ class RowPattern:
     random: Integers | None = None
 
     def of_rows(self, rows: slice) -> RowPattern:
-        """The pattern of some of the rows."""
+        """Return the pattern of some of the rows."""
         random = None if self.random is None else self.random[rows]
         return RowPattern(self.low[rows], self.high[rows], self.limit[rows], self.global_columns, random)
 
@@ -89,7 +89,7 @@ def _global_ranges(pattern: RowPattern) -> tuple[Integers, Integers, Integers]:
 
 
 def _columns(pattern: RowPattern) -> Compressed:
-    """The columns of all rows, one row after the other: global ones, the band, global ones."""
+    """Return the columns of all rows, one row after the other: global ones, the band, global ones."""
     first, resume, last = _global_ranges(pattern)
     widths = np.stack((first, pattern.high - pattern.low, last - resume), axis=1)
     starts = np.stack((np.zeros_like(first), pattern.low, resume), axis=1)
@@ -109,7 +109,7 @@ def _ragged_ranges(starts: Integers, widths: Integers) -> Compressed:
 
 
 def _with_random(pattern: RowPattern) -> tuple[Integers, Compressed]:
-    """Counts and columns of rows that have random columns too."""
+    """Count and columns of rows that have random columns too."""
     rows = pattern.low.shape[0]
     random = pattern.random if pattern.random is not None else np.empty((rows, 0), dtype=np.int64)
     first, resume, last = _global_ranges(pattern)

@@ -175,7 +175,7 @@ class SparseSelfAttention(torch.nn.Module):
     def _layout_for(
         self, scores_shape: tuple[int, int, int, int], causal: bool, device: torch.device | None
     ) -> BlockLayout:
-        """The layout on `device`; None for any, where its numbers are not looked at."""
+        """Return the layout on `device`; None for any, where its numbers are not looked at."""
         _, heads, queries, keys = scores_shape
         if self._cache is None:
             return self._own_layout(scores_shape, device)
@@ -223,7 +223,7 @@ class SparseSelfAttention(torch.nn.Module):
 
 
 def _layout_tensors(layout: BlockLayout, query: torch.Tensor) -> list[torch.Tensor]:
-    """What the op wants of the layout, of query's kind."""
+    """Return what the op wants of the layout, of query's kind."""
     by_rows = [layout.row_pointers, layout.columns]
     if isinstance(query, FakeTensor):
         mode = query.fake_mode
@@ -237,7 +237,9 @@ def _layout_tensors(layout: BlockLayout, query: torch.Tensor) -> list[torch.Tens
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in autocast's dtype where it is enabled for their device; float64 stays, as in torch."""
+    """Return the tensors in autocast's dtype where it is enabled for their device; float64 stays, as in
+    torch.
+    """
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -289,7 +291,7 @@ def _masks(
     more: MoreMasks,
     scores_shape: tuple[int, int, int, int],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """All masks as key padding and bias."""
+    """Return all masks as key padding and bias."""
     unknown = more.keys() - MoreMasks.__annotations__.keys()
     if unknown:
         raise TypeError(

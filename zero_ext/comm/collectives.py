@@ -108,7 +108,9 @@ class Collectives:
 
     @property
     def before_gather(self) -> Callable[[], None]:
-        """What is called before a gather or broadcast begins, of this group or of one that it is cut into."""
+        """Return what is called before a gather or broadcast begins, of this group or of one that it is cut
+        into.
+        """
         return self._gathers.order.before_gather
 
     @before_gather.setter
@@ -154,12 +156,14 @@ class Collectives:
         self._experts = self.among(ranks)
 
     def holders(self, expert: bool) -> Collectives:
-        """The collectives of the ranks that have the same parameters, of an ``expert`` or not."""
+        """Return the collectives of the ranks that have the same parameters, of an ``expert`` or not."""
         return self._experts if expert and self._experts is not None else self
 
     def among(self, ranks: Sequence[int]) -> Collectives:
-        """The collectives of a group of ``ranks``, this one among them, over the same connections and counted
-        in the same log. All ranks belong to groups of one size, which do everything at the same time."""
+        """Return the collectives of a group of ``ranks``, this one among them, over the same connections and
+        counted in the same log. All ranks belong to groups of one size, which do everything at the same
+        time.
+        """
         nodes = self.nodes.among(ranks)
         wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
         group = Collectives(
@@ -187,7 +191,7 @@ class Collectives:
     def gather(
         self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str, may_be_nan: bool = False
     ) -> PendingCollective:
-        """Fills ``flat`` [numel] with the shards [numel / N] of all ranks, in rank order.
+        """Fill ``flat`` [numel] with the shards [numel / N] of all ranks, in rank order.
 
         ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both. Gradients
         ``may_be_nan``: they go where gradients are reduced, which nobody checks, in the order of reductions.
@@ -210,7 +214,7 @@ class Collectives:
         kind: str,
         label: str,
     ) -> PendingCollective:
-        """Averages ``flat`` [numel] over the ranks; this rank's shard of it goes to ``out`` [numel / N].
+        """Average ``flat`` [numel] over the ranks; this rank's shard of it goes to ``out`` [numel / N].
 
         ``received`` is scratch of ``flat``'s dtype, in use until ``wait`` returns: numel / N elements where
         the backend adds up, else (N - 1) * numel / N. Then the sum runs in float32 and in rank order, so it
@@ -337,7 +341,7 @@ class Collectives:
         tensor.copy_(sum_in_order(tensors))
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
-        """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
+        """Copy a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
         if self.world_size == 1:
             return tensor
         self.before_gather()
@@ -407,5 +411,7 @@ def _call(action: Callable[[str], None] | None, reason: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _tag(label: str) -> int:
-    """What ranks at the same place agree on, so that units of equal size are not taken for each other."""
+    """Return what ranks at the same place agree on, so that units of equal size are not taken for each
+    other.
+    """
     return zlib.crc32(label.encode()) & 0x7FFFFFFF

@@ -42,7 +42,7 @@ class TransferPath:
 
     @staticmethod
     def of(offered: str, device: torch.device) -> TransferPath:
-        """The path that a group with the backends ``offered`` ("cpu:gloo,cuda:nccl") leaves."""
+        """Return the path that a group with the backends ``offered`` ("cpu:gloo,cuda:nccl") leaves."""
         backends = dict(each.split(":", 1) for each in offered.split(","))
         if "fake" in backends.values():
             return TransferPath("fake", device)
@@ -61,7 +61,7 @@ class TransferPath:
         return TransferPath("backend", device, backend, problem)
 
     def described(self) -> str:
-        """What must be the same on all ranks."""
+        """Return what must be the same on all ranks."""
         over = {"backend": self.backend, "staged": "host memory"}.get(self.kind)
         return self.device.type if over is None else f"{self.device.type} over {over}"
 
@@ -75,7 +75,7 @@ class TransferPath:
         return f"tensors of the ranks are on {self.described()}"
 
     def resolve(self, wanted: Reduction, nodes: NodeMap) -> ResolvedReduction:
-        """How gradients are added up, as ``config.communication.resolve_reduction`` says it."""
+        """Return how gradients are added up, as ``config.communication.resolve_reduction`` says it."""
         adds = self.device.type != "cpu" and self.kind in ("backend", "fake")
         most = None if self.device.type == "cpu" else MOST_SHARDS_ON_A_DEVICE
         return resolve_reduction(wanted, nodes.world_size, nodes.ranks_per_node, most, adds)

@@ -96,7 +96,7 @@ def _shut_down(backend: Any) -> None:
 
 
 def can_make(backend: str) -> bool:
-    """Whether :func:`make_backend` knows ``backend``."""
+    """Return whether :func:`make_backend` knows ``backend``."""
     return backend == "nccl" or backend.upper() in dist.Backend._plugins
 
 

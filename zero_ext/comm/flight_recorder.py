@@ -47,7 +47,7 @@ class CollectiveChannel:
 
     @property
     def begun(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
         return self.recent[-1][0] if self.recent else 0
 
     def begin(self, label: str, peers: Sequence[int] | None = None) -> RecordedCollective:

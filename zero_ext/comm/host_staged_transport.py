@@ -115,7 +115,7 @@ class _Stager:
         self._buffer = buffer.chunk(_HALVES)
 
     def move(self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int) -> None:
-        """Sends and receives bytes [n] of device tensors."""
+        """Send and receives bytes [n] of device tensors."""
         chunks = self._chunks(sends, receives)
         if not chunks:
             return

@@ -59,8 +59,9 @@ class NodeMap:
         return f"{self.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
 
     def among(self, ranks: Sequence[int]) -> NodeMap:
-        """The map that a group of these ranks has, this one among them, in ascending order; where they are
-        not equally many of each node that has any, that of a single node."""
+        """Return the map that a group of these ranks has, this one among them, in ascending order; where they
+        are not equally many of each node that has any, that of a single node.
+        """
         nodes = [rank // self.ranks_per_node for rank in ranks]
         counts = {nodes.count(node) for node in nodes}
         return NodeMap(ranks.index(self.rank), len(ranks), counts.pop() if len(counts) == 1 else len(ranks))
@@ -77,7 +78,7 @@ def ranks_of_a_node(world_size: int, wanted: int | None) -> int:
 
 
 def nodes_of(ranks: Sequence[int], rank: int, world_size: int, wanted: int | None) -> NodeMap:
-    """The map of a group of ``ranks`` of the world, seen by the one at index ``rank`` in it: nodes of
+    """Return the map of a group of ``ranks`` of the world, seen by the one at index ``rank`` in it: nodes of
     ``wanted`` of them, else those of the world that a launcher named, else a single one."""
     if wanted is not None or len(ranks) == world_size:
         return NodeMap(rank, len(ranks), ranks_of_a_node(len(ranks), wanted))

@@ -36,7 +36,7 @@ class OneBitAllReduce:
         return self._payloads.chunk(self._collectives.world_size)[self._collectives.rank]
 
     def scatter(self, values: torch.Tensor, errors: torch.Tensor, factor: float) -> None:
-        """Begins to send the signs of ``factor`` x ``values`` + ``errors`` [numel] and keeps in ``errors``
+        """Begin to send the signs of ``factor`` x ``values`` + ``errors`` [numel] and keep in ``errors``
         what they lose."""
         ranks, rank = self._collectives.world_size, self._collectives.rank
         ops.compress_1bit_(self._payloads, errors, values, factor, ranks)
@@ -52,7 +52,7 @@ class OneBitAllReduce:
         return self._received
 
     def gather(self) -> None:
-        """Begins to send ``own`` to all ranks."""
+        """Begin to send ``own`` to all ranks."""
         slots = self._payloads.chunk(self._collectives.world_size)
         # Scales may be NaN, and codes look like it.
         self._pending = self._collectives.gather_payloads(

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def join_world(timeout_seconds: float) -> None:
-    """Starts torch.distributed if a launcher (torchrun) set the environment and nobody did yet: with gloo,
+    """Start torch.distributed if a launcher (torchrun) set the environment and nobody did yet: with gloo,
     and NCCL beside it where there is CUDA.
 
     NCCL then ends a job whose ranks wait for each other longer than ``timeout_seconds``, unless the
@@ -110,8 +110,9 @@ def _simulated(
     reduction: ResolvedReduction,
     nodes: NodeMap,
 ) -> Collectives:
-    """The collectives of one rank among simulated ones, which answer nothing: one call of the group's backend
-    each, as of any backend that has collectives of its own."""
+    """Return the collectives of one rank among simulated ones, which answer nothing: one call of the group's
+    backend each, as of any backend that has collectives of its own.
+    """
     transport = _FakeBackendTransport(parent._get_backend(CPU), owns=False)
     return Collectives(
         transport,
@@ -125,7 +126,7 @@ def _simulated(
 
 
 def _same_on_all_ranks(transport: Transport, value: int) -> bool:
-    """Whether all ranks give the same ``value``."""
+    """Return whether all ranks give the same ``value``."""
     sums = torch.tensor([value, value * value], dtype=torch.int64, device="cpu")
     transport.all_reduce(sums).wait()
     total, squares = sums.tolist()
@@ -133,7 +134,7 @@ def _same_on_all_ranks(transport: Transport, value: int) -> bool:
 
 
 def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> dist.Store:
-    """A part of the store of ``parent`` that no other engine has, the same on all of its ranks.
+    """Return a part of the store of ``parent`` that no other engine has, the same on all of its ranks.
 
     Rank 0 names it. The name goes through the store, as the group's backend may serve no tensor that is here.
     """
@@ -147,7 +148,7 @@ def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> 
 
 
 def single_rank(ranks_per_node: int | None = None) -> Collectives:
-    """The collectives of a single rank. Raises ``ValueError`` for a node of several."""
+    """Return the collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), TrafficStats(), nodes, ranks=[own])

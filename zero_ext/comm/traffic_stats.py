@@ -28,14 +28,14 @@ class TrafficStats:
     last_crossing_bytes: Counter[str] = field(default_factory=Counter)
 
     def record(self, kind: str, elements: int, bytes_sent: int, crossing_bytes: int) -> None:
-        """Adds one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes,
+        """Add one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes,
         ``crossing_bytes`` of them to other nodes."""
         self.elements[kind] += elements
         self.bytes_sent[kind] += bytes_sent
         self.crossing_bytes[kind] += crossing_bytes
 
     def begin_step(self) -> None:
-        """Closes the current step: its counts become ``last_*`` and the running ones start at zero."""
+        """Close the current step: its counts become ``last_*`` and the running ones start at zero."""
         self.last_elements, self.elements = self.elements, Counter()
         self.last_bytes_sent, self.bytes_sent = self.bytes_sent, Counter()
         self.last_crossing_bytes, self.crossing_bytes = self.crossing_bytes, Counter()

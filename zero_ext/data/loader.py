@@ -221,7 +221,7 @@ _Dealt = tuple[Any, Position]
 def _batches(
     dataset: MapDataset, collate: Collate, stream: SampleStream, rank: int, start: Position
 ) -> Generator[_Dealt]:
-    """The rank's batches from `start` to the end of its epoch, each with the position behind it."""
+    """Yield the rank's batches from `start` to the end of its epoch, each with the position behind it."""
     position = start
     while position.epoch == start.epoch:
         indices = stream.indices(position, rank)

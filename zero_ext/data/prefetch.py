@@ -42,7 +42,7 @@ class BatchPrefetcher(Generic[Item]):
         return self._channel.get(self._thread)
 
     def close(self) -> None:
-        """Stops the thread after the item it is at and drops what was prefetched; iteration is over."""
+        """Stop the thread after the item it is at and drop what was prefetched; iteration is over."""
         self._channel.stop()
 
 

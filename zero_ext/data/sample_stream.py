@@ -52,7 +52,7 @@ class SampleStream:
         return Position(epoch + sample // samples, sample % samples)
 
     def after(self, position: Position) -> Position:
-        """The position behind the global micro-batch that starts at `position`."""
+        """Return the position behind the global micro-batch that starts at `position`."""
         return self.normalized(position.epoch, position.sample + self.global_batch)
 
     def indices(self, position: Position, rank: int) -> list[int]:

@@ -63,7 +63,9 @@ def _round_keys(seed: int, epoch: int) -> list[tuple[int, int]]:
 
 
 def _mixed(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit in changes half of the bits out."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit in changes half of the bits
+    out.
+    """
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _WORD
     return value ^ value >> 31

@@ -36,7 +36,7 @@ class ExtentArena:
         return offset
 
     def release(self, offset: int) -> None:
-        """Frees the extent at ``offset``; ``KeyError`` if none starts there."""
+        """Free the extent at ``offset``; ``KeyError`` if none starts there."""
         if offset not in self._sizes:
             raise KeyError(f"offset: no extent starts at {offset}. Release each extent once, at its start.")
         begin, end = offset, offset + self._sizes.pop(offset)
@@ -49,7 +49,9 @@ class ExtentArena:
         self._free.insert(index, (begin, end))
 
     def _range_at(self, offset: int) -> int:
-        """The number of the last free range that begins at ``offset`` or before it; -1 if there is none."""
+        """Return the number of the last free range that begins at ``offset`` or before it; -1 if there is
+        none.
+        """
         return bisect(self._free, (offset, self._capacity)) - 1
 
     def _is_free(self, begin: int, end: int) -> bool:

@@ -123,5 +123,5 @@ def put(shard: ShardStorage, begin: int, values: torch.Tensor, source: Tier) -> 
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed flat tensor [numel] on the host's huge pages."""
+    """Return a zeroed flat tensor [numel] on the host's huge pages."""
     return CPU.allocate("host", numel, dtype)

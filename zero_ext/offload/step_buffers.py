@@ -152,7 +152,9 @@ class StepStaging:
             stored.wait()
 
     def scaled(self, gradient: ShardStorage, scale: torch.Tensor, tier: Tier) -> torch.Tensor:
-        """All of ``gradient`` times ``scale``, in fp32 and memory of ``tier``; valid until the next call."""
+        """Return all of ``gradient`` times ``scale``, in fp32 and memory of ``tier``; valid until the next
+        call.
+        """
         scaled = _front(self._buffers[tier].elementwise, gradient.numel, torch.float32)
         (factor,) = self.to_tier(tier, scale)
         for chunk in self.chunks(tier, gradient, None):
@@ -173,7 +175,7 @@ class StepStaging:
         return StateChunkBuffers(buffers, memory[gradients:outputs].view(torch.float32), memory[outputs:])
 
     def fetch_gradient(self, gradient: ShardStorage, begin: int, end: int, tier: Tier) -> torch.Tensor:
-        """Elements [begin, end) in memory of ``tier``: in place if they are there, else a copy that is
+        """Return elements [begin, end) in memory of ``tier``: in place if they are there, else a copy that is
         valid until the next call. ``begin`` is a multiple of the gradient's grain, and the elements fit into
         the buffer."""
         near = gradient.memory(tier)
@@ -214,7 +216,7 @@ class _DoubleBuffer:
 
     @property
     def has_halves(self) -> bool:
-        """Whether acquired memory stays valid for one more :meth:`acquire`."""
+        """Return whether acquired memory stays valid for one more :meth:`acquire`."""
         return len(self._halves) > 1
 
     def elements(self, dtype: torch.dtype) -> int:

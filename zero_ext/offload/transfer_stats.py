@@ -25,13 +25,13 @@ class TransferStats:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def record(self, source: Tier, target: Tier, nbytes: int) -> None:
-        """Adds one copy of ``nbytes`` bytes; none if both tiers are the same."""
+        """Add one copy of ``nbytes`` bytes; none if both tiers are the same."""
         if source != target and nbytes:
             with self._lock:
                 self.moved[source, target] += nbytes
 
     def begin_step(self) -> None:
-        """Closes the current step: its counts become ``last_moved`` and the running ones start at zero."""
+        """Close the current step: its counts become ``last_moved`` and the running ones start at zero."""
         with self._lock:
             self.last_moved, self.moved = self.moved, Counter()
 

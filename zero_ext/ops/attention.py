@@ -150,7 +150,7 @@ def _refuse_other_derivatives(*tensors: Tensor | None) -> None:
 
 
 def _is_differentiated_by_func(tensor: Tensor) -> bool:
-    """Whether a transform of torch.func that differentiates has wrapped it, within vmap too."""
+    """Return whether a transform of torch.func that differentiates has wrapped it, within vmap too."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_gradtrackingtensor(tensor):

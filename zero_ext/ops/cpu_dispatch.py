@@ -15,7 +15,7 @@ def get_isa() -> str:
 
 
 def set_isa(name: str) -> str:
-    """Makes all kernels of this process use one of :data:`ISA_NAMES`; returns the one used before.
+    """Make all kernels of this process use one of :data:`ISA_NAMES`; return the one used before.
 
     Results are bit-identical at every level, but for those of attention, which add in another order and, with
     "avx512_bf16", multiply bfloat16 numbers in pairs. This exists for tests and measurements.

@@ -8,7 +8,7 @@ from zero_ext.ops.load_library import fake_kernel, op
 
 
 def cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
-    """Joins the shared memory segment `name`; the rank with `create` makes it before the others join.
+    """Join the shared memory segment `name`; the rank with `create` makes it before the others join.
 
     `handle` is any number. One that this process uses already is closed first. Raises RuntimeError naming the
     segment and the kernel's reason.
@@ -17,7 +17,7 @@ def cross_process_open(handle: int, name: str, rank: int, world_size: int, creat
 
 
 def cross_process_connect(handle: int) -> bool:
-    """Whether every other rank's memory can be read; call it once all ranks have joined."""
+    """Return whether every other rank's memory can be read; call it once all ranks have joined."""
     return bool(op("cross_process_connect")(handle))
 
 
@@ -27,7 +27,7 @@ def cross_process_unlink(name: str) -> None:
 
 
 def cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
-    """Offers a contiguous CPU tensor to rank `peer`; it must not change until the send was waited for."""
+    """Offer a contiguous CPU tensor to rank `peer`; it must not change until the send was waited for."""
     op("cross_process_send")(handle, peer, tensor, tag)
 
 
@@ -38,7 +38,7 @@ def cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> N
 
 
 def cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
-    """Returns when the first `count` messages from (`receiving`) or to rank `peer` are complete.
+    """Return when the first `count` messages from (`receiving`) or to rank `peer` are complete.
 
     Raises RuntimeError after `timeout_seconds`, when the peer's process has ended, or when it sent a message
     of another size or tag.

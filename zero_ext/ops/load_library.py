@@ -35,7 +35,7 @@ AUTOGRAD_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., None] | Non
 
 
 def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """Declares the decorated function the fake kernel of op `name`: shapes and dtypes without data."""
+    """Declare the decorated function the fake kernel of op `name`: shapes and dtypes without data."""
 
     def declare(function: Kernel) -> Kernel:
         FAKE_KERNELS[name] = function
@@ -47,12 +47,12 @@ def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
 def autograd_formula(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None
 ) -> None:
-    """Declares how op `name` is differentiated, by the functions of torch.library.register_autograd."""
+    """Declare how op `name` is differentiated, by the functions of torch.library.register_autograd."""
     AUTOGRAD_FORMULAS[name] = (backward, setup_context)
 
 
 def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
-    """Refuses a mixture of devices, which would silently run a fake kernel because one tensor is meta."""
+    """Refuse a mixture of devices, which would silently run a fake kernel because one tensor is meta."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise RuntimeError(
@@ -61,13 +61,13 @@ def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def is_built() -> bool:
-    """Whether a built ``zero_ext._C`` can be imported."""
+    """Return whether a built ``zero_ext._C`` can be imported."""
     return importlib.util.find_spec(MODULE) is not None
 
 
 @cache
 def load() -> ModuleType:
-    """The extension module; loading it registers the ops and their fake kernels.
+    """Return the extension module; loading it registers the ops and their fake kernels.
 
     Raises:
         RuntimeError: torch is too old; or there is no built module, and building one failed or no compiler
@@ -91,7 +91,7 @@ def load() -> ModuleType:
 
 
 def check_torch() -> None:
-    """Refuses a torch without the stable ABI that the modules are built for.
+    """Refuse a torch without the stable ABI that the modules are built for.
 
     Raises:
         RuntimeError: torch is older than 2.11.
@@ -107,7 +107,7 @@ def check_torch() -> None:
 
 @cache
 def why_built_kernels_do_not_load() -> str:
-    """Imports the ``_C_cuda`` that came with the package; empty if it is loaded, else the reason.
+    """Import the ``_C_cuda`` that came with the package; empty if it is loaded, else the reason.
 
     A module for another CUDA version is no error here: one for this torch may be built just in time.
     """
@@ -121,7 +121,7 @@ def why_built_kernels_do_not_load() -> str:
 
 
 def kernels_are_loaded() -> bool:
-    """Whether the CUDA kernels are registered in this process."""
+    """Return whether the CUDA kernels are registered in this process."""
     return CUDA_MODULE in sys.modules
 
 
@@ -155,7 +155,7 @@ def load_kernels(device: torch.device) -> None:
 
 
 def check_capability(device: torch.device) -> None:
-    """Refuses a GPU for which there are no kernels. RuntimeError: naming it and its compute capability."""
+    """Refuse a GPU for which there are no kernels. RuntimeError: naming it and its compute capability."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < OLDEST_ARCHITECTURE:
         name = torch.cuda.get_device_name(device)
@@ -175,7 +175,7 @@ def present_architectures() -> set[Architecture]:
 
 @cache
 def op(name: str) -> Any:
-    """The callable overload ``torch.ops.zero_ext.<name>.default``, with the extension loaded.
+    """Return the callable overload ``torch.ops.zero_ext.<name>.default``, with the extension loaded.
 
     While the CUDA kernels are not, it looks for CUDA tensors among its arguments and loads them then.
     """
@@ -195,7 +195,7 @@ def _call_with_kernels(overload: Any, *arguments: Any) -> Any:
 
 
 def _cuda_device(arguments: Iterable[Any]) -> torch.device | None:
-    """The device of the first CUDA tensor among the arguments and their lists."""
+    """Return the device of the first CUDA tensor among the arguments and their lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if argument.is_cuda:

@@ -43,8 +43,9 @@ _INSTEAD = (
 
 
 def fusible(optimizer: optim.Optimizer) -> bool:
-    """Whether a fused op computes what ``optimizer`` would: Lamb, Lion, one that exchanges signs, or what
-    :func:`streamable` is."""
+    """Return whether a fused op computes what ``optimizer`` would: Lamb, Lion, one that exchanges signs, or
+    what :func:`streamable` is.
+    """
     return type(optimizer) in (Lamb, Lion) or is_one_bit(optimizer) or streamable(optimizer)
 
 
@@ -60,28 +61,30 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
 
 
 def is_one_bit(optimizer: optim.Optimizer | None) -> bool:
-    """Whether ``optimizer`` is one of the one-bit family."""
+    """Return whether ``optimizer`` is one of the one-bit family."""
     return isinstance(optimizer, OneBitOptimizer)
 
 
 def resumes_from(own: str | None, saved: str | None) -> bool:
-    """Whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its own,
-    or, for one that exchanges signs, that of one with the same two moments."""
+    """Return whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its
+    own, or, for one that exchanges signs, that of one with the same two moments.
+    """
     if own == "OneBitLamb":
         return saved in ("Lamb", "OneBitLamb")
     return own == saved or (own in ONE_BIT and saved in ("Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"))
 
 
 def streamable(optimizer: optim.Optimizer) -> bool:
-    """Whether the fused op also steps state on NVMe, in one pipeline: Adam or AdamW without amsgrad. For
-    others the optimizer's own code steps chunks there."""
+    """Return whether the fused op also steps state on NVMe, in one pipeline: Adam or AdamW without amsgrad.
+    For others the optimizer's own code steps chunks there.
+    """
     if type(optimizer) not in (optim.Adam, optim.AdamW):
         return False
     return not any(group["amsgrad"] or group.get("differentiable") for group in optimizer.param_groups)
 
 
 def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
-    """Refuses with ``ValueError`` what cannot run on shards; tries out what the user declares
+    """Refuse with ``ValueError`` what cannot run on shards; tries out what the user declares
     element-wise."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -139,8 +142,9 @@ def _run(
 def initial_state(
     optimizer: optim.Optimizer, value: torch.Tensor, group: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The state of ``value`` before the first step, for the classes that make it at construction, and for
-    Lion, whose fused stepper does."""
+    """Return the state of ``value`` before the first step, for the classes that make it at construction, and
+    for Lion, whose fused stepper does.
+    """
     if type(optimizer) is Lion:
         return {"exp_avg": torch.zeros_like(value)}
     if not isinstance(optimizer, optim.Adagrad):
@@ -152,7 +156,7 @@ def initial_state(
 
 
 def was_stepped(optimizer: optim.Optimizer) -> bool:
-    """Whether ``optimizer`` holds more than the state that its class makes at construction."""
+    """Return whether ``optimizer`` holds more than the state that its class makes at construction."""
     filled = [state for state in optimizer.state.values() if state]
     return any("step" not in state or float(state["step"]) != 0 for state in filled)
 
@@ -168,12 +172,14 @@ def elementwise_kinds(optimizer: optim.Optimizer, group: dict[str, Any]) -> froz
 
 
 def per_element(entry: object) -> bool:
-    """Whether an entry of an optimizer's state has one value an element, rather than one a parameter."""
+    """Return whether an entry of an optimizer's state has one value an element, rather than one a
+    parameter.
+    """
     return isinstance(entry, torch.Tensor) and entry.dim() > 0
 
 
 def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a parameter's state that are one value each, JSON-able; see :func:`live_scalars`."""
+    """Return the entries of a parameter's state that are one value each, JSON-able; see :func:`live_scalars`."""
     scalars = {name: entry for name, entry in state.items() if not per_element(entry)}
     return {
         "scalars": {
@@ -185,7 +191,7 @@ def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`plain_scalars` was given, less the entries with one value an element."""
+    """Return what :func:`plain_scalars` was given, less the entries with one value an element."""
     return {
         name: torch.tensor(entry, device="cpu") if name in saved["zero_dim"] else entry
         for name, entry in saved["scalars"].items()
@@ -193,7 +199,7 @@ def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
-    """An optimizer of the same class and settings with fresh state over the tensors in ``groups``."""
+    """Return an optimizer of the same class and settings with fresh state over the tensors in ``groups``."""
     made = copy.copy(optimizer)
     made.state = defaultdict(dict)
     made.param_groups = groups

@@ -184,7 +184,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def lamb_row(group: Mapping[str, Any], steps: float, ratio: float) -> list[float]:
-    """The hyper-parameters of a param group as `ops.lamb_step_` takes them, of the step that is number
+    """Return the hyper-parameters of a param group as `ops.lamb_step_` takes them, of the step that is number
     ``steps`` and the trust ratio ``ratio``."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     corrected = group["bias_correction"]

@@ -111,7 +111,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def lion_row(group: dict[str, Any]) -> list[float]:
-    """The hyper-parameters of a param group as `ops.lion_step_` takes them."""
+    """Return the hyper-parameters of a param group as `ops.lion_step_` takes them."""
     beta1, beta2 = group["betas"]
     return [
         float(group["lr"]),

@@ -28,8 +28,8 @@ _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd",
 
 
 def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
-    """The optimizer that `policy` names, torch's or one of `zero_ext`'s, over `params` (tensors or param
-    groups, as torch takes them).
+    """Return the optimizer that `policy` names, torch's or one of `zero_ext`'s, over `params` (tensors or
+    param groups, as torch takes them).
 
     Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov
     and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take
@@ -46,8 +46,8 @@ def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer
 
 
 def build_scheduler(policy: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The scheduler that `policy` names, driving `optimizer`: DeepSpeed's five and torch's that numbers
-    describe.
+    """Return the scheduler that `policy` names, driving `optimizer`: DeepSpeed's five and torch's that
+    numbers describe.
 
     Raises ConfigError by key path, as `build_optimizer` does.
     """
@@ -130,7 +130,7 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
 
 
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
-    """What was wanted instead of `value`, judged by a parameter's default or annotation; None when it
+    """Return what was wanted instead of `value`, judged by a parameter's default or annotation; None when it
     fits."""
     default, annotation = parameter.default, str(parameter.annotation)
     if isinstance(default, bool) or (default is None and "bool" in annotation):

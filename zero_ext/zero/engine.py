@@ -132,7 +132,7 @@ class Engine(Ending):
         weakref.finalize(self, tiers.device.synchronize).atexit = False
 
     def _defers_factors(self, scales_loss: bool) -> bool:
-        """Whether factors of clipping by calls wait for the step.
+        """Return whether factors of clipping by calls wait for the step.
 
         Steps with a norm need the gradients as they are shown, and other stages would have other factors.
         """
@@ -157,7 +157,7 @@ class Engine(Ending):
 
     @property
     def in_use(self) -> bool:
-        """Whether the model is inside a forward or a backward pass."""
+        """Return whether the model is inside a forward or a backward pass."""
         return bool(self.hooks.calls) or self.backward_pass.running
 
     @property

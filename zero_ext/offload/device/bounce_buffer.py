@@ -26,10 +26,10 @@ class DeviceTransferPath(Protocol):
     nbytes: int
 
     def read(self, into: torch.Tensor, move: Move) -> CopyHandle:
-        """Starts to fill ``into``, device memory of whole blocks, by ``move``, which reads."""
+        """Start to fill ``into``, device memory of whole blocks, by ``move``, which reads."""
 
     def write(self, values: torch.Tensor, move: Move) -> CopyHandle:
-        """Starts to bring ``values``, device memory of whole blocks, to storage by ``move``, which writes."""
+        """Start to bring ``values``, device memory of whole blocks, to storage by ``move``, which writes."""
 
 
 class BounceBuffer:
@@ -89,13 +89,13 @@ class _SlotQueue:
         self._next = 0
 
     def add(self, transfer: _BounceTransfer, begin: int, end: int) -> None:
-        """Puts a chunk at the end."""
+        """Put a chunk at the end."""
         self._waiting.append((transfer, begin, end))
         if len(self._started) < _FIRST:
             self._start()
 
     def advance(self) -> None:
-        """Brings the oldest chunk to its second stage, and the next one to its first."""
+        """Bring the oldest chunk to its second stage, and the next one to its first."""
         slot, transfer, chunk = self._started.popleft()
         self._used[slot] = transfer.start_second_stage(chunk)
         if self._waiting:

@@ -10,7 +10,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 
 
 def register(pointer: int, nbytes: int) -> None:
-    """Pins host memory in place. ``RuntimeError`` with the driver's number if it refuses."""
+    """Pin host memory in place. ``RuntimeError`` with the driver's number if it refuses."""
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE))
     if error:
         raise RuntimeError(
@@ -19,13 +19,14 @@ def register(pointer: int, nbytes: int) -> None:
 
 
 def unregister(pointer: int) -> None:
-    """Ends :func:`register`."""
+    """End :func:`register`."""
     torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def pci_address(device: torch.device) -> str:
-    """Where the device is on the PCI bus, as the kernel writes it (domain:bus:device.function); empty where
-    torch does not tell."""
+    """Return where the device is on the PCI bus, as the kernel writes it (domain:bus:device.function); empty
+    where torch does not tell.
+    """
     facts: Any = torch.cuda.get_device_properties(device)
     if not hasattr(facts, "pci_bus_id"):
         return ""

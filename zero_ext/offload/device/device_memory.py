@@ -43,12 +43,14 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether its memory is not the host's."""
+        """Return whether its memory is not the host's."""
         return self.device.type != "cpu"
 
     @property
     def captures(self) -> bool:
-        """Whether what the current stream is given goes into a graph, to be replayed, instead of running."""
+        """Return whether what the current stream is given goes into a graph, to be replayed, instead of
+        running.
+        """
         if not self.is_accelerator:
             return False
         return bool(getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)())
@@ -58,8 +60,8 @@ class Device:
         return self.device if tier == "device" else torch.device("cpu")
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed flat tensor [numel] for state that lives as long as its model: on the device; or on huge
-        pages of the host, of the exact size and pinned for an accelerator.
+        """Return a zeroed flat tensor [numel] for state that lives as long as its model: on the device; or on
+        huge pages of the host, of the exact size and pinned for an accelerator.
 
         Raises ``RuntimeError`` where there is not so much memory.
         """
@@ -75,13 +77,13 @@ class Device:
             return memory.view(dtype)
 
     def now(self) -> torch.Event | None:
-        """The end of what the current stream was given so far, for :meth:`copy`."""
+        """Return the end of what the current stream was given so far, for :meth:`copy`."""
         if not self.is_accelerator:
             return None
         return torch.accelerator.current_stream(self.device).record_event()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, after: torch.Event | None = None) -> CopyHandle:
-        """Starts to copy ``source`` to ``into``, contiguous and of one dtype, after what the current stream
+        """Start to copy ``source`` to ``into``, contiguous and of one dtype, after what the current stream
         was given so far, or until :meth:`now` was called for ``after``. Both stay alive, and neither is
         touched, until the handle was waited for."""
         if into.device == source.device:
@@ -114,7 +116,7 @@ class Device:
         return current(torch.accelerator.current_stream(self.device))
 
     def synchronize(self) -> None:
-        """Returns when the device has done all it was given."""
+        """Return when the device has done all it was given."""
         if self.is_accelerator:
             torch.accelerator.synchronize(self.device)
 

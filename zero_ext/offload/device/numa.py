@@ -32,7 +32,9 @@ def numa_affinity(device: torch.device) -> Iterator[None]:
 
 
 def _moved_to(cpus: set[int]) -> bool:
-    """Whether this thread runs there now: containers may forbid to say where, or take processors away."""
+    """Return whether this thread runs there now: containers may forbid to say where, or take
+    processors away.
+    """
     try:
         os.sched_setaffinity(0, cpus)
     except OSError:
@@ -41,8 +43,9 @@ def _moved_to(cpus: set[int]) -> bool:
 
 
 def node_cpus(address: str, sys: Path = _SYS) -> frozenset[int]:
-    """The processors of the memory node of the PCI device at ``address``; none where the kernel does not
-    say."""
+    """Return the processors of the memory node of the PCI device at ``address``; none where the kernel does
+    not say.
+    """
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()

@@ -35,7 +35,7 @@ def _release(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def _of_device(device: torch.device, name: str) -> Callable[..., object]:
-    """What pins or frees pages for ``device``; it does nothing for a device that does not say how."""
+    """Return what pins or frees pages for ``device``; it does nothing for a device that does not say how."""
     if device.type == "cuda":
         return cuda.register if name == "register" else cuda.unregister
     return getattr(torch.get_device_module(device), f"host_{name}", lambda *_: None)

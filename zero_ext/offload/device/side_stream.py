@@ -87,13 +87,14 @@ class SideStream:
             self._joined, self._held, self._read = True, [], None
 
     def position(self) -> CopyHandle:
-        """The end of what was given so far to this stream by who is inside; of the outer stream nobody needs
-        to wait for it."""
+        """Return the end of what was given so far to this stream by who is inside; of the outer stream nobody
+        needs to wait for it.
+        """
         stream = self._inside
         return COMPLETED if stream is None else _Position(stream)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps ``tensors`` of the outer stream, which what was given so far reads, until :meth:`release`."""
+        """Keep ``tensors`` of the outer stream, which what was given so far reads, until :meth:`release`."""
         if (stream := self._inside) is not None:
             self._held += tensors
             self._read = stream.record_event()
@@ -162,7 +163,7 @@ class Readback:
 
     @property
     def arrived(self) -> bool:
-        """Whether :meth:`read` returns immediately."""
+        """Return whether :meth:`read` returns immediately."""
         if self._event is not None and self._event.query():
             self._event = None
         return self._event is None

@@ -59,7 +59,7 @@ class NvmeShard(ShardStorage):
         )
 
     def write(self, values: torch.Tensor, begin: int) -> CopyHandle:
-        """Starts to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of padded
+        """Start to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of padded
         blocks in device memory, which must not change until it has ended."""
         self._transfers.record("device", "nvme", values.nbytes)
         first = self.offset + begin * self.dtype.itemsize
@@ -103,7 +103,7 @@ class NvmeShard(ShardStorage):
         return self._transfer_path
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:
-        """The elements of the padded blocks around [begin, end), and the bytes before them."""
+        """Return the elements of the padded blocks around [begin, end), and the bytes before them."""
         first = begin // self.grain * self.grain
         return first, -(-end // self.grain) * self.grain, first * self.dtype.itemsize
 

@@ -41,8 +41,8 @@ class _ChunkExtent(NamedTuple):
 def visit_chunks(
     stream: StateStream, states: Sequence[tuple[int, NvmeState]], buffers: Sequence[torch.Tensor]
 ) -> Generator[StateChunk]:
-    """Every chunk of ``states``, which come with their index, in order; their kinds have a value an element.
-    While one is worked on the next is read and the last, if it was changed, written.
+    """Yield every chunk of ``states``, which come with their index, in order; their kinds have a value an
+    element. While one is worked on the next is read and the last, if it was changed, written.
 
     ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. Raises ``RuntimeError`` if a transfer
     failed; none is in flight once the iterator has ended or was closed.

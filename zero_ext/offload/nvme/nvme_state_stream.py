@@ -55,7 +55,7 @@ class StateStream:
         self.chunk_bytes = self.extent_bytes(self.chunk_elements)
 
     def extent_bytes(self, numel: int) -> int:
-        """Bytes in the store of the state of ``numel`` elements."""
+        """Return bytes in the store of the state of ``numel`` elements."""
         return ops.state_stream_extent_bytes(self.handle, numel)
 
     @contextlib.contextmanager
@@ -150,7 +150,7 @@ class NvmeState(OptimizerStateStorage):
         return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
     def subrange(self, begin: int, end: int) -> StateExtent:
-        """The state of the elements [begin, end) in the store; ``begin`` is a multiple of the stream's
+        """Return the state of the elements [begin, end) in the store; ``begin`` is a multiple of the stream's
         ``chunk_elements``, and so is ``end`` or it is the range's."""
         before = begin // self.stream.chunk_elements * self.stream.chunk_bytes
         return _StateSlice(self.stream, end - begin, self.offset + before, self.target + before)

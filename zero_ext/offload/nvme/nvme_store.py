@@ -105,7 +105,7 @@ class NvmeStore:
 
     @property
     def alignment(self) -> int:
-        """What offsets and sizes of transfers are multiples of, in bytes."""
+        """Return what offsets and sizes of transfers are multiples of, in bytes."""
         return self._alignment
 
     def facts(self) -> ops.StoreFacts:
@@ -113,7 +113,7 @@ class NvmeStore:
         return ops.store_facts(self._handle)
 
     def reserve(self, nbytes: int, zeros: bool = True) -> None:
-        """Raises the capacity to ``nbytes``, allocated and written with zeros: no later write finds it full.
+        """Raise the capacity to ``nbytes``, allocated and written with zeros: no later write finds it full.
 
         Without ``zeros`` it is only allocated, for what is written once. Raises RuntimeError with the path,
         the bytes wanted and the bytes free; nothing has changed then.
@@ -121,18 +121,18 @@ class NvmeStore:
         ops.store_reserve(self._handle, nbytes, zeros)
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of a new extent of ``nbytes``, rounded up to :attr:`alignment`.
+        """Return the offset of a new extent of ``nbytes``, rounded up to :attr:`alignment`.
 
         Raises RuntimeError if no free range of what was reserved is large enough.
         """
         return ops.store_allocate(self._handle, nbytes)
 
     def release(self, offset: int) -> None:
-        """Frees the extent at ``offset``; wait for its transfers first."""
+        """Free the extent at ``offset``; wait for its transfers first."""
         ops.store_release(self._handle, offset)
 
     def read(self, offset: int, tensor: Tensor) -> Transfer:
-        """Starts to fill ``tensor`` (contiguous, any dtype and shape) with the bytes from ``offset`` on.
+        """Start to fill ``tensor`` (contiguous, any dtype and shape) with the bytes from ``offset`` on.
 
         Its size is a multiple of :attr:`alignment`; it may lie anywhere inside one extent. Memory that the
         device cannot reach (see :func:`zero_ext.ops.host_buffer`) costs a pass through the page cache.
@@ -145,7 +145,7 @@ class NvmeStore:
         return Transfer(self._handle, ticket, self.bus)
 
     def write(self, offset: int, tensor: Tensor) -> Transfer:
-        """Starts to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
+        """Start to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
         ticket = next(self._tickets)
         if self._goes_directly(tensor):
             ops.store_write_direct(self._handle, tensor, offset, ticket)
@@ -154,13 +154,13 @@ class NvmeStore:
         return Transfer(self._handle, ticket, self.bus)
 
     def open_direct(self) -> None:
-        """Lets :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
+        """Let :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
         once what uses them has ended. RuntimeError as by :func:`zero_ext.ops.store_open_direct`."""
         ops.store_open_direct(self._handle)
         self._direct = True
 
     def close_direct(self) -> None:
-        """Ends what :meth:`open_direct` began, after the transfers under way."""
+        """End what :meth:`open_direct` began, after the transfers under way."""
         self._direct = False
         ops.store_close_direct(self._handle)
 
@@ -171,11 +171,11 @@ class NvmeStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether :meth:`close` is still to come."""
+        """Return whether :meth:`close` is still to come."""
         return self._finalizer.alive
 
     def close(self) -> None:
-        """Ends all transfers and removes the files; calling it again does nothing."""
+        """End all transfers and remove the files; calling it again does nothing."""
         self._finalizer()
 
     def __enter__(self) -> NvmeStore:
@@ -201,7 +201,7 @@ class Transfer:
         self._failure: RuntimeError | None = None
 
     def wait(self) -> None:
-        """Returns when every byte was transferred and, if asked for, verified; each call ends alike.
+        """Return when every byte was transferred and, if asked for, verified; each call ends alike.
 
         Raises:
             RuntimeError: the transfer failed, with path, offset, length and the kernel's reason; or what was

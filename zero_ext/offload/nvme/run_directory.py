@@ -55,16 +55,16 @@ class RunDirectory:
 
     @property
     def data_path(self) -> Path:
-        """Where the store's file belongs; it does not exist yet."""
+        """Return where the store's file belongs; it does not exist yet."""
         return self.path / DATA_NAME
 
     def close(self) -> None:
-        """Removes the directory and what is in it; calling it again does nothing."""
+        """Remove the directory and what is in it; calling it again does nothing."""
         self._finalizer()
 
 
 def remove_abandoned(device_path: str | Path) -> list[str]:
-    """Removes the directories that ended runs of this host and user left below ``device_path``.
+    """Remove the directories that ended runs of this host and user left below ``device_path``.
 
     Only directories of our name pattern, owned by this user, with a lock file that nobody holds; in them
     only files of our names. Symbolic links are never followed. Returns the names removed; warns of a
@@ -88,7 +88,7 @@ def _name_start() -> str:
 
 
 def _create(parent: Path) -> tuple[Path, int]:
-    """A new directory and its locked lock file.
+    """Return a new directory and its locked lock file.
 
     Another process may take the directory for an abandoned one as long as the lock is not held, so the
     directory counts only if its lock file still has a name afterwards.
@@ -166,7 +166,7 @@ def _is_own_file(status: os.stat_result) -> bool:
 
 
 def _remove_files(folder: int) -> None:
-    """Removes our files from the open directory, the lock file last."""
+    """Remove our files from the open directory, the lock file last."""
     for name in (DATA_NAME, LOCK_NAME):
         try:
             if _is_own_file(os.stat(name, dir_fd=folder, follow_symlinks=False)):
@@ -176,7 +176,7 @@ def _remove_files(folder: int) -> None:
 
 
 def _remove_folder(parent: int, name: str) -> bool:
-    """Removes an empty directory; whether there is none any more, whoever removed it."""
+    """Remove an empty directory; whether there is none any more, whoever removed it."""
     try:
         os.rmdir(name, dir_fd=parent)
     except FileNotFoundError:

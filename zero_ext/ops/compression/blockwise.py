@@ -21,7 +21,7 @@ class Quantized(NamedTuple):
 
 
 def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
-    """Quantizes to one byte an element and one scale a block of 256 elements, counted from the first.
+    """Quantize to one byte an element and one scale a block of 256 elements, counted from the first.
 
     A block's scale is its element of largest magnitude, with its sign (the positive one of two equals), so
     that element is kept exactly and quantizing again changes nothing. A code stands for the value nearest to
@@ -50,7 +50,7 @@ def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
 
 
 def dequantize_blockwise(quantized: Quantized, signed: bool) -> Tensor:
-    """What :func:`quantize_blockwise` wrote: value of the code times scale of the block, in float32.
+    """Return what :func:`quantize_blockwise` wrote: value of the code times scale of the block, in float32.
 
     Returns:
         float32 [n].

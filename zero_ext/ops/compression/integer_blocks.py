@@ -56,7 +56,7 @@ class BlockFormat:
             )
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of the payload of `numel` elements, a multiple of 4."""
+        """Return bytes of the payload of `numel` elements, a multiple of 4."""
         codes = -(-numel // PADDING) * PADDING * self.bits // 8
         return codes + (4 if self.symmetric else 8) * -(-numel // self.block)
 
@@ -68,7 +68,7 @@ def quantize_(
     chunks: int,
     order: Sequence[int] | None = None,
 ) -> None:
-    """Quantizes `values` in equal chunks, each a payload of its own.
+    """Quantize `values` in equal chunks, each a payload of its own.
 
     Args:
         payloads: uint8 [chunks * format.payload_bytes(n / chunks)], aligned to 4 bytes; overwritten.
@@ -88,7 +88,7 @@ def quantize_(
 
 
 def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int) -> None:
-    """Writes what `payloads` stand for to `out`.
+    """Write what `payloads` stand for to `out`.
 
     Args:
         out: float32, bfloat16 or float16 [n].
@@ -105,7 +105,7 @@ def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int)
 def sum_quantized_(
     out: Tensor, payloads: Tensor, format: BlockFormat, factor: float, accumulate: bool
 ) -> None:
-    """Writes factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
+    """Write factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32 [m].

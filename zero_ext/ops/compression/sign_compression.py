@@ -20,7 +20,7 @@ from zero_ext.ops.load_library import check_one_device, fake_kernel, op
 
 
 def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: float, chunks: int) -> None:
-    """Compresses ``values * factor + errors``; `errors` becomes what that left behind.
+    """Compress ``values * factor + errors``; `errors` becomes what that left behind.
 
     Args:
         payloads: uint8 [chunks * sign_payload_bytes(n / chunks)], aligned to 4 bytes; overwritten.
@@ -40,7 +40,7 @@ def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: flo
 
 
 def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool, chunks: int) -> None:
-    """Writes factor * (what `payloads` stand for) to `out`, plus its old value if `accumulate`.
+    """Write factor * (what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32, bfloat16 or float16 [n].
@@ -56,7 +56,7 @@ def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: b
 
 
 def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) -> None:
-    """Writes factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
+    """Write factor * (sum of what `payloads` stand for) to `out`, plus its old value if `accumulate`.
 
     Args:
         out: float32 [m].
@@ -71,7 +71,7 @@ def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) ->
 
 
 def reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float) -> None:
-    """Compresses factor * (sum of what `payloads` stand for) + `error`, which becomes what that left behind.
+    """Compress factor * (sum of what `payloads` stand for) + `error`, which becomes what that left behind.
 
     The chunk of a rank that owns these elements in a compressed all-reduce (the paper's server).
 

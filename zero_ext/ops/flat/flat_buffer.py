@@ -11,7 +11,7 @@ from zero_ext.ops.load_library import check_one_device, fake_kernel, op
 
 
 def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Copies every tensor, cast to the dtype of `flat`, to ``flat[offset : offset + numel]``.
+    """Copy every tensor, cast to the dtype of `flat`, to ``flat[offset : offset + numel]``.
 
     Args:
         flat: float32, bfloat16 or float16 [n].
@@ -29,7 +29,7 @@ def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> No
 
 
 def accumulate_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Adds every tensor to its place in `flat`, in float32, cast to the dtype of `flat`.
+    """Add every tensor to its place in `flat`, in float32, cast to the dtype of `flat`.
 
     Arguments and errors as in :func:`pack_`.
     """
@@ -38,7 +38,7 @@ def accumulate_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int])
 
 
 def unpack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Copies ``flat[offset : offset + numel]`` to every tensor, cast to the tensor's dtype.
+    """Copy ``flat[offset : offset + numel]`` to every tensor, cast to the tensor's dtype.
 
     Arguments and errors as in :func:`pack_`.
     """
@@ -47,7 +47,7 @@ def unpack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> 
 
 
 def sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate: bool) -> None:
-    """Writes ``cast(scale * (shards[0] + shards[1] + ...))`` to `out`, plus its old value if `accumulate`.
+    """Write ``cast(scale * (shards[0] + shards[1] + ...))`` to `out`, plus its old value if `accumulate`.
 
     Everything is computed in float32, the sum in list order.
 

@@ -11,7 +11,7 @@ ACCUMULATOR_ENTRIES = 33
 
 
 def squared_norm_(grad: Tensor, accumulator: Tensor) -> None:
-    """Adds the exact sum of squares of `grad` to `accumulator`.
+    """Add the exact sum of squares of `grad` to `accumulator`.
 
     Entry i below 32 counts multiples of 2^(20 i - 298); entry 32 counts the elements that are not finite,
     which add nothing else. The entries are integers, so the result does not depend on order, threads, or
@@ -33,7 +33,7 @@ def squared_norm_(grad: Tensor, accumulator: Tensor) -> None:
 
 
 def squared_norm_value(accumulator: Tensor) -> Tensor:
-    """The sum that `accumulator` holds, correctly rounded.
+    """Return the sum that `accumulator` holds, correctly rounded.
 
     Args:
         accumulator: int64 [33], from :func:`squared_norm_`, or a sum of such tensors.

@@ -198,11 +198,11 @@ class CachedModule:
             )
 
     def state(self) -> FileState | None:
-        """The module file's state; None while there is no file."""
+        """Return the module file's state; None while there is no file."""
         return _state(self.path)
 
     def put(self, module: Path) -> None:
-        """Moves a finished file into its place, its checksum first, both on disk before they are seen."""
+        """Move a finished file into its place, its checksum first, both on disk before they are seen."""
         checksum = module.with_suffix(".sha256")
         checksum.write_text(hashlib.sha256(module.read_bytes()).hexdigest())
         # A linker follows the umask, which may let the group write.
@@ -216,14 +216,14 @@ class CachedModule:
         self._failure.unlink(missing_ok=True)
 
     def note_failure(self, text: str) -> None:
-        """Leaves the reason of a failed build for those who wait for it."""
+        """Leave the reason of a failed build for those who wait for it."""
         note = self._failure.with_suffix(".part")
         note.write_text(text)
         note.replace(self._failure)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder and holds its lock; the kernel drops the lock when the holder dies.
+        """Make the folder and hold its lock; the kernel drops the lock when the holder dies.
 
         Raises:
             RuntimeError: the holder that was waited for failed to build the module, with its error; or the

@@ -58,7 +58,7 @@ class Progress:
         )
 
     def show(self, done: int, labels: Sequence[str]) -> None:
-        """Rewrites the terminal's line, at most twice a second."""
+        """Rewrite the terminal's line, at most twice a second."""
         now = time.monotonic()
         if not self._on_terminal or now - self._shown_at < 0.5:
             return
@@ -77,7 +77,7 @@ class Progress:
 def run_calls(
     calls: Sequence[CompilerCall], folder: Path, log: IO[bytes], progress: Progress, done: int = 0
 ) -> None:
-    """Runs all calls in `folder`, as many at a time as there are cores, or ``$MAX_JOBS``.
+    """Run all calls in `folder`, as many at a time as there are cores, or ``$MAX_JOBS``.
 
     Every call and what it printed is added to `log`. `done` files of the build were made before.
 

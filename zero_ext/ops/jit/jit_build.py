@@ -44,7 +44,8 @@ class BuildRecipe:
 
 
 def source_root(module: str) -> Path:
-    """The folder that holds the sources, ``csrc``: the package's own, or that of the checkout it lies in.
+    """Return the folder that holds the sources, ``csrc``: the package's own, or that of the checkout it lies
+    in.
 
     Raises:
         RuntimeError: the package was installed without its sources.
@@ -90,7 +91,7 @@ def _macros(defines: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def host_recipe(root: Path) -> BuildRecipe:
-    """How ``_C`` is made.
+    """Return how ``_C`` is made.
 
     Raises:
         RuntimeError: there is no C++ compiler.
@@ -107,7 +108,7 @@ def host_recipe(root: Path) -> BuildRecipe:
 
 
 def storage_recipe(root: Path) -> BuildRecipe:
-    """How ``_C_storage`` is made.
+    """Return how ``_C_storage`` is made.
 
     Raises:
         RuntimeError: there is no C++ compiler.
@@ -129,7 +130,7 @@ def _storage_defines() -> list[tuple[str, str]]:
 
 
 def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> BuildRecipe:
-    """How ``_C_cuda`` is made for GPUs of the given compute capabilities.
+    """Return how ``_C_cuda`` is made for GPUs of the given compute capabilities.
 
     Raises:
         RuntimeError: torch is not for CUDA, or nvcc or the C++ compiler is missing or does not fit.
@@ -167,7 +168,7 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> BuildRecip
 
 
 def make(module: CachedModule, recipe: BuildRecipe) -> None:
-    """Compiles and links `module` in its folder, whose lock the caller holds.
+    """Compile and link `module` in its folder, whose lock the caller holds.
 
     Raises:
         RuntimeError: a compiler refused; the error names the log, which holds all calls and their output.
@@ -235,7 +236,7 @@ def _make_or_explain(module: CachedModule, recipe: Callable[[], BuildRecipe]) ->
 
 
 def load_from_cache(module: CachedModule, recipe: Callable[[], BuildRecipe]) -> ModuleType:
-    """Imports `module`, built first where needed, and once more where the one in the cache does not load.
+    """Import `module`, built first where needed, and once more where the one in the cache does not load.
 
     Raises:
         RuntimeError: it cannot be built, or the new one does not load either.
@@ -256,7 +257,7 @@ def load_from_cache(module: CachedModule, recipe: Callable[[], BuildRecipe]) -> 
 
 
 def import_from(module: CachedModule) -> ModuleType:
-    """Imports a module of the cache as ``zero_ext.<its name>``."""
+    """Import a module of the cache as ``zero_ext.<its name>``."""
     name = f"zero_ext.{module.name}"
     spec = importlib.util.spec_from_file_location(name, module.path)
     if spec is None or spec.loader is None:
@@ -268,7 +269,7 @@ def import_from(module: CachedModule) -> ModuleType:
 
 
 def cached_ops() -> CachedModule:
-    """The place of ``_C`` for this torch and these sources.
+    """Return the place of ``_C`` for this torch and these sources.
 
     Raises:
         RuntimeError: the package was installed without its sources.
@@ -280,13 +281,15 @@ def cached_ops() -> CachedModule:
 
 
 def build_ops() -> ModuleType:
-    """The module ``_C``, from the cache or compiled now. RuntimeError: it cannot be built or loaded."""
+    """Return the module ``_C``, from the cache or compiled now. RuntimeError: it cannot be built or
+    loaded.
+    """
     root = source_root(MODULE)
     return load_from_cache(cached_ops(), lambda: host_recipe(root))
 
 
 def cached_kernels(wanted: Iterable[Architecture]) -> CachedModule:
-    """The place of a ``_C_cuda`` for GPUs of the compute capabilities `wanted`.
+    """Return the place of a ``_C_cuda`` for GPUs of the compute capabilities `wanted`.
 
     It may have been built for more GPUs, if it holds machine code for each of these.
 
@@ -311,7 +314,7 @@ def cached_kernels(wanted: Iterable[Architecture]) -> CachedModule:
 
 
 def build_kernels(wanted: Iterable[Architecture]) -> ModuleType:
-    """The module ``_C_cuda`` for these GPUs, from the cache or compiled now.
+    """Return the module ``_C_cuda`` for these GPUs, from the cache or compiled now.
 
     Raises:
         RuntimeError: it cannot be built or loaded.
@@ -322,7 +325,7 @@ def build_kernels(wanted: Iterable[Architecture]) -> ModuleType:
 
 
 def cached_storage_swap() -> CachedModule:
-    """The place of ``_C_storage`` for this torch.
+    """Return the place of ``_C_storage`` for this torch.
 
     Raises:
         RuntimeError: the package was installed without its sources.
@@ -333,7 +336,7 @@ def cached_storage_swap() -> CachedModule:
 
 
 def build_storage_swap() -> ModuleType:
-    """The module ``_C_storage``, from the cache or compiled now. RuntimeError: it cannot be built or
+    """Return the module ``_C_storage``, from the cache or compiled now. RuntimeError: it cannot be built or
     loaded."""
     root = source_root(STORAGE_MODULE)
     return load_from_cache(cached_storage_swap(), lambda: storage_recipe(root))

@@ -41,7 +41,7 @@ class Nvcc:
 
 
 def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
-    """The nvcc for a torch that was built with `cuda`, like "13.0": one of the same major version.
+    """Return the nvcc for a torch that was built with `cuda`, like "13.0": one of the same major version.
 
     ``$CUDA_HOME``, else ``$CUDA_PATH``, names the toolkit; without them PATH, the
     toolkit's wheels and /usr/local/cuda* are searched.
@@ -101,7 +101,7 @@ def _searched_paths() -> str:
 
 
 def _release(path: Path) -> str | None:
-    """The release that nvcc names; None when it does not run."""
+    """Return the release that nvcc names; None when it does not run."""
     try:
         output = subprocess.run(
             [str(path), "--version"], capture_output=True, text=True, check=False, timeout=60
@@ -113,7 +113,7 @@ def _release(path: Path) -> str | None:
 
 
 def toolkit_folder(nvcc: Nvcc) -> Path:
-    """The folder of nvcc's own include and library folders, which a script on PATH hides."""
+    """Return the folder of nvcc's own include and library folders, which a script on PATH hides."""
     command = [str(nvcc.path), "-dryrun", "-x", "cu", "-c", os.devnull]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     found = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
@@ -121,7 +121,7 @@ def toolkit_folder(nvcc: Nvcc) -> Path:
 
 
 def runtime_library(nvcc: Nvcc) -> Path:
-    """The toolkit's shared run time, by the name under which torch has loaded its own.
+    """Return the toolkit's shared run time, by the name under which torch has loaded its own.
 
     Raises:
         RuntimeError: the toolkit has none.
@@ -167,7 +167,7 @@ def fitted_architectures(
 
 
 def check_host_compiler(nvcc: Nvcc, compiler: str, flags: Iterable[str]) -> None:
-    """Lets nvcc preprocess two C++20 headers with the host compiler.
+    """Let nvcc preprocess two C++20 headers with the host compiler.
 
     Raises:
         RuntimeError: nvcc refuses the compiler, as it does one newer than itself, or cannot use it.
@@ -189,7 +189,7 @@ def check_host_compiler(nvcc: Nvcc, compiler: str, flags: Iterable[str]) -> None
 
 
 def _compiler_version(compiler: str) -> str:
-    """The compiler's path and the first line that it says of itself."""
+    """Return the compiler's path and the first line that it says of itself."""
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     lines = result.stdout.splitlines()
     return f"{compiler} ({lines[0]})" if lines else compiler

@@ -88,14 +88,14 @@ def name_of(architectures: Iterable[Architecture]) -> str:
 
 
 def architectures_of(name: str) -> set[Architecture]:
-    """The architectures of a :func:`name_of`; none for another text."""
+    """Return the architectures of a :func:`name_of`; none for another text."""
     if re.fullmatch(r"sm_\d{2,3}(\+sm_\d{2,3})*", name) is None:
         return set()
     return {(int(digits[:-1]), int(digits[-1])) for digits in re.findall(r"\d+", name)}
 
 
 def runs_on(built: Iterable[Architecture], gpus: Iterable[Architecture]) -> bool:
-    """Whether machine code for `built` runs on all `gpus`: the same major version, and none newer."""
+    """Return whether machine code for `built` runs on all `gpus`: the same major version, and none newer."""
     code = set(built)
     return all(any(major == gpu[0] and minor <= gpu[1] for major, minor in code) for gpu in gpus)
 

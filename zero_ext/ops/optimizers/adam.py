@@ -19,7 +19,7 @@ def adam_step_(
     grad_scale: Tensor,
     non_finite: Tensor | None = None,
 ) -> None:
-    """Updates a flat shard in place, reading and writing every element once.
+    """Update a flat shard in place, reading and writing every element once.
 
     Per element, in float32, as torch.optim.AdamW / Adam: the gradient is multiplied by `grad_scale`
     (unscale x clip), the moments are updated, the master weight steps, and its value is cast to `param`.

@@ -18,7 +18,7 @@ def lamb_norms_(
     grad_scale: Tensor,
     norms: Tensor,
 ) -> None:
-    """Adds to ``norms`` the exact sums of squares of each segment's weights, and of the update that
+    """Add to ``norms`` the exact sums of squares of each segment's weights, and of the update that
     :func:`lamb_step_` with the same arguments would scale by its trust ratio; nothing else changes.
 
     Args:
@@ -46,7 +46,7 @@ def lamb_step_(
     grad_scale: Tensor,
     non_finite: Tensor | None = None,
 ) -> None:
-    """Updates a flat shard in place, reading and writing every element once.
+    """Update a flat shard in place, reading and writing every element once.
 
     Per element, in float32: the gradient g is multiplied by `grad_scale` (unscale x clip); the moments become
     m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2; the update is

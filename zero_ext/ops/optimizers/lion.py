@@ -18,7 +18,7 @@ def lion_step_(
     grad_scale: Tensor,
     non_finite: Tensor | None = None,
 ) -> None:
-    """Updates a flat shard in place, reading and writing every element once.
+    """Update a flat shard in place, reading and writing every element once.
 
     Per element, in float32: the gradient g is multiplied by `grad_scale` (unscale x clip); the master weight
     shrinks by lr x weight_decay of itself and steps by lr against the sign of beta1 m + (1 - beta1) g; the

@@ -23,7 +23,7 @@ def aio_open(
     block_bytes: int = 1 << 20,
     io_threads: int = 1,
 ) -> str:
-    """Starts an engine and returns its backend: the one asked for, or with "auto" the first available.
+    """Start an engine and return its backend: the one asked for, or with "auto" the first available.
 
     Args:
         handle: any number that this process has not in use; one in use is closed and stands for the new
@@ -41,17 +41,17 @@ def aio_open(
 
 
 def aio_close(handle: int) -> None:
-    """Waits for the engine's transfers and ends it; tickets that nobody waited for are forgotten."""
+    """Wait for the engine's transfers and end it; tickets that nobody waited for are forgotten."""
     op("aio_close")(handle)
 
 
 def aio_close_all() -> None:
-    """Closes every engine of this process, as its exit does."""
+    """Close every engine of this process, as its exit does."""
     op("aio_close_all")()
 
 
 def aio_read_(handle: int, ticket: int, path: str, offset: int, tensor: Tensor) -> None:
-    """Begins to fill a contiguous CPU tensor, of any dtype, with the file's bytes from `offset`.
+    """Begin to fill a contiguous CPU tensor, of any dtype, with the file's bytes from `offset`.
 
     `ticket` is any number; transfers of one engine may share it. The tensor is kept alive, and its content is
     undefined, until the ticket was waited for; it must not overlap that of another transfer, and
@@ -65,7 +65,7 @@ def aio_read_(handle: int, ticket: int, path: str, offset: int, tensor: Tensor) 
 
 
 def aio_write_(handle: int, ticket: int, path: str, offset: int, tensor: Tensor) -> None:
-    """Begins to write a contiguous CPU tensor, of any dtype, to the file at `offset`.
+    """Begin to write a contiguous CPU tensor, of any dtype, to the file at `offset`.
 
     A missing file is created, private to the user (0600). Otherwise as :func:`aio_read_`; the tensor must
     not change before the ticket was waited for.
@@ -74,7 +74,7 @@ def aio_write_(handle: int, ticket: int, path: str, offset: int, tensor: Tensor)
 
 
 def aio_wait(handle: int, ticket: int) -> None:
-    """Returns once every byte of the ticket's transfers has moved, and forgets them; at once if it has none.
+    """Return once every byte of the ticket's transfers has moved, and forget them; at once if it has none.
 
     Raises:
         RuntimeError: a transfer failed; path, offset, length and the kernel's reason are named. No part of

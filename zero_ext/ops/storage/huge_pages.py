@@ -9,7 +9,7 @@ from zero_ext.ops.load_library import fake_kernel, op
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """A zero-filled uint8 tensor [nbytes] on memory of its own.
+    """Return a zero-filled uint8 tensor [nbytes] on memory of its own.
 
     The memory comes from mmap at a 2 MiB boundary with MADV_HUGEPAGE, takes physical pages as they are
     touched, and goes back to the kernel when the last view of the tensor is gone.
@@ -21,12 +21,12 @@ def host_buffer(nbytes: int) -> Tensor:
 
 
 def host_buffer_bytes() -> int:
-    """Bytes of all live host buffers of this process."""
+    """Return bytes of all live host buffers of this process."""
     return op("host_buffer_bytes")()
 
 
 def nan_filled_host_memory(nbytes: int) -> Tensor:
-    """A uint8 tensor [nbytes] of 0xFF, which is NaN in every floating-point dtype.
+    """Return a uint8 tensor [nbytes] of 0xFF, which is NaN in every floating-point dtype.
 
     Its memory takes a few MiB until it is written to, however large it is. It goes back to the kernel when
     the last view of the tensor is gone.

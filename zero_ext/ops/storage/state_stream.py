@@ -44,7 +44,7 @@ def state_stream_open(
     field_bytes: Sequence[int],
     field_elements: Sequence[int],
 ) -> None:
-    """Opens stream `handle`, any number not in use, over `store` and allocates its ring.
+    """Open stream `handle`, any number not in use, over `store` and allocate its ring.
 
     Field i has `field_bytes[i]` bytes for every `field_elements[i]` elements; field 0 is the float32 master.
     Those of :func:`state_stream_adam_` are ``ADAM_FIELDS[moments]``.
@@ -57,22 +57,24 @@ def state_stream_open(
 
 
 def state_stream_close(handle: int) -> None:
-    """Gives the ring's memory back, when no op uses it any more; a handle that is not open is ignored."""
+    """Give the ring's memory back, when no op uses it any more; a handle that is not open is ignored."""
     op("state_stream_close")(handle)
 
 
 def state_stream_chunk_elements(handle: int) -> int:
-    """Elements of a full chunk: parts that begin at multiples of it move without a byte around them."""
+    """Return elements of a full chunk: parts that begin at multiples of it move without a byte around
+    them.
+    """
     return op("state_stream_chunk_elements")(handle)
 
 
 def state_stream_extent_bytes(handle: int, elements: int) -> int:
-    """Bytes of the extent that holds the state of `elements` elements, a multiple of the alignment."""
+    """Return bytes of the extent that holds the state of `elements` elements, a multiple of the alignment."""
     return op("state_stream_extent_bytes")(handle, elements)
 
 
 def state_stream_fill_(handle: int, offset: int, master: Tensor, counters: Tensor) -> None:
-    """Writes the state of a whole range: field 0 from `master`, the other fields zero.
+    """Write the state of a whole range: field 0 from `master`, the other fields zero.
 
     Args:
         offset: of the range's extent in the store.
@@ -93,7 +95,7 @@ def state_stream_read_(
     tensors: Sequence[Tensor],
     counters: Tensor,
 ) -> None:
-    """Copies fields of the elements [begin, end) of a range out of the store.
+    """Copy fields of the elements [begin, end) of a range out of the store.
 
     Args:
         offset: of the range's extent; the range has `elements` elements.
@@ -119,7 +121,7 @@ def state_stream_write_(
     tensors: Sequence[Tensor],
     counters: Tensor,
 ) -> None:
-    """Copies `tensors` into fields of the elements [begin, end); all else keeps its value.
+    """Copy `tensors` into fields of the elements [begin, end); all else keeps its value.
 
     Arguments and errors as of :func:`state_stream_read_`. What shares an aligned block with the part is read
     and written back.

@@ -48,7 +48,7 @@ def store_open(
     checksum: bool,
     block_devices: bool,
 ) -> None:
-    """Opens a store striped over ``paths``: files to create (0600), or block devices to overwrite.
+    """Open a store striped over ``paths``: files to create (0600), or block devices to overwrite.
 
     ``handle`` is any number; a store open under it is closed first. ``backend`` is 'io_uring', 'libaio',
     'threads', or 'auto' for the best that works here. ``engine_sizes`` are queue_depth, block_bytes and
@@ -62,7 +62,7 @@ def store_open(
 
 
 def store_reserve(handle: int, nbytes: int, zeros: bool = True) -> None:
-    """Raises the capacity to ``nbytes``; the space is allocated before it returns and, unless ``zeros``
+    """Raise the capacity to ``nbytes``; the space is allocated before it returns and, unless ``zeros``
     is False, written with zeros.
 
     Raises RuntimeError naming the path, the bytes wanted and the bytes free; nothing has changed then.
@@ -71,17 +71,19 @@ def store_reserve(handle: int, nbytes: int, zeros: bool = True) -> None:
 
 
 def store_allocate(handle: int, nbytes: int) -> int:
-    """The offset of a new extent of ``nbytes``, rounded up to the alignment. RuntimeError if none is free."""
+    """Return the offset of a new extent of ``nbytes``, rounded up to the alignment. RuntimeError if none is
+    free.
+    """
     return op("store_allocate")(handle, nbytes)
 
 
 def store_release(handle: int, offset: int) -> None:
-    """Frees the extent at ``offset``, none of whose transfers may be under way."""
+    """Free the extent at ``offset``, none of whose transfers may be under way."""
     op("store_release")(handle, offset)
 
 
 def store_read_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
-    """Starts to fill a contiguous CPU tensor from ``offset``; it is complete once ``ticket`` was waited for.
+    """Start to fill a contiguous CPU tensor from ``offset``; it is complete once ``ticket`` was waited for.
 
     ``ticket`` is any number; transfers under one number are waited for together. Offset and size in bytes
     are multiples of the alignment and lie inside one extent, else RuntimeError.
@@ -90,7 +92,7 @@ def store_read_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
 
 
 def store_write(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
-    """Starts to write a contiguous CPU tensor, which must not change before ``ticket`` was waited for.
+    """Start to write a contiguous CPU tensor, which must not change before ``ticket`` was waited for.
 
     As for :func:`store_read_`.
     """
@@ -112,7 +114,7 @@ def store_open_direct(handle: int) -> None:
 
 
 def store_close_direct(handle: int) -> None:
-    """Waits for what :func:`store_open_direct` made possible and ends it; fine if it was not called."""
+    """Wait for what :func:`store_open_direct` made possible and end it; fine if it was not called."""
     op("store_close_direct")(handle)
 
 
@@ -130,7 +132,7 @@ def store_write_direct(handle: int, tensor: Tensor, offset: int, ticket: int) ->
 
 
 def store_wait(handle: int, ticket: int) -> None:
-    """Returns when the transfers under ``ticket`` are complete; the number may be used again then.
+    """Return when the transfers under ``ticket`` are complete; the number may be used again then.
 
     Raises RuntimeError with path, offset, length and reason of the first that failed, or with the CRC32C
     expected and found; all have ended then too.
@@ -139,7 +141,7 @@ def store_wait(handle: int, ticket: int) -> None:
 
 
 def store_facts(handle: int) -> StoreFacts:
-    """What the store is made of and what it has done so far."""
+    """Return what the store is made of and what it has done so far."""
     backend, *texts = op("store_devices")(handle).split("\0")[:-1]
     counts = torch.empty(6, dtype=torch.int64, device="cpu")
     op("store_stats_")(handle, counts)
@@ -165,7 +167,7 @@ def store_inject_fault(handle: int, writing: bool, after: int, result: int, time
 
 
 def store_close(handle: int) -> None:
-    """Waits for all transfers and removes the store's files; a handle that is not open is fine."""
+    """Wait for all transfers and remove the store's files; a handle that is not open is fine."""
     op("store_close")(handle)
 
 

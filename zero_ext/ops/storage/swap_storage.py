@@ -13,13 +13,13 @@ import torch
 
 
 def torch_swaps_storages() -> bool:
-    """Whether PyTorch itself can do it."""
+    """Return whether PyTorch itself can do it."""
     return getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
 
 
 @cache
 def load_storage_swap() -> ModuleType:
-    """The module ``_C_storage``, from the cache or compiled now: seconds, once for a PyTorch.
+    """Return the module ``_C_storage``, from the cache or compiled now: seconds, once for a PyTorch.
 
     Raises:
         RuntimeError: it must be compiled and cannot be: no C++ compiler, a failed compilation, a cache folder
@@ -32,7 +32,7 @@ def load_storage_swap() -> ModuleType:
 
 
 def swap_storages_(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges memory and size of two storages on one device, of equal size or one of them empty.
+    """Exchange memory and size of two storages on one device, of equal size or one of them empty.
 
     Tensors keep their storage object, those that autograd saved too, and see its new memory. Raises
     ``RuntimeError`` for storages that do not fit, and what :func:`load_storage_swap` raises.

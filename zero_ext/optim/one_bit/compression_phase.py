@@ -26,5 +26,5 @@ class CompressionPhase(enum.Enum):
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients stay on their rank, unreduced."""
+        """Return whether gradients stay on their rank, unreduced."""
         return self is not CompressionPhase.FULL

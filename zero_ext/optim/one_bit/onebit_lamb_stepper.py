@@ -56,7 +56,7 @@ class OneBitLambStepper(OneBitStepper):
             variance.clamp_(min=(self.optimizer.variance_floor * norm(momentum)) ** 2 / momentum.numel())
 
     def each(self, index: int, used: frozenset[str]) -> Iterator[tuple[str, HyperparameterRange]]:
-        """The parameters named in ``used``, one at a time."""
+        """Yield the parameters named in ``used``, one at a time."""
         for segment in self._ranges[index].segments:
             for run in self.hyper_ranges(index, used & {segment.name}):
                 yield segment.name, run
@@ -71,7 +71,7 @@ class OneBitLambStepper(OneBitStepper):
         return alone + self.state(index, MASTER)[elements] * run.weight_decay, alone
 
     def trust_ratio(self, index: int, run: HyperparameterRange, direction: torch.Tensor) -> float:
-        """The norm of the weights over that of ``direction``, clamped; 1 if either is 0."""
+        """Return the norm of the weights over that of ``direction``, clamped; 1 if either is 0."""
         weights, update = norm(self.state(index, MASTER)[run.begin : run.end]), norm(direction)
         low, high = self._lamb.coefficients
         return min(max(weights / update, low), high) if weights and update else 1.0
@@ -90,8 +90,9 @@ class OneBitLambStepper(OneBitStepper):
         fresh: torch.Tensor,
         directions: tuple[torch.Tensor, ...],
     ) -> float:
-        """The trust ratio with a frozen variance: the warm-up's times a factor that the ``fresh`` variance of
-        the parameter makes."""
+        """Return the trust ratio with a frozen variance: the warm-up's times a factor that the ``fresh``
+        variance of the parameter makes.
+        """
         if name not in self.ratios:  # no warm-up of this optimizer's
             self._average_ratio(
                 name, self.trust_ratio(index, run, directions[0]) / (1 - self._lamb.coeff_beta)

@@ -61,12 +61,12 @@ class OneBitStepper(AdamStepper):
         self.rates: dict[str, float] = {}
 
     def state(self, index: int, kind: str) -> torch.Tensor:
-        """The live state of one kind, float32 [n]; the masters' kind is "master"."""
+        """Return the live state of one kind, float32 [n]; the masters' kind is "master"."""
         owned = self._ranges[index].state
         return owned.read(kind, 0, owned.numel)
 
     def hyper_ranges(self, index: int, used: frozenset[str]) -> list[HyperparameterRange]:
-        """The elements of the parameters named in ``used``."""
+        """Return the elements of the parameters named in ``used``."""
         found: list[HyperparameterRange] = []
         for segment in self._ranges[index].segments:
             if segment.name not in used or not segment.numel:
@@ -152,14 +152,14 @@ class OneBitStepper(AdamStepper):
 
 
 def norm(values: torch.Tensor) -> float:
-    """The 2-norm, of an exact sum: alike on all ranks and devices."""
+    """Return the 2-norm, of an exact sum: alike on all ranks and devices."""
     accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=values.device)
     ops.squared_norm_(values, accumulator)
     return float(ops.squared_norm_value(accumulator.cpu()).sqrt())
 
 
 def denominator(variance: torch.Tensor, eps: float) -> torch.Tensor:
-    """What Adam divides the momentum by, a new tensor."""
+    """Return what Adam divides the momentum by, a new tensor."""
     return variance.sqrt().add_(eps)
 
 

@@ -36,8 +36,9 @@ def make_stepper(
     tiers: TierManager,
     total: Total,
 ) -> Stepper:
-    """The stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion and the one-bit
-    family; else the class's own code on the shards. `total` sums up what a step has to know of all ranks.
+    """Return the stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion and the
+    one-bit family; else the class's own code on the shards. `total` sums up what a step has to know of all
+    ranks.
 
     Raises `ValueError` if the class needs whole tensors, or is unknown and `elementwise` is False, or if
     moments in 8 bits are asked of any but Adam and AdamW.
@@ -72,7 +73,7 @@ def make_stepper(
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
-    """The state that `make_stepper`'s stepper keeps beside the master weights, in the order that a
+    """Return the state that `make_stepper`'s stepper keeps beside the master weights, in the order that a
     step on NVMe wants."""
     if streamable(optimizer) or is_one_bit(optimizer):
         return moment_fields(moments_dtype)

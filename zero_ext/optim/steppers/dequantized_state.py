@@ -11,12 +11,12 @@ from zero_ext.offload import OptimizerStateStorage, StorageRange, Values
 
 
 def codes_of(kind: str) -> str:
-    """The state that holds the codes of ``kind``."""
+    """Return the state that holds the codes of ``kind``."""
     return f"{kind}_codes"
 
 
 def scales_of(kind: str) -> str:
-    """The state that holds the scales of ``kind``."""
+    """Return the state that holds the scales of ``kind``."""
     return f"{kind}_scales"
 
 
@@ -43,16 +43,16 @@ class DequantizedState:
         self._partial: dict[int, _Partial] = {}  # by the block's first element
 
     def view(self, begin: int, end: int) -> Values:
-        """The values of elements [begin, end)."""
+        """Return the values of elements [begin, end)."""
         return StorageRange(begin, end - begin, torch.float32, self.read, self.write)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """The values of elements [begin, end)."""
+        """Return the values of elements [begin, end)."""
         first, last = self._around(begin, end)
         return self._decoded(first, last)[begin - first : end - first]
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        """Quantizes ``values`` in the place of the elements from ``begin`` on. What shares a block with them
+        """Quantize ``values`` in the place of the elements from ``begin`` on. What shares a block with them
         keeps its value, up to the rounding of the block's new scale.
 
         ``RuntimeError`` if one is negative where the code has no sign.
@@ -71,7 +71,7 @@ class DequantizedState:
         self._state.write_kinds(self._kinds, first, last, quantized)
 
     def _complete(self, block: int, values: torch.Tensor, begin: int, end: int) -> None:
-        """Adds to ``values``, those of a block of which [begin, end) were written now, what came before."""
+        """Add to ``values``, those of a block of which [begin, end) were written now, what came before."""
         low, high = max(begin - block, 0), min(end - block, values.numel())
         known = self._partial.pop(block, None)
         if high - low == values.numel():
@@ -89,6 +89,6 @@ class DequantizedState:
         return ops.dequantize_blockwise(quantized, self._signed)
 
     def _around(self, begin: int, end: int) -> tuple[int, int]:
-        """The elements of the whole blocks around [begin, end)."""
+        """Return the elements of the whole blocks around [begin, end)."""
         last = ops.block_count(end) * ops.BLOCK_ELEMENTS
         return begin // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS, min(last, self._state.numel)

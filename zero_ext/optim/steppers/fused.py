@@ -126,7 +126,7 @@ class FusedStepper(ABC):
 
     @abstractmethod
     def _hyper_parameters(self, segment: Segment) -> list[float]:
-        """A row of ``hyper`` as the op takes it."""
+        """Return a row of ``hyper`` as the op takes it."""
 
     def snapshot(self, index: int) -> None:
         """See :class:`Stepper`."""
@@ -294,7 +294,9 @@ class LionStepper(FusedStepper):
 def inside(
     first: int, last: int, bounds: Sequence[tuple[int, int]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, int]], list[Row]]:
-    """The element ranges ``bounds`` within [first, last), counted from ``first``, and the row of each."""
+    """Return the element ranges ``bounds`` within [first, last), counted from ``first``, and the row
+    of each.
+    """
     found = [
         ((max(begin, first) - first, min(end, last) - first), row)
         for (begin, end), row in zip(bounds, rows, strict=True)

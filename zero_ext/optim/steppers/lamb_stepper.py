@@ -44,13 +44,13 @@ class _Norms:
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def add(self, numbers: torch.Tensor, norms: torch.Tensor) -> None:
-        """Adds ``norms`` [n, 2, 33] to those of the parameters ``numbers`` [n]."""
+        """Add ``norms`` [n, 2, 33] to those of the parameters ``numbers`` [n]."""
         if norms.device not in self._tables:
             self._tables[norms.device] = torch.zeros(self._shape, dtype=torch.int64, device=norms.device)
         self._tables[norms.device].index_add_(0, numbers, norms)
 
     def total(self) -> torch.Tensor:
-        """All of it in host memory; waits for the devices."""
+        """Return all of it in host memory; wait for the devices."""
         total = torch.zeros(self._shape, dtype=torch.int64, device="cpu")
         for table in self._tables.values():
             total += table.cpu()
@@ -103,7 +103,7 @@ class LambStepper(FusedStepper):
         return lamb_row(self._groups[segment.group], self._steps[name], self._ratios[name])
 
     def _split(self, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
-        """Those of state in memory, and those of state in storage."""
+        """Return those of state in memory, and those of state in storage."""
         stored = [each for each in updates if self._ranges[each.index].state.tier == "nvme"]
         return [each for each in updates if each not in stored], stored
 
@@ -163,7 +163,7 @@ class LambStepper(FusedStepper):
         norms.add(numbers, squares)
 
     def _chunks(self, stored: Sequence[Update]) -> Generator[_LambChunk]:
-        """The chunks of state in storage; one is valid until the next."""
+        """Yield the chunks of state in storage; one is valid until the next."""
         if not stored:
             return
         gradients = {update.index: update.gradient for update in stored}

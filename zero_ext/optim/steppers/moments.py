@@ -21,12 +21,12 @@ _BY_NAME: dict[str, MomentsDtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 def moments_dtype_named(name: str) -> MomentsDtype:
-    """What the configuration's `precision.moments_dtype` names."""
+    """Return what the configuration's `precision.moments_dtype` names."""
     return _BY_NAME[name]
 
 
 def moment_fields(dtype: MomentsDtype) -> dict[str, StateField]:
-    """The state that Adam's moments of ``dtype`` take, in the order of ``ops.ADAM_FIELDS``."""
+    """Return the state that Adam's moments of ``dtype`` take, in the order of ``ops.ADAM_FIELDS``."""
     if isinstance(dtype, torch.dtype):
         return dict.fromkeys(MOMENTS, StateField(dtype))
     scales = dict.fromkeys(map(scales_of, MOMENTS), StateField(torch.float32, ops.BLOCK_ELEMENTS))

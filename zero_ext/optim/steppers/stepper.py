@@ -94,11 +94,13 @@ class Stepper(Protocol):
         """JSON-able per-parameter state, equal on all ranks."""
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Restores `scalars`."""
+        """Restore `scalars`."""
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """Makes state tensors exist that are created late, for the kinds named for each parameter, as far as
+        """Make state tensors exist that are created late, for the kinds named for each parameter, as far as
         this optimizer has such a kind. Returns what undoes it."""
 
     def state_bytes(self) -> Mapping[Tier, int]:
-        """Bytes of memory of the state that this stepper keeps beside the ranges' own, by their tier."""
+        """Return bytes of memory of the state that this stepper keeps beside the ranges' own, by their
+        tier.
+        """

@@ -24,7 +24,7 @@ def checkpointing_of(
     data_group: dist.ProcessGroup | None,
     group: dist.ProcessGroup | None,
 ) -> ActivationCheckpointing:
-    """Keeps calls as ``settings`` say, across ``group`` where inputs are partitioned. ``data_group`` has the
+    """Keep calls as ``settings`` say, across ``group`` where inputs are partitioned. ``data_group`` has the
     data-parallel ranks."""
     # Storage objects of gathered parameters stay the same for life while memory comes and goes.
     storages = frozenset(unit.flat.untyped_storage()._cdata for unit in units)
@@ -42,8 +42,10 @@ def checkpointing_of(
 def activation_group_of(
     policy: ActivationCheckpointingConfig, group: dist.ProcessGroup | None, groups: RankGroups
 ) -> dist.ProcessGroup | None:
-    """The ranks to partition activations over: the ``group`` given, else those with other parts of the same
-    tensors. ``ValueError`` for a group that nothing is partitioned over, or whose ranks see other samples."""
+    """Return the ranks to partition activations over: the ``group`` given, else those with other parts of the
+    same tensors. ``ValueError`` for a group that nothing is partitioned over, or whose ranks see other
+    samples.
+    """
     if group is None:
         return groups.tensor if policy.partition_activations else None
     if not policy.partition_activations:

@@ -28,7 +28,7 @@ OBSTACLES: list[Callable[[Engine], str]] = []
 
 
 def engines_before(model: nn.Module, owned: Iterable[OwnedParameter]) -> list[Engine]:
-    """The engines that have shards of ``model``.
+    """Return the engines that have shards of ``model``.
 
     Raises:
         ValueError: One of them is of another model, which is no part of this one, or is gone.
@@ -88,7 +88,7 @@ def _refuse_in_use(engine: Engine) -> None:
 
 
 def _use_of(engine: Engine) -> str:
-    """What uses the values of parameters now, as an error says it; nothing if nothing does."""
+    """Return what uses the values of parameters now, as an error says it; nothing if nothing does."""
     passed = engine.backward_pass
     if engine.hooks.calls:
         return "the model is inside a forward; prepare it when the forward has returned"

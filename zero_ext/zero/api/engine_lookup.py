@@ -52,7 +52,7 @@ def detach_engine(engine: Engine) -> None:
 
 
 def checkpoint_sources(engine: Engine) -> CheckpointSources:
-    """What checkpoints of the model of ``engine`` are made from."""
+    """Return what checkpoints of the model of ``engine`` are made from."""
     sources: CheckpointSources = vars(engine.model)[SOURCES_ATTRIBUTE]
     return sources
 
@@ -94,7 +94,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def engine_of_parameter(parameter: nn.Parameter) -> Engine:
-    """The engine that holds ``parameter``; ``ValueError`` if none does."""
+    """Return the engine that holds ``parameter``; ``ValueError`` if none does."""
     reference = getattr(parameter, PARAMETER_ATTRIBUTE, None)
     engine = reference() if reference is not None else None
     if not isinstance(engine, Engine) or parameter not in engine.index:

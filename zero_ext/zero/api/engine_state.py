@@ -76,7 +76,7 @@ class EngineState:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, whose state a checkpoint has to give back."""
+        """Return whether there is an optimizer, whose state a checkpoint has to give back."""
         return self._engine.optimizer_step.stepper is not None
 
     @property
@@ -86,7 +86,7 @@ class EngineState:
         return config
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
-        """Every parameter by its first name."""
+        """Return every parameter by its first name."""
         table = {}
         for unit in self._engine.units:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
@@ -101,8 +101,9 @@ class EngineState:
         return table
 
     def save_slices(self) -> Iterator[StateSlice]:
-        """What this rank saves: exactly its shard range of every unit, unless it is a replica of an earlier
-        rank's."""
+        """Yield what this rank saves: exactly its shard range of every unit, unless it is a replica of an
+        earlier rank's.
+        """
         self._engine.follow_writes()
         if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
             return
@@ -118,7 +119,7 @@ class EngineState:
         yield from self._auxiliary_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
-        """What this rank needs filled: everything it owns, of which nothing is under way any more."""
+        """Yield what this rank needs filled: everything it owns, of which nothing is under way any more."""
         self._engine.prefetcher.forget_values()
         for state_slice, _, _ in self._slices():
             if count(state_slice.tensor):
@@ -126,8 +127,9 @@ class EngineState:
         yield from self._auxiliary_slices(saves=False)
 
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
-        """What the updates keep beside the optimizer's state: what is the same on all ranks is shared out
-        over them where it is saved."""
+        """Yield what the updates keep beside the optimizer's state: what is the same on all ranks is shared
+        out over them where it is saved.
+        """
         updates = self._engine.updates
         for auxiliary in updates.auxiliary_state():
             layout = self._engine.masters[auxiliary.number].unit.layout
@@ -148,7 +150,7 @@ class EngineState:
             yield StateSlice(state_slice.kind, tile_slice.name, start, values)
 
     def _slices(self) -> Iterator[tuple[StateSlice, Unit, int]]:
-        """Every owned piece with its unit and its first element's place in the unit's flat buffer."""
+        """Yield every owned piece with its unit and its first element's place in the unit's flat buffer."""
         engine = self._engine
         mastered = {master.unit for master in engine.masters}
         for unit in engine.units:
@@ -193,7 +195,7 @@ class EngineState:
         }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`scalar_state`. ``ValueError``, with nothing changed, if it is of another optimizer
+        """Restore :meth:`scalar_state`. ``ValueError``, with nothing changed, if it is of another optimizer
         or its param groups hold other parameters."""
         engine, step = self._engine, self._engine.optimizer_step
         stepper = step.stepper
@@ -243,7 +245,7 @@ class EngineState:
             )
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
-        """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
+        """Make lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         step = self._engine.optimizer_step
         if step.stepper is not None:
             tiles = self._engine.full_tensors.to_tiles(kinds)
@@ -256,7 +258,7 @@ class EngineState:
             self._undo = undo_all
 
     def leaves(self, kind: str) -> bool:
-        """Whether state of this kind in a checkpoint has no place here and is left aside."""
+        """Return whether state of this kind in a checkpoint has no place here and is left aside."""
         return self._engine.updates.leaves(kind)
 
     def abandon_load(self) -> None:
@@ -266,7 +268,7 @@ class EngineState:
         self._undo = None
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The module's persistent buffers."""
+        """Return the module's persistent buffers."""
         return persistent_buffers(self._engine.model)
 
     def finish_load(self) -> None:
@@ -282,7 +284,7 @@ class TrainedState(EngineState):
     what is attached to them: a checkpoint of it is loaded into a model that has their values already."""
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
-        """Every trained parameter by its first name."""
+        """Return every trained parameter by its first name."""
         engine = self._engine
         trained = {
             engine.full_tensors.name(spec.name)
@@ -296,7 +298,7 @@ class TrainedState(EngineState):
         return (each for each in super()._slices() if each[1] in trained)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The module's persistent buffers."""
+        """Return the module's persistent buffers."""
         attached = packed_tensors(self._engine.model)
         return {name: buffer for name, buffer in super().buffers().items() if name not in attached}
 

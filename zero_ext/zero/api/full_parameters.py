@@ -134,7 +134,7 @@ def _adopt_writes(engine: Engine, unit: Unit, modifier_rank: int) -> None:
 
 
 def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
-    """Every name of every parameter in the state dict, those of modules that occur twice included."""
+    """Return every name of every parameter in the state dict, those of modules that occur twice included."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -278,7 +278,7 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
 
 
 def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
-    """Raises ``RuntimeError`` on all ranks if theirs are to give a parameter of ``unit`` different whole
+    """Raise ``RuntimeError`` on all ranks if theirs are to give a parameter of ``unit`` different whole
     ``values``; a collective. None stands for a parameter that stays."""
     for value, parameter, spec in zip(values, unit.parameters, unit.layout.specs, strict=True):
         if value is not None:
@@ -291,7 +291,7 @@ def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tenso
 
 
 def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
-    """Gives the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, master
+    """Give the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, master
     weights without rounding; a collective."""
     with gathered(unit.parameters):
         targets: list[Unit | MasterShard] = [

@@ -28,9 +28,10 @@ class OwnedSlice(NamedTuple):
 
 
 def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice]:
-    """What this rank owns of a parameter's master weights (``kind`` "master") or optimizer state ("exp_avg",
-    ...), where it lies; replicated state is owned by all. ``ValueError`` for a parameter of no prepared
-    model."""
+    """Return what this rank owns of a parameter's master weights (``kind`` "master") or optimizer state
+    ("exp_avg", ...), where it lies; replicated state is owned by all. ``ValueError`` for a parameter of no
+    prepared model.
+    """
     engine = engine_of_parameter(parameter)
     engine.finish_updates()
     engine.follow_writes()
@@ -38,9 +39,10 @@ def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice
 
 
 def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:
-    """A parameter's master weights or optimizer state of ``kind``, whole, in float32 on the CPU, on every
-    rank; a collective. None where no rank has such state: frozen parameters, and state before the first step
-    of optimizers that make it then."""
+    """Return a parameter's master weights or optimizer state of ``kind``, whole, in float32 on the CPU, on
+    every rank; a collective. None where no rank has such state: frozen parameters, and state before the
+    first step of optimizers that make it then.
+    """
     engine = engine_of_parameter(parameter)
     unit, number = engine.index[parameter]
     spec = unit.layout.specs[number]
@@ -73,7 +75,7 @@ def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | No
 
 
 def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Makes ``value``, whole and the same on every rank, the parameter's master weights, without rounding,
+    """Make ``value``, whole and the same on every rank, the parameter's master weights, without rounding,
     and its rounding the parameter; a collective. ``ValueError`` for another shape."""
     engine = engine_of_parameter(parameter)
     unit, number = engine.index[parameter]
@@ -87,7 +89,7 @@ def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
-    """Makes ``value``, whole and the same on every rank, the parameter's optimizer state of ``kind``; a
+    """Make ``value``, whole and the same on every rank, the parameter's optimizer state of ``kind``; a
     collective. ``ValueError`` for another shape, or where there is no such state."""
     engine = engine_of_parameter(parameter)
     unit, number = engine.index[parameter]
@@ -110,7 +112,7 @@ def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> No
 
 
 def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Makes ``value``, whole and the same on every rank, the parameter's averaged gradient; a collective,
+    """Make ``value``, whole and the same on every rank, the parameter's averaged gradient; a collective,
     between backward and the step.
 
     ``ValueError`` for another shape, or if the parameter has no gradient.

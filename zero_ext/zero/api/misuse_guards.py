@@ -19,7 +19,7 @@ _GUARDED = ("__reduce_ex__", "__deepcopy__", "_apply", "share_memory", "_ddp_par
 
 
 def guard_module(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
-    """Makes pickling, ``.to()`` and ``share_memory`` of ``model`` and its ``sharded`` parameters right, or an
+    """Make pickling, ``.to()`` and ``share_memory`` of ``model`` and its ``sharded`` parameters right, or an
     error that names the right call. DistributedDataParallel over it is such an error. A deep copy of
     ``model`` is an ordinary model with full values."""
     for parameter in sharded:

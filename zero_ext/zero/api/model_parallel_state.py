@@ -50,7 +50,7 @@ class ModelParallelState:
         return self._everyone
 
     def meet(self) -> None:
-        """Takes in what all ranks have. Raises ``RuntimeError`` where parts do not make one model."""
+        """Take in what all ranks have. Raises ``RuntimeError`` where parts do not make one model."""
         own = self.own
         table = {self._full_name(name): entry for name, entry in own.parameter_table().items()}
         buffers = {name: (list(each.shape), str(each.dtype)) for name, each in own.buffers().items()}
@@ -89,7 +89,7 @@ class ModelParallelState:
         return value if live is None else live
 
     def _exchanged(self, own: bytes) -> list[bytes]:
-        """What every rank gives, in rank order."""
+        """Return what every rank gives, in rank order."""
         ranks = self.world_size
         lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(own)
@@ -140,11 +140,11 @@ class ModelParallelState:
         return self.own.trains
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
-        """Every parameter of the model by its first name."""
+        """Return every parameter of the model by its first name."""
         return self._table
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The persistent buffers of all parts: live ones here, copies of the others."""
+        """Return the persistent buffers of all parts: live ones here, copies of the others."""
         return self._buffers
 
     def save_slices(self) -> Iterator[StateSlice]:

@@ -210,7 +210,7 @@ def _checkpoint_sources(
 
 
 def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
-    """The ranks' collectives on tensors of ``device``."""
+    """Return the ranks' collectives on tensors of ``device``."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -254,7 +254,7 @@ def _shard(
     groups: RankGroups,
     activation_group: dist.ProcessGroup | None,
 ) -> Engine:
-    """Turns the parameters ``owned`` into units, and the model into one that an engine moves."""
+    """Turn the parameters ``owned`` into units, and the model into one that an engine moves."""
     plans, settings, collectives = estimate.plans, estimate.config, estimate.collectives
     tiers = _make_tiers(estimate, optimizer, device)
     pool = BufferPool(estimate.staging.pool, tiers.device)
@@ -341,7 +341,7 @@ def _check_parameters(
 def _make_tiers(
     estimate: MemoryEstimate, optimizer: torch.optim.Optimizer | None, device: Device
 ) -> TierManager:
-    """The tiers with room for everything, or an error on all ranks with nothing changed."""
+    """Return the tiers with room for everything, or an error on all ranks with nothing changed."""
     settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
     on_trial = updates_on_trial(settings, (plan.layout.dtype for plan in plans))
 

@@ -237,5 +237,5 @@ class ZeroModule(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module itself, without a :class:`ZeroModule` around it."""
+    """Return the module itself, without a :class:`ZeroModule` around it."""
     return model.module if isinstance(model, ZeroModule) else model

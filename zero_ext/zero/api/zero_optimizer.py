@@ -50,7 +50,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because fp16 gradients overflowed; a schedule then waits."""
+        """Return whether the last step was skipped because fp16 gradients overflowed; a schedule then
+        waits.
+        """
         return self._last_skipped
 
     @property
@@ -197,7 +199,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return stepper
 
     def _live_shards(self) -> dict[str, Values]:
-        """All state and master weights of this rank where they lie, by kind, parameter and first element."""
+        """Return all state and master weights of this rank where they lie, by kind, parameter and first
+        element.
+        """
         shards: dict[str, Values] = {}
         for number in range(len(self.engine.masters)):
             for kind, segment, values in self._stepper().values(number):
@@ -214,12 +218,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def original_optimizer(optimizer: Any) -> Any:
-    """The optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
+    """Return the optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
     return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
 def _mismatch(live: Mapping[str, Values], loaded: Mapping[str, torch.Tensor]) -> str | None:
-    """What keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
+    """Return what keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
     if live.keys() != loaded.keys():
         missing, surplus = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
         return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"

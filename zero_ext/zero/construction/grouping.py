@@ -44,7 +44,7 @@ class OwnedParameter:
 
     @property
     def tiled(self) -> bool:
-        """Whether it belongs to tiles only."""
+        """Return whether it belongs to tiles only."""
         return all(isinstance(owner, Tile) for owner in self.owners)
 
     def named_owners(self) -> Iterator[tuple[str, nn.Module]]:
@@ -63,7 +63,7 @@ class UnitPlan:
 
     @property
     def expert(self) -> bool:
-        """Whether it has experts, which only some of the data-parallel ranks have."""
+        """Return whether it has experts, which only some of the data-parallel ranks have."""
         return bool(expert_ranks(self.members[0].parameter))
 
 

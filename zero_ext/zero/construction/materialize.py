@@ -27,7 +27,7 @@ def materialize(modules: Iterable[nn.Module]) -> None:
 
 
 def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict[nn.Module, bool]) -> bool:
-    """Whether ``module``, or one inside it, had meta tensors."""
+    """Return whether ``module``, or one inside it, had meta tensors."""
     if module in done:
         return done[module]
     done[module] = False
@@ -80,7 +80,7 @@ def _zeros(old: torch.Tensor) -> torch.Tensor:
 
 
 def _replace(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], make: Make) -> list[str]:
-    """Gives ``module`` real tensors for its meta ones; the names of those that nobody had replaced yet."""
+    """Give ``module`` real tensors for its meta ones; the names of those that nobody had replaced yet."""
     fresh = []
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and parameter.is_meta:

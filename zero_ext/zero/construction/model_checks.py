@@ -95,7 +95,7 @@ def check_unchanged(
 
 
 def _count_parameters(model: nn.Module) -> int:
-    """How many parameters there are in all modules, each of them once."""
+    """Return how many parameters there are in all modules, each of them once."""
     modules, found, left = {id(model)}, set[int](), [model]
     while left:
         module = left.pop()

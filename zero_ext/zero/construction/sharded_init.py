@@ -299,7 +299,7 @@ class _InitParameters:
 
 
 def _has_views(parameter: nn.Parameter) -> bool:
-    """Whether anything but ``parameter`` and the storage object asked uses its memory."""
+    """Return whether anything but ``parameter`` and the storage object asked uses its memory."""
     storage = parameter.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2
 

@@ -95,7 +95,7 @@ def staging_of(
     used_up: bool = False,
     accelerated: bool = False,
 ) -> Staging:
-    """The staging of one rank whose parameters form ``units``; ``config.batch`` is resolved.
+    """Return the staging of one rank whose parameters form ``units``; ``config.batch`` is resolved.
 
     ``step`` is None for inference. ``used_up``: each unit's gradient ends with its update in backward;
     ``accelerated``: the device is not the processor.
@@ -236,7 +236,7 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
 
 
 def _is_far(placement: StatePlacement) -> bool:
-    """Whether state is on NVMe, and gradients or parameters on the device."""
+    """Return whether state is on NVMe, and gradients or parameters on the device."""
     tiers = {
         placement.grads_tier if placement.grads else "device",
         placement.params_tier if placement.params else "device",

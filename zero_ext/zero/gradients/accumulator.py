@@ -181,7 +181,7 @@ class UnitGradients:
 
     @property
     def complete(self) -> bool:
-        """Whether every trainable parameter has a gradient from this backward pass."""
+        """Return whether every trainable parameter has a gradient from this backward pass."""
         arrived, parameters = self._arrived, self.unit.parameters
         if len(arrived) == len(parameters):
             return True
@@ -195,18 +195,20 @@ class UnitGradients:
 
     @property
     def frozen(self) -> bool:
-        """Whether no gradient can arrive: no parameter is trainable, and none has an unreduced gradient."""
+        """Return whether no gradient can arrive: no parameter is trainable, and none has an unreduced
+        gradient.
+        """
         added = self._filled or self._waiting
         return not added and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
     @property
     def reducing(self) -> bool:
-        """Whether a reduction is in flight."""
+        """Return whether a reduction is in flight."""
         return self._pending is not None
 
     @property
     def has_local(self) -> bool:
-        """Whether there are unreduced gradients."""
+        """Return whether there are unreduced gradients."""
         stored = self._aliased and self.unit.collectives.world_size == 1
         return bool(self._filled or self._waiting) and not stored
 
@@ -420,7 +422,7 @@ class UnitGradients:
 
     @property
     def _aliased(self) -> bool:
-        """Whether the reduced gradient is a slice of ``local``."""
+        """Return whether the reduced gradient is a slice of ``local``."""
         return self._slice is not None and self._slice.lifetime == "alias"
 
     def _alias_local(self) -> None:

@@ -26,7 +26,7 @@ class GradientReader(Protocol):
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether the next step reads gradients as they are on each rank, unreduced."""
+        """Return whether the next step reads gradients as they are on each rank, unreduced."""
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
         """Prepare for a gradient of ``gradients``, which has arrived and is not accumulated yet."""
@@ -135,12 +135,12 @@ class GradientCollector(Ending):
 
     @property
     def ends_accumulation(self) -> bool:
-        """Whether the pass under way, or the next one, is the last before the step."""
+        """Return whether the pass under way, or the next one, is the last before the step."""
         return self.syncs and self.passes + 1 >= self._accumulation_steps
 
     @property
     def _reduces(self) -> bool:
-        """Whether that pass reduces gradients."""
+        """Return whether that pass reduces gradients."""
         if self._reader().needs_local_gradients:
             return False
         return self.ends_accumulation or (self.syncs and self._shards_gradients)

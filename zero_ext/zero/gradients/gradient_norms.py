@@ -62,7 +62,7 @@ class GradientNorms:
 
     @property
     def on_device(self) -> bool:
-        """Whether all gradients are in an accelerator's memory."""
+        """Return whether all gradients are in an accelerator's memory."""
         tiers = {gradients.storage.tier for gradients in self._gradients}
         return self._device.is_accelerator and tiers <= {"device"}
 
@@ -72,7 +72,7 @@ class GradientNorms:
             self._total = self._each = self._largest = None
 
     def total(self) -> torch.Tensor:
-        """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
+        """Return the 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
         self._drop_outdated()
         if self._total is None:
             limbs = self._collectives.shards.sum_(self.own().limbs, "global gradient norm")
@@ -103,8 +103,9 @@ class GradientNorms:
         return squares
 
     def of(self, gradients: UnitGradients, index: int) -> torch.Tensor:
-        """The 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's, with
-        those in its place elsewhere."""
+        """Return the 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's,
+        with those in its place elsewhere.
+        """
         self._drop_outdated()
         if self._each is None:
             keys = self._keys()
@@ -115,7 +116,7 @@ class GradientNorms:
         return self._each[self._gradients.index(gradients), index]
 
     def _table_of(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The limbs of the squares that this rank holds of each of ``keys``."""
+        """Return the limbs of the squares that this rank holds of each of ``keys``."""
         if self.on_device:
             table = torch.zeros(
                 len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=self._device.device
@@ -134,7 +135,7 @@ class GradientNorms:
         return table
 
     def largest(self, gradients: UnitGradients, index: int) -> torch.Tensor:
-        """The inf-norm of one parameter's gradient, as :meth:`of` gives the 2-norm."""
+        """Return the inf-norm of one parameter's gradient, as :meth:`of` gives the 2-norm."""
         self._drop_outdated()
         if self._largest is None:
             keys = self._keys()
@@ -153,7 +154,7 @@ class GradientNorms:
         return torch.cat([none, *own])[1:]
 
     def largest_of_all(self) -> float:
-        """The inf-norm over all gradients; waits for the device."""
+        """Return the inf-norm over all gradients; wait for the device."""
         own = [self.largest(self._gradients[unit], number) for unit, number in self._keys()]
         largest = float(torch.stack(own).amax()) if own else 0.0
         return largest_over_model(self._collectives.model, largest, "largest gradient of the whole model")
@@ -161,14 +162,15 @@ class GradientNorms:
     def _by_key(
         self, keys: Sequence[tuple[int, int]], values: torch.Tensor
     ) -> dict[tuple[int, int], torch.Tensor]:
-        """Each of ``values`` [n], where the model trains."""
+        """Return each of ``values`` [n], where the model trains."""
         if values.device.type == "cpu":
             (values,) = self._device.to_tier("device", values)
         return dict(zip(keys, values.unbind(0), strict=True))
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
-        """The result of ``read``; where gradients lie in storage, which may fail on one rank alone, once all
-        ranks have theirs."""
+        """Return the result of ``read``; where gradients lie in storage, which may fail on one rank alone,
+        once all ranks have theirs.
+        """
         if any(gradients.storage.tier == "nvme" for gradients in self._gradients):
             return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe")
         return read()

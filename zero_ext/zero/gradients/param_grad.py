@@ -42,7 +42,7 @@ class StepGuard(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether updates inside backward wait for their step."""
+        """Return whether updates inside backward wait for their step."""
 
     def refuse_pending(self, what: str) -> None:
         """Raise ``RuntimeError`` while updates inside backward wait for their step."""
@@ -75,7 +75,7 @@ class GradientViews:
         self._following = False
 
     def publish(self) -> None:
-        """Makes every contributed gradient visible as ``param.grad``."""
+        """Make every contributed gradient visible as ``param.grad``."""
         readable = not self._guard().pending
         self._shown = {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -104,7 +104,7 @@ class GradientViews:
                 self._end(parameter)
 
     def follow(self) -> None:
-        """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it; a
+        """Follow what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it; a
         collective if something was replaced."""
         with torch._C.DisableTorchFunctionSubclass():
             cleared, replaced = self._changes()
@@ -124,7 +124,9 @@ class GradientViews:
             self.replace(gradients, number, value)
 
     def _changes(self) -> tuple[list[tuple[UnitGradients, list[int]]], list[_Replaced]]:
-        """The gradients that were set to None, and those that are other tensors or have other memory."""
+        """Return the gradients that were set to None, and those that are other tensors or have other
+        memory.
+        """
         cleared: list[tuple[UnitGradients, list[int]]] = []
         replaced: list[_Replaced] = []
         for gradients in self._reducer.gradients:
@@ -219,7 +221,7 @@ class GradientViews:
         return norm
 
     def multiply_all(self, factor: float) -> None:
-        """Multiplies all settled gradients; in the step, where that is more exact."""
+        """Multiply all settled gradients; in the step, where that is more exact."""
         for gradients in self._reducer.gradients:
             for number in gradients.contributed:
                 self._multiply(gradients, number, factor)
@@ -346,8 +348,9 @@ _Replaced = tuple[UnitGradients, int, torch.Tensor]
 
 @functools.cache
 def _references(is_gradient: bool) -> int:
-    """The references to a shown gradient, in one variable, that nobody has kept; torch's versions differ in
-    whether a parameter refers to the Python object of its gradient."""
+    """Return the references to a shown gradient, in one variable, that nobody has kept; torch's versions
+    differ in whether a parameter refers to the Python object of its gradient.
+    """
     parameter = nn.Parameter(torch.zeros(1, device="cpu"))
     gradient = torch.zeros(1, device="cpu")
     parameter.grad = gradient if is_gradient else None
@@ -355,7 +358,7 @@ def _references(is_gradient: bool) -> int:
 
 
 def _is_known(placeholder: Any) -> bool:
-    """Whether somebody has a view of it, or has given it attributes."""
+    """Return whether somebody has a view of it, or has given it attributes."""
     return sys.getrefcount(placeholder._source) > 2 or len(vars(placeholder)) > 2
 
 
@@ -371,5 +374,5 @@ class _Shown(NamedTuple):
         return local_tensor(self.tensor).untyped_storage()._cdata if self.address else 0
 
     def has_moved(self) -> bool:
-        """Whether the tensor was given other memory, by ``.data = ...``."""
+        """Return whether the tensor was given other memory, by ``.data = ...``."""
         return bool(self.address) and local_tensor(self.tensor).data_ptr() != self.address

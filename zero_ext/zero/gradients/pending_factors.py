@@ -23,7 +23,7 @@ class PendingFactors:
         self._factors: dict[tuple[UnitGradients, int], float] = {}
 
     def multiply(self, gradients: UnitGradients, number: int, factor: float, *, seen: bool) -> None:
-        """Multiplies a gradient with ``factor``, now or later; ``seen``: its memory is the user's too."""
+        """Multiply a gradient with ``factor``, now or later; ``seen``: its memory is the user's too."""
         if factor == 1.0:
             return
         self.apply(gradients, number)
@@ -38,13 +38,13 @@ class PendingFactors:
         return self._factors.get((gradients, number), 1.0)
 
     def apply(self, gradients: UnitGradients, number: int) -> None:
-        """Rounds the factor of one gradient into it."""
+        """Round the factor of one gradient into it."""
         factor = self._factors.pop((gradients, number), None)
         if factor is not None:
             gradients.change_parameter(number, lambda values: values.mul_(factor))
 
     def apply_all(self) -> None:
-        """Rounds all factors into their gradients."""
+        """Round all factors into their gradients."""
         for gradients, number in list(self._factors):
             self.apply(gradients, number)
 

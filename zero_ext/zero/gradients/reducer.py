@@ -73,7 +73,7 @@ class ReductionSchedule:
 
     @property
     def most(self) -> int:
-        """How many reductions may have begun before the next gather."""
+        """Return how many reductions may have begun before the next gather."""
         known, position = self._due or [], len(self._trace)
         if position < len(known):
             return known[position]
@@ -152,7 +152,7 @@ class GradientReducer:
         self._agreed_at: tuple[int, int] | None = None  # the generation of the last agreement
 
     def _make_schedule(self) -> ReductionSchedule | None:
-        """The schedule where gathers and reductions must keep one order."""
+        """Return the schedule where gathers and reductions must keep one order."""
         if not self._collectives.in_one_order:
             return None
         placements = [each.unit.placement for each in self.gradients]
@@ -219,7 +219,7 @@ class GradientReducer:
 
     @property
     def synchronized(self) -> bool:
-        """Whether every rank holds all gradients that arrived and knows which parameters have one."""
+        """Return whether every rank holds all gradients that arrived and knows which parameters have one."""
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:

@@ -21,10 +21,10 @@ class GradientAccess(Protocol):
     """How a placeholder reaches the gradient it stands for."""
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
-        """The norm over all ranks of one parameter's gradient, 0-d float64. A collective."""
+        """Return the norm over all ranks of one parameter's gradient, 0-d float64. A collective."""
 
     def scale(self, key: object, factor: float, described: str) -> None:
-        """Multiplies this rank's part of one parameter's gradient, as :meth:`change` would; it may be rounded
+        """Multiply this rank's part of one parameter's gradient, as :meth:`change` would; it may be rounded
         later, and only once."""
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
@@ -32,13 +32,15 @@ class GradientAccess(Protocol):
         ``described`` is compared between the ranks in the next collective."""
 
     def zero(self, key: object) -> None:
-        """Sets this rank's part of one parameter's gradient to zero."""
+        """Set this rank's part of one parameter's gradient to zero."""
 
     def read(self, key: object) -> torch.Tensor:
-        """An independent copy of one parameter's whole gradient in the dtype it is kept in. A collective."""
+        """Return an independent copy of one parameter's whole gradient in the dtype it is kept in. A
+        collective.
+        """
 
     def write(self, key: object, value: torch.Tensor) -> None:
-        """Makes ``value``, alike on all ranks, one parameter's gradient. A collective."""
+        """Make ``value``, alike on all ranks, one parameter's gradient. A collective."""
 
 
 class GradientSource(NamedTuple):
@@ -92,7 +94,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def key(self) -> object:
-        """What the access knows the gradient by."""
+        """Return what the access knows the gradient by."""
         return self._source.key
 
     @property
@@ -140,7 +142,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def is_full(self) -> bool:
-        """Whether it stands for the gradient itself rather than for a view of it."""
+        """Return whether it stands for the gradient itself rather than for a view of it."""
         return self._view_spec == self._source.view_spec
 
     @classmethod
@@ -170,7 +172,7 @@ def _memory_refusal(name: str, function: str) -> RuntimeError:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether ``value`` says the same of all elements."""
+    """Return whether ``value`` says the same of all elements."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not isinstance(value, ShardedGradient)
     return not isinstance(value, list | tuple)
@@ -232,7 +234,7 @@ def _zero(gradient: ShardedGradient) -> ShardedGradient:
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """The result of a function of lists, one of their items at a time: whole gradients are large."""
+    """Return the result of a function of lists, one of their items at a time: whole gradients are large."""
     results: list[Any] = []
     single = _SINGLE.get(func.overloadpacket)
     for number in range(len(args[0])):
@@ -246,7 +248,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function that returns views gives: gradients that know where they lie in theirs."""
+    """Return what a function that returns views gives: gradients that know where they lie in theirs."""
     gradient = next(value for value in args if isinstance(value, ShardedGradient))
 
     def layout(value: Any) -> Any:
@@ -259,7 +261,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``func`` on whole gradients, having written back what it changed."""
+    """Return the result of ``func`` on whole gradients, having written back what it changed."""
     if func.namespace != "aten":
         name = next(item._source.name for item in instances_in((args, kwargs), ShardedGradient))
         raise RuntimeError(

@@ -51,7 +51,7 @@ class TiedGradients:
         self._ties = sorted(each for each in everyones if each.on_device or each in self._own)
 
     def sum_(self) -> None:
-        """Adds them up, once for all gradients there are; a collective of the ranks with the model's parts.
+        """Add them up, once for all gradients there are; a collective of the ranks with the model's parts.
 
         Raises ``RuntimeError`` for a tied parameter that got no gradient here.
         """
@@ -86,7 +86,7 @@ class TiedGradients:
 
 
 def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
-    """The ties that any rank of ``model`` has."""
+    """Return the ties that any rank of ``model`` has."""
     text = json.dumps(own).encode()
     label, ranks = "agreement on tied parameters", model.world_size
     lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")

@@ -34,11 +34,13 @@ class GatheredUnit(Protocol):
 
     @property
     def is_aside(self) -> bool:
-        """Whether :meth:`set_aside` stores the values."""
+        """Return whether :meth:`set_aside` stores the values."""
 
     @property
     def needs_early_gather(self) -> bool:
-        """Whether a gather or a copy to an accelerator follows the fetch, and should start before use."""
+        """Return whether a gather or a copy to an accelerator follows the fetch, and should start
+        before use.
+        """
 
     def to_fetching(self, exact: bool = False) -> None:
         """Attach a buffer and start to fetch the shard into it. From RELEASED only."""

@@ -33,7 +33,7 @@ class Demand:
         return self.count * extent_bytes(self.nbytes)
 
     def meets(self, other: Demand) -> bool:
-        """Whether both are needed at some moment."""
+        """Return whether both are needed at some moment."""
         return bool(self._moments & other._moments)
 
     @cached_property

@@ -52,7 +52,7 @@ class UnitSpec:
 
     @property
     def trained(self) -> bool:
-        """Whether it has master weights and gradients."""
+        """Return whether it has master weights and gradients."""
         return self.grads_end is not None
 
     @property

@@ -191,7 +191,7 @@ class _Job:
             self._thread.join()
 
     def result(self) -> list[int]:
-        """What the call returned; raises what it raised."""
+        """Return what the call returned; raise what it raised."""
         if self._thread is None:
             self._run()
         elif self._thread.is_alive():

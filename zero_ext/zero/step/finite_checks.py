@@ -219,7 +219,7 @@ def _local_is_finite(gradients: UnitGradients, number: int) -> bool:
 
 
 def _weights_are_finite(master: MasterShard, number: int) -> bool:
-    """Whether this rank's master weights of a parameter are finite, in compute precision too."""
+    """Return whether this rank's master weights of a parameter are finite, in compute precision too."""
     layout = master.unit.layout
     segment = master.owned.get(layout.specs[number].name)
     if segment is None:

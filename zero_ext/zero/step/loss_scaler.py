@@ -59,11 +59,11 @@ class LossScaler:
         self.scale = max(self.scale / 2.0, policy.minimum)
 
     def state_dict(self) -> dict[str, float]:
-        """The scaler's state, JSON-able."""
+        """Return the scaler's state, JSON-able."""
         return {"scale": self.scale, "hysteresis": self._hysteresis, "clean_steps": self._clean_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores :meth:`state_dict`; a static scale stays as configured. ``ValueError`` for values that no
+        """Restore :meth:`state_dict`; a static scale stays as configured. ``ValueError`` for values that no
         scaler can have, and then nothing changes."""
         scale, hysteresis, clean = float(state["scale"]), int(state["hysteresis"]), int(state["clean_steps"])
         for name, value, valid in (

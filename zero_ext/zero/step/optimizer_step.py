@@ -141,7 +141,7 @@ class OptimizerStep:
         self._look(wait=True)
 
     def finish(self) -> None:
-        """Makes the parameters follow the updates of the last step; a collective."""
+        """Make the parameters follow the updates of the last step; a collective."""
         if self.updates.in_progress:
             self._guarded(self.updates.finish)
             self._guarded(lambda: self._refuse_state(self.steps))
@@ -201,12 +201,12 @@ class OptimizerStep:
 
     @property
     def _waits_for_flag(self) -> bool:
-        """Whether the host reads the flag of an update later than in its step."""
+        """Return whether the host reads the flag of an update later than in its step."""
         return self._flag is not None and self._tiers.device.is_accelerator
 
     @property
     def _judges_on_device(self) -> bool:
-        """Whether kernels obey the verdict on a step before the host knows it."""
+        """Return whether kernels obey the verdict on a step before the host knows it."""
         return (
             self.stepper is not None
             and self.updates.obeys_scale
@@ -252,7 +252,7 @@ class OptimizerStep:
 
     @property
     def _looks_at_gradients(self) -> bool:
-        """Whether gradients are looked at themselves: their norm, where there is one, tells it too."""
+        """Return whether gradients are looked at themselves: their norm, where there is one, tells it too."""
         normed = self._clipping or self.scales_loss or self.updates.needs_local_gradients
         return self._flag is not None and self.stepper is not None and not normed
 
@@ -276,7 +276,7 @@ class OptimizerStep:
         self.updates.drop()
 
     def refuse_damage(self) -> None:
-        """Raises ``RuntimeError`` if an earlier step broke off half-way."""
+        """Raise ``RuntimeError`` if an earlier step broke off half-way."""
         if self.damage is not None:
             raise RuntimeError(
                 "prepared model: expected one whose steps all ended, got one in which a step failed: "
@@ -377,8 +377,9 @@ class OptimizerStep:
         raise error
 
     def _refuse_local_overflow(self) -> bool:
-        """Whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless they are
-        scaled."""
+        """Return whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless
+        they are scaled.
+        """
         if self._flag is None and not self.scales_loss:
             return False
         ranks = self.updates.not_finite()

@@ -93,12 +93,12 @@ class Findings(NamedTuple):
 
     @property
     def overflow(self) -> bool:
-        """Whether the norm is not finite."""
+        """Return whether the norm is not finite."""
         return self.norm is not None and not math.isfinite(self.norm)
 
     @property
     def refused(self) -> bool:
-        """Whether the step is not to be made, for another reason than its norm."""
+        """Return whether the step is not to be made, for another reason than its norm."""
         bad = self.settings_differ or self.edits_differ or self.gradients or self.weights
         return bad or self.device_error
 
@@ -140,7 +140,7 @@ class Verdict:
 
     @property
     def arrived(self) -> bool:
-        """Whether :meth:`read` returns immediately."""
+        """Return whether :meth:`read` returns immediately."""
         return self._report.arrived
 
     def read(self) -> Findings:
@@ -212,7 +212,7 @@ class LaunchedSteps:
 
     @property
     def seen_bad(self) -> bool:
-        """Whether the host has seen a bad verdict."""
+        """Return whether the host has seen a bad verdict."""
         return self._bad is not None
 
     def look(self, wait: bool) -> DecidedStep | None:

@@ -77,17 +77,17 @@ class UpdateSchedule:
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether the next step wants gradients as they are on each rank, unreduced."""
+        """Return whether the next step wants gradients as they are on each rank, unreduced."""
         return False
 
     @property
     def updated(self) -> bool:
-        """Whether units were updated in backward and cannot be rolled back."""
+        """Return whether units were updated in backward and cannot be rolled back."""
         return False
 
     @property
     def drifts(self) -> bool:
-        """Whether the ranks' parameters differ, until a later step."""
+        """Return whether the ranks' parameters differ, until a later step."""
         return False
 
     def refuse_pending(self, what: str) -> None:
@@ -126,14 +126,14 @@ class UpdateSchedule:
         """The step is counted: updates that run beside the next forward and backward may start."""
 
     def wait(self) -> None:
-        """Returns when no update runs any more, the parameters as they are; raises what made it fail here."""
+        """Return when no update runs any more, the parameters as they are; raise what made it fail here."""
 
     def finish(self) -> None:
-        """Returns when the parameters have followed all updates, on all ranks. A collective;
+        """Return when the parameters have followed all updates, on all ranks. A collective;
         :class:`CollectiveError` as of :meth:`run`."""
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """Bytes by tier that hold gradients for updates, beside the units' own."""
+        """Return bytes by tier that hold gradients for updates, beside the units' own."""
         return {}
 
     def rollback(self) -> None:
@@ -145,7 +145,7 @@ class UpdateSchedule:
         return None
 
     def abandon(self) -> str | None:
-        """A backward pass broke off; returns what is damaged by it, if anything is."""
+        """Return a backward pass broke off; return what is damaged by it, if anything is."""
         return None
 
     def drop(self) -> None:
@@ -168,7 +168,7 @@ class UpdateSchedule:
         return lambda: None
 
     def leaves(self, kind: str) -> bool:
-        """Whether state of this kind in the checkpoint is left aside."""
+        """Return whether state of this kind in the checkpoint is left aside."""
         return False
 
     def restore(self) -> None:
@@ -243,7 +243,7 @@ def _no_optimizer() -> RuntimeError:
 
 
 def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:
-    """Whether a step of ``masters`` with their ``gradients`` uses storage."""
+    """Return whether a step of ``masters`` with their ``gradients`` uses storage."""
     return any(
         "nvme" in (master.state.tier, master.unit.storage.tier, own.storage.tier)
         for master, own in zip(masters, gradients, strict=True)
@@ -251,7 +251,7 @@ def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups' settings as they are now, as groups without parameters."""
+    """Return the param groups' settings as they are now, as groups without parameters."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -262,7 +262,7 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def publish(units: Iterable[Unit]) -> None:
-    """Sends the parameters of ``units`` that other ranks need; a collective, alike on all ranks."""
+    """Send the parameters of ``units`` that other ranks need; a collective, alike on all ranks."""
     for pending in [unit.start_publishing() for unit in units]:
         if pending is not None:
             pending.wait()

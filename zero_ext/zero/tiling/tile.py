@@ -43,7 +43,7 @@ class LinearTile(Tile):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws from the distribution that ``nn.Linear`` draws from."""
+        """Draw from the distribution that ``nn.Linear`` draws from."""
         bound = 1 / math.sqrt(self.fan_in)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -54,7 +54,7 @@ class LinearTile(Tile):
         return functional.linear(inputs, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The tile's sizes."""
+        """Return the tile's sizes."""
         return f"{tuple(self.weight.shape)}, bias={self.bias is not None}"
 
 
@@ -77,7 +77,7 @@ class EmbeddingTile(Tile):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws from the distribution that ``nn.Embedding`` draws from."""
+        """Draw from the distribution that ``nn.Embedding`` draws from."""
         nn.init.normal_(self.weight)
         if self.padding_row is not None:
             with torch.no_grad():
@@ -103,5 +103,5 @@ class EmbeddingTile(Tile):
         )
 
     def extra_repr(self) -> str:
-        """The tile's sizes."""
+        """Return the tile's sizes."""
         return f"{tuple(self.weight.shape)}, padding_row={self.padding_row}"

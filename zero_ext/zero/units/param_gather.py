@@ -59,12 +59,12 @@ class ParameterGather:
 
     @property
     def needs_shard(self) -> bool:
-        """Whether the next gather, unless it is exact, sends this rank's shard."""
+        """Return whether the next gather, unless it is exact, sends this rank's shard."""
         return not self._secondary_valid
 
     @property
     def is_lossy(self) -> bool:
-        """Whether gathered parameters differ from their shards."""
+        """Return whether gathered parameters differ from their shards."""
         return self._format is not None
 
     def invalidate(self) -> None:

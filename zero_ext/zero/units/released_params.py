@@ -299,7 +299,7 @@ def _full_view(parameter: nn.Parameter) -> ViewSpec:
 
 
 def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``func`` on tensors without values that have the true layout."""
+    """Return the result of ``func`` on tensors without values that have the true layout."""
 
     def layout(item: Any) -> Any:
         if not isinstance(item, ReleasedTensor):

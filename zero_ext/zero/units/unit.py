@@ -100,7 +100,9 @@ class Unit(Ending):
 
     @property
     def needs_early_gather(self) -> bool:
-        """Whether a gather or a copy to an accelerator follows the fetch, and should start before use."""
+        """Return whether a gather or a copy to an accelerator follows the fetch, and should start
+        before use.
+        """
         return self.layout.world_size > 1 or self.flat.device.type != "cpu"
 
     # -- life cycle ---------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Unit(Ending):
 
     @property
     def is_aside(self) -> bool:
-        """Whether :meth:`set_aside` stores the values."""
+        """Return whether :meth:`set_aside` stores the values."""
         return self.state is UnitState.GATHERING and self._pending is None
 
     def to_released(self) -> None:

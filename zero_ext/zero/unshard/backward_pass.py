@@ -15,7 +15,7 @@ from zero_ext.zero.unshard.step_clock import Beginning, StepClock
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside autograd's engine (recomputation of a checkpoint, a hook)."""
+    """Return whether this thread runs inside autograd's engine (recomputation of a checkpoint, a hook)."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -79,17 +79,17 @@ class BackwardPass:
 
     @property
     def awaited(self) -> bool:
-        """Whether there are outputs of a forward that no backward has run through yet."""
+        """Return whether there are outputs of a forward that no backward has run through yet."""
         return bool(self._awaited)
 
     def expect(self, call: BlockCall) -> None:
-        """Notes that a forward has ended ``call``, which a backward may run through."""
+        """Note that a forward has ended ``call``, which a backward may run through."""
         self._awaited.add(call)
         for unit in call.touched:
             self._expected.setdefault(unit, weakref.WeakSet()).add(call)
 
     def hold(self, call: BlockCall) -> None:
-        """Notes that ``call`` holds units until :meth:`release` or the end."""
+        """Note that ``call`` holds units until :meth:`release` or the end."""
         self._awaited.discard(call)
         if call not in self._holding:
             call.awaited = call.inputs
@@ -108,7 +108,7 @@ class BackwardPass:
                 self._on_passed(unit)
 
     def end(self) -> None:
-        """Closes the pass: releases every unit, then finishes the gradients."""
+        """Close the pass: releases every unit, then finishes the gradients."""
         self.running = False
         self._holding.clear()
         self._prefetcher.end_backward()

@@ -12,7 +12,7 @@ from zero_ext.zero.units.dtensor_local import is_distributed
 
 
 def tensors_in(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Every tensor reachable in nested lists, tuples, mappings and dataclasses."""
+    """Yield every tensor reachable in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth:
@@ -28,7 +28,7 @@ def tensors_in(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
 
 
 def opaque_in(value: object, depth: int = 8) -> Iterator[object]:
-    """The objects inside ``value`` that :func:`tensors_in` cannot look into."""
+    """Yield the objects inside ``value`` that :func:`tensors_in` cannot look into."""
     plain = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
     if isinstance(value, plain):
         return

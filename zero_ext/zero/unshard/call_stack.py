@@ -31,11 +31,11 @@ class BlockCall:
 
     @property
     def looks_up(self) -> bool:
-        """Whether backward needs nothing of what the call needed."""
+        """Return whether backward needs nothing of what the call needed."""
         return bool(self.touched) and not self.rereads
 
     def touch(self, unit: Unit, again: bool) -> None:
-        """Notes that the call needs ``unit``; ``again``: its backward too."""
+        """Note that the call needs ``unit``; ``again``: its backward too."""
         if unit not in self.touched:
             self.touched.append(unit)
         if again and unit not in self.rereads:
@@ -52,11 +52,11 @@ class CallStack:
         return bool(self._calls)
 
     def push(self, call: BlockCall) -> None:
-        """Enters ``call``."""
+        """Enter ``call``."""
         self._calls.append(call)
 
     def pop(self, block: nn.Module) -> BlockCall:
-        """Leaves the innermost call of ``block``, and with it calls inside that an exception has ended."""
+        """Leave the innermost call of ``block``, and with it calls inside that an exception has ended."""
         while self._calls:
             call = self._calls.pop()
             if call.block is block:
@@ -64,11 +64,13 @@ class CallStack:
         raise zero_ext_bug(f"{type(block).__name__} left a call that it never entered")
 
     def runs_alone(self, block: nn.Module) -> bool:
-        """Whether the innermost call is one of ``block`` by itself."""
+        """Return whether the innermost call is one of ``block`` by itself."""
         return bool(self._calls) and self._calls[-1].alone and self._calls[-1].block is block
 
     def holder_for(self, block: nn.Module | None) -> BlockCall:
-        """The call that shall hold a unit of ``block``: the running call of ``block``, else the innermost."""
+        """Return the call that shall hold a unit of ``block``: the running call of ``block``, else the
+        innermost.
+        """
         for call in reversed(self._calls):
             if call.block is block:
                 return call

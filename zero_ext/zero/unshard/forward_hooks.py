@@ -175,7 +175,8 @@ class ForwardHooks(Ending):
 
 
 def _uses_of(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]] | None:
-    """What to call when the gradient of a block's output is there; None if ``tensor`` is no such output, or
-    was changed in place since."""
+    """Return what to call when the gradient of a block's output is there; None if ``tensor`` is no such
+    output, or was changed in place since.
+    """
     node, uses = getattr(tensor, _USES, (None, None))
     return uses if node is not None and node is tensor.grad_fn else None

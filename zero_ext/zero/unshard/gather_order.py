@@ -29,13 +29,13 @@ class GatherOrder(Generic[U]):
         self.repeats = False
 
     def begin(self, repeats: bool = False) -> None:
-        """Starts a pass; ``repeats`` if another one like it will follow."""
+        """Start a pass; ``repeats`` if another one like it will follow."""
         self.repeats = repeats
         self._trace = []
         self._cursor = 0
 
     def needed(self, unit: U) -> list[U]:
-        """Notes that ``unit`` is needed now; the units that were expected before it."""
+        """Note that ``unit`` is needed now; the units that were expected before it."""
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
@@ -44,7 +44,7 @@ class GatherOrder(Generic[U]):
         return []
 
     def finish(self) -> None:
-        """Ends a pass: what was needed in it may be expected from now on."""
+        """End a pass: what was needed in it may be expected from now on."""
         trace, last, self._last = self._trace, self._last, self._trace
         # A block that is called by itself is no pass of the model.
         if len(trace) > 1 or not self._recorded:

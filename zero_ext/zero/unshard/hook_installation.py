@@ -45,7 +45,7 @@ def install(
     hooks: ForwardHooks,
     units: dict[nn.Parameter, tuple[Unit, nn.Module]],
 ) -> None:
-    """Installs owner hooks and block hooks on ``model`` for its sharded parameters.
+    """Install owner hooks and block hooks on ``model`` for its sharded parameters.
 
     Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
     """
@@ -223,7 +223,7 @@ def _install_block_hooks(
 
 
 def uninstall(model: nn.Module) -> None:
-    """Removes the hooks of an engine from its model, or from a deep copy of that."""
+    """Remove the hooks of an engine from its model, or from a deep copy of that."""
     for module in model.modules():
         if isinstance(module._parameters, GatheringParameters):
             module._parameters = dict(module._parameters.items())
@@ -235,7 +235,9 @@ def uninstall(model: nn.Module) -> None:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Whether a call of ``module`` takes rows of its weight, which the backward of that does not read."""
+    """Return whether a call of ``module`` takes rows of its weight, which the backward of that does
+    not read.
+    """
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 

@@ -30,7 +30,7 @@ class UpdateGuard(Protocol):
 
     @property
     def in_progress(self) -> bool:
-        """Whether a delayed update is running."""
+        """Return whether a delayed update is running."""
 
     def refuse_pending(self, what: str) -> None:
         """Raise ``RuntimeError`` while updates inside backward wait for their step."""
@@ -54,7 +54,7 @@ class ShardedState(Protocol):
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward or a backward pass is running."""
+        """Return whether a forward or a backward pass is running."""
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Note that the model's code reads ``parameter``."""
@@ -137,7 +137,7 @@ class OnDemandAccess:
 
 
 def transform_refusal(name: str) -> str:
-    """The message for a torch.func transform that meets the sharded parameter ``name``."""
+    """Return the message for a torch.func transform that meets the sharded parameter ``name``."""
     return (
         f"parameter '{name}' is sharded over the ranks and was used inside a torch.func transform (grad, "
         "vmap, jacrev, ...): expected its value to be in memory, as nothing can be gathered there. Use "

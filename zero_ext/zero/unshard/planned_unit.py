@@ -27,12 +27,12 @@ class PlannedUnit(GatheredUnit):
 
     @property
     def is_aside(self) -> bool:
-        """Whether :meth:`set_aside` has been called last."""
+        """Return whether :meth:`set_aside` has been called last."""
         return self._is_aside
 
     @property
     def needs_early_gather(self) -> bool:
-        """Whether other ranks have shards of it."""
+        """Return whether other ranks have shards of it."""
         return self.spec.world_size > 1
 
     def to_fetching(self, exact: bool = False) -> None:

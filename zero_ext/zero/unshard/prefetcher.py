@@ -73,7 +73,7 @@ class Prefetcher(Generic[U]):
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 
     def need(self, unit: U, holder: object, order: GatherOrder[U], exact: bool = False) -> None:
-        """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``; ``exact``:
+        """Make ``unit`` present for ``holder`` and start to gather what comes next in ``order``; ``exact``:
         with the values of its shards, unless somebody holds it."""
         if not unit.spec.placement.params or holder in unit.holders:
             return
@@ -89,7 +89,7 @@ class Prefetcher(Generic[U]):
         self._prefetch(order)
 
     def release(self, unit: U, holder: object, order: GatherOrder[U] | None = None) -> None:
-        """Ends ``holder``'s need; the unit is released when nobody holds it, unless ``order``, or backward
+        """End ``holder``'s need; the unit is released when nobody holds it, unless ``order``, or backward
         after it, expects it next or within the limit of reuse."""
         unit.holders.discard(holder)
         if unit.state is not UnitState.GATHERED or unit.holders or not unit.spec.placement.params:
@@ -126,14 +126,14 @@ class Prefetcher(Generic[U]):
                 self.release(unit, _RETAINED)
 
     def release_all(self) -> None:
-        """Releases every unit that is not retained, also those gathered ahead and never used."""
+        """Release every unit that is not retained, also those gathered ahead and never used."""
         for unit in self.units:
             unit.holders.intersection_update({_RETAINED})
             if not unit.holders:
                 self._evict(unit)
 
     def release_idle(self) -> None:
-        """Releases the units that nobody holds, also those on their way."""
+        """Release the units that nobody holds, also those on their way."""
         for unit in self.units:
             if not unit.holders:
                 self._evict(unit)
@@ -147,7 +147,9 @@ class Prefetcher(Generic[U]):
             unit.invalidate()
 
     def expects_gathers(self) -> bool:
-        """Whether the backward pass under way will begin to gather units, as far as its order is known."""
+        """Return whether the backward pass under way will begin to gather units, as far as its order is
+        known.
+        """
         left = (UnitState.RELEASED, UnitState.FETCHING)
         return any(unit.state in left for unit in self.backward_order.upcoming())
 
@@ -238,7 +240,7 @@ class Prefetcher(Generic[U]):
             self._bus.publish(ReleaseEvent(unit.spec.name, unit.spec.numel))
 
     def _fits_in(self, numel: int) -> bool:
-        """Whether ``numel`` more elements may be live."""
+        """Return whether ``numel`` more elements may be live."""
         return self._fits or self.live_elements + numel <= self._live_limit
 
     def _free_space(self, unit: U) -> None:
@@ -268,7 +270,7 @@ class Prefetcher(Generic[U]):
                 unit.to_gathering()
 
     def _is_first(self, unit: U, order: GatherOrder[U]) -> bool:
-        """Whether ``unit``, if it were released, would be the first that should be under way."""
+        """Return whether ``unit``, if it were released, would be the first that should be under way."""
         for expected in order.upcoming(beyond=True) if self._prefetch_limit else ():
             if expected is unit or expected.state is not UnitState.GATHERED:
                 return expected is unit

@@ -64,7 +64,7 @@ class StepClock:
         self._bus.publish(PhaseEnd(phase, began, time.perf_counter() - began, trains))
 
     def see(self, loss: torch.Tensor) -> None:
-        """Adds the loss of a micro-batch; one that is no single number is left out."""
+        """Add the loss of a micro-batch; one that is no single number is left out."""
         if self._bus and loss.numel() == 1:
             value = loss.detach().reshape(1).float()
             self._loss = value if self._loss is None else self._loss + value

@@ -72,7 +72,7 @@ class ShardedExchange(ExchangeStrategy):
             master.unit.flat.copy_(replica)
 
     def _follow_parameters(self) -> None:
-        """Takes over parameters that something else has written since the last step: a step in full
+        """Take over parameters that something else has written since the last step: a step in full
         precision, the user, a checkpoint."""
         for master, replica in zip(self._context.masters, self._state["replica"], strict=True):
             for stored, live in zip(
