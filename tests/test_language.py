@@ -141,13 +141,14 @@ def test_docstrings_are_no_questions(files: str) -> None:
 
 
 def questions(path: Path) -> list[str]:
-    """Return the docstrings of a module that begin like a question."""
+    """Return the docstrings of a module that begin like a question, but for the help of a command: it is one."""
     return [
         f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {said}"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and (said := ast.get_docstring(node))
         and QUESTION.match(said)
+        and not said.split("\n")[0].endswith("?")
     ]
 
 
