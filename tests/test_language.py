@@ -141,7 +141,7 @@ def test_docstrings_are_no_questions(files: str) -> None:
 
 
 def questions(path: Path) -> list[str]:
-    """Return the docstrings of a module that begin like a question, but for the help of a command: it is one."""
+    """Return the docstrings of a module that begin like a question, other than the help of a command."""
     return [
         f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {said}"
         for node in ast.walk(ast.parse(path.read_text()))
