@@ -169,7 +169,9 @@ def load_checkpoint(
 
 
 def _state_of(engine: Engine, include_frozen: bool) -> EngineState | ModelParallelState:
-    """Return what is saved and loaded: the engine's state, or, where it has a part of the model, all parts'."""
+    """Return what is saved and loaded: the engine's state, or, where it has a part of the model, all
+    parts'.
+    """
     sources = checkpoint_sources(engine)
     source = sources.full if include_frozen else sources.trained
     if isinstance(source, ModelParallelState):

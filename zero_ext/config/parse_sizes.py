@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:E\+?(\d{1,2}))?")
 
 
 def bytes_of(text: str, option: str) -> int:
-    """Return bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything else."""
+    """Return bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything
+    else.
+    """
     value = _scaled(text, SIZES)
     if value is None:
         raise ValueError(

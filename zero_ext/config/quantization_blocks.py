@@ -11,7 +11,9 @@ def block_count(elements: int) -> int:
 
 
 def payload_bytes(elements: int, bits: int) -> int:
-    """Return bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a block."""
+    """Return bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a
+    block.
+    """
     return -(-elements // 8) * bits + 4 * block_count(elements)
 
 

@@ -32,7 +32,9 @@ def make_optimizer(
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return the optimizer to prepare: what the caller gives or makes, else the configuration's, else AdamW."""
+    """Return the optimizer to prepare: what the caller gives or makes, else the configuration's, else
+    AdamW.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if model_parameters is None:

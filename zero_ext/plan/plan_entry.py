@@ -55,7 +55,9 @@ class PlanEntry:
 
     @property
     def excess(self) -> tuple[float, float]:
-        """Return what is asked of the tier that is shortest of room, over what it has; and all such ratios."""
+        """Return what is asked of the tier that is shortest of room, over what it has; and all such
+        ratios.
+        """
         return _excess(self.shortfalls)
 
     @property

@@ -83,7 +83,9 @@ class Plan:
         return sum(each.crossing for each in sent.values())
 
     def fits_one_bit(self, row: PlanEntry) -> bool:
-        """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's state."""
+        """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's
+        state.
+        """
         if not row.allows_one_bit:
             return False
         units = unit_elements(self.model.full_cost, row.training)

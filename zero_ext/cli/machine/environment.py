@@ -183,7 +183,9 @@ def _free(folder: Path) -> str:
 
 
 def direct_transfers(folder: Path) -> str:
-    """Return whether a store in ``folder`` would pass by the page cache; tried with a file, removed at once."""
+    """Return whether a store in ``folder`` would pass by the page cache; tried with a file, removed at
+    once.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         store = NvmeStore([folder])

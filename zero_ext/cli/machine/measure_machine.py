@@ -112,7 +112,9 @@ def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
 
 
 def update_rate(nbytes: int) -> float:
-    """Return bytes a second of an Adam step over state of ``nbytes`` in host memory, as the engine makes it."""
+    """Return bytes a second of an Adam step over state of ``nbytes`` in host memory, as the engine
+    makes it.
+    """
     elements = nbytes // 12
     master, first, second = (torch.zeros(elements, dtype=torch.float32, device="cpu") for _ in range(3))
     gradient = torch.ones(elements, dtype=torch.bfloat16, device="cpu")

@@ -56,7 +56,9 @@ def why_nothing_fits(model: str, machine: str, training: Training) -> str:
 
 
 def simulate_config(model: str, machine: str, gpus: int, config: Path, recompute: bool) -> Simulation:
-    """Return one step as a configuration has it. Raises ValueError (ConfigError) for one that does not fit."""
+    """Return one step as a configuration has it. Raises ValueError (ConfigError) for one that does not
+    fit.
+    """
     training = Training.of_config(load_config(config), gpus, "recomputed" if recompute else "saved")
     return simulate(transformer_named(model).cost(), training, machine_named(machine))
 

@@ -172,7 +172,9 @@ def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    """Return the one configuration among ``config``, ``config_params`` (its older name) and that of ``args``."""
+    """Return the one configuration among ``config``, ``config_params`` (its older name) and that of
+    ``args``.
+    """
     sources = [source for source in value if source is not None]
     if len(sources) == 2 and sources[0] == sources[1]:
         del sources[1]

@@ -36,7 +36,9 @@ def save_training(folder: str, model: nn.Module, scheduler: Any, step: int) -> N
 
 
 def last_complete_checkpoint(output_dir: str) -> str:
-    """Return the newest checkpoint in ``output_dir`` that was written to its end; ``ValueError`` without one."""
+    """Return the newest checkpoint in ``output_dir`` that was written to its end; ``ValueError``
+    without one.
+    """
     root = Path(output_dir)
     found = {}
     for path in root.iterdir() if root.is_dir() else ():

@@ -120,7 +120,9 @@ def _busy_slot(kind: Stage, costs: Costs) -> tuple[float, float]:
 
 
 def _updates(kind: Stage, costs: Costs) -> float:
-    """Return seconds of the updates after a step's last backward at least: of the resource that is busiest."""
+    """Return seconds of the updates after a step's last backward at least: of the resource that is
+    busiest.
+    """
     placement, training = costs.placement, costs.training
     owned = {unit: training.owned(unit.parameters, placement.optimizer) for unit in kind.units}
     state = sum(count * owned[unit] for unit, count in kind.units.items())

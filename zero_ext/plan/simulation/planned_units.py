@@ -142,7 +142,9 @@ def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
 
 
 def _tensors(group: TensorGroup, tiled: bool) -> list[tuple[int, bool]]:
-    """Return elements of each, and whether it is a tile. Parts of the vectors end where no padding is needed."""
+    """Return elements of each, and whether it is a tile. Parts of the vectors end where no padding is
+    needed.
+    """
     tiles = group.tiles if tiled else 1
     count, grain = max(1, len(group.matrices)), ALIGNMENT_BYTES // PARAMETER_BYTES
     bounds = [group.vectors * index // count // grain * grain for index in range(count)] + [group.vectors]

@@ -76,7 +76,9 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
 
 
 def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str, Any]:
-    """Return what each parameter's optimizer state holds beside its tensors, as zero_ext's steppers keep it."""
+    """Return what each parameter's optimizer state holds beside its tensors, as zero_ext's steppers
+    keep it.
+    """
     first = checkpoint.first
     fused = optimizer in _ADAM and not any(group.get("amsgrad") for group in first.groups)
     steps: dict[str, int] = {}
