@@ -32,7 +32,7 @@ class Stateful(Protocol):
         """Its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restores it."""
+        """Restore it."""
 
 
 def save_checkpoint(
@@ -169,7 +169,9 @@ def load_checkpoint(
 
 
 def _state_of(engine: Engine, include_frozen: bool) -> EngineState | ModelParallelState:
-    """What is saved and loaded: the engine's state, or, where it has a part of the model, all parts'."""
+    """Return what is saved and loaded: the engine's state, or, where it has a part of the model, all
+    parts'.
+    """
     sources = checkpoint_sources(engine)
     source = sources.full if include_frozen else sources.trained
     if isinstance(source, ModelParallelState):
@@ -183,7 +185,7 @@ def _saved_states(
     step: int | None,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """The saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
+    """Return the saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
     session_of(source).finish_previous()
     try:
         _, manifest = open_checkpoint(directory, step)
@@ -214,8 +216,9 @@ OBSTACLES.append(_background_save)
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
-    """The random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is this
-    one's."""
+    """Return the random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is
+    this one's.
+    """
     ranks = checkpoint_sources(engine).full.everyone
     table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
     table[ranks.rank] = own.int()

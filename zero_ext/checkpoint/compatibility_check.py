@@ -18,7 +18,7 @@ _MOST_PROBLEMS_SHOWN = 5
 def match_parameters(
     manifest: Manifest, table: Mapping[str, ParameterDescription], path: Path
 ) -> dict[str, str]:
-    """The name in the checkpoint of each parameter of the model; they differ only where tied names do.
+    """Return the name in the checkpoint of each parameter of the model; they differ only where tied names do.
 
     ValueError lists the parameters that are missing, unexpected, tied otherwise, of another shape, or in
     another memory order. The compute precision and whether a parameter is trained may differ.

@@ -55,7 +55,9 @@ class CheckpointReport:
 
 
 def checkpoint_path(directory: str | os.PathLike[str], step: int | None = None) -> Path:
-    """The directory of one checkpoint: ``directory`` itself if it is one, else its step or latest one."""
+    """Return the directory of one checkpoint: ``directory`` itself if it is one, else its step or
+    latest one.
+    """
     path = Path(directory).absolute()
     if step is None and (path / MANIFEST_NAME).exists():
         return path

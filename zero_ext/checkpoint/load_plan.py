@@ -42,7 +42,7 @@ class LoadPlan:
 
 
 def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
-    """The plan for ``source``; ValueError or CheckpointError names what does not fit or is damaged."""
+    """Return the plan for ``source``; ValueError or CheckpointError names what does not fit or is damaged."""
     named = _named_states(manifest, path)
     stored_names = match_parameters(manifest, source.parameter_table(), path)
     live_buffers = source.buffers()

@@ -151,7 +151,7 @@ class _Load:
             check_requests(plan.manifest, [json.loads(request) for request in requests], self._leaves_aside)
 
     def _leaves_aside(self, kind: str) -> bool:
-        """Whether the source may leave stored state of this kind where it is."""
+        """Return whether the source may leave stored state of this kind where it is."""
         if kind in (MASTER, BUFFER):
             return False
         if isinstance(self.source, OptimizerlessStateSource) and not self.source.trains:

@@ -35,7 +35,7 @@ class RankConsensus:
         self._interrupted = False
 
     def stage(self, action: Callable[[], Any], advice: str = "") -> list[Any]:
-        """Runs ``action`` on every rank and returns all ranks' results (JSON values), in rank order.
+        """Run ``action`` on every rank and return all ranks' results (JSON values), in rank order.
 
         If it fails on any rank, every rank raises the same error, naming the failed ranks and their reasons
         and ending in ``advice``: CheckpointError, or the ValueError or TypeError that the first of them met.
@@ -82,7 +82,7 @@ class RankConsensus:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def collect(self, data: bytes) -> list[bytes]:
-        """Every rank's ``data`` in rank order on rank 0; an empty list on the others."""
+        """Return every rank's ``data`` in rank order on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [data]
         with self._interrupts_deferred():

@@ -44,11 +44,11 @@ class SaveJob:
 
     @property
     def reads_stores(self) -> bool:
-        """Whether this rank's state is outside memory, if only one slice of it."""
+        """Return whether this rank's state is outside memory, if only one slice of it."""
         return any(saved.is_stored for saved in self.slices)
 
     def staged(self) -> SaveJob:
-        """The same save of a copy in host memory, so that the state may change meanwhile."""
+        """Return the same save of a copy in host memory, so that the state may change meanwhile."""
         return replace(self, slices=stage_slices(self.slices))
 
     def run(self) -> None:
@@ -93,7 +93,9 @@ class SaveJob:
             self._prune(self.keep_last)
 
     def _complete(self, shards: list[bytes]) -> Manifest:
-        """The manifest with every rank's records; ValueError if the slices do not cover the full state."""
+        """Return the manifest with every rank's records; ValueError if the slices do not cover the full
+        state.
+        """
         files: list[FileRecord] = []
         slices: list[SliceRecord] = []
         for shard in shards:
@@ -124,7 +126,7 @@ class SaveJob:
                 self.directory.discard(self.filesystem, self.manifest.step)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What all ranks must have in common: short values as they are, long ones as checksums."""
+        """Return what all ranks must have in common: short values as they are, long ones as checksums."""
         tables = self.manifest.model_dump(include={"parameters", "buffers"})
         scalars = {
             f"checksum of scalar_state[{key!r}]": checksum(json.dumps(value).encode())

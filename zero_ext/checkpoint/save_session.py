@@ -140,13 +140,14 @@ class SaveSession:
         self._group: dist.ProcessGroupGloo | None = None
 
     def finish_previous(self) -> None:
-        """Waits for the save in flight. CheckpointError if it failed and it has not been reported."""
+        """Wait for the save in flight. CheckpointError if it failed and it has not been reported."""
         handle, self.in_flight = self.in_flight, None
         if handle is not None:
             handle.raise_unseen()
 
     def group_of(self, source: StateSource) -> dist.ProcessGroupGloo | None:
-        """The connections that the ranks of ``source`` agree over, made by all of them at the first call.
+        """Return the connections that the ranks of ``source`` agree over, made by all of them at the first
+        call.
 
         They are the session's own: a save in the background must not mix its messages with the training
         step's, and has to end well after ``destroy_process_group``. ``new_group`` gives neither.
@@ -176,12 +177,12 @@ _sessions: WeakKeyDictionary[StateSource, SaveSession] = WeakKeyDictionary()
 
 
 def session_of(source: StateSource) -> SaveSession:
-    """The session of ``source``, which lives as long as it does."""
+    """Return the session of ``source``, which lives as long as it does."""
     return _sessions.setdefault(source, SaveSession())
 
 
 def save_in_progress(source: StateSource) -> SaveHandle | None:
-    """The save of ``source`` that is under way in the background; None if there is none."""
+    """Return the save of ``source`` that is under way in the background; None if there is none."""
     session = _sessions.get(source)
     handle = None if session is None else session.in_flight
     return None if handle is None or handle.done() else handle

@@ -126,7 +126,9 @@ class _Request(NamedTuple):
 
 
 def _in_directory(job: SaveJob, root: str) -> SaveJob:
-    """The same save in ``root``, the directory of rank 0, with a warning if this rank was given another."""
+    """Return the same save in ``root``, the directory of rank 0, with a warning if this rank was given
+    another.
+    """
     own = job.directory.root
     if str(own) == root:
         return job

@@ -80,7 +80,7 @@ def errors_on_stderr() -> Iterator[None]:
 
 @contextmanager
 def cleaned_up_when_ended() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP end the command like an exception, so that its files are removed."""
+    """Let SIGTERM and SIGHUP end the command like an exception, so that its files are removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -86,7 +86,7 @@ def plot(options: PlotOptions) -> None:
 
 
 def policy_of(options: PlotOptions) -> SparseAttentionConfig:
-    """The policy that the options ask for. Raises ValueError (ConfigError) naming what cannot be."""
+    """Return the policy that the options ask for. Raises ValueError (ConfigError) naming what cannot be."""
     values: dict[str, Any] = {}
     if options.config is not None:
         section = load_config(options.config).sparse_attention
@@ -120,7 +120,7 @@ def _title(policy: SparseAttentionConfig, options: PlotOptions) -> str:
 
 
 def facts(layout: BlockLayout) -> list[str]:
-    """The number of blocks and their bytes as lines."""
+    """Return the number of blocks and their bytes as lines."""
     return [
         f"{layout.blocks:,} blocks of {layout.block} × {layout.block} in {layout.heads} layout(s), "
         f"{layout.density:.2%} of all",
@@ -129,7 +129,7 @@ def facts(layout: BlockLayout) -> list[str]:
 
 
 def layout_as_json(layout: BlockLayout) -> dict[str, Any]:
-    """The same as numbers."""
+    """Return the same as numbers."""
     return {
         "blocks": layout.blocks,
         "block": layout.block,

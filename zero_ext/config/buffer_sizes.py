@@ -15,7 +15,7 @@ SLOTS = 6
 
 
 def extent_bytes(nbytes: int) -> int:
-    """Bytes that an extent of memory for ``nbytes`` takes: whole pages, nothing more."""
+    """Return bytes that an extent of memory for ``nbytes`` takes: whole pages, nothing more."""
     return -(-nbytes // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 
@@ -31,9 +31,10 @@ class StagingSizes(NamedTuple):
 def flat_offsets(
     sizes: Sequence[int], itemsize: int, world_size: int, shard_alignment: int = ALIGNMENT_BYTES
 ) -> tuple[list[int], int]:
-    """Where tensors of ``sizes`` elements begin in a flat buffer, and the elements of all of it: each tensor
-    on a boundary of ``ALIGNMENT_BYTES``, each of ``world_size`` equal shards on its own of
-    ``shard_alignment`` bytes."""
+    """Return where tensors of ``sizes`` elements begin in a flat buffer, and the elements of all of it: each
+    tensor on a boundary of ``ALIGNMENT_BYTES``, each of ``world_size`` equal shards on its own of
+    ``shard_alignment`` bytes.
+    """
     grain = max(1, ALIGNMENT_BYTES // itemsize)
     offsets, end = [], 0
     for size in sizes:
@@ -48,15 +49,17 @@ def staging_chunk_elements(staging_buffer_bytes: int) -> int:
 
 
 def stream_chunk_elements(staging_buffer_bytes: int, sizes: Sequence[int]) -> int:
-    """Elements of a chunk of state on NVMe where each has ``sizes`` bytes of values: eight chunks, with
-    gradients and parameters in fp32, fit into the ring, in whole blocks of any dtype."""
+    """Return elements of a chunk of state on NVMe where each has ``sizes`` bytes of values: eight chunks,
+    with gradients and parameters in fp32, fit into the ring, in whole blocks of any dtype.
+    """
     grain = STORAGE_ALIGNMENT // 2
     return staging_buffer_bytes // 8 // ((sum(sizes) + 8) * grain) * grain
 
 
 def chunk_buffer_bytes(chunk_elements: int, state: int, output: int) -> int:
-    """Bytes of ``CHUNK_BUFFERS`` chunks of elements with ``state`` bytes of values, the fp32 gradient of one,
-    and its parameters where they are in storage, ``output`` bytes each."""
+    """Return bytes of ``CHUNK_BUFFERS`` chunks of elements with ``state`` bytes of values, the fp32 gradient
+    of one, and its parameters where they are in storage, ``output`` bytes each.
+    """
     return chunk_elements * (CHUNK_BUFFERS * state + 4 + output)
 
 

@@ -237,7 +237,7 @@ class Bus:
             subscriber(event)
 
     def now(self) -> float | None:
-        """A reading of the clock for an event's ``began``; None while nobody listens."""
+        """Return a reading of the clock for an event's ``began``; None while nobody listens."""
         return time.perf_counter() if self else None
 
     def waited(self, what: Wait, began: float | None, seconds: float | None = None) -> None:

@@ -13,7 +13,7 @@ _LENGTHS = ("total_num_steps", "total_steps")
 
 
 def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: PrecisionConfig) -> None:
-    """Raises ``KeyProblem`` if the optimizer called ``name`` cannot run with these settings; nothing is
+    """Raise ``KeyProblem`` if the optimizer called ``name`` cannot run with these settings; nothing is
     asked of other optimizers."""
     if name not in ONE_BIT:
         return
@@ -45,7 +45,7 @@ def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: Prec
 
 
 def warn_of_late_freeze(name: str, freeze_step: float, scheduler: SchedulerConfig | None) -> None:
-    """Warns if ``scheduler`` ends before the first step that ``name`` would compress, the one
+    """Warn if ``scheduler`` ends before the first step that ``name`` would compress, the one
     after ``freeze_step``."""
     params = scheduler.params if scheduler is not None else {}
     planned = next((params[key] for key in _LENGTHS if isinstance(params.get(key), int | float)), None)

@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:E\+?(\d{1,2}))?")
 
 
 def bytes_of(text: str, option: str) -> int:
-    """Bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything else."""
+    """Return bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything
+    else.
+    """
     value = _scaled(text, SIZES)
     if value is None:
         raise ValueError(
@@ -28,7 +30,7 @@ def bytes_of(text: str, option: str) -> int:
 
 
 def rate_of(text: str, option: str) -> float:
-    """Bytes a second of ``25GB/s``, ``200Gbit/s`` or a bare number. ValueError naming ``option``."""
+    """Return bytes a second of ``25GB/s``, ``200Gbit/s`` or a bare number. ValueError naming ``option``."""
     rate = text.strip().upper().removesuffix("/S")
     bits = re.sub(r"(BITS?|BPS)$", "", rate)
     value = _scaled(rate, SIZES) if bits == rate else _scaled(bits, COUNTS | {"G": 10**9})
@@ -41,13 +43,15 @@ def rate_of(text: str, option: str) -> float:
 
 
 def count_of(text: str) -> int | None:
-    """The whole number that ``7.5B``, ``350M`` or digits stand for; None for anything else and for zero."""
+    """Return the whole number that ``7.5B``, ``350M`` or digits stand for; None for anything else and for
+    zero.
+    """
     value = _scaled(text, COUNTS)
     return round(value) if value is not None and value >= 1 else None
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes in the largest binary unit that divides them: 1048576 is ``1 MiB``."""
+    """Return bytes in the largest binary unit that divides them: 1048576 is ``1 MiB``."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"
@@ -55,12 +59,12 @@ def size_text(nbytes: int) -> str:
 
 
 def short_bytes(nbytes: float) -> str:
-    """Bytes with three digits in the decimal unit that fits: 14375000000 is ``14.4 GB``."""
+    """Return bytes with three digits in the decimal unit that fits: 14375000000 is ``14.4 GB``."""
     return short_number(nbytes, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
 
 
 def short_number(value: float, units: tuple[str, ...]) -> str:
-    """A number with three digits and the one of ``units`` that fits; each is a thousand times the one
+    """Return a number with three digits and the one of ``units`` that fits; each is a thousand times the one
     before."""
     power = 0
     while abs(value) >= 999.5 and power < len(units) - 1:

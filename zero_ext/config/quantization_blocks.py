@@ -11,10 +11,14 @@ def block_count(elements: int) -> int:
 
 
 def payload_bytes(elements: int, bits: int) -> int:
-    """Bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a block."""
+    """Return bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a
+    block.
+    """
     return -(-elements // 8) * bits + 4 * block_count(elements)
 
 
 def sign_payload_bytes(elements: int) -> int:
-    """Bytes of the message of `elements` signs, a multiple of 4: 1/32 of float32's and 0.05% of scales."""
+    """Return bytes of the message of `elements` signs, a multiple of 4: 1/32 of float32's and 0.05% of
+    scales.
+    """
     return 4 * (-(-elements // 32) + -(-elements // SIGN_BLOCK))

@@ -23,34 +23,35 @@ class StatePlacement:
 
     @staticmethod
     def of_stage(stage: int) -> StatePlacement:
-        """The preset of ZeRO stage 0, 1, 2 or 3; anything else raises ``ValueError``."""
+        """Return the preset of ZeRO stage 0, 1, 2 or 3; anything else raises ``ValueError``."""
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: expected a ZeRO stage 0, 1, 2 or 3, got {stage!r}. Choose one of them.")
         return StatePlacement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
 
     def on_tiers(self, policy: OffloadConfig) -> StatePlacement:
-        """The same with every kind in the tier that ``policy`` names."""
+        """Return the same with every kind in the tier that ``policy`` names."""
         return replace(
             self, params_tier=policy.params, grads_tier=policy.grads, optimizer_tier=policy.optimizer
         )
 
     def optimizer_on_device(self) -> StatePlacement:
-        """The same with optimizer and gradients on the device."""
+        """Return the same with optimizer and gradients on the device."""
         return replace(self, grads_tier="device", optimizer_tier="device")
 
     def persistent(self) -> StatePlacement:
-        """The same with replicated parameters: for units too small to be worth gathering."""
+        """Return the same with replicated parameters: for units too small to be worth gathering."""
         return replace(self, params=False, params_tier="device")
 
     def consuming_gradients(self, world_size: int) -> StatePlacement:
-        """The same where a unit's gradient is used up by its update in backward: it is not replicated
+        """Return the same where a unit's gradient is used up by its update in backward: it is not replicated
         for longer than its reduction unless a replicated optimizer needs it."""
         return replace(self, grads=self.grads or self.optimizer or world_size == 1)
 
     def on_ranks(self, world_size: int) -> StatePlacement:
-        """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
-        its own right only if it lies elsewhere than on the device. The optimizer works on the parameters'
-        shards where there are any."""
+        """Return what remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a
+        shard in its own right only if it lies elsewhere than on the device. The optimizer works on the
+        parameters' shards where there are any.
+        """
         if world_size > 1:
             return self
         return replace(

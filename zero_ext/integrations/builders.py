@@ -32,7 +32,9 @@ def make_optimizer(
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """The optimizer to prepare: what the caller gives or makes, else the configuration's, else AdamW."""
+    """Return the optimizer to prepare: what the caller gives or makes, else the configuration's, else
+    AdamW.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if model_parameters is None:
@@ -45,7 +47,7 @@ def make_optimizer(
 
 
 def make_scheduler(scheduler: Scheduler | None, settings: ZeroConfig, optimizer: Any) -> LRScheduler | None:
-    """The scheduler over the prepared ``optimizer``: what the caller gives or makes, else the
+    """Return the scheduler over the prepared ``optimizer``: what the caller gives or makes, else the
     configuration's."""
     if isinstance(scheduler, LRScheduler):
         return scheduler
@@ -60,7 +62,7 @@ def make_loader(
     process_group: dist.ProcessGroup | None,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> ShardedLoader:
-    """The loader of ``dataset``, a micro-batch at a time. ``ValueError`` without a batch size."""
+    """Return the loader of ``dataset``, a micro-batch at a time. ``ValueError`` without a batch size."""
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:
-    """Makes attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
+    """Make attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
 
     Raises:
         ConfigError: one of them cannot take the policy, there is none, or what is there follows another one;

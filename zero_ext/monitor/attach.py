@@ -32,7 +32,7 @@ _NOTHING = MonitorConfig(jsonl=False, timing=False, memory=False)
 
 
 def check_packages(policy: MonitorConfig | None) -> None:
-    """Raises ``ModuleNotFoundError`` with the install line for a package that ``policy`` needs and that is
+    """Raise ``ModuleNotFoundError`` with the install line for a package that ``policy`` needs and that is
     not there. On every rank alike, before anything else happens."""
     if policy is None:
         return

@@ -114,7 +114,7 @@ def _set(path: Path, value: int) -> None:
 
 
 def candidates(membership: str, mount: Path = CGROUPS) -> Iterator[tuple[Path, int]]:
-    """Where a control group may be made, and its version, by the text of /proc/self/cgroup.
+    """Yield where a control group may be made, and its version, by the text of /proc/self/cgroup.
 
     Below the own group, so that limits which hold already go on holding; under version 2, where a group with
     processes may have no capped children, also beside it.

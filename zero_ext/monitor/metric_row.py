@@ -15,7 +15,7 @@ class Source(Protocol):
     """Hears every event of an engine and tells values of the step that ended last."""
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Take an event."""
 
     def values(self, end: StepEnd) -> Row:
         """Values of the step that ``end`` tells of, the same names for every step."""
@@ -25,14 +25,14 @@ class Writer(Protocol):
     """Writes rows somewhere, each whole when `write` returns."""
 
     def write(self, row: Row) -> None:
-        """Writes the values of a step; "step" is always among them. None means unknown."""
+        """Write the values of a step; "step" is always among them. None means unknown."""
 
     def close(self) -> None:
-        """Ends what is open."""
+        """End what is open."""
 
 
 def facts_of(end: StepEnd) -> dict[str, Value]:
-    """What a `StepEnd` itself says."""
+    """Return what a `StepEnd` itself says."""
     return {
         "step": end.step,
         "loss": end.loss,
@@ -45,8 +45,9 @@ def facts_of(end: StepEnd) -> dict[str, Value]:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The known values but "step" as single numbers, as TensorBoard and W&B want them: ``lr`` of several
-    param groups becomes ``lr/0``, ``lr/1`` and so on."""
+    """Return the known values but "step" as single numbers, as TensorBoard and W&B want them: ``lr`` of
+    several param groups becomes ``lr/0``, ``lr/1`` and so on.
+    """
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, tuple):

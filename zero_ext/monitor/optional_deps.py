@@ -6,7 +6,7 @@ import importlib.util
 
 
 def require(package: str, purpose: str) -> None:
-    """Raises ``ModuleNotFoundError`` with the install line unless ``package`` can be imported."""
+    """Raise ``ModuleNotFoundError`` with the install line unless ``package`` can be imported."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"{purpose}: expected the package '{package}', which is not installed. Install it with "

@@ -16,8 +16,9 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def draw(timeline: MemoryTimeline, phases: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG: a panel for each tier that holds anything, stacked by kind, one for gathered units, one for the
-    process; phases, spans of a Chrome trace, in the background."""
+    """Return a PNG: a panel for each tier that holds anything, stacked by kind, one for gathered units, one
+    for the process; phases, spans of a Chrome trace, in the background.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -116,7 +116,7 @@ class Monitor:
         return row
 
     def _complete(self, event: DeviceStepEnd) -> None:
-        """Fills in what came from the device, and writes the rows up to that step."""
+        """Fill in what came from the device, and write the rows up to that step."""
         for step, row in self._open:
             if step == event.step:
                 row.update({f"device/{phase}": seconds for phase, seconds in event.seconds.items()})

@@ -177,7 +177,7 @@ class Trace:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path``, which is there afterwards as a whole, or as it was."""
+    """Write ``data`` to ``path``, which is there afterwards as a whole, or as it was."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
         file.write(data)

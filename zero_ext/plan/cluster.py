@@ -26,8 +26,9 @@ class ClusterOptions:
     link_bandwidth: float | None = None
 
     def hardware(self) -> Hardware:
-        """The machine as it then is. Raises ValueError for one that is not known, or a figure that cannot
-        be."""
+        """Return the machine as it then is. Raises ValueError for one that is not known, or a figure that
+        cannot be.
+        """
         changes: dict[str, object] = {
             "ranks_per_node": self.gpus_per_host,
             "device_bytes": self.gpu_memory,

@@ -43,7 +43,7 @@ class StepEstimate:
 
 
 def estimate_step(model: ModelSpec, training: Training, hardware: Hardware) -> StepEstimate:
-    """Simulates a step of ``model``; one with many layers from two depths, as every further layer adds the
+    """Simulate a step of ``model``; one with many layers from two depths, as every further layer adds the
     same."""
     seconds, busy = simulated(model.full_cost, training, hardware)
     counted = busy
@@ -64,8 +64,9 @@ def estimate_step(model: ModelSpec, training: Training, hardware: Hardware) -> S
 def simulated(
     model: ModelCost, training: Training, hardware: Hardware, most_units: int = MOST_UNITS
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and seconds by resource. Where the layers make more than ``most_units`` units they
-    are continued from a sixth and a third of that."""
+    """Return seconds of a step, and seconds by resource. Where the layers make more than ``most_units`` units
+    they are continued from a sixth and a third of that.
+    """
 
     def run(units: Sequence[UnitCost]) -> Timeline:
         return StepSchedule(units, Costs(hardware, training, model.sequence)).run()

@@ -44,7 +44,7 @@ def slot_pool_bytes(demands: Sequence[Demand], classes: int) -> int:
 
 
 def _busiest(demands: Sequence[Demand], least: int, most: int) -> int:
-    """The most demands of sizes from ``least`` to ``most`` bytes at one moment."""
+    """Return the most demands of sizes from ``least`` to ``most`` bytes at one moment."""
     events = sorted(
         event
         for demand in demands

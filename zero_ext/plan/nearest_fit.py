@@ -17,7 +17,7 @@ _HALVINGS = 12
 
 
 def why_nothing_fits(plan: Plan) -> str:
-    """What the nearest placement lacks, how many GPUs would do, and how large a model would fit."""
+    """Return what the nearest placement lacks, how many GPUs would do, and how large a model would fit."""
     row = plan.nearest
     lacks = "; ".join(map(str, row.shortfalls))
     found = [f"{plan.model.name} fits no placement on {plan.gpus} GPUs of {plan.hardware.name}."]
@@ -51,7 +51,9 @@ def fewest_gpus(plan: Plan) -> int | None:
 
 
 def largest_model(plan: Plan) -> ModelSpec | None:
-    """The largest number of parameters, as a GPT, of which one sample a GPU fits; None if that is none."""
+    """Return the largest number of parameters, as a GPT, of which one sample a GPU fits; None if that is
+    none.
+    """
     low, high = 1_000_000, plan.model.parameters
     fitting = None
     for _ in range(_HALVINGS):

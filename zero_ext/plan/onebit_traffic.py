@@ -73,5 +73,5 @@ def onebit_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) ->
 
 
 def _payload_bytes(world_size: int, units: Mapping[int, int]) -> int:
-    """Bytes of the signs of one rank's parts of all units."""
+    """Return bytes of the signs of one rank's parts of all units."""
     return sum(count * sign_payload_bytes(numel // world_size) for numel, count in units.items())

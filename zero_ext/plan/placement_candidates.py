@@ -20,7 +20,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What :class:`Training` takes."""
+        """Return what :class:`Training` takes."""
         return {
             "stage": self.stage,
             "params": self.params,
@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def distance(self) -> int:
-        """How far state lies from the device, over all kinds."""
+        """Return how far state lies from the device, over all kinds."""
         tiers = ("device", "host", "nvme")
         return sum(tiers.index(tier) for tier in (self.params, self.grads, self.optimizer))
 

@@ -44,18 +44,20 @@ class PlanEntry:
 
     @property
     def fits(self) -> bool:
-        """Whether every tier holds what is asked of it."""
+        """Return whether every tier holds what is asked of it."""
         return not self.shortfalls
 
     @property
     def allows_one_bit(self) -> bool:
-        """Whether 1-bit Adam is for this placement."""
+        """Return whether 1-bit Adam is for this placement."""
         training = self.training
         return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
 
     @property
     def excess(self) -> tuple[float, float]:
-        """What is asked of the tier that is shortest of room, over what it has; and all such ratios."""
+        """Return what is asked of the tier that is shortest of room, over what it has; and all such
+        ratios.
+        """
         return _excess(self.shortfalls)
 
     @property
@@ -64,7 +66,9 @@ class PlanEntry:
         return self.samples * self.sequence / self.step.seconds
 
     def by_kind(self, tier: Tier) -> dict[str, int]:
-        """Bytes of one GPU (``device``), or of all GPUs of a host (``host``, ``nvme``), by :data:`KINDS`."""
+        """Return bytes of one GPU (``device``), or of all GPUs of a host (``host``, ``nvme``), by
+        :data:`KINDS`.
+        """
         bytes_by_use: dict[str, int] = getattr(self.needs, tier)
         ranks = 1 if tier == "device" else self.needs.ranks
         found = dict.fromkeys(KINDS, 0)
@@ -101,8 +105,9 @@ class Batch:
 def make_plan_entry(
     model: ModelSpec, candidate: Candidate, base: Training, hardware: Hardware, batch: Batch
 ) -> PlanEntry:
-    """The placement with the nearest way of keeping activations that fits: kept, else recomputed, else with
-    the outputs of blocks in host memory; where none does, the one that lacks least."""
+    """Return the placement with the nearest way of keeping activations that fits: kept, else recomputed, else
+    with the outputs of blocks in host memory; where none does, the one that lacks least.
+    """
     tried = []
     for activations in ACTIVATIONS:
         training = replace(base, **candidate.options, activations=activations)
@@ -148,8 +153,9 @@ def _with_look_ahead(model: ModelSpec, training: Training, hardware: Hardware) -
 
 
 def largest_micro_batch(model: ModelSpec, training: Training, hardware: Hardware) -> int:
-    """Samples of a rank's forward that fit in every tier; 0 if one does not. Activations grow with it, all
-    else stays."""
+    """Return samples of a rank's forward that fit in every tier; 0 if one does not. Activations grow with it,
+    all else stays.
+    """
 
     def possible(samples: int) -> bool:
         return fits(model.full_cost, replace(training, micro_batch=samples), hardware)
@@ -185,7 +191,7 @@ def _excess(shortfalls: Sequence[Shortfall]) -> tuple[float, float]:
 
 
 def activation_words(activations: Activations) -> str:
-    """What a user has to do in his model."""
+    """Return what a user has to do in his model."""
     return {
         "saved": "activations are saved",
         "recomputed": "activations are recomputed (checkpoint the blocks)",

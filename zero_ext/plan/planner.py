@@ -52,9 +52,10 @@ class Plan:
         return self.recommendation is not None and self.recommendation.entry is row
 
     def crossing(self, row: PlanEntry, compressed: bool) -> int:
-        """Bytes that a GPU sends to other hosts in a step of ``row``; ``compressed``: with all of ZeRO++ that
-        acts in its stage, in stages 0 and 1 as signs (1-bit Adam after its warm-up). 0 where hosts are not
-        full."""
+        """Return bytes that a GPU sends to other hosts in a step of ``row``; ``compressed``: with all of
+        ZeRO++ that acts in its stage, in stages 0 and 1 as signs (1-bit Adam after its warm-up). 0 where
+        hosts are not full.
+        """
         training, per_host = row.training, self.hardware.ranks_per_node
         if self.gpus % per_host:
             return 0
@@ -82,7 +83,9 @@ class Plan:
         return sum(each.crossing for each in sent.values())
 
     def fits_one_bit(self, row: PlanEntry) -> bool:
-        """Whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's state."""
+        """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's
+        state.
+        """
         if not row.allows_one_bit:
             return False
         units = unit_elements(self.model.full_cost, row.training)
@@ -106,7 +109,7 @@ def make_plan(
     moments_dtype: str = "fp32",
     tokens: int | None = None,
 ) -> Plan:
-    """Plans mixed-precision training of ``model`` with Adam on ``gpus`` GPUs of machines ``hardware``.
+    """Plan mixed-precision training of ``model`` with Adam on ``gpus`` GPUs of machines ``hardware``.
 
     ``tokens`` are those of the whole training. Raises ValueError for figures that cannot be.
     """

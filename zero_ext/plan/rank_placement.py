@@ -32,14 +32,15 @@ class RankPlacement:
 
     @property
     def gain(self) -> float:
-        """How many times less the exchanges take than counted through."""
+        """Return how many times less the exchanges take than counted through."""
         own, counted = sum(self.seconds.values()), sum(self.naive_seconds.values())
         return counted / own if own else 1.0
 
 
 def lengths_of(text: str, ranks: int) -> dict[str, int]:
-    """The lengths of all axes from "pp=4,tp=2", where "dp" takes what is left over of ``ranks``. Raises
-    ``ValueError`` naming --3d for anything else."""
+    """Return the lengths of all axes from "pp=4,tp=2", where "dp" takes what is left over of ``ranks``.
+    Raises ``ValueError`` naming --3d for anything else.
+    """
     found: dict[str, int] = {}
     for item in text.split(","):
         axis, _, number = (each.strip() for each in item.partition("="))
@@ -69,7 +70,7 @@ def best_rank_placement(
     micro_batch: int,
     stage: int,
 ) -> RankPlacement:
-    """The best places for ``samples`` a step, shared out over the replicas in micro-batches of
+    """Return the best places for ``samples`` a step, shared out over the replicas in micro-batches of
     ``micro_batch``, with ZeRO's ``stage``.
 
     Raises ``ValueError`` for more stages than layers.

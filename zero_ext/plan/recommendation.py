@@ -80,7 +80,7 @@ def _reasons(
 
 
 def _why_not_simpler(best: PlanEntry, rows: Sequence[PlanEntry]) -> list[str]:
-    """The simpler placements that do not fit, with what the last of them lacks."""
+    """Return the simpler placements that do not fit, with what the last of them lacks."""
     simpler = [
         row
         for row in rows
@@ -107,7 +107,7 @@ def _advantage(best: PlanEntry, other: PlanEntry) -> str:
 
 
 def _about_traffic(best: PlanEntry, rows: Sequence[PlanEntry], near: Sequence[PlanEntry]) -> list[str]:
-    """The traffic of stage 3 against that of stage 2, where both fit in the same tier."""
+    """Return the traffic of stage 3 against that of stage 2, where both fit in the same tier."""
     tiers = best.candidate.options.items() - {("stage", best.candidate.stage)}
     other = next(
         (

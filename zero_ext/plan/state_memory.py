@@ -154,7 +154,7 @@ def secondary_bytes(
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises ValueError unless `value` is an integer of at least `least`."""
+    """Raise ValueError unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
             f"{name}: expected an integer of at least {least}, got {value!r}. Pass a number in this range."

@@ -18,7 +18,7 @@ def config_of(
     *,
     tiles: bool = True,
 ) -> ZeroConfig:
-    """The configuration of ``training``: stage, precision, batch sizes, tiers, ``tiles`` of large
+    """Return the configuration of ``training``: stage, precision, batch sizes, tiers, ``tiles`` of large
     layers, and the limit under which large blocks are gathered ahead.
 
     Where activations have to be recomputed, the model has to do it: no key of a configuration says so.

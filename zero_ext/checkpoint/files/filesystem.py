@@ -20,14 +20,14 @@ class Filesystem:
     block_bytes = 8 << 20
 
     def make_directory(self, path: Path) -> None:
-        """Makes ``path`` and its missing parents; all of them survive a power cut."""
+        """Make ``path`` and its missing parents; all of them survive a power cut."""
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for folder in missing:
             self.sync_directory(folder.parent)
 
     def create(self, path: Path) -> int:
-        """Opens a new file for writing, past the page cache where the file system allows; its descriptor."""
+        """Open a new file for writing, past the page cache where the file system allows; its descriptor."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -38,7 +38,7 @@ class Filesystem:
         return os.open(path, flags, 0o644)
 
     def write(self, descriptor: int, data: memoryview, path: Path) -> None:
-        """Writes all of ``data``; continues after short writes."""
+        """Write all of ``data``; continue after short writes."""
         if len(data) % DIRECT_ALIGNMENT:
             _use_page_cache(descriptor)
         try:
@@ -60,14 +60,14 @@ class Filesystem:
         return written
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Waits until the file's bytes are on the disk."""
+        """Wait until the file's bytes are on the disk."""
         try:
             os.fsync(descriptor)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     def sync_directory(self, path: Path) -> None:
-        """Waits until the directory's entries are on the disk."""
+        """Wait until the directory's entries are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.sync(descriptor, path)
@@ -75,11 +75,11 @@ class Filesystem:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Moves ``source`` over ``target`` in one step."""
+        """Move ``source`` over ``target`` in one step."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or a whole directory; nothing happens if there is none."""
+        """Remove a file or a whole directory; nothing happens if there is none."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -96,7 +96,7 @@ class Filesystem:
 
 
 def _use_page_cache(descriptor: int) -> bool:
-    """Leaves direct I/O; False if the file was not in it."""
+    """Leave direct I/O; False if the file was not in it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not flags & os.O_DIRECT:
         return False

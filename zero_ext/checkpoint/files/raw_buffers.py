@@ -9,12 +9,12 @@ import torch
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 [nbytes]."""
+    """Return the memory of a contiguous tensor as uint8 [nbytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def raw_view(data: torch.Tensor) -> memoryview:
-    """A writable buffer over ``data`` (uint8 [n]); the caller keeps ``data`` alive meanwhile."""
+    """Return a writable buffer over ``data`` (uint8 [n]); the caller keeps ``data`` alive meanwhile."""
     size = data.numel()
     if size == 0:
         return memoryview(bytearray())
@@ -22,7 +22,7 @@ def raw_view(data: torch.Tensor) -> memoryview:
 
 
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies ``source`` (uint8 [n]) over ``destination`` (uint8 [n]) on this thread alone.
+    """Copy ``source`` (uint8 [n]) over ``destination`` (uint8 [n]) on this thread alone.
 
     torch's own copy would start worker threads of its own beside those of the training step.
     """
@@ -36,5 +36,5 @@ def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def aligned_block(size: int) -> torch.Tensor:
-    """A page-aligned uint8 [size] block, as direct I/O needs it."""
+    """Return a page-aligned uint8 [size] block, as direct I/O needs it."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

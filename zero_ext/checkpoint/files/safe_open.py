@@ -10,7 +10,7 @@ from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read ``path`` with; OSError, or CheckpointError if it is no regular file."""
+    """Return a descriptor to read ``path`` with; OSError, or CheckpointError if it is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -21,6 +21,6 @@ def open_regular(path: Path) -> int:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The file's bytes, ``limit`` of them at most; errors are those of ``open_regular``."""
+    """Return the file's bytes, ``limit`` of them at most; errors are those of ``open_regular``."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(limit)

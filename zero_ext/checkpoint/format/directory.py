@@ -32,7 +32,7 @@ _LOCK_POLL_SECONDS = 0.05
 
 
 def step_name(step: int) -> str:
-    """The directory name of a step: ``step-000123``."""
+    """Return the directory name of a step: ``step-000123``."""
     return f"step-{step:06d}"
 
 
@@ -53,11 +53,13 @@ class CheckpointDirectory:
         return sorted(found)
 
     def saving(self, step: int) -> Path:
-        """Where a step is written before it is committed."""
+        """Return where a step is written before it is committed."""
         return self.root / (_SAVING + step_name(step))
 
     def committed(self, step: int) -> Path:
-        """Where a step is found. A crash while replacing a step leaves it under the name it was moved to."""
+        """Return where a step is found. A crash while replacing a step leaves it under the name it was moved
+        to.
+        """
         path = self.root / step_name(step)
         replaced = self.root / (_REPLACED + step_name(step))
         return replaced if not path.exists() and replaced.exists() else path
@@ -157,7 +159,7 @@ class CheckpointDirectory:
             time.sleep(_LOCK_POLL_SECONDS)
 
     def clean(self, filesystem: Filesystem) -> None:
-        """Removes what saves that crashed have left; a step they were replacing gets its name back."""
+        """Remove what saves that crashed have left; a step they were replacing gets its name back."""
         for path in sorted(self.root.iterdir()):
             if path.name.startswith(_REPLACED):
                 original = self.root / path.name.removeprefix(_REPLACED)
@@ -177,7 +179,7 @@ class CheckpointDirectory:
         return name == _NEW_LATEST
 
     def commit(self, filesystem: Filesystem, step: int) -> None:
-        """Gives ``saving(step)``, complete and on the disk, its own name, and makes it the latest."""
+        """Give ``saving(step)``, complete and on the disk, its own name, and make it the latest."""
         final = self.root / step_name(step)
         replaced = self.root / (_REPLACED + step_name(step))
         if final.exists():
@@ -191,12 +193,12 @@ class CheckpointDirectory:
             self._remove(filesystem, replaced)
 
     def discard(self, filesystem: Filesystem, step: int) -> None:
-        """Removes what a save that failed has written."""
+        """Remove what a save that failed has written."""
         filesystem.remove(self.saving(step))
         filesystem.remove(self.root / _NEW_LATEST)
 
     def prune(self, filesystem: Filesystem, keep_last: int, newest: int) -> None:
-        """Removes all but the ``keep_last`` checkpoints saved last; ``newest`` stays in any case."""
+        """Remove all but the ``keep_last`` checkpoints saved last; ``newest`` stays in any case."""
         others = [step for step in self.steps() if step != newest]
         others.sort(key=lambda step: (self._saved_at(step), step), reverse=True)
         for step in others[keep_last - 1 :]:

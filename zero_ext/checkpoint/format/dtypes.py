@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name; ValueError for a name no checkpoint holds."""
+    """Return the dtype of a name; ValueError for a name no checkpoint holds."""
     if name not in _BY_NAME:
         raise ValueError(f"dtype: expected one of {', '.join(_BY_NAME)}, got {name!r}. Use one of these.")
     return _BY_NAME[name]

@@ -61,7 +61,7 @@ def encode(value: object, path: str) -> Any:
 
 
 def decode(value: Any, path: str) -> Any:
-    """The value that ``encode`` was given; ValueError naming ``path`` for JSON it never writes."""
+    """Return the value that ``encode`` was given; ValueError naming ``path`` for JSON it never writes."""
     return _Decoder().decode(value, path)
 
 
@@ -130,7 +130,7 @@ def _encode_tensor(value: torch.Tensor, path: _AnyPath) -> Any:
 
 
 def _is_large(value: object) -> bool:
-    """Whether `value` is a number that can share its hash with any number of others."""
+    """Return whether `value` is a number that can share its hash with any number of others."""
     return isinstance(value, int) and value.bit_length() > 64
 
 
@@ -142,7 +142,7 @@ class _Decoder:
         self._large_keys = 0
 
     def decode(self, value: Any, path: _AnyPath) -> Any:
-        """The value that was encoded."""
+        """Return the value that was encoded."""
         if isinstance(value, list):
             return [self.decode(item, _ValuePath(path, _ITEM, index)) for index, item in enumerate(value)]
         if not isinstance(value, dict):

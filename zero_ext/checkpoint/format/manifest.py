@@ -124,7 +124,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, int]:
-    """The manifest of a checkpoint directory and its checksum; ``check_manifest`` judges its content.
+    """Return the manifest of a checkpoint directory and its checksum; ``check_manifest`` judges its content.
 
     CheckpointError names the file and what is wrong: missing, too large, damaged, foreign, or of a version
     that this library does not know.
@@ -171,7 +171,7 @@ def _read(path: Path) -> bytes:
 
 
 def _most_bytes(shard_bytes: int) -> int:
-    """The largest manifest beside shard files of `shard_bytes` bytes in all."""
+    """Return the largest manifest beside shard files of `shard_bytes` bytes in all."""
     return min(_BYTES_FOR_NAMED_STATES + _BYTES_PER_SHARD_BYTE * shard_bytes, LARGEST_MANIFEST_BYTES)
 
 

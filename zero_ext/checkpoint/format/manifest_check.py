@@ -22,7 +22,7 @@ _SAVE_ONCE = "Save every element of it on exactly one rank, in one dtype."
 
 
 def shard_file_name(rank: int) -> str:
-    """The name of a rank's shard file."""
+    """Return the name of a rank's shard file."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -46,8 +46,9 @@ def check_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def tensor_elements(manifest: Manifest, kind: str, name: str, fix: str = _USE_ANOTHER) -> int:
-    """Elements of the full tensor that a slice is cut from; ValueError, ending in ``fix``, for a name that no
-    table lists."""
+    """Return elements of the full tensor that a slice is cut from; ValueError, ending in ``fix``, for a name
+    that no table lists.
+    """
     table = manifest.buffers if kind == BUFFER else manifest.parameters
     if name not in table:
         raise ValueError(f"{kind} of {name!r}: it is stored, but no such {_noun(kind)} is listed. {fix}")

@@ -39,5 +39,5 @@ def is_logical_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def to_logical_order(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """A row-major tensor of ``shape`` from its elements in memory order (``flat``, 1-D)."""
+    """Return a row-major tensor of ``shape`` from its elements in memory order (``flat``, 1-D)."""
     return torch.as_strided(flat, tuple(shape), tuple(stride)).contiguous()

@@ -38,13 +38,15 @@ class TensorEntry(NamedTuple):
 
 
 def by_alignment(entries: Iterable[TensorEntry]) -> list[int]:
-    """The order, as indices, in which tensors of a file lie one after another, each at its own alignment."""
+    """Return the order, as indices, in which tensors of a file lie one after another, each at its own
+    alignment.
+    """
     listed = list(entries)
     return sorted(range(len(listed)), key=lambda index: -listed[index].dtype.itemsize)
 
 
 def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the first tensor; their length is a multiple of 64.
+    """Return the bytes before the first tensor; their length is a multiple of 64.
 
     ValueError if a key occurs twice, or if the table passes the 100 MB that readers accept.
     """
@@ -75,7 +77,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a file that somebody else wrote, in the order of their bytes.
+    """Return the tensors of a file that somebody else wrote, in the order of their bytes.
 
     CheckpointError, naming the file and what is wrong, unless the table is one that the format allows and its
     tensors fill the rest of the file without holes or overlaps; OSError if it cannot be read.

@@ -77,13 +77,13 @@ def slice_chunks(record: SliceRecord, chunk_bytes: int, first: int, end: int) ->
 
 
 def header_chunk(manifest: Manifest, file: int) -> Chunk:
-    """The table at the beginning of a shard file."""
+    """Return the table at the beginning of a shard file."""
     entry = manifest.files[file]
     return Chunk(file, 0, entry.header_bytes, entry.header_crc32c, "table of tensors")
 
 
 def shard_paths(directory: Path, manifest: Manifest) -> list[Path]:
-    """The shard files of a checkpoint, in the order in which chunks number them."""
+    """Return the shard files of a checkpoint, in the order in which chunks number them."""
     return [directory / entry.name for entry in manifest.files]
 
 
@@ -106,7 +106,7 @@ class ChunkReader:
         self._descriptors.clear()
 
     def read(self, reads: Sequence[ChunkRequest]) -> Iterator[ReadChunk]:
-        """Reads everything in the order given and yields each chunk with the checksum of what was read.
+        """Read everything in the order given and yield each chunk with the checksum of what was read.
 
         Neighbours that follow each other in a file become one read: file order is fastest. CheckpointError
         naming file and offset when a file cannot be opened or read, or ends too early.
@@ -133,7 +133,7 @@ class ChunkReader:
                 yield from pending.popleft().result()
 
     def path(self, file: int) -> Path:
-        """The path of a file."""
+        """Return the path of a file."""
         return self._paths[file]
 
     def check(self, chunk: Chunk, found: int | None) -> None:
@@ -142,7 +142,7 @@ class ChunkReader:
             raise CheckpointError(self.damage(chunk, found))
 
     def damage(self, chunk: Chunk, found: int | None) -> str:
-        """What to say about a chunk whose checksum is ``found`` and not its own."""
+        """Return what to say about a chunk whose checksum is ``found`` and not its own."""
         return (
             f"{self.path(chunk.file)}: damaged: bytes {chunk.offset} to {chunk.offset + chunk.size} "
             f"({chunk.label}): expected CRC32C {chunk.crc32c or 0:08x}, as the manifest says, got "

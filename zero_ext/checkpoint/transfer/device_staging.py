@@ -23,8 +23,9 @@ class DeviceStaging:
         self._buffers: dict[torch.device, _PinnedBuffers] = {}
 
     def read(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The bytes of ``values``, contiguous on a device, as uint8 chunks of ``STAGING_BYTES`` at most;
-        each is valid until the next one."""
+        """Yield the bytes of ``values``, contiguous on a device, as uint8 chunks of ``STAGING_BYTES`` at
+        most; each is valid until the next one.
+        """
         buffers = self._buffers_of(values.device)
         chunks = byte_view(values).split(STAGING_BYTES)
         pending = [buffers.copy_to_host(chunk) for chunk in chunks[:1]]
@@ -36,7 +37,7 @@ class DeviceStaging:
             yield buffer
 
     def write(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies ``values``, host memory that may be used again once this returns, to ``into``, contiguous
+        """Copy ``values``, host memory that may be used again once this returns, to ``into``, contiguous
         on a device and of the same dtype and size, in the order of the current stream."""
         buffers = self._buffers_of(into.device)
         for chunk, source in zip(

@@ -31,7 +31,7 @@ class FillTarget(NamedTuple):
         return element_count(self.values)
 
     def put(self, begin: int, found: torch.Tensor, staging: DeviceStaging) -> None:
-        """Fills the slice's elements from ``begin`` on with ``found`` (1-D, host memory; floats convert).
+        """Fill the slice's elements from ``begin`` on with ``found`` (1-D, host memory; floats convert).
 
         What lies on a device gets them through ``staging``. CheckpointError naming the slice if its store
         cannot take them.
@@ -70,7 +70,7 @@ class Fill(NamedTuple):
         return ChunkRequest(self.chunk, None)
 
     def write(self, data: torch.Tensor, staging: DeviceStaging) -> None:
-        """Moves a chunk's bytes from scratch to where they belong, converting between float precisions; see
+        """Move a chunk's bytes from scratch to where they belong, converting between float precisions; see
         :meth:`FillTarget.put`."""
         found = data.view(self.dtype)[self.skip : self.skip + self.end - self.begin]
         self.target.put(self.begin, found, staging)
@@ -88,7 +88,9 @@ def check_slice(state: TensorSlice) -> None:
 
 
 def plan_fills(manifest: Manifest, wanted: Iterable[FillTarget]) -> list[Fill]:
-    """What to read for ``wanted``, in file order; ValueError names a slice that is not stored, or not so."""
+    """Return what to read for ``wanted``, in file order; ValueError names a slice that is not stored, or not
+    so.
+    """
     stored: Mapping[tuple[str, str], list[SliceRecord]] = _by_tensor(manifest)
     fills: list[Fill] = []
     for target in wanted:

@@ -56,7 +56,7 @@ class SavedSlice(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether it has to be read from a store."""
+        """Return whether it has to be read from a store."""
         return not isinstance(self.values, torch.Tensor)
 
     def chunks(self, staging: DeviceStaging) -> Iterator[torch.Tensor]:
@@ -75,7 +75,7 @@ class SavedSlice(NamedTuple):
 
 
 def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tensor]) -> list[SavedSlice]:
-    """The slices and buffers this rank writes, in file order; empty ones take no part.
+    """Return the slices and buffers this rank writes, in file order; empty ones take no part.
 
     ValueError or TypeError names a slice that cannot be stored.
     """
@@ -131,7 +131,7 @@ def stage_slices(slices: Sequence[SavedSlice]) -> list[SavedSlice]:
 def write_shard(
     filesystem: Filesystem, directory: Path, rank: int, slices: Sequence[SavedSlice]
 ) -> tuple[FileRecord, list[SliceRecord]]:
-    """Writes the rank's file and returns what the manifest says of it; every byte is on the disk then.
+    """Write the rank's file and return what the manifest says of it; every byte is on the disk then.
 
     While a chunk is read from a store or a device and hashed, those before it are being written.
     CheckpointError names a slice whose store cannot be read.

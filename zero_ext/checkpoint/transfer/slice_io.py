@@ -9,12 +9,12 @@ from zero_ext.checkpoint.format.state_source import StoredValues
 
 
 def element_count(values: torch.Tensor | StoredValues) -> int:
-    """Number of elements."""
+    """Return number of elements."""
     return values.numel() if isinstance(values, torch.Tensor) else values.numel
 
 
 def byte_count(values: torch.Tensor | StoredValues) -> int:
-    """Bytes of all elements."""
+    """Return bytes of all elements."""
     return element_count(values) * values.dtype.itemsize
 
 
@@ -45,7 +45,7 @@ def check_values(values: object, label: str) -> None:
 
 
 def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch.Tensor:
-    """Elements [begin, end) of what ``label`` names. CheckpointError if they cannot be had."""
+    """Return elements [begin, end) of what ``label`` names. CheckpointError if they cannot be had."""
     try:
         found = values.read(begin, end)
     except Exception as error:
@@ -59,7 +59,7 @@ def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch
 
 
 def write_stored(values: StoredValues, begin: int, found: torch.Tensor, label: str) -> None:
-    """Puts ``found`` (1-D; floats convert) in the place of the elements from ``begin`` on.
+    """Put ``found`` (1-D; floats convert) in the place of the elements from ``begin`` on.
 
     CheckpointError naming ``label`` if the store cannot take them.
     """

@@ -45,7 +45,7 @@ class StreamWriter:
         os.close(self._descriptor)
 
     def append(self, data: torch.Tensor) -> None:
-        """Adds ``data`` (uint8 [n], CPU); its memory is free again when this returns."""
+        """Add ``data`` (uint8 [n], CPU); its memory is free again when this returns."""
         start = 0
         while start < data.numel():
             block = self._blocks[self._block]
@@ -57,7 +57,7 @@ class StreamWriter:
                 self._write_block()
 
     def finish(self) -> None:
-        """Returns when every byte is on the disk."""
+        """Return when every byte is on the disk."""
         if self._filled:
             self._write_block()
         for write in self._writes:

@@ -103,7 +103,7 @@ def _logical_chunks(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> Iterable[torch.Tensor]:
-    """The tensor's elements in logical order."""
+    """Return the tensor's elements in logical order."""
     values = _in_memory_order(path, manifest, records)
     if is_logical_order(shape, stride):
         return values

@@ -36,7 +36,7 @@ def load_into_meta(
     naming: Naming,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Gives the parameters and buffers of ``model``, which are on the meta device, values from safetensors; a
+    """Give the parameters and buffers of ``model``, which are on the meta device, values from safetensors; a
     collective.
 
     In stage 3 the parameters become what those of :class:`zero_ext.Init` are: each rank reads the bytes of
@@ -87,7 +87,7 @@ class _Target:
         self.start, self.numel, self.dtype, self._into = start, numel, dtype, into
 
     def put(self, begin: int, values: torch.Tensor) -> None:
-        """Stores ``values`` [n] as the elements from ``begin`` of this slice on."""
+        """Store ``values`` [n] as the elements from ``begin`` of this slice on."""
         values = values.to(self.dtype)
         if isinstance(self._into, torch.Tensor):
             self._into[begin : begin + values.numel()].copy_(values)
@@ -139,7 +139,7 @@ class _Plan:
         _refuse([_misfit(firsts[tensor], tensor, files, key) for tensor, key in self._keys.items()])
 
     def fill(self, collectives: Collectives, init_storage: InitStorage | None) -> None:
-        """Reads this rank's slice of every tensor, in the order of the files."""
+        """Read this rank's slice of every tensor, in the order of the files."""
         chunk_targets: list[_ChunkTarget] = []
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor, key in self._keys.items():
@@ -170,7 +170,7 @@ class _Plan:
 def _allocate(
     tensor: torch.Tensor, collectives: Collectives, init_storage: InitStorage | None
 ) -> tuple[torch.Tensor, _Target]:
-    """What takes the place of the meta ``tensor``, and where the values of this rank's slice go."""
+    """Return what takes the place of the meta ``tensor``, and where the values of this rank's slice go."""
     if init_storage is None or not isinstance(tensor, nn.Parameter):
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         target = _Target(0, full.numel(), tensor.dtype, full.view(-1))

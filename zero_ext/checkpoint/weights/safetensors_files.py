@@ -25,14 +25,14 @@ class WeightFiles:
     tensors: Mapping[str, tuple[int, StoredTensor]]
 
     def digest(self) -> str:
-        """A hash of all tables, by which ranks tell whether they see the same files."""
+        """Return a hash of all tables, by which ranks tell whether they see the same files."""
         text = repr([[path.name for path in self.paths], sorted(self.tensors.items())])
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def find_weights(path: str | os.PathLike[str]) -> WeightFiles:
-    """The tensors of ``path``: a .safetensors file, an index, or a folder with ``model.safetensors`` or
-    ``model.safetensors.index.json``.
+    """Return the tensors of ``path``: a .safetensors file, an index, or a folder with ``model.safetensors``
+    or ``model.safetensors.index.json``.
 
     CheckpointError, naming the file, for one that is missing, damaged or hostile; nothing is unpickled, and
     nothing outside the index's own folder is opened.
@@ -92,7 +92,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _collect(wanted: Mapping[Path, set[str] | None]) -> WeightFiles:
-    """The tensors of all files; those of ``wanted``, where listed, must be in their file."""
+    """Return the tensors of all files; those of ``wanted``, where listed, must be in their file."""
     tensors: dict[str, tuple[int, StoredTensor]] = {}
     for number, (path, keys) in enumerate(wanted.items()):
         found = {tensor.entry.key: (number, tensor) for tensor in read_header(path)}

@@ -136,7 +136,7 @@ def _fill_reordered(
 
 
 def _fills(plan: WeightsPlan, name: str, target: FillTarget, start: int) -> Iterator[Fill]:
-    """What to read for ``target``, which begins at element ``start`` of the stored tensor ``name``."""
+    """Yield what to read for ``target``, which begins at element ``start`` of the stored tensor ``name``."""
     file, (entry, offset) = plan.stored(name)
     step = CHUNK_BYTES // entry.dtype.itemsize
     for begin in range(0, target.numel, step):

@@ -35,12 +35,12 @@ class WeightsPlan:
     unexpected: list[str]
 
     def stored(self, name: str) -> tuple[int, StoredTensor]:
-        """The file and the stored tensor that fills the parameter or buffer ``name``."""
+        """Return the file and the stored tensor that fills the parameter or buffer ``name``."""
         return self.files.tensors[self.keys[name]]
 
 
 def plan_weights(engine: Engine, files: WeightFiles, strict: bool, rename: Rename | None) -> WeightsPlan:
-    """The plan for the model of ``engine``. ``ValueError`` names what is missing or unexpected, if
+    """Return the plan for the model of ``engine``. ``ValueError`` names what is missing or unexpected, if
     ``strict``, or does not fit, always."""
     key_of = _renamed(files, rename)
     specs = _tensor_specs(engine)
@@ -101,7 +101,7 @@ def _tensor_specs(engine: Engine) -> dict[str, _TensorSpec]:
 
 
 def _names(engine: Engine) -> dict[str, str]:
-    """The first name of every parameter and buffer, by each of its names."""
+    """Return the first name of every parameter and buffer, by each of its names."""
     found = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         found[engine.full_tensors.name(name)] = engine.full_tensors.name(engine.names[parameter][0])
@@ -112,7 +112,7 @@ def _names(engine: Engine) -> dict[str, str]:
 
 
 def _renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
-    """The tensors' names in the files by those in the model."""
+    """Return the tensors' names in the files by those in the model."""
     found: dict[str, str] = {}
     for key in files.tensors:
         name = key if rename is None else rename(key) if callable(rename) else rename.get(key, key)

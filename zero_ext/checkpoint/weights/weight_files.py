@@ -112,7 +112,7 @@ def write_file(filesystem: Filesystem, path: Path, weights: Weights, pickled: bo
 
 
 def first_names(weights: Weights) -> Weights:
-    """Each tensor under the first of its names."""
+    """Return each tensor under the first of its names."""
     first = {id(weights[name]): name for name in reversed(list(weights))}
     return {name: value for name, value in weights.items() if first[id(value)] == name}
 
@@ -122,7 +122,7 @@ def _nbytes(value: torch.Tensor | LazyTensor) -> int:
 
 
 def _split(weights: Weights, limit: int) -> list[dict[str, torch.Tensor | LazyTensor]]:
-    """The tensors of each file, all names of one tensor in the same."""
+    """Return the tensors of each file, all names of one tensor in the same."""
     names: dict[int, list[str]] = {}
     for name, value in weights.items():
         names.setdefault(id(value), []).append(name)

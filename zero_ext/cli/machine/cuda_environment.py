@@ -42,7 +42,7 @@ def describe_cuda(or_reason: Callable[[Callable[[], str]], str]) -> dict[str, st
 
 
 def describe_accelerators(or_reason: Callable[[Callable[[], str]], str]) -> dict[str, str]:
-    """What torch says of the devices it could compute on, each GPU by itself."""
+    """Return what torch says of the devices it could compute on, each GPU by itself."""
     facts = {"torch.accelerator": or_reason(_accelerator)}
     if not torch.cuda.is_available():
         return facts | {"CUDA": "no GPU that torch can use"}
@@ -59,7 +59,7 @@ def _nvcc() -> str:
 
 
 def _kernels() -> str:
-    """Whether the CUDA kernels are there, and if not, whether they could be compiled."""
+    """Return whether the CUDA kernels are there, and if not, whether they could be compiled."""
     load()
     if torch.version.cuda is None:
         return f"none, because torch {torch.__version__} is built without CUDA"
@@ -78,7 +78,7 @@ def _kernels() -> str:
 
 
 def _cache() -> str:
-    """The folder of the just-in-time builds and what lies there."""
+    """Return the folder of the just-in-time builds and what lies there."""
     lines = [str(cache_folder())]
     for module in cached_modules():
         name = module.folder.relative_to(cache_folder())
@@ -94,7 +94,7 @@ def _nccl() -> str:
 
 
 def _cufile() -> str:
-    """Where the library is and whether the kernel's module is; the library is not loaded."""
+    """Return where the library is and whether the kernel's module is; the library is not loaded."""
     path = next((path for path in _cufile_paths() if path.exists()), None)
     name = str(path) if path is not None else ctypes.util.find_library("cufile")
     if name is None:
@@ -103,7 +103,7 @@ def _cufile() -> str:
 
 
 def _cufile_paths() -> list[Path]:
-    """Where wheels and the toolkit put the library."""
+    """Return where wheels and the toolkit put the library."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     found = [path for folder in wheels for path in sorted(folder.glob(f"*/lib/{_CUFILE}"))]

@@ -134,7 +134,7 @@ def _memory() -> Section:
 
 
 def numa_nodes() -> str:
-    """How many nodes with processors or memory of their own, and the processors of each."""
+    """Return how many nodes with processors or memory of their own, and the processors of each."""
     nodes = sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
     texts = [f"{path.name}: {(path / 'cpulist').read_text().strip() or 'none'}" for path in nodes]
     return f"{len(nodes)}, processors of {'; '.join(texts)}" if nodes else "none in this process's view"
@@ -183,7 +183,9 @@ def _free(folder: Path) -> str:
 
 
 def direct_transfers(folder: Path) -> str:
-    """Whether a store in ``folder`` would pass by the page cache; tried with a file, removed at once."""
+    """Return whether a store in ``folder`` would pass by the page cache; tried with a file, removed at
+    once.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         store = NvmeStore([folder])
@@ -205,7 +207,7 @@ def file_system(folder: Path) -> str:
 
 
 def peer_memory() -> str:
-    """Whether two processes of this user may read each other's memory, as ranks of one host do."""
+    """Return whether two processes of this user may read each other's memory, as ranks of one host do."""
     scope = f"; kernel.yama.ptrace_scope is {_YAMA.read_text().strip()}" if _YAMA.exists() else ""
     python = [sys.executable, "-I", "-S", "-c"]
     with subprocess.Popen(

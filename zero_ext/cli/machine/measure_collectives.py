@@ -24,7 +24,7 @@ _TIMEOUT_SECONDS = 120.0
 
 
 def gather_seconds(collectives: Collectives, elements: int, device: torch.device) -> float:
-    """The median time of a gather of ``elements`` in 16 bits over all ranks."""
+    """Return the median time of a gather of ``elements`` in 16 bits over all ranks."""
     flat = torch.zeros(elements, dtype=torch.bfloat16, device=device)
     shard = flat.chunk(collectives.world_size)[collectives.rank]
     seconds = []
@@ -39,7 +39,7 @@ def gather_seconds(collectives: Collectives, elements: int, device: torch.device
 
 
 def main(result: Path, nbytes: int) -> None:
-    """Measures a large and a small gather; rank 0 writes bytes a second that a rank receives, and latency."""
+    """Measure a large and a small gather; rank 0 writes bytes a second that a rank receives, and latency."""
     join_world(_TIMEOUT_SECONDS)
     device = torch.device("cpu")
     if torch.accelerator.is_available():

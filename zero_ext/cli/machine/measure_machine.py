@@ -54,7 +54,7 @@ def measure_machine(
     scale: Scale = _FULL,
     tick: Callable[[str], None] = print,
 ) -> Hardware:
-    """Measures this host: memory, products, the optimizer's update, copies to and from an accelerator, a
+    """Measure this host: memory, products, the optimizer's update, copies to and from an accelerator, a
     directory ``folder`` on NVMe, and collectives of ``ranks`` processes (default: one a device, two without).
 
     What there is none of gets a byte of room. Rates between hosts are those inside this one. ``tick`` hears
@@ -101,7 +101,7 @@ def product_rate(device: torch.device, side: int) -> float:
 
 
 def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
-    """Bytes a second of a copy."""
+    """Return bytes a second of a copy."""
     pinned = source.type != target.type
     tensors = [
         torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned and device.type == "cpu")
@@ -112,7 +112,9 @@ def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
 
 
 def update_rate(nbytes: int) -> float:
-    """Bytes a second of an Adam step over state of ``nbytes`` in host memory, as the engine makes it."""
+    """Return bytes a second of an Adam step over state of ``nbytes`` in host memory, as the engine
+    makes it.
+    """
     elements = nbytes // 12
     master, first, second = (torch.zeros(elements, dtype=torch.float32, device="cpu") for _ in range(3))
     gradient = torch.ones(elements, dtype=torch.bfloat16, device="cpu")
@@ -128,7 +130,7 @@ def update_rate(nbytes: int) -> float:
 
 
 def unit_seconds(device: torch.device) -> float:
-    """What a forward of a block takes that has next to nothing to compute."""
+    """Return what a forward of a block takes that has next to nothing to compute."""
     width = 64
     block = nn.Sequential(
         nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width)
@@ -211,7 +213,9 @@ def _collectives(ranks: int, nbytes: int, bandwidth: float) -> dict[str, object]
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """The lower quartile of some passes, after one that does not count: others may be at work here too."""
+    """Return the lower quartile of some passes, after one that does not count: others may be at work here
+    too.
+    """
 
     def wait() -> None:
         if device.type != "cpu":
@@ -236,7 +240,7 @@ def write_machine(machine: Hardware, path: Path) -> None:
 
 
 def figures(machine: Hardware) -> dict[str, str]:
-    """Every figure in words."""
+    """Return every figure in words."""
     found = {}
     for name, value in machine.to_mapping().items():
         if isinstance(value, bool | str):

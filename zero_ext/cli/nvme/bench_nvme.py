@@ -18,7 +18,7 @@ from zero_ext.config.parse_sizes import bytes_of, size_text
 
 
 def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Grid:
-    """The grid that the comma-separated options name; no backends means all that are available.
+    """Return the grid that the comma-separated options name; no backends means all that are available.
 
     ValueError naming the option; RuntimeError with the reason for a backend that is not available.
     """

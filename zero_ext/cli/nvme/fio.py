@@ -33,7 +33,7 @@ class FioJob:
     huge_pages: bool = True
 
     def command(self) -> list[str]:
-        """The call of fio."""
+        """Return the call of fio."""
         synchronous = self.backend == "threads"
         jobs = self.queue_depth * self.io_threads if synchronous else self.io_threads
         segment_bytes = self.nbytes // jobs // self.block_bytes * self.block_bytes
@@ -80,12 +80,12 @@ class FioResult:
 
 
 def fio_installed() -> bool:
-    """Whether the program is on PATH."""
+    """Return whether the program is on PATH."""
     return shutil.which("fio") is not None
 
 
 def run_fio(job: FioJob) -> FioResult:
-    """Runs fio once. RuntimeError with its words if it fails."""
+    """Run fio once. RuntimeError with its words if it fails."""
     tunables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if job.huge_pages else {}
     done = subprocess.run(
         job.command(),
@@ -103,7 +103,7 @@ def run_fio(job: FioJob) -> FioResult:
 
 
 def parse_fio(text: str) -> FioResult:
-    """The figures in fio's JSON, which warnings may precede. RuntimeError if they are not there."""
+    """Return the figures in fio's JSON, which warnings may precede. RuntimeError if they are not there."""
     try:
         job = json.loads(text[text.index("{") :])["jobs"][0]
         side = job["read"] if job["read"]["io_bytes"] else job["write"]

@@ -17,7 +17,7 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """One row a contender, ours sorted by speed, the chosen one marked."""
+    """Return one row a contender, ours sorted by speed, the chosen one marked."""
     plain = sweep.peers[0]
     table = Table(
         title=f"{sweep.path}: {size_text(sweep.nbytes)}, medians of {len(plain.reads)}", title_justify="left"
@@ -43,7 +43,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def sweep_as_json(sweep: Sweep) -> dict[str, Any]:
-    """The best section and the rates of every contender, in bytes and seconds."""
+    """Return the best section and the rates of every contender, in bytes and seconds."""
     return {
         "path": str(sweep.path),
         "bytes": sweep.nbytes,
@@ -65,7 +65,7 @@ def _contender_as_json(contender: Contender, nbytes: int) -> dict[str, Any]:
 
 
 def write_section(sweep: Sweep, path: Path) -> Path:
-    """Writes the best setting as a JSON file that ``load_config`` reads, complete or not at all."""
+    """Write the best setting as a JSON file that ``load_config`` reads, complete or not at all."""
     if sweep.best.setting is None:
         raise AssertionError("the best contender has no setting")
     text = json.dumps({"aio": sweep.best.setting.section()}, indent=2) + "\n"
@@ -79,7 +79,7 @@ def write_section(sweep: Sweep, path: Path) -> Path:
 
 
 def plot_sweep(sweep: Sweep, path: Path) -> Path:
-    """Draws speed over block size, a line for each backend, depth and number of I/O threads, as a PNG.
+    """Draw speed over block size, a line for each backend, depth and number of I/O threads, as a PNG.
 
     ModuleNotFoundError where matplotlib is not installed.
     """

@@ -35,7 +35,7 @@ class Setting:
         return self.block_bytes * self.queue_depth * self.io_threads
 
     def section(self) -> dict[str, object]:
-        """The section as the configuration spells it."""
+        """Return the section as the configuration spells it."""
         return {
             "backend": self.backend,
             "queue_depth": self.queue_depth,
@@ -61,14 +61,14 @@ class DeviceFile:
     direct: bool
 
     def drop_page_cache(self) -> None:
-        """Makes the next read come from the device where the page cache stands between."""
+        """Make the next read come from the device where the page cache stands between."""
         if not self.direct:
             with _opened(self.path, os.O_RDWR) as descriptor:
                 os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync_write(self) -> None:
-        """Makes a write that went into the page cache reach the device."""
+        """Make a write that went into the page cache reach the device."""
         if not self.direct:
             with _opened(self.path, os.O_RDWR) as descriptor:
                 os.fsync(descriptor)
@@ -81,7 +81,7 @@ def buffer_bytes(setting: Setting) -> int:
 
 
 def engine_pass(file: DeviceFile, setting: Setting, memory: Tensor, writing: bool) -> Cost:
-    """Moves the file once through the engine; ``memory`` (uint8) has at least :func:`buffer_bytes`.
+    """Move the file once through the engine; ``memory`` (uint8) has at least :func:`buffer_bytes`.
 
     RuntimeError if the backend is not available or a transfer fails.
     """
@@ -95,7 +95,7 @@ def engine_pass(file: DeviceFile, setting: Setting, memory: Tensor, writing: boo
 
 
 def plain_pass(file: DeviceFile, memory: Tensor, writing: bool) -> Cost:
-    """Moves the file once with pread or pwrite, 1 MiB at a time in this thread."""
+    """Move the file once with pread or pwrite, 1 MiB at a time in this thread."""
     view = raw_view(memory)[:PLAIN_BLOCK]
     flags = (os.O_WRONLY if writing else os.O_RDONLY) | (os.O_DIRECT if file.direct else 0)
     move = os.pwritev if writing else os.preadv

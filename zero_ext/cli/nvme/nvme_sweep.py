@@ -44,7 +44,7 @@ class Grid:
     io_threads: tuple[int, ...]
 
     def settings(self, nbytes: int) -> tuple[list[Setting], list[Setting]]:
-        """What to measure on a file of ``nbytes``, and what is left out as it never fills its queues.
+        """Return what to measure on a file of ``nbytes``, and what is left out as it never fills its queues.
 
         ConfigError for a value that no configuration may hold, ValueError if nothing is left.
         """
@@ -105,8 +105,9 @@ class Sweep:
 
 
 def best_of(contenders: Sequence[Contender]) -> Contender:
-    """The one to configure: within 2% of the fastest, then the least processor time, then the fewest bytes in
-    flight."""
+    """Return the one to configure: within 2% of the fastest, then the least processor time, then the fewest
+    bytes in flight.
+    """
     fastest = min(contender.both_seconds for contender in contenders)
     tied = [contender for contender in contenders if contender.both_seconds * _TIE <= fastest]
     return min(
@@ -129,7 +130,7 @@ def in_turn(contenders: Sequence[Contender], repeats: int, tick: Callable[[str],
 def sweep_device(
     path: Path, nbytes: int, settings: Sequence[Setting], repeats: int, tick: Callable[[str], None]
 ) -> Sweep:
-    """Measures every setting on a file of ``nbytes`` in the directory ``path``, removed whatever happens.
+    """Measure every setting on a file of ``nbytes`` in the directory ``path``, removed whatever happens.
 
     The file holds random bytes before anything is measured. RuntimeError: the path is missing, read-only or
     short of space, or a transfer fails.

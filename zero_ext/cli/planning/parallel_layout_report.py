@@ -47,7 +47,7 @@ def print_layouts(console: Console, wanted: LayoutRequest, found: Sequence[Found
 
 
 def layouts_as_json(wanted: LayoutRequest, found: Sequence[FoundLayout]) -> dict[str, Any]:
-    """Everything that the table shows, in bytes and seconds."""
+    """Return everything that the table shows, in bytes and seconds."""
     return {
         "model": {"name": wanted.model.name, "parameters": wanted.model.parameters},
         "gpus": wanted.gpus,
@@ -95,7 +95,7 @@ def _said(config: ZeroConfig) -> dict[str, Any]:
 
 
 def _calls(layout: ParallelLayout) -> str:
-    """What a script calls beside ``prepare``."""
+    """Return what a script calls beside ``prepare``."""
     lengths = ", ".join(f"{axis}={length}" for axis, length in layout.sizes.items())
     calls = f"mesh = make_mesh({lengths})"
     if layout.tp > 1:

@@ -139,7 +139,7 @@ def _print_plan(options: PlanOptions, found: Plan) -> None:
 
 
 def plan_of(options: PlanOptions) -> Plan:
-    """The plan that the options ask for. Raises ValueError naming the option that cannot be."""
+    """Return the plan that the options ask for. Raises ValueError naming the option that cannot be."""
     if options.objective not in OBJECTIVES:
         raise ValueError(f"--objective is {options.objective!r}, one of {', '.join(OBJECTIVES)} wanted")
     tokens = None if options.tokens is None else count_of(options.tokens)

@@ -112,7 +112,7 @@ def _chart(plan: Plan, tier: Tier) -> str:
 
 
 def _bar(row: PlanEntry, tier: Tier, number: int, scale: float) -> Iterator[str]:
-    """One row of a chart: its label, a rectangle for each kind of memory, and the sum."""
+    """Yield one row of a chart: its label, a rectangle for each kind of memory, and the sum."""
     top, text_y = _ROW_HEIGHT * number + 4, _ROW_HEIGHT * number + _BAR_HEIGHT
     name, right = escape(str(row.candidate)), float(_WIDTH - _FIGURE_WIDTH)
     opacity = 1 if row.fits else 0.4

@@ -13,7 +13,7 @@ from zero_ext.plan.write_config import DEFAULT_NVME_PATH, config_of
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Everything that the tables show, in bytes and seconds."""
+    """Return everything that the tables show, in bytes and seconds."""
     return {
         "model": {"name": plan.model.name, "parameters": plan.model.parameters, "source": plan.model.source},
         "gpus": plan.gpus,

@@ -91,7 +91,7 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def _short(row: PlanEntry) -> str:
-    """How many times what there is of a tier would be needed, tier by tier."""
+    """Return how many times what there is of a tier would be needed, tier by tier."""
     return ", ".join(
         f"no {TIER_NAMES[short.tier]}"
         if short.available <= 1

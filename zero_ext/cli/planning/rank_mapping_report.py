@@ -34,7 +34,7 @@ def print_rank_placement(console: Console, placement: RankPlacement, ranks_per_h
 
 
 def rank_placement_as_json(placement: RankPlacement) -> dict[str, Any]:
-    """The same in seconds."""
+    """Return the same in seconds."""
     return {
         "mapping": [list(digit) for digit in placement.mapping.digits],
         "seconds": placement.seconds,

@@ -65,7 +65,7 @@ def simulate_step(options: SimulateOptions) -> None:
 
 
 def _simulations(options: SimulateOptions) -> tuple[list[Simulation], str | None]:
-    """The placements, or none and the reason."""
+    """Return the placements, or none and the reason."""
     from zero_ext.cli.planning import simulation_report as report
     from zero_ext.plan.simulation import Training
 

@@ -56,13 +56,15 @@ def why_nothing_fits(model: str, machine: str, training: Training) -> str:
 
 
 def simulate_config(model: str, machine: str, gpus: int, config: Path, recompute: bool) -> Simulation:
-    """One step as a configuration has it. Raises ValueError (ConfigError) for one that does not fit."""
+    """Return one step as a configuration has it. Raises ValueError (ConfigError) for one that does not
+    fit.
+    """
     training = Training.of_config(load_config(config), gpus, "recomputed" if recompute else "saved")
     return simulate(transformer_named(model).cost(), training, machine_named(machine))
 
 
 def simulation_as_json(one: Simulation) -> dict[str, Any]:
-    """Everything that a row of the table shows, in bytes and seconds."""
+    """Return everything that a row of the table shows, in bytes and seconds."""
     training = one.training
     return {
         "stage": training.stage,
@@ -125,7 +127,7 @@ def print_published(console: Console) -> None:
 
 
 def published_as_json() -> dict[str, Any]:
-    """The same in FLOP/s."""
+    """Return the same in FLOP/s."""
     return {
         "runs": [
             {

@@ -15,7 +15,7 @@ _SHOWN_REASON = 90
 
 
 def line(one: TrialResult) -> str:
-    """A trial as it ended."""
+    """Return a trial as it ended."""
     outcome = one.outcome
     if outcome.fate == "measured":
         return f"{escape(str(one.point))}: {outcome.samples_per_second:,.4g} samples/s"
@@ -51,7 +51,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
 
 
 def tuning_as_json(tuning: Tuning) -> dict[str, Any]:
-    """Every point with what became of it."""
+    """Return every point with what became of it."""
     best = tuning.best
     return {
         "points": sum(1 for _ in tuning.space),
@@ -62,7 +62,7 @@ def tuning_as_json(tuning: Tuning) -> dict[str, Any]:
 
 
 def why_none(tuning: Tuning) -> str:
-    """What happened most often."""
+    """Return what happened most often."""
     reasons = Counter(f"{one.outcome.fate}: {one.outcome.reason}" for one in tuning.measured)
     return reasons.most_common(1)[0][0] if reasons else "there was nothing to try"
 

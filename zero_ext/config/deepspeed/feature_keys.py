@@ -8,7 +8,7 @@ _ANY_LOADS = "every checkpoint loads at any world size and stage"
 
 
 def _switched(section: str, fate: Fate, why: str, fields: dict[str, ValueType]) -> tuple[Key, ...]:
-    """A section with an `enabled` key: while that is false, the other keys are checked and ignored."""
+    """Return a section with an `enabled` key: while that is false, the other keys are checked and ignored."""
     switch = f"{section}.enabled"
     return (
         Key(switch, FLAG, fate, why, harmless=(False,), auto=True),
@@ -20,7 +20,7 @@ def _switched(section: str, fate: Fate, why: str, fields: dict[str, ValueType]) 
 
 
 def _absent(section: str, why: str) -> Key:
-    """A whole section that is refused unless it is empty, null, false, or says enabled: false."""
+    """Return a whole section that is refused unless it is empty, null, false, or says enabled: false."""
     return Key(section, ANYTHING, "unsupported", why, harmless=(None, False, {}))
 
 

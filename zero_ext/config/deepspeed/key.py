@@ -49,7 +49,7 @@ def number(low: float, high: float = math.inf) -> ValueType:
 
 
 def choice(*values: str) -> ValueType:
-    """One of `values`, in any case."""
+    """Return one of `values`, in any case."""
     return ValueType(one_of(values), lambda value: isinstance(value, str) and value.lower() in values)
 
 
@@ -98,6 +98,6 @@ class Key:
         return self.words.get(value.lower(), value.lower())
 
     def asks_for_something(self, value: object) -> bool:
-        """Whether `value` differs from every harmless one (True is not 1 here, NONE is none)."""
+        """Return whether `value` differs from every harmless one (True is not 1 here, NONE is none)."""
         value = value.lower() if isinstance(value, str) else value
         return not any(type(value) is type(calm) and value == calm for calm in self.harmless)

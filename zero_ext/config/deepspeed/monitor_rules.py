@@ -52,6 +52,6 @@ def _wandb(resolved: ResolvedKeys) -> dict[str, object]:
 
 
 def _text(path: str, resolved: ResolvedKeys) -> str | None:
-    """What a key of text says, None for nothing."""
+    """Return what a key of text says, None for nothing."""
     value = resolved.values.get(path)
     return value if isinstance(value, str) and value else None

@@ -28,7 +28,7 @@ def _field(
     harmless: tuple[object, ...] = (),
     native: str = "",
 ) -> Key:
-    """A key of a section that acts while the section names a device."""
+    """Return a key of a section that acts while the section names a device."""
     path, switch = f"{section}.{name}", f"{section}.device"
     return Key(path, value_type, fate, why, native, harmless, auto=True, switch=switch)
 

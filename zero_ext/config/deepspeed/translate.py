@@ -112,7 +112,7 @@ def load_deepspeed_config(
 
 
 def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
-    """Notes for keys without effect, problems for refused ones, native values for those that map one to
+    """Note for keys without effect, problems for refused ones, native values for those that map one to
     one."""
     notes: list[Note] = []
     native: dict[str, object] = {"stage": 0}
@@ -138,13 +138,13 @@ def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
 
 
 def _is_on(switch: str, resolved: ResolvedKeys) -> bool:
-    """Whether a section's switch is on: a flag that is true, or the name of something."""
+    """Return whether a section's switch is on: a flag that is true, or the name of something."""
     value = resolved.values.get(switch)
     return value is True or (isinstance(value, str) and KEYS[switch].asks_for_something(value))
 
 
 def _says_off(key: Key, value: object) -> bool:
-    """A whole section that says itself that it is off."""
+    """Return a whole section that says itself that it is off."""
     if not isinstance(value, dict):
         return False
     if key.path == "tensor_parallel":
@@ -272,7 +272,7 @@ def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _in_deepspeed_words(problem: Problem, resolved: ResolvedKeys) -> Problem:
-    """The same problem at the path of the key the user wrote."""
+    """Return the same problem at the path of the key the user wrote."""
     for key in TABLE:
         if key.native and problem.path == key.native:
             return Problem(resolved.written.get(key.path, key.path), problem.text)

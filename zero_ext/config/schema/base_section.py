@@ -86,7 +86,7 @@ class ConfigSection(BaseModel, metaclass=_SectionMeta):
             raise _config_error(cls, error) from None
 
     def replace(self, **changes: object) -> Self:
-        """A copy with some settings changed, checked as a new one would be."""
+        """Return a copy with some settings changed, checked as a new one would be."""
         said = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self).from_mapping({**said, **changes})
 
@@ -108,7 +108,7 @@ def section_type(annotation: object) -> type[ConfigSection] | None:
 
 
 def key_paths(model: type[ConfigSection], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key path of a model with its pydantic field, depth first, groups before their keys."""
+    """Return every key path of a model with its pydantic field, depth first, groups before their keys."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         path = join_path(prefix, name)

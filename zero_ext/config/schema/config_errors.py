@@ -28,7 +28,7 @@ def show(value: object) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text with escapes for what terminals obey, cut to at most `longest` bytes."""
+    """Return the text with escapes for what terminals obey, cut to at most `longest` bytes."""
     head = "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text[: longest + 1]
@@ -40,7 +40,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name` in spelling, else one that contains it or lies in it, else None."""
+    """Return the known name closest to `name` in spelling, else one that contains it or lies in it, else
+    None.
+    """
     if len(name) > _LONGEST_NAME_COMPARED:
         return None
     names = list(known)
@@ -115,7 +117,7 @@ class ConfigError(ValueError):
 
 
 def _listed(source: str, problems: Sequence[Problem]) -> str:
-    """The problems of a source as far as an error may be long, and the number of the others."""
+    """Return the problems of a source as far as an error may be long, and the number of the others."""
     if len(problems) == 1:
         return shortened(f"{source}: {problems[0]}", _LARGEST_TEXT_BYTES)
     text = f"{source}: "
@@ -134,7 +136,8 @@ def wrong_value(expected: str, value: object) -> str:
 
 
 def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Problem:
-    """The problem of a key nobody knows, with the nearest known key of the same level if it `suggests` one.
+    """Return the problem of a key nobody knows, with the nearest known key of the same level if it `suggests`
+    one.
 
     `known` are the full paths of the keys that exist beside it (or anywhere, where the level has none close).
     """

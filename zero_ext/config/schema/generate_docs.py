@@ -125,7 +125,9 @@ def _json(value: object) -> str:
 
 
 def attribute_texts(model: type[ConfigSection]) -> dict[str, str]:
-    """What the "Attributes:" section of a model's docstring says of each field, inherited fields included."""
+    """Return what the "Attributes:" section of a model's docstring says of each field, inherited fields
+    included.
+    """
     found: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         section = (inspect.cleandoc(parent.__doc__ or "")).partition("Attributes:\n")[2]

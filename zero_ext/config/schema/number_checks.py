@@ -8,7 +8,7 @@ from typing_extensions import TypeIs
 
 
 def is_number(value: object) -> TypeIs[int | float]:
-    """Whether `value` is a finite int or float that a float64 can hold. A bool is no number."""
+    """Return whether `value` is a finite int or float that a float64 can hold. A bool is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

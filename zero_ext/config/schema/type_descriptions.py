@@ -21,7 +21,7 @@ def one_of(values: tuple[object, ...]) -> str:
 
 
 def accepted(field: FieldInfo) -> str:
-    """What a field accepts, such as "an integer from 0 to 3" or "a number above 0, or null"."""
+    """Return what a field accepts, such as "an integer from 0 to 3" or "a number above 0, or null"."""
     return _words(field.annotation, tuple(field.metadata))
 
 

@@ -81,7 +81,7 @@ def resolve_reduction(
     most: int | None = None,
     backend_adds: bool = False,
 ) -> ResolvedReduction:
-    """How gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
+    """Return how gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
 
     `most` is how many ranks' gradients one sum has room for, `backend_adds` whether the transport can add
     them on the strategy. Raises ValueError where what is `wanted` cannot be done.
@@ -112,7 +112,7 @@ def resolve_reduction(
 
 
 def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
-    """Raises ValueError where ranks do not fill their nodes."""
+    """Raise ValueError where ranks do not fill their nodes."""
     if world_size % ranks_per_node:
         raise ValueError(
             f"communication.ranks_per_node: expected a divisor of the {world_size} ranks, since nodes are "
@@ -122,7 +122,7 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
 
 
 def check_shard_group_size(ranks: int, world_size: int, ranks_per_node: int) -> None:
-    """Raises ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
+    """Raise ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
     if ranks == 1:
         problem = "expected at least 2, got 1, which shards nothing. Set stage to 0."
     elif world_size % ranks:

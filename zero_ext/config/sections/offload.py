@@ -82,7 +82,7 @@ class OffloadConfig(ConfigSection):
 
     @property
     def any_nvme(self) -> bool:
-        """Whether any state kind lives on NVMe."""
+        """Return whether any state kind lives on NVMe."""
         return bool(self._on_nvme())
 
     def of_params_alone(self) -> OffloadConfig:

@@ -116,7 +116,7 @@ class SparseAttentionConfig(ConfigSection):
 
     @property
     def unidirectional(self) -> bool:
-        """Whether tokens attend to none behind them."""
+        """Return whether tokens attend to none behind them."""
         if self.attention is None:
             return self.mode == "local_sliding_window"
         return self.attention == "unidirectional"

@@ -111,21 +111,21 @@ class DeepSpeedAccelerator:
         return self.device_name(None if self._is_cpu else self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on this kind of device."""
+        """Return whether a tensor lies on this kind of device."""
         return tensor.device.type == self.type
 
     def communication_backend_name(self) -> str:
-        """What torch.distributed is started with."""
+        """Return what torch.distributed is started with."""
         return "nccl" if self.type == "cuda" else "gloo"
 
     def is_synchronized_device(self) -> bool:
-        """Whether every call has been computed when it returns."""
+        """Return whether every call has been computed when it returns."""
         return self._is_cpu
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def is_current_stream_capturing(self) -> bool:
-        """Whether a graph is being captured."""
+        """Return whether a graph is being captured."""
         return self.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # -- random numbers -----------------------------------------------------------------------------------
@@ -135,14 +135,14 @@ class DeepSpeedAccelerator:
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the random state."""
+        """Set the random state."""
         if self._is_cpu:
             torch.set_rng_state(new_state)
         else:
             self._module.set_rng_state(new_state, self._of(device_index))
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The random state."""
+        """Return the random state."""
         return torch.get_rng_state() if self._is_cpu else self._module.get_rng_state(self._of(device_index))
 
     def default_generator(self, device_index: int) -> torch.Generator:
@@ -152,23 +152,23 @@ class DeepSpeedAccelerator:
     # -- memory -------------------------------------------------------------------------------------------
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of memory in all."""
+        """Return bytes of memory in all."""
         if self._is_cpu:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._module.mem_get_info(device_index)[1])
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of memory that are free."""
+        """Return bytes of memory that are free."""
         if self._is_cpu:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._module.mem_get_info(device_index)[0])
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """The tensor in page-locked memory; itself on the CPU."""
+        """Return the tensor in page-locked memory; itself on the CPU."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in page-locked memory."""
+        """Return whether the tensor lies in page-locked memory."""
         return tensor.is_pinned()
 
     # -- dtypes and tools ---------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class DeepSpeedAccelerator:
     is_fp64_supported = is_fp16_supported
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that models may train in."""
+        """Return the dtypes that models may train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def amp(self) -> Any:
@@ -188,17 +188,17 @@ class DeepSpeedAccelerator:
         return getattr(self._module, "amp", None)
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """Opens a range in the profiler's trace; nothing on the CPU."""
+        """Open a range in the profiler's trace; nothing on the CPU."""
         if self.type == "cuda":
             torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self, domain: Any = None) -> None:
-        """Closes it."""
+        """Close it."""
         if self.type == "cuda":
             torch.cuda.nvtx.range_pop()
 
     def visible_devices_envs(self) -> list[str]:
-        """The environment variables that choose devices."""
+        """Return the environment variables that choose devices."""
         return [] if self._is_cpu else ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(
@@ -213,19 +213,21 @@ class DeepSpeedAccelerator:
         return callback() if self._is_cpu else self._module._lazy_call(callback)
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The builder of that name in ``deepspeed.ops.op_builder``."""
+        """Return the builder of that name in ``deepspeed.ops.op_builder``."""
         return getattr(module_for("deepspeed.ops.op_builder"), class_name)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """One of it. Raises ``DeepSpeedFeatureError`` for all but AsyncIOBuilder: nothing has to be built."""
+        """Return one of it. Raises ``DeepSpeedFeatureError`` for all but AsyncIOBuilder: nothing has to be
+        built.
+        """
         return self.get_op_builder(class_name)()
 
     def op_builder_dir(self) -> str:
-        """The module that has the builders."""
+        """Return the module that has the builders."""
         return "deepspeed.ops.op_builder"
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for the device."""
+        """Return whether Triton compiles for the device."""
         return self.type == "cuda" and torch.cuda.get_device_capability() >= (7, 0)
 
     def _of(self, device_index: int | None) -> Any:
@@ -234,7 +236,7 @@ class DeepSpeedAccelerator:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The device that models train on here."""
+    """Return the device that models train on here."""
     return DeepSpeedAccelerator(accelerator_or_cpu().type)
 
 

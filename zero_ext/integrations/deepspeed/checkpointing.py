@@ -66,7 +66,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets what :func:`checkpoint` does.
+    """Set what :func:`checkpoint` does.
 
     ``deepspeed_config`` is DeepSpeed's JSON, its path or a ``DeepSpeedConfig``, whose section
     ``activation_checkpointing`` counts; the arguments after it override that. ``mpu_`` has
@@ -83,7 +83,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called."""
+    """Return whether :func:`configure` was called."""
     return _CONFIGURED.checkpointing is not None
 
 
@@ -92,17 +92,17 @@ def reset() -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Changes ``partition_activations`` of :func:`configure`."""
+    """Change ``partition_activations`` of :func:`configure`."""
     _CONFIGURED.apply(_CONFIGURED.mpu, _CONFIGURED.values | {"partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Changes ``num_checkpoints`` of :func:`configure`."""
+    """Change ``num_checkpoints`` of :func:`configure`."""
     _CONFIGURED.apply(_CONFIGURED.mpu, _CONFIGURED.values | {"number_checkpoints": nlayers})
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
+    """Run ``function(*args, **kwargs)`` and keep its inputs only; backward runs it again.
 
     Where the inputs wait says :func:`configure`; before it, the configuration of the model that runs. See
     :func:`zero_ext.checkpoint_activations`.
@@ -114,7 +114,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
-    """The streams of random numbers that :func:`checkpoint` restores."""
+    """Return the streams of random numbers that :func:`checkpoint` restores."""
     return _CONFIGURED.streams
 
 
@@ -134,7 +134,7 @@ def _model_parallel_rank() -> int:
 
 
 def _of(mpu: Any, what: str) -> Any:
-    """The model-parallel group or rank, under the name that ``mpu`` has for it."""
+    """Return the model-parallel group or rank, under the name that ``mpu`` has for it."""
     newer = getattr(mpu, f"get_tensor_model_parallel_{what}", None)
     return newer() if newer is not None else getattr(mpu, f"get_model_parallel_{what}")()
 

@@ -71,7 +71,7 @@ def init_distributed(
     world_size: int = -1,
     **others: Any,
 ) -> None:
-    """Starts torch.distributed unless it runs: with gloo, and NCCL beside it where there is CUDA, as the
+    """Start torch.distributed unless it runs: with gloo, and NCCL beside it where there is CUDA, as the
     engine wants it. ``dist_backend`` names another.
 
     ``auto_mpi_discovery``, ``distributed_port``, ``verbose`` and ``config`` change nothing: ranks are those
@@ -95,12 +95,12 @@ def init_distributed(
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Ends torch.distributed, or one group."""
+    """End torch.distributed, or one group."""
     dist.destroy_process_group(group)
 
 
 def get_world_group() -> ProcessGroup | None:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
@@ -110,7 +110,7 @@ def get_local_rank() -> int:
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """The global ranks of a group, in its order."""
+    """Return the global ranks of a group, in its order."""
     return list(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 

@@ -92,7 +92,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Return where the model computes."""
         return engine_of(self).device
 
     @property
@@ -128,7 +128,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return divided_once(outputs, steps) if steps > 1 and torch.is_grad_enabled() else outputs
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, to call ``backward`` on by hand."""
+        """Return the loss times the loss scale, to call ``backward`` on by hand."""
         self._need_optimizer("scale")
         return self.scale_loss(_checked_loss("scale", loss))
 
@@ -147,7 +147,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return loss.detach()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Ends a micro-batch; on the last of a step: optimizer, scheduler (unless skipped), zero_grad."""
+        """End a micro-batch; on the last of a step: optimizer, scheduler (unless skipped), zero_grad."""
         optimizer = self._need_optimizer("step")
         if self.inside_no_sync_ctxt:
             raise RuntimeError(
@@ -176,7 +176,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one of its step."""
+        """Return whether the micro-batch under way is the last one of its step."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -200,7 +200,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             yield
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of :meth:`step` updated the parameters."""
+        """Return whether the last call of :meth:`step` updated the parameters."""
         return self._applied
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             )
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every param group."""
+        """Return the learning rate of every param group."""
         return [float(group["lr"]) for group in self._need_optimizer("get_lr").param_groups]
 
     def get_mom(self) -> list[Any]:
@@ -241,7 +241,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[str]:
-        """The optimizer's class by name."""
+        """Return the optimizer's class by name."""
         return [str(checkpoint_sources(engine_of(self)).own.optimizer_class)]
 
     def get_global_grad_norm(self) -> float | None:
@@ -268,7 +268,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves everything under ``save_dir/tag`` (default ``global_step{N}``); see :mod:`.tags`.
+        """Save everything under ``save_dir/tag`` (default ``global_step{N}``); see :mod:`.tags`.
 
         Frozen parameters are saved too, so that a checkpoint is whole; ``exclude_frozen_parameters`` is
         accepted for callers that always pass it.
@@ -290,7 +290,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads ``load_dir/tag`` (default: the latest), saved at any world size and stage.
+        """Load ``load_dir/tag`` (default: the latest), saved at any world size and stage.
 
         Returns its path and the client state; (None, {}) if ``load_dir`` has no ``latest`` file. A checkpoint
         of other parameters is refused whatever ``load_module_strict`` says.
@@ -314,17 +314,17 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return path, client_state
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent buffer, whole, on every rank; a collective."""
+        """Return every parameter and persistent buffer, whole, on every rank; a collective."""
         return self._without_frozen(full_state_dict(self), exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Loads whole tensors that every rank has; a collective."""
+        """Load whole tensors that every rank has; a collective."""
         self.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The whole weights in compute precision on rank 0, None on the others; a collective."""
+        """Return the whole weights in compute precision on rank 0, None on the others; a collective."""
         values = full_state_dict(self, rank0_only=True)
         return self._without_frozen(values, exclude_frozen_parameters) if self.global_rank == 0 else None
 
@@ -340,7 +340,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the whole weights in compute precision to one file from rank 0, at any stage; a collective.
+        """Write the whole weights in compute precision to one file from rank 0, at any stage; a collective.
 
         A name that ends in ``.safetensors`` gets that format, another one torch's.
         """
@@ -351,14 +351,14 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     save_fp16_model = save_16bit_model
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Raises ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
+        """Raise ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
         raise DeepSpeedFeatureError(
             "engine.compile is not served: compile the model's blocks before deepspeed.initialize (for block "
             "in model.layers: block.compile())"
         )
 
     def empty_partition_cache(self) -> None:
-        """Drops what was gathered ahead."""
+        """Drop what was gathered ahead."""
         engine_of(self).prefetcher.release_idle()
 
     def destroy(self) -> None:

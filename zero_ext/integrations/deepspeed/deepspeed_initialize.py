@@ -54,7 +54,7 @@ def initialize(
     config_params: Mapping[str, Any] | str | Path | None = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """An engine with DeepSpeed's methods over ``model``; a collective of all ranks.
+    """Return an engine with DeepSpeed's methods over ``model``; a collective of all ranks.
 
     Args:
         args: an object whose ``deepspeed_config`` names the JSON file, if no ``config`` is given.
@@ -112,7 +112,7 @@ def _chosen(
     model_parameters: Iterable[Any] | None,
     lr_scheduler: Scheduler | None,
 ) -> tuple[Optimizer | None, Scheduler | None]:
-    """The optimizer and what schedules it: those given, else those of the JSON's sections."""
+    """Return the optimizer and what schedules it: those given, else those of the JSON's sections."""
     if optimizer is None and settings.optimizer is None:
         if lr_scheduler is None and settings.scheduler is None:
             return None, None
@@ -154,7 +154,7 @@ def _engine_class(pipeline: PipelineModule | None) -> type[DeepSpeedEngine]:
 
 
 def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raises ``TypeError`` for objects of a wrong kind."""
+    """Raise ``TypeError`` for objects of a wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"deepspeed.initialize: model is {show(model)}, wanted a torch.nn.Module")
     makers = "wanted one of torch's, a callable that makes it, or None for the JSON's section"
@@ -172,7 +172,9 @@ def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    """The one configuration among ``config``, ``config_params`` (its older name) and that of ``args``."""
+    """Return the one configuration among ``config``, ``config_params`` (its older name) and that of
+    ``args``.
+    """
     sources = [source for source in value if source is not None]
     if len(sources) == 2 and sources[0] == sources[1]:
         del sources[1]
@@ -201,7 +203,7 @@ def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], Zer
 
 
 def _with_leaf_modules(settings: ZeroConfig, model: nn.Module) -> ZeroConfig:
-    """The settings with the modules that ``set_z3_leaf_modules`` marked."""
+    """Return the settings with the modules that ``set_z3_leaf_modules`` marked."""
     names = leaf_modules_of(model)
     if not names or settings.stage != 3:
         return settings

@@ -14,7 +14,7 @@ from zero_ext.zero.construction.grouping import DTYPES
 
 
 def _question(doc: str, answer: Callable[[ZeroConfig], Any]) -> Callable[[Any], Any]:
-    """A method without arguments that tells something of the native configuration."""
+    """Return a method without arguments that tells something of the native configuration."""
 
     def ask(self: SettingsQuestions) -> Any:
         return answer(self.native)
@@ -111,17 +111,17 @@ class SettingsQuestions:
         return batch.train_batch_size, batch.micro_batch_size, batch.gradient_accumulation_steps
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of parameters, and that in which gradients of micro-batches add up."""
+        """Return the dtype of parameters, and that in which gradients of micro-batches add up."""
         precision = self.native.precision
         model = torch.float32 if precision.dtype == "keep" else DTYPES[precision.dtype]
         return model, DTYPES[precision.grad_accum_dtype]
 
     def zero_offload_optimizer(self) -> dict[str, Any] | None:
-        """The JSON's ``offload_optimizer`` section."""
+        """Return the JSON's ``offload_optimizer`` section."""
         return self._section("offload_optimizer")
 
     def zero_offload_param(self) -> dict[str, Any] | None:
-        """The JSON's ``offload_param`` section."""
+        """Return the JSON's ``offload_param`` section."""
         return self._section("offload_param")
 
     def _section(self, name: str) -> dict[str, Any] | None:

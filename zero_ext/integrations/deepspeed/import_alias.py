@@ -33,12 +33,12 @@ class _Loader(importlib.abc.Loader):
 
 
 def loader_of(fullname: str) -> importlib.abc.Loader | None:
-    """The loader of a module of DeepSpeed; None for others."""
+    """Return the loader of a module of DeepSpeed; None for others."""
     return None if names().module(fullname) is None else _Loader()
 
 
 def is_active() -> bool:
-    """Whether ``import deepspeed`` gives this package in this process."""
+    """Return whether ``import deepspeed`` gives this package in this process."""
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 

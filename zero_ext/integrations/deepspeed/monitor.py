@@ -24,7 +24,7 @@ class Monitor:
         self.enabled = bool(self._section.get("enabled", False))
 
     def write_events(self, event_list: Iterable[_Event]) -> None:
-        """Writes the events, on rank 0, if enabled."""
+        """Write the events, on rank 0, if enabled."""
         if self.enabled and _rank() == 0:
             self._write(list(event_list))
 
@@ -98,11 +98,11 @@ class MonitorMaster:
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is."""
+        """Return whether any of them is."""
         return any(monitor.enabled for monitor in self._all)
 
     def write_events(self, event_list: Iterable[_Event]) -> None:
-        """Writes the events with each that is enabled."""
+        """Write the events with each that is enabled."""
         events = list(event_list)
         for monitor in self._all:
             monitor.write_events(events)

@@ -31,7 +31,7 @@ class ZeroParamType(Enum):
 
 
 def mark_sharded(model: nn.Module) -> None:
-    """Gives the parameters of a model prepared in stage 3 DeepSpeed's attributes; elsewhere they lose those
+    """Give the parameters of a model prepared in stage 3 DeepSpeed's attributes; elsewhere they lose those
     that they had."""
     engine = engine_of(model)
     if engine.config.stage == 3:
@@ -61,7 +61,7 @@ def mark(parameters: Iterable[nn.Parameter], ranks: int) -> None:
 
 
 def set_status(parameters: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
-    """Sets the status of those that have one."""
+    """Set the status of those that have one."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
             parameter.ds_status = status  # type: ignore[attr-defined]

@@ -37,11 +37,11 @@ class ProcessTopology:
         return {self.get_coord(rank): rank for rank in self._grid.ranks}
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return number of ranks."""
         return len(self._grid.ranks)
 
     def get_axis_names(self) -> list[str]:
-        """The axes in order."""
+        """Return the axes in order."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
@@ -49,7 +49,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord: int) -> int:
-        """The rank at a full coordinate. ``ValueError`` for a partial one or one outside the grid."""
+        """Return the rank at a full coordinate. ``ValueError`` for a partial one or one outside the grid."""
         if set(coord) != set(self.axes):
             raise ValueError(
                 f"get_rank wants all of {self.axes}, got {sorted(coord)}; filter_match takes fewer"
@@ -57,13 +57,13 @@ class ProcessTopology:
         return self._grid.rank(**coord)
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of a rank. ``ValueError`` for one outside the grid."""
+        """Return the coordinate of a rank. ``ValueError`` for one outside the grid."""
         return self.ProcessCoord(**self._grid.coordinate(rank))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = _LEFT_OUT, inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's coordinates in a file name, like "model_01"; without ``omit_axes``."""
+        """Return a rank's coordinates in a file name, like "model_01"; without ``omit_axes``."""
         coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
@@ -73,11 +73,13 @@ class ProcessTopology:
         return self._grid.groups(axis) if axis in self.axes else []
 
     def filter_match(self, **coord: int) -> list[int]:
-        """The ranks whose coordinates agree with all that are given. ``ValueError`` for an unknown axis."""
+        """Return the ranks whose coordinates agree with all that are given. ``ValueError`` for an unknown
+        axis.
+        """
         return self._grid.matching(**coord)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at ``idx`` of ``axis``."""
+        """Return the ranks at ``idx`` of ``axis``."""
         return self.filter_match(**{axis: idx})
 
     def __str__(self) -> str:

@@ -44,7 +44,7 @@ class _Base(Exception):  # an exception, so that an `except` clause may name a s
 
 @cache
 def stand_in(path: str, definition: str) -> type:
-    """The stand-in of the name ``path``, which DeepSpeed defines as ``definition``."""
+    """Return the stand-in of the name ``path``, which DeepSpeed defines as ``definition``."""
     text = f"{path}: this feature of DeepSpeed is not served by zero_ext: {reason_of(definition)}"
     own = {"refusal": text, "__doc__": text, "__module__": __name__}
     return _Refused(path.rpartition(".")[2], (_Base,), own)
@@ -61,15 +61,16 @@ def module_for(path: str) -> ModuleType | None:
 
 @cache
 def _made(module: str) -> ModuleType:
-    """A module for one that has no mirror."""
+    """Return a module for one that has no mirror."""
     made = ModuleType(module, f"The names of DeepSpeed's module {module}, as far as they are served.")
     vars(made)["__getattr__"] = names_of(module)
     return made
 
 
 def names_of(*modules: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of the module here that stands for these of DeepSpeed: submodules, names that
-    DeepSpeed imports there from elsewhere, constants, and stand-ins for what is not served."""
+    """Return the ``__getattr__`` of the module here that stands for these of DeepSpeed: submodules, names
+    that DeepSpeed imports there from elsewhere, constants, and stand-ins for what is not served.
+    """
 
     def look_up(name: str) -> Any:
         if name == "__all__":
@@ -94,7 +95,7 @@ def _value(path: str, definition: Definition) -> Any:
 
 
 def served(definition: Definition) -> Any:
-    """What stands here for a name of DeepSpeed; None if nothing does."""
+    """Return what stands here for a name of DeepSpeed; None if nothing does."""
     mirror = mirror_of(definition.module) or nearest_mirror(definition.module)
     found = None if mirror is None else vars(importlib.import_module(mirror)).get(definition.name)
     return None if isinstance(found, ModuleType) else found

@@ -30,7 +30,7 @@ _STREAMED = ("state_dict", "optimizer_states")
 
 
 def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Saves ``module`` and the dictionary that Lightning made of everything else as ``folder``; a collective.
+    """Save ``module`` and the dictionary that Lightning made of everything else as ``folder``; a collective.
 
     Without ``optimizer_states`` in the dictionary (``save_weights_only``) no optimizer state is saved. An
     older checkpoint in the folder goes once this one is whole. Raises ``ValueError`` and ``TypeError`` naming
@@ -54,7 +54,7 @@ def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None
 
 
 def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
-    """Fills the prepared ``module`` from ``folder`` and returns Lightning's dictionary; a collective.
+    """Fill the prepared ``module`` from ``folder`` and return Lightning's dictionary; a collective.
 
     Saved at any world size and stage. Only in ``training`` with its optimizer's state. Raises ``ValueError``
     or ``CheckpointError``, with nothing changed, for what is no checkpoint of a ``ZeroStrategy``, is damaged
@@ -76,7 +76,7 @@ def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; nothing happens if there is none."""
+    """Remove a checkpoint; nothing happens if there is none."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink(missing_ok=True)
         return
@@ -118,7 +118,7 @@ class WeightsAlone:
         return self._state.config
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
-        """Every parameter by its first name."""
+        """Return every parameter by its first name."""
         return self._state.parameter_table()
 
     def save_slices(self) -> Iterator[StateSlice]:
@@ -126,18 +126,18 @@ class WeightsAlone:
         return (shard_slice for shard_slice in self._state.save_slices() if shard_slice.kind == MASTER)
 
     def load_slices(self) -> Iterator[StateSlice]:
-        """The weights that this rank needs."""
+        """Return the weights that this rank needs."""
         return (shard_slice for shard_slice in self._state.load_slices() if shard_slice.kind == MASTER)
 
     def scalar_state(self) -> dict[str, Any]:
-        """The engine's, without an optimizer."""
+        """Return the engine's, without an optimizer."""
         return {**self._state.scalar_state(), "optimizer": None, "optimizer_class": None, "param_groups": []}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Nothing: steps and loss scale belong to the training."""
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The module's persistent buffers."""
+        """Return the module's persistent buffers."""
         return self._state.buffers()
 
     def finish_load(self) -> None:

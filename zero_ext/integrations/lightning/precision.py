@@ -53,7 +53,7 @@ class ZeroPrecision(Precision):
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """The floating-point tensors of a batch in compute precision, unless under autocast."""
+        """Return the floating-point tensors of a batch in compute precision, unless under autocast."""
         if self._inputs is None:
             return data
         return apply_to_collection(data, torch.Tensor, _to, self._inputs)
@@ -67,7 +67,7 @@ class ZeroPrecision(Precision):
         return self._plugin.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """The same."""
+        """Return the same."""
         return self._plugin.module_init_context()
 
     def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:

@@ -243,7 +243,7 @@ class ZeroStrategy(DDPStrategy):
             return self._in_one_forward(step, args, kwargs)
 
     def _in_one_forward(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The engine looks ahead within a forward, and gathers what the root owns; a step is one."""
+        """Return the engine looks ahead within a forward, and gathers what the root owns; a step is one."""
         hooks, outputs = self._engine.hooks, None
         hooks.enter(self._module, type(self._module).__name__, (args, kwargs))
         try:

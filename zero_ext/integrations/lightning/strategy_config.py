@@ -27,7 +27,7 @@ _LIGHTNINGS = {
 
 
 def own_settings(stage: int | None, source: ConfigSource) -> ZeroConfig:
-    """What the strategy's own arguments say, stage 3 by default.
+    """Return what the strategy's own arguments say, stage 3 by default.
 
     Raises:
         ConfigError: ``stage`` and the configuration's differ, or a key is set whose work Lightning does.
@@ -96,7 +96,7 @@ def completed(config: ZeroConfig, trainer: Trainer, module: LightningModule) -> 
 
 
 def _said(config: ZeroConfig, path: str) -> Any:
-    """The value at a key path if whoever wrote the configuration gave one, else None."""
+    """Return the value at a key path if whoever wrote the configuration gave one, else None."""
     found: Any = config
     for name in path.split("."):
         if found is None or name not in found.model_fields_set:

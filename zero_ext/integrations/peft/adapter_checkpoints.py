@@ -20,7 +20,7 @@ logger = logging.getLogger("zero_ext")
 
 
 def save_training(folder: str, model: PeftModel, scheduler: Any, step: int) -> None:
-    """Adds to the Trainer's checkpoint ``folder`` what resuming needs beside the adapter; a collective. The
+    """Add to the Trainer's checkpoint ``folder`` what resuming needs beside the adapter; a collective. The
     frozen base model is left out."""
     save_checkpoint(
         Path(folder) / STATE_FOLDER,
@@ -33,7 +33,7 @@ def save_training(folder: str, model: PeftModel, scheduler: Any, step: int) -> N
 
 
 def check_resume(folder: str, model: PeftModel) -> None:
-    """Refuses a folder that is no whole checkpoint of these adapters, before anything changes: ``ValueError``
+    """Refuse a folder that is no whole checkpoint of these adapters, before anything changes: ``ValueError``
     names what differs, ``CheckpointError`` tells of damage."""
     path = Path(folder)
     for name, meaning in ((_TRAINER_STATE, "a Trainer"), (_ADAPTER, "a model with adapters")):
@@ -64,7 +64,7 @@ def check_resume(folder: str, model: PeftModel) -> None:
 
 
 def resume_training(folder: str, model: PeftModel, scheduler: Any) -> None:
-    """Loads a checkpoint into the adapters, their optimizer and ``scheduler``; a collective. One without
+    """Load a checkpoint into the adapters, their optimizer and ``scheduler``; a collective. One without
     optimizer state (``save_only_model``) gives weights only, with a warning."""
     if (Path(folder) / STATE_FOLDER).is_dir():
         load_checkpoint(Path(folder) / STATE_FOLDER, model, scheduler=scheduler, include_frozen=False)
@@ -74,7 +74,7 @@ def resume_training(folder: str, model: PeftModel, scheduler: Any) -> None:
 
 
 def load_best(folder: str, model: PeftModel) -> None:
-    """Gives the adapters the weights of a checkpoint, with the state they were saved with if it is there; a
+    """Give the adapters the weights of a checkpoint, with the state they were saved with if it is there; a
     collective. Random numbers go on as they were."""
     random = torch.get_rng_state()
     try:

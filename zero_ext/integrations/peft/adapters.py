@@ -169,7 +169,8 @@ def _refuse_change(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs
 def _stored_keys(
     model: PeftModel, adapters: Collection[str], save_embedding_layers: bool | str
 ) -> dict[str, str]:
-    """The model's own keys of the state that PEFT saves for ``adapters``, by the keys it stores them under.
+    """Return the model's own keys of the state that PEFT saves for ``adapters``, by the keys it stores them
+    under.
 
     PEFT itself tells, from a state dict of empty tensors.
     """

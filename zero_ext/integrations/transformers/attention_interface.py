@@ -92,7 +92,7 @@ def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> N
 def exchangeable_attention(
     model: PreTrainedModel,
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The attention modules that ask transformers' registry, and those of BLOOM; changes nothing.
+    """Return the attention modules that ask transformers' registry, and those of BLOOM; changes nothing.
 
     Raises ValueError where `sparsify_attention` does.
     """
@@ -119,7 +119,7 @@ def exchangeable_attention(
 
 
 def registry_attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention modules that ask transformers' registry."""
+    """Return the attention modules that ask transformers' registry."""
     return [
         module
         for module in model.modules()
@@ -130,7 +130,7 @@ def registry_attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def is_cross(module: torch.nn.Module) -> bool:
-    """Whether a module attends to the tokens of another sequence."""
+    """Return whether a module attends to the tokens of another sequence."""
     return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
 
 
@@ -158,7 +158,9 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: [batch, heads, length, head dim] in, [batch, length, heads, head dim] out."""
+    """Return what transformers calls: [batch, heads, length, head dim] in, [batch, length, heads, head dim]
+    out.
+    """
     sparse = getattr(module, "sparse_attention", None)
     if sparse is None:
         raise RuntimeError(
@@ -209,7 +211,7 @@ def _mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     **more: Any,
 ) -> torch.Tensor | None:
-    """The padding of the keys, bool [batch, key length], or None; never a mask of length × length."""
+    """Return the padding of the keys, bool [batch, key length], or None; never a mask of length × length."""
     config: Any = more.get("config")
     if getattr(config, "model_type", None) == "bloom" and config._attn_implementation == NAME:
         raise RuntimeError(

@@ -74,7 +74,7 @@ class SparseBloomAttention(BloomAttention):
 
 
 def exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The attention modules of BLOOM in `model`; changes nothing.
+    """Return the attention modules of BLOOM in `model`; changes nothing.
 
     Raises ValueError where one lies in no model of BLOOM, or adds its output up in slices.
     """
@@ -92,7 +92,7 @@ def exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def exchange_bloom(model: PreTrainedModel) -> None:
-    """Makes the attention of BLOOM's models in `model` look for a `sparse_attention`, masks small."""
+    """Make the attention of BLOOM's models in `model` look for a `sparse_attention`, masks small."""
     for owner in _owners(model):
         owner.config._attn_implementation_internal = ALIBI_NAME
         # The class says no, as its attention does not look at the configuration. Now it does.

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 
 def own_configurations(model: nn.Module) -> None:
-    """Gives `model` copies of the configurations its modules hold, so that changes reach no other model.
+    """Give `model` copies of the configurations its modules hold, so that changes reach no other model.
 
     Modules that shared an object share its copy, and a configuration within another one stays there.
     """

@@ -16,8 +16,8 @@ _SOURCE = "zero_config"
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether this is DeepSpeed's JSON: it has top-level keys that are DeepSpeed's alone, or says "auto" and
-    has none that is zero_ext's alone.
+    """Return whether this is DeepSpeed's JSON: it has top-level keys that are DeepSpeed's alone, or says
+    "auto" and has none that is zero_ext's alone.
 
     Raises ConfigError for keys of both formats, and for "auto" where only zero_ext's are.
     """
@@ -40,7 +40,7 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by key path."""
+    """Yield the values of nested mappings by key path."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -18,12 +18,12 @@ _LEFT_ALONE = "_is_accelerate_prepared"
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether ``model`` is sharded."""
+    """Return whether ``model`` is sharded."""
     return vars(model).get(MODULE_ATTRIBUTE) is not None
 
 
 def mark_prepared(model: nn.Module, optimizer: Any) -> None:
-    """Makes accelerate leave a sharded model and its optimizer alone, ``generate`` keep the ranks in step,
+    """Make accelerate leave a sharded model and its optimizer alone, ``generate`` keep the ranks in step,
     ``save_pretrained`` write whole weights, and ``resize_token_embeddings`` an error that says what to do."""
     for each in (model, optimizer):
         if each is not None:
@@ -45,7 +45,8 @@ def bind_methods(model: nn.Module) -> None:
 
 
 def another_rank_saves(settings: dict[str, Any]) -> bool:
-    """Whether a call of ``save_pretrained`` with these keywords leaves all to the rank that has the values.
+    """Return whether a call of ``save_pretrained`` with these keywords leaves all to the rank that has the
+    values.
 
     Accelerate's ``get_state_dict`` gives them to rank 0 and None to the others, which pass it on.
     """
@@ -77,7 +78,7 @@ class _BoundToModel(ABC):
 
     @abstractmethod
     def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The method on a sharded model."""
+        """Return the method on a sharded model."""
 
 
 class _SavePretrained(_BoundToModel):

@@ -98,7 +98,7 @@ def from_pretrained(
 
 
 def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
-    """Raises ``TypeError`` for what is no class of models, ``ValueError`` for a dtype that weights cannot
+    """Raise ``TypeError`` for what is no class of models, ``ValueError`` for a dtype that weights cannot
     have."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise TypeError(
@@ -111,7 +111,7 @@ def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
 
 
 def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> Any:
-    """The folder's configuration with ``settings``; ``TypeError`` for those it does not know."""
+    """Return the folder's configuration with ``settings``; ``TypeError`` for those it does not know."""
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(
             f"{os.fspath(folder)}: has no config.json, so nothing says which model it is; give a folder that "
@@ -132,7 +132,7 @@ def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> An
 
 
 def _check_kind(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
-    """Raises ``ValueError`` if the folder holds a model of another class."""
+    """Raise ``ValueError`` if the folder holds a model of another class."""
     wanted = getattr(model_class, "config_class", None)
     if isinstance(wanted, type) and not isinstance(config, wanted):
         raise ValueError(
@@ -145,7 +145,7 @@ def _check_kind(model_class: Any, config: Any, folder: str | os.PathLike[str]) -
 def _skeleton(
     model_class: Any, config: Any, dtype: torch.dtype | str, implementation: Mapping[str, Any]
 ) -> Any:
-    """The model on the meta device, tied."""
+    """Return the model on the meta device, tied."""
     wanted = config.dtype if dtype == "auto" else dtype
     make = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
     with torch.device("meta"):
@@ -176,7 +176,7 @@ class _Naming:
         self._model = model
 
     def __call__(self, files: WeightFiles) -> dict[str, str]:
-        """Raises ``ValueError`` if several tensors of the files make up one of the model's."""
+        """Raise ``ValueError`` if several tensors of the files make up one of the model's."""
         rules = get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -21,7 +21,7 @@ _OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for al
 
 
 def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Raises ``ValueError`` unless a model's attention may see sequences that lie over ranks; see
+    """Raise ``ValueError`` unless a model's attention may see sequences that lie over ranks; see
     :func:`zero_ext.integrations.apply_sequence_parallel`."""
     config: Any = model.config
     attentions = registry_attentions(model)
@@ -67,7 +67,7 @@ def _looks_around(model: Any) -> bool:
 
 
 def _by_length(config: Any) -> str:
-    """The type of rotary embeddings that a part of a sequence would turn otherwise than the whole."""
+    """Return the type of rotary embeddings that a part of a sequence would turn otherwise than the whole."""
     inputs = getattr(config, "rope_parameters", None) or {}
     every = [inputs, *(each for each in inputs.values() if isinstance(each, dict))]
     kinds = {str(each.get("rope_type") or each.get("type")) for each in every}
@@ -75,12 +75,12 @@ def _by_length(config: Any) -> str:
 
 
 def _is_masked(model: Any) -> bool:
-    """Whether a model predicts masked tokens, each by its own hidden state."""
+    """Return whether a model predicts masked tokens, each by its own hidden state."""
     return bool(model.loss_type == "ForMaskedLM")
 
 
 def _padding_positions(model: torch.nn.Module) -> int | None:
-    """The position of padding in a model that counts positions from it, as RoBERTa does."""
+    """Return the position of padding in a model that counts positions from it, as RoBERTa does."""
     for module in model.modules():
         positions = getattr(module, "position_embeddings", None)
         if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
@@ -89,7 +89,7 @@ def _padding_positions(model: torch.nn.Module) -> int | None:
 
 
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
-    """Puts ``exchange`` around the attention of a model whose configuration no other model holds."""
+    """Put ``exchange`` around the attention of a model whose configuration no other model holds."""
     inner = model.config._attn_implementation
     name = f"zero_ext_sequence_{exchange.size}_{inner}"
     ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_attend, inner))
@@ -134,7 +134,7 @@ def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
 
 
 def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, padding: int | None) -> None:
-    """Raises ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
+    """Raise ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
     tokens where they are, and some count positions from that of ``padding``."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
@@ -191,8 +191,9 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads, head
-    dim] out."""
+    """Return what transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads,
+    head dim] out.
+    """
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is None:
         raise RuntimeError(
@@ -222,7 +223,7 @@ def _mask(
     kv_offset: int | torch.Tensor = 0,
     **more: Any,
 ) -> Any:
-    """The mask of the whole sequence, which ``attention_mask`` is one of already."""
+    """Return the mask of the whole sequence, which ``attention_mask`` is one of already."""
     length = ranks * q_length
     return ALL_MASK_ATTENTION_FUNCTIONS[inner](
         batch_size=batch_size, q_length=length, kv_length=length, q_offset=0, kv_offset=0, **more

@@ -309,5 +309,5 @@ class _LossScale:
         self._engine = engine
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call ``backward`` on."""
+        """Return the loss to call ``backward`` on."""
         return self._engine.scale_loss(loss)

@@ -31,12 +31,14 @@ logger = logging.getLogger("zero_ext")
 
 
 def save_training(folder: str, model: nn.Module, scheduler: Any, step: int) -> None:
-    """Adds to the Trainer's checkpoint ``folder`` what resuming needs beside the weights; a collective."""
+    """Add to the Trainer's checkpoint ``folder`` what resuming needs beside the weights; a collective."""
     save_checkpoint(Path(folder) / STATE_FOLDER, model, step=step, scheduler=scheduler, async_save=False)
 
 
 def last_complete_checkpoint(output_dir: str) -> str:
-    """The newest checkpoint in ``output_dir`` that was written to its end; ``ValueError`` without one."""
+    """Return the newest checkpoint in ``output_dir`` that was written to its end; ``ValueError``
+    without one.
+    """
     root = Path(output_dir)
     found = {}
     for path in root.iterdir() if root.is_dir() else ():
@@ -52,7 +54,7 @@ def last_complete_checkpoint(output_dir: str) -> str:
 
 
 def check_resume(folder: str, model: nn.Module) -> None:
-    """Refuses a checkpoint that is not one, is damaged, or is of another model, before anything changes.
+    """Refuse a checkpoint that is not one, is damaged, or is of another model, before anything changes.
 
     Raises ``ValueError`` naming what differs, ``CheckpointError`` for damage.
     """
@@ -85,7 +87,7 @@ def check_resume(folder: str, model: nn.Module) -> None:
 
 
 def resume_training(folder: str, model: nn.Module, scheduler: Any) -> None:
-    """Loads a checkpoint into the sharded ``model``, its optimizer and ``scheduler``; a collective.
+    """Load a checkpoint into the sharded ``model``, its optimizer and ``scheduler``; a collective.
 
     One without optimizer state (``save_only_model``) gives weights only, with a warning.
     """
@@ -97,7 +99,7 @@ def resume_training(folder: str, model: nn.Module, scheduler: Any) -> None:
 
 
 def load_best(folder: str, model: nn.Module) -> None:
-    """Gives the sharded ``model`` the weights of a checkpoint, with the state they were saved with if it is
+    """Give the sharded ``model`` the weights of a checkpoint, with the state they were saved with if it is
     there; a collective. Random numbers go on as they were."""
     random = torch.get_rng_state()
     try:

@@ -41,7 +41,7 @@ class _Shared:
 def resolve_settings(
     source: ConfigSource, args: TrainingArguments, steps: int | None
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
-    """The configuration in force, and notes on keys of DeepSpeed's JSON without effect.
+    """Return the configuration in force, and notes on keys of DeepSpeed's JSON without effect.
 
     What ``source`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
     the number of optimizer steps of the run, None while nobody knows.
@@ -63,7 +63,8 @@ def resolve_settings(
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
-    """The configuration without TrainingArguments: what DeepSpeed's JSON calls "auto" takes some value.
+    """Return the configuration without TrainingArguments: what DeepSpeed's JSON calls "auto" takes some
+    value.
 
     Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
     """
@@ -79,7 +80,7 @@ def load_settings(source: ConfigSource) -> ZeroConfig:
 
 
 def _always(args: TrainingArguments) -> list[_Shared]:
-    """What every Trainer has: batch sizes and clipping."""
+    """Return what every Trainer has: batch sizes and clipping."""
     micro, steps = args.train_batch_size, args.gradient_accumulation_steps
     total = micro * steps * args.world_size
     words = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
@@ -120,7 +121,7 @@ def _scheduler(args: TrainingArguments, steps: int | None) -> list[_Shared]:
 
 
 def _read(source: ConfigSource) -> dict[str, Any] | None:
-    """The keys as they were written; None for a typed configuration or none."""
+    """Return the keys as they were written; None for a typed configuration or none."""
     if isinstance(source, str | Path):
         return read_json_object(source)
     return dict(source) if isinstance(source, Mapping) else None
@@ -147,7 +148,7 @@ def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Sh
 
 
 def _said(config: ZeroConfig, path: str) -> Any:
-    """The value at a key path if whoever wrote the configuration gave one, else None."""
+    """Return the value at a key path if whoever wrote the configuration gave one, else None."""
     found: Any = config
     for name in path.split("."):
         if isinstance(found, Mapping):
@@ -261,7 +262,7 @@ def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
 
 
 def refuse_duplicates(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
-    """Raises ``ConfigError`` for an optimizer or a scheduler that was passed beside one of ``config``."""
+    """Raise ``ConfigError`` for an optimizer or a scheduler that was passed beside one of ``config``."""
     problems = []
     for section, policy, value in (
         ("optimizer", config.optimizer, optimizer),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 
 def refuse_arguments(trainer: Trainer) -> None:
-    """Raises ``ValueError`` that lists all arguments of ``trainer`` that contradict a sharded model."""
+    """Raise ``ValueError`` that lists all arguments of ``trainer`` that contradict a sharded model."""
     args = trainer.args
     full_eval = "fp16_full_eval" if args.fp16_full_eval else "bf16_full_eval"
     cases = (
@@ -58,7 +58,7 @@ def refuse_arguments(trainer: Trainer) -> None:
 
 
 def refuse_adapters(trainer: Trainer) -> None:
-    """Raises ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer that knows none
+    """Raise ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer that knows none
     would hold the whole base model and miss ``modules_to_save``."""
     from_peft = getattr(sys.modules.get("peft"), "PeftModel", None)
     if from_peft is not None and isinstance(trainer.model, from_peft):
@@ -76,7 +76,7 @@ def refuse_adapters(trainer: Trainer) -> None:
 
 
 def refuse_tokenizer(model: Any, processing_class: Any) -> None:
-    """Raises ``ValueError`` if the tokenizer knows tokens for which ``model`` has no embedding."""
+    """Raise ``ValueError`` if the tokenizer knows tokens for which ``model`` has no embedding."""
     if not isinstance(processing_class, PreTrainedTokenizerBase) or not hasattr(
         model, "get_input_embeddings"
     ):

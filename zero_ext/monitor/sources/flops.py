@@ -244,6 +244,6 @@ class _OneForward:
         self._counting = None
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Leave the model as it was."""
         for hook in self._hooks:
             hook.remove()

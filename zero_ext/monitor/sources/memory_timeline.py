@@ -34,7 +34,7 @@ class MemoryTimeline:
         self.live: list[tuple[float, int]] = []
 
     def sample(self, engine: Engine) -> None:
-        """Takes a sample, which waits for nothing; no delayed update may be running."""
+        """Take a sample, which waits for nothing; no delayed update may be running."""
         device = engine.device
         allocated = torch.accelerator.memory_allocated(device) if device.type != "cpu" else None
         held = engine.memory_by_tier(wait=False)
@@ -45,7 +45,7 @@ class MemoryTimeline:
         self.live.append((seconds, nbytes))
 
     def counters(self) -> list[dict[str, Any]]:
-        """The timeline as counter events of a Chrome trace."""
+        """Return the timeline as counter events of a Chrome trace."""
         found = [self._counter("gathered", at, {"bytes": nbytes}) for at, nbytes in self.live]
         for sample in self.samples:
             for tier, kinds in sample.held.items():

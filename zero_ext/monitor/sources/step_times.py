@@ -12,7 +12,7 @@ WAITS = ("gather", "reduce", "agreement", "storage", "update")
 
 
 def wait_of(kind: str) -> str:
-    """Which of `WAITS` a collective of this kind is."""
+    """Return which of `WAITS` a collective of this kind is."""
     if kind == "activations" or (kind.startswith("gather") and not kind.startswith("gather_gradients")):
         return "gather"
     if kind.startswith(("reduce_scatter", "gather_gradients")):

@@ -24,7 +24,7 @@ class LineFile:
         os.ftruncate(self._file, self._complete_bytes())
 
     def first_line(self) -> str:
-        """The first line without its end; empty while there is none."""
+        """Return the first line without its end; empty while there is none."""
         return os.pread(self._file, _READ_BYTES, 0).decode("utf-8", "replace").partition("\n")[0]
 
     def write(self, line: str) -> None:
@@ -41,13 +41,13 @@ class LineFile:
             )
 
     def close(self) -> None:
-        """Closes the file; calling it again does nothing."""
+        """Close the file; calling it again does nothing."""
         if not self.closed:
             self.closed = True
             os.close(self._file)
 
     def _complete_bytes(self) -> int:
-        """Bytes up to and with the last end of a line."""
+        """Return bytes up to and with the last end of a line."""
         end = os.fstat(self._file).st_size
         while end:
             begin = max(0, end - _READ_BYTES)

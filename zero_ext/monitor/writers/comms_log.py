@@ -26,7 +26,7 @@ class CommsTotals:
     seconds: float = 0.0
 
     def add(self, other: CommsTotals) -> None:
-        """Adds another count of the same."""
+        """Add another count of the same."""
         self.collectives += other.collectives
         self.elements += other.elements
         self.bytes_sent += other.bytes_sent
@@ -53,7 +53,7 @@ class CommsLog:
 
     @property
     def totals(self) -> Sequence[CommsTotals]:
-        """Sums over all steps so far, by kind and group."""
+        """Sum over all steps so far, by kind and group."""
         return tuple(self._all.values())
 
     def __call__(self, event: Event) -> None:

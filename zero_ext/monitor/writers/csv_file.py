@@ -90,7 +90,7 @@ class CsvFile:
         self.close()
 
     def _widen(self, names: Sequence[str]) -> None:
-        """Adds columns, empty in the rows so far: a new file takes the old one's place."""
+        """Add columns, empty in the rows so far: a new file takes the old one's place."""
         self._file.close()
         self._columns += names
         temporary = self.path.with_name(f".{self.path.name}.new")

@@ -16,7 +16,7 @@ _LINES_WITHOUT_TERMINAL = 10
 
 
 def on_a_terminal() -> bool:
-    """Whether a progress bar would be seen: stderr is a terminal."""
+    """Return whether a progress bar would be seen: stderr is a terminal."""
     return Console(stderr=True).is_terminal
 
 

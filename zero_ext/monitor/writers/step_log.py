@@ -56,7 +56,9 @@ class StepLog:
         self._seconds, self._skipped = 0.0, 0
 
     def _late(self, what: Literal["loss", "gradient norm"], event: StepEnd, value: float | None) -> list[str]:
-        """A number of the step that ``event`` tells of, or of the last one that the device has ended."""
+        """Return a number of the step that ``event`` tells of, or of the last one that the device has
+        ended.
+        """
         if value is not None:
             return [f"{what} {value:.4g}"]
         arrived = self._arrived

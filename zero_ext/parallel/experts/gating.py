@@ -91,6 +91,6 @@ def balance_loss(first_choices: torch.Tensor, probabilities: torch.Tensor) -> to
 
 
 def _count(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """How often each of ``number`` experts occurs."""
+    """Return how often each of ``number`` experts occurs."""
     counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, experts, torch.ones_like(experts))

@@ -176,7 +176,7 @@ def _check(count: int, ranks: int, top_k: int, capacity_factor: float | None) ->
 
 
 def _made(make: MakeExpert, numbers: Sequence[int]) -> list[nn.Module]:
-    """The experts ``numbers``, with values that ranks with other numbers do not change."""
+    """Return the experts ``numbers``, with values that ranks with other numbers do not change."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     made = []
     for number in numbers:
@@ -207,7 +207,7 @@ def _problem(experts: Mapping[int, nn.Module]) -> str:
 
 
 def _agree(problem: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
-    """Raises ``ValueError`` on all ranks of ``group`` if one has a ``problem``."""
+    """Raise ``ValueError`` on all ranks of ``group`` if one has a ``problem``."""
     problems = torch.tensor(bool(problem), device=mesh.device_type if mesh is not None else "cpu").int()
     if group is not None:
         dist.all_reduce(problems, group=group)

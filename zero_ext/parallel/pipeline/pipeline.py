@@ -92,12 +92,12 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage, which reads the inputs."""
+        """Return whether this rank has the first stage, which reads the inputs."""
         return self._module.is_first
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, which reads the targets."""
+        """Return whether this rank has the last stage, which reads the targets."""
         return self._module.is_last
 
     def train_batch(self, *inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Pipeline:
         return (total / self._engine.world_size).float()[0]
 
     def _agree(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> int:
-        """A number that stands for the shapes of the first stage's inputs; the same on all stages.
+        """Return a number that stands for the shapes of the first stage's inputs; the same on all stages.
 
         Raises ``ValueError`` on all of them if a batch cannot be split.
         """

@@ -13,7 +13,7 @@ from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 def check_settings(
     config: ZeroConfig, module: StageModule, micro_batches: int, grad_reduction: str, checkpoint: bool | None
 ) -> None:
-    """Raises ``ValueError`` for settings of a pipeline of ``module`` that are wrong, or that do not fit it or
+    """Raise ``ValueError`` for settings of a pipeline of ``module`` that are wrong, or that do not fit it or
     ``config``."""
     chunks, by_layers = module.chunks, module.kind.made is None
     accumulated = config.batch.gradient_accumulation_steps

@@ -8,7 +8,7 @@ from zero_ext.parallel.ranks.rank_mapping import RankMapping
 
 
 def plot_mapping(mapping: RankMapping, ranks_per_node: int, path: Path) -> Path:
-    """Draws ``mapping`` to ``path`` (PNG, SVG or PDF by its suffix): a panel for every axis longer than 1,
+    """Draw ``mapping`` to ``path`` (PNG, SVG or PDF by its suffix): a panel for every axis longer than 1,
     a box for every node, a cell for every rank with its coordinates; ranks of a group share a colour.
 
     ModuleNotFoundError where matplotlib is not installed.

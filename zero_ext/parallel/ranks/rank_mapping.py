@@ -187,7 +187,7 @@ def _merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 
 
 def _orders(sizes: Sizes[str, int]) -> int:
-    """How many :func:`all_mappings` gives."""
+    """Return how many :func:`all_mappings` gives."""
     primes = {axis: _primes(length) for axis, length in sizes.items()}
     count = math.factorial(sum(map(len, primes.values())))
     for digits in primes.values():
@@ -246,7 +246,7 @@ def _looks(mapping: RankMapping) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=65536)
 def _seconds(topology: LinkTopology, traffic: AxisTraffic, strides: tuple[tuple[int, int], ...]) -> float:
-    """Seconds of one axis's exchanges: at every level the busiest link, one level after another.
+    """Return seconds of one axis's exchanges: at every level the busiest link, one level after another.
 
     Collectives are hierarchical: whatever the number of a group's ranks below a link, its bytes come through
     it once (as :mod:`zero_ext.comm` sends them).

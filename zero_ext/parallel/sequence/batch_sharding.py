@@ -88,7 +88,7 @@ def _has_length(value: Any, length: int) -> bool:
 
 
 def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
-    """The positions of full sequences, int64 [1 or batch, length]."""
+    """Return the positions of full sequences, int64 [1 or batch, length]."""
     length = tokens.shape[1]
     counted = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
     if padding_idx is None:

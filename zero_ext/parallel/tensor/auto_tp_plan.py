@@ -135,7 +135,7 @@ def _matches(wide: nn.Linear, narrow: nn.Linear) -> bool:
 def _record(
     model: nn.Module, blocks: list[_Block], inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, _Seen]:
-    """What each block did in its last call."""
+    """Return what each block did in its last call."""
     narrow: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     seen: dict[str, _Seen] = {}
     hooks = []
@@ -206,7 +206,7 @@ def _problem(module: nn.Module, block: _Block, ranks: int, seen: _Seen) -> str:
 
 
 def _alike(found: Any, wanted: Any) -> bool:
-    """Whether the tensors in both are the same up to rounding."""
+    """Return whether the tensors in both are the same up to rounding."""
     pairs = [
         [each for each in tree_leaves(some) if isinstance(each, torch.Tensor)] for some in (found, wanted)
     ]

@@ -123,7 +123,7 @@ def module_problem(model: nn.Module, name: str, style: str) -> str:
 
 
 def _projects(module: nn.Module) -> bool:
-    """Whether a module is a product with its weight and nothing else."""
+    """Return whether a module is a product with its weight and nothing else."""
     return is_conv1d(module) or type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
 
 
@@ -132,7 +132,7 @@ def _parent(model: nn.Module, name: str) -> Any:
 
 
 def _rotary(model: nn.Module, name: str) -> int | None:
-    """The numbers of a key of multi-head latent attention that are rotated."""
+    """Return the numbers of a key of multi-head latent attention that are rotated."""
     parent = _parent(model, name)
     config = getattr(parent, "config", None) or getattr(model, "config", None)
     found: int | None = getattr(parent, "qk_rope_head_dim", None) or getattr(config, "qk_rope_head_dim", None)

@@ -156,7 +156,7 @@ def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
 
 
 def _vocabulary(model: Any) -> Iterator[tuple[str, str]]:
-    """The modules of a model of transformers with a row per word, and their styles."""
+    """Yield the modules of a model of transformers with a row per word, and their styles."""
     weights = []
     for find in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -249,7 +249,9 @@ def _check_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _number(config: Any, name: str) -> Any:
-    """A setting of a configuration; 0 where layers have different ones, whose access transformers refuses."""
+    """Return a setting of a configuration; 0 where layers have different ones, whose access transformers
+    refuses.
+    """
     try:
         return getattr(config, name, 0)
     except Exception as error:

@@ -90,7 +90,7 @@ class _SplitRegion:
         return self._seed is not None and self._generator.initial_seed() == self._seed
 
     def after_outputs(self) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-        """A hook for a module whose outputs are split."""
+        """Return a hook for a module whose outputs are split."""
 
         @torch._dynamo.disable
         def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class _SplitRegion:
         return hook
 
     def before_inputs(self) -> Callable[[nn.Module, Any], None]:
-        """A hook for a module whose inputs are."""
+        """Return a hook for a module whose inputs are."""
 
         @torch._dynamo.disable
         def hook(module: nn.Module, inputs: Any) -> None:
@@ -150,6 +150,6 @@ class _SplitRegion:
 
 
 def _digest(state: torch.Tensor, rank: int) -> int:
-    """A seed, 63 bits."""
+    """Return a seed, 63 bits."""
     found = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(8, "little"))
     return int.from_bytes(found.digest(), "little") >> 1

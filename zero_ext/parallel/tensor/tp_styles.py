@@ -17,7 +17,7 @@ from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' ``Conv1D``: a projection whose weight is [in, out]."""
+    """Return whether ``module`` is transformers' ``Conv1D``: a projection whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

@@ -13,7 +13,7 @@ _WORTH_SAYING = 0.005  # of a step
 
 
 def reasons_of(found: FoundLayout, hardware: Hardware) -> str:
-    """What bounds the step, what else it waits for, and the memory of its fullest rank."""
+    """Return what bounds the step, what else it waits for, and the memory of its fullest rank."""
     components, seconds = found.time.components, found.time.seconds
     ordered = sorted(components, key=lambda name: -components[name])
     shares = [
@@ -36,7 +36,7 @@ def reasons_of(found: FoundLayout, hardware: Hardware) -> str:
 
 
 def why_no_layout(wanted: LayoutRequest) -> str:
-    """What the nearest layout lacks, and how many GPUs would do."""
+    """Return what the nearest layout lacks, and how many GPUs would do."""
     nearest = nearest_layout(wanted)
     lacks = "; ".join(map(str, nearest.fullest.shortfalls))
     gpus = fewest_gpus(wanted)

@@ -37,7 +37,7 @@ class LayoutRequest:
 
 
 def layouts(wanted: LayoutRequest, beyond_nodes: bool = False) -> Iterator[ParallelLayout]:
-    """Every layout of ``wanted``, whether it fits or not.
+    """Yield every layout of ``wanted``, whether it fits or not.
 
     ``tp`` divides heads, the width of the feed-forward part and the GPUs of a node, or is a multiple of
     these ``beyond_nodes``. A stage has at least one layer, a step at least as many micro-batches as stages.

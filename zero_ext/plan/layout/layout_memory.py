@@ -27,14 +27,14 @@ class RankNeeds:
 
     @property
     def excess(self) -> float:
-        """What is asked of the tier that is shortest of room, over what it has; 0 if all fits."""
+        """Return what is asked of the tier that is shortest of room, over what it has; 0 if all fits."""
         return max((short.times for short in self.shortfalls), default=0.0)
 
 
 def rank_needs(model: ModelSpec, layout: ParallelLayout, hardware: Hardware, stage: int) -> RankNeeds:
-    """What a rank of pipeline stage ``stage`` keeps: parameters, gradients and optimizer state of its part of
-    the tensors of its layers, sharded over the replicas as ZeRO's stage says, what passes through, the
-    activations of the micro-batches under way, and what autograd and NCCL hold.
+    """Return what a rank of pipeline stage ``stage`` keeps: parameters, gradients and optimizer state of its
+    part of the tensors of its layers, sharded over the replicas as ZeRO's stage says, what passes through,
+    the activations of the micro-batches under way, and what autograd and NCCL hold.
 
     Raises ``ValueError`` for a stage that there is not.
     """
@@ -48,7 +48,7 @@ def rank_needs(model: ModelSpec, layout: ParallelLayout, hardware: Hardware, sta
 
 
 def fullest_rank(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> RankNeeds:
-    """The rank that lacks most, else the one that takes most of its device. Where model state and
+    """Return the rank that lacks most, else the one that takes most of its device. Where model state and
     activations do not fit, nothing else is counted.
 
     Ranks of a node count as if all were like this one.

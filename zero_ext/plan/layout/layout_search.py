@@ -29,9 +29,9 @@ class FoundLayout:
 
 
 def best_layouts(wanted: LayoutRequest, count: int = SHOWN) -> list[FoundLayout]:
-    """The ``count`` fastest lengths of pp, dp and tp, the fastest first, each with the ZeRO stage, tiers,
-    micro-batch and activations that are fastest of those that fit; of equals the nearer tiers, activations
-    that are kept, the lower stage.
+    """Return the ``count`` fastest lengths of pp, dp and tp, the fastest first, each with the ZeRO stage,
+    tiers, micro-batch and activations that are fastest of those that fit; of equals the nearer tiers,
+    activations that are kept, the lower stage.
 
     Tensors are shared between nodes only if nothing else fits. Empty if nothing fits. Layouts are taken up in
     the order of a time that they cannot fall short of, until none can be among the best any more: the result
@@ -87,7 +87,7 @@ def fewest_gpus(wanted: LayoutRequest) -> int | None:
 
 
 def _smallest(wanted: LayoutRequest) -> Iterator[ParallelLayout]:
-    """The layouts with the fewest samples at a time, which need least room."""
+    """Return the layouts with the fewest samples at a time, which need least room."""
     least = replace(wanted, micro_batch=wanted.micro_batch or 1)
     return chain(layouts(least), layouts(least, beyond_nodes=True))
 

@@ -31,7 +31,7 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """What takes longest."""
+        """Return what takes longest."""
         return max(self.components, key=lambda name: self.components[name])
 
 
@@ -47,8 +47,8 @@ class _StageRun:
 
 
 def step_time(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> StepTime:
-    """A step's time under 1F1B: a slot for every micro-batch and for every stage but one, as long as the
-    slowest stage takes for a micro-batch, and what reductions, updates and offload leave over.
+    """Return a step's time under 1F1B: a slot for every micro-batch and for every stage but one, as long as
+    the slowest stage takes for a micro-batch, and what reductions, updates and offload leave over.
 
     A stage's micro-batch is the simulated step of its part of the model on the replicas' share of the nodes.
     Exchanges of tensors' parts and between stages are not overlapped with anything.
@@ -108,7 +108,7 @@ def _run(kind: Stage, layout: ParallelLayout, hardware: Hardware) -> _StageRun:
 
 
 def _busy_slot(kind: Stage, costs: Costs) -> tuple[float, float]:
-    """Seconds of computing, and of the link, in a micro-batch's forward and backward."""
+    """Return seconds of computing, and of the link, in a micro-batch's forward and backward."""
     computing = link = 0.0
     for unit, count in kind.units.items():
         computing += count * (costs.forward(unit) + costs.backward(unit))
@@ -120,7 +120,9 @@ def _busy_slot(kind: Stage, costs: Costs) -> tuple[float, float]:
 
 
 def _updates(kind: Stage, costs: Costs) -> float:
-    """Seconds of the updates after a step's last backward at least: of the resource that is busiest."""
+    """Return seconds of the updates after a step's last backward at least: of the resource that is
+    busiest.
+    """
     placement, training = costs.placement, costs.training
     owned = {unit: training.owned(unit.parameters, placement.optimizer) for unit in kind.units}
     state = sum(count * owned[unit] for unit, count in kind.units.items())
@@ -136,7 +138,7 @@ def _updates(kind: Stage, costs: Costs) -> float:
 
 
 def _exchanges(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a micro-batch on the axes whose exchanges computing waits for."""
+    """Return seconds of a micro-batch on the axes whose exchanges computing waits for."""
     shape, training = model.shape, layout.training
     layers = layout.pp * max(kind.layers for kind in stages_of(model, layout.pp, layout.tp))
     step = TransformerStep(

@@ -66,17 +66,18 @@ class ParallelLayout:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether a pipeline reduces gradients after every micro-batch."""
+        """Return whether a pipeline reduces gradients after every micro-batch."""
         return self.pp > 1 and self.training.placement.grads
 
     def training_of(self, stage: int) -> Training:
-        """What a rank of pipeline stage ``stage`` does: in 1F1B the first one starts as many micro-batches
-        as there are stages before its first backward, the last one a single one (Narayanan et al. 2021,
-        arXiv 2104.04473, section 2.2)."""
+        """Return what a rank of pipeline stage ``stage`` does: in 1F1B the first one starts as many
+        micro-batches as there are stages before its first backward, the last one a single one (Narayanan
+        et al. 2021, arXiv 2104.04473, section 2.2).
+        """
         return replace(self.training, in_flight=min(self.pp - stage, self.micro_batches))
 
     def share_of(self, hardware: Hardware) -> Hardware:
-        """What the replicas of one part have of each node of ``hardware``."""
+        """Return what the replicas of one part have of each node of ``hardware``."""
         ranks = min(self.gpus, hardware.ranks_per_node)
         return hardware.shared(math.gcd(self.dp, max(1, ranks // self.tp)), ranks)
 

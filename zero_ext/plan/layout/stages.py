@@ -21,12 +21,12 @@ class Stage:
 
     @cached_property
     def units(self) -> Counter[UnitCost]:
-        """How many of each kind of unit."""
+        """Return how many of each kind of unit."""
         return Counter(self.cost.units)
 
 
 def stages_of(model: ModelSpec, pp: int, tp: int) -> tuple[Stage, ...]:
-    """The kinds of stages of ``model`` cut into ``pp``, by parameters as a ``PipelineModule`` does by
+    """Return the kinds of stages of ``model`` cut into ``pp``, by parameters as a ``PipelineModule`` does by
     default, its tensors shared by ``tp`` ranks. The embedding goes before the layers, the output matrix
     behind; a tied one is in both ends.
 
@@ -49,7 +49,7 @@ def stages_of(model: ModelSpec, pp: int, tp: int) -> tuple[Stage, ...]:
 
 
 def _kinds(model: ModelSpec, pp: int) -> dict[tuple[bool, int, bool], list[int]]:
-    """The stages that have the embedding or not, so many layers, the output matrix or not."""
+    """Return the stages that have the embedding or not, so many layers, the output matrix or not."""
     known, key = model.full_cost.derived, ("kinds of stages", pp)
     if key not in known:
         kinds = known[key] = {}
@@ -62,7 +62,7 @@ def _kinds(model: ModelSpec, pp: int) -> dict[tuple[bool, int, bool], list[int]]
 
 
 def _cut(model: ModelSpec, pp: int) -> list[range]:
-    """The embedding, the layers and the output matrix, counted from 0, of each stage."""
+    """Return the embedding, the layers and the output matrix, counted from 0, of each stage."""
     first, *units, last = model.full_cost.units
     tiles = len(units) // model.shape.layers
     layer = sum(unit.parameters for unit in units[:tiles])

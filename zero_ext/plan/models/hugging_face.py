@@ -20,7 +20,7 @@ _CORRECT = "Correct the file, or give a parameter count instead."
 
 
 def model_of_file(path: Path) -> ModelSpec:
-    """Reads a ``config.json``.
+    """Read a ``config.json``.
 
     Raises ConfigError (a ValueError) naming the file and the keys for anything that is no JSON object, sizes
     that are missing, of another type or out of bounds, and models that are no dense transformers of a known
@@ -67,7 +67,7 @@ class _Keys:
         return value
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
-        """The first of ``names`` that is there."""
+        """Return the first of ``names`` that is there."""
         for name in names:
             if self.has(name):
                 value = self._values[name]

@@ -38,7 +38,7 @@ class ModelSpec:
         return self.shape.name
 
     def with_sequence(self, sequence: int) -> ModelSpec:
-        """The same with samples of ``sequence`` tokens."""
+        """Return the same with samples of ``sequence`` tokens."""
         return replace(self, shape=replace(self.shape, sequence=sequence))
 
     @cached_property
@@ -51,8 +51,9 @@ class ModelSpec:
         return self.cost()
 
     def cost(self, tp_size: int = 1) -> ModelCost:
-        """All units as one of ``tp_size`` ranks has them that share every layer's tensors. Tensors that
-        are split are not cut into tiles."""
+        """Return all units as one of ``tp_size`` ranks has them that share every layer's tensors. Tensors
+        that are split are not cut into tiles.
+        """
         tiles = 1 if tp_size > 1 else self.shape.tiles
         cost = self._own_cost
         if tp_size > 1:

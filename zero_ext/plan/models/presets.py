@@ -51,13 +51,17 @@ _MANY_HEADS = 8  # with fewer, a whole head more or less would change the size t
 
 
 def preset_named(name: str) -> Transformer | None:
-    """A shape of :data:`PRESETS` by its name, with or without ``gpt-`` before it; None if there is none."""
+    """Return a shape of :data:`PRESETS` by its name, with or without ``gpt-`` before it; None if there is
+    none.
+    """
     lowered = name.lower()
     return PRESETS.get(lowered) or PRESETS.get(f"gpt-{lowered}")
 
 
 def shape_of_count(parameters: int) -> Transformer:
-    """A GPT of about ``parameters``: the depth of the next larger preset, and the width that goes with it."""
+    """Return a GPT of about ``parameters``: the depth of the next larger preset, and the width that goes with
+    it.
+    """
     family = sorted(
         (shape for name, shape in PRESETS.items() if name.startswith("gpt-")),
         key=lambda shape: shape.layers * shape.hidden**2,

@@ -14,7 +14,8 @@ FEWEST, MOST = 1000, 10**15
 
 
 def model_named(model: str) -> ModelSpec:
-    """A preset, a number of parameters (``7.5B``), a Hugging Face ``config.json``, or a folder with one.
+    """Return a preset, a number of parameters (``7.5B``), a Hugging Face ``config.json``, or a folder with
+    one.
 
     Raises ValueError for anything else, naming the presets, and for a file that cannot be used, naming its
     keys.

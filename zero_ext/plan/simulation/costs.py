@@ -43,11 +43,11 @@ class Costs:
         return self.tokens * unit.forward_flops
 
     def recomputes(self, unit: UnitCost) -> bool:
-        """Whether a unit's forward runs twice."""
+        """Return whether a unit's forward runs twice."""
         return unit.recomputes and self.training.activations != "saved"
 
     def collective(self, elements: int, itemsize: int) -> float:
-        """One gather or reduce-scatter of ``elements``: a rank receives all but its own part.
+        """Return one gather or reduce-scatter of ``elements``: a rank receives all but its own part.
 
         Where parameters are not sharded, units go in buckets: a smaller one has its part of the latency.
         """
@@ -58,31 +58,33 @@ class Costs:
         return share * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
 
     def reduce(self, elements: int, itemsize: int) -> float:
-        """A reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its own."""
+        """Return a reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its
+        own.
+        """
         ranks, seconds = self.training.world_size, self.collective(elements, itemsize)
         if ranks > 1 and self.hardware.device_is_host:
             seconds += elements * itemsize * (1 + 1 / ranks) / self.rates.device
         return seconds
 
     def fetch(self, unit: UnitCost) -> float:
-        """A parameter shard from NVMe."""
+        """Return a parameter shard from NVMe."""
         return self._shard(unit) * PARAMETER_BYTES / self.rates.nvme_read
 
     def to_device(self, elements: int, itemsize: int) -> float:
-        """A copy from host memory."""
+        """Return a copy from host memory."""
         return elements * itemsize / self.rates.to_device
 
     def to_host(self, elements: int, itemsize: int) -> float:
-        """A copy to host memory."""
+        """Return a copy to host memory."""
         return elements * itemsize / self.rates.to_host
 
     def output(self, unit: UnitCost) -> tuple[float, float]:
-        """What a unit hands on, to host memory and back."""
+        """Return what a unit hands on, to host memory and back."""
         nbytes = self.tokens * unit.output
         return nbytes / self.rates.to_host, nbytes / self.rates.to_device
 
     def accumulate(self, elements: int, rate: float) -> float:
-        """A gradient added to what there is in fp32: one read, one read and written."""
+        """Return a gradient added to what there is in fp32: one read, one read and written."""
         return elements * (PARAMETER_BYTES + 2 * 4) / rate
 
     def norm(self, elements: int) -> float:
@@ -93,7 +95,7 @@ class Costs:
         return elements * self.training.gradient_bytes / rate + latency
 
     def update(self, elements: int) -> float:
-        """One pass of Adam: state read and written, gradient read, parameter written."""
+        """Return one pass of Adam: state read and written, gradient read, parameter written."""
         moved = 2 * self.training.state_bytes + self.training.gradient_bytes + PARAMETER_BYTES
         on_device = not self.placement.optimizer or self.placement.optimizer_tier == "device"
         return elements * moved / (self.rates.device if on_device else self.rates.host)

@@ -42,19 +42,19 @@ class OptimizerSchedule:
         self._done: dict[int, list[int]] = {}
 
     def norm(self) -> float:
-        """Seconds of the global norm, if one is asked for."""
+        """Return seconds of the global norm, if one is asked for."""
         if not self._training.clipping:
             return 0.0
         sharded = self._placement.grads or self._placement.optimizer
         return self._costs.norm(sum(self._training.owned(unit.parameters, sharded) for unit in self._units))
 
     def run_all(self, after: Sequence[int]) -> None:
-        """Updates all units, each after ``after``."""
+        """Update all units, each after ``after``."""
         for number in range(len(self._units)):
             self._one(number, after)
 
     def run(self, number: int, after: Sequence[int]) -> list[int]:
-        """Updates one unit; returns the tasks after which all of it is done, writes included."""
+        """Update one unit; return the tasks after which all of it is done, writes included."""
         self._stored = []
         done = self._one(number, after)
         self.end()
@@ -67,7 +67,7 @@ class OptimizerSchedule:
                 self._publish(number, [*self._done.get(number, ()), *after])
 
     def end(self) -> None:
-        """Hands over the writes that are left."""
+        """Hand over the writes that are left."""
         while self._writes:
             self._write()
 
@@ -99,7 +99,7 @@ class OptimizerSchedule:
         return [self._add(f"update {number}", where, self._costs.update(elements), ready)]
 
     def _stream(self, number: int, elements: int, after: Sequence[int]) -> list[int]:
-        """Reads run ahead of updates; a chunk's buffer is free again once it is written."""
+        """Read run ahead of updates; a chunk's buffer is free again once it is written."""
         chunks = -(-CHUNKS // len(self._units))
         read, write = (seconds / chunks for seconds in self._costs.stored_state(elements))
         update = self._costs.update(elements) / chunks

@@ -35,7 +35,7 @@ class _Parameter:
 
 
 def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
-    """Elements of a unit's flat buffer, padding included: how many units are that long.
+    """Return elements of a unit's flat buffer, padding included: how many units are that long.
 
     A shard is a whole number of 64 bytes, and of blocks of 4096 where parameters are in storage: nothing
     beside a large unit, but all of it for the norm at a model's end, which is a unit of its own.
@@ -61,7 +61,7 @@ def padded_elements(model: ModelCost, training: Training) -> int:
 def planned_units(
     groups: Sequence[TensorGroup], placement: StatePlacement, training: Training
 ) -> Iterator[UnitSpec]:
-    """The units of ``groups``, as staging is planned for them."""
+    """Yield the units of ``groups``, as staging is planned for them."""
     parameters = _parameters(groups, training.stage == 3)
     spans = gradient_spans([parameter.block for parameter in parameters])
     sizes = [parameter.elements for parameter in parameters]
@@ -113,7 +113,7 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
 
 
 def _padded(sizes: Sequence[int], placement: StatePlacement, ranks: int) -> int:
-    """Elements of the flat buffer of tensors of ``sizes``."""
+    """Return elements of the flat buffer of tensors of ``sizes``."""
     stored = placement.params and placement.params_tier == "nvme"
     alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
     return flat_offsets(sizes, PARAMETER_BYTES, ranks, alignment)[1]
@@ -142,7 +142,9 @@ def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
 
 
 def _tensors(group: TensorGroup, tiled: bool) -> list[tuple[int, bool]]:
-    """Elements of each, and whether it is a tile. Parts of the vectors end where no padding is needed."""
+    """Return elements of each, and whether it is a tile. Parts of the vectors end where no padding is
+    needed.
+    """
     tiles = group.tiles if tiled else 1
     count, grain = max(1, len(group.matrices)), ALIGNMENT_BYTES // PARAMETER_BYTES
     bounds = [group.vectors * index // count // grain * grain for index in range(count)] + [group.vectors]

@@ -26,7 +26,7 @@ class Shortfall:
 
     @property
     def times(self) -> float:
-        """What is needed over what there is."""
+        """Return what is needed over what there is."""
         return self.needed / self.available
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class MemoryNeeds:
     ranks: int
 
     def total(self, tier: Tier) -> int:
-        """Bytes of a device, or of a node's host memory or NVMe."""
+        """Return bytes of a device, or of a node's host memory or NVMe."""
         bytes_by_use: dict[str, int] = getattr(self, tier)
         return sum(bytes_by_use.values()) * (1 if tier == "device" else self.ranks)
 
     def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
-        """The tiers that are too small."""
+        """Return the tiers that are too small."""
         if hardware.device_is_host:
             used = {"host": self.ranks * self.total("device") + self.total("host")}
         else:
@@ -85,16 +85,17 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
 
 
 def fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
-    """Whether every tier holds what :func:`memory_needs` asks of it."""
+    """Return whether every tier holds what :func:`memory_needs` asks of it."""
     if state_needs(model, training, hardware).shortfalls(hardware):
         return False
     return not memory_needs(model, training, hardware).shortfalls(hardware)
 
 
 def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], staging_buffer_bytes: int) -> int:
-    """Bytes on NVMe of the optimizer state of a range of ``elements``: chunks, as large as eight in a ring of
-    ``staging_buffer_bytes`` can be with gradients and parameters in fp32, each in full blocks. ``fields`` are
-    as :attr:`Training.state_fields`."""
+    """Return bytes on NVMe of the optimizer state of a range of ``elements``: chunks, as large as eight in a
+    ring of ``staging_buffer_bytes`` can be with gradients and parameters in fp32, each in full blocks.
+    ``fields`` are as :attr:`Training.state_fields`.
+    """
 
     def plain(count: int) -> int:
         return sum(-(-count // shared) * nbytes for nbytes, shared in fields)
@@ -129,7 +130,7 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
 
 
 def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
-    """Bytes of the state of one unit of ``elements``, by kind."""
+    """Return bytes of the state of one unit of ``elements``, by kind."""
     state = TrainingState(
         {"bf16": elements},
         moments_dtype=training.moments_dtype,
@@ -149,7 +150,7 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
 
 
 def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    """Updates beside the next step read gradients of their own; what they make of parameters waits in host
+    """Update beside the next step read gradients of their own; what they make of parameters waits in host
     memory where the masters would have to be read from storage for it."""
     owned = padded_elements(model, training) // training.world_size
     found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes

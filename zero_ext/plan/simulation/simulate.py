@@ -46,7 +46,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether all tiers hold what is asked of them."""
+        """Return whether all tiers hold what is asked of them."""
         return not self.shortfalls
 
     @property

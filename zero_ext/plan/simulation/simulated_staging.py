@@ -34,7 +34,7 @@ class StagingBytes:
 
 
 def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> StagingBytes:
-    """What :func:`zero_ext.prepare` with AdamW sets aside on one rank of ``training`` for what passes
+    """Return what :func:`zero_ext.prepare` with AdamW sets aside on one rank of ``training`` for what passes
     through; ``accelerated``: the device is not the processor.
 
     Stacks are cut to the blocks that a busiest moment can touch.
@@ -59,7 +59,7 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
 
 
 def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
-    """Elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
+    """Return elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
     if not training.placement.params:
         return Counter()
     key = "gathered once", _what_counts(training)
@@ -146,7 +146,7 @@ def _shallow(groups: Sequence[TensorGroup], training: Training) -> Iterator[Tens
 
 
 def _with_few_tiles(group: TensorGroup) -> TensorGroup:
-    """The same with fewer tiles of the same size."""
+    """Return the same with fewer tiles of the same size."""
     if group.tiles <= _MOST_TILES:
         return group
     few = tuple(-(-matrix // group.tiles) * _MOST_TILES for matrix in group.matrices)

@@ -26,7 +26,7 @@ class _SimulatedUnit(PlannedUnit):
 
     @property
     def needs_early_gather(self) -> bool:
-        """Whether other ranks have shards of it, or the device is not the processor."""
+        """Return whether other ranks have shards of it, or the device is not the processor."""
         return super().needs_early_gather or not self._schedule.costs.hardware.device_is_host
 
     def to_fetching(self, exact: bool = False) -> None:
@@ -73,7 +73,7 @@ class StepSchedule:
         self._now: list[int] = []  # what the next computing of forward and backward comes after
 
     def run(self) -> Timeline:
-        """Builds the whole step."""
+        """Build the whole step."""
         when, steps = self.training.update_mode, self.training.accumulation_steps
         if when == "delayed":
             self._updates.run_all([])

@@ -35,7 +35,7 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def add(self, name: str, resource: str, seconds: float, after: Iterable[int] = ()) -> int:
-        """Hands a task over and returns its number, by which later ones name it in ``after``."""
+        """Hand a task over and return its number, by which later ones name it in ``after``."""
         begin = self._free.get(resource, 0.0)
         for number in after:
             begin = max(begin, self.spans[number].end)

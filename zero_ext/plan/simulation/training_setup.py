@@ -153,7 +153,7 @@ class Training:
 
     @property
     def placement(self) -> StatePlacement:
-        """Shards and tiers of each state kind."""
+        """Shard and tiers of each state kind."""
         stage = StatePlacement.of_stage(self.stage)
         return StatePlacement(
             stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
@@ -166,7 +166,7 @@ class Training:
 
     @property
     def uses_up_gradients(self) -> bool:
-        """Whether each unit's gradient ends with its update in backward."""
+        """Return whether each unit's gradient ends with its update in backward."""
         return self.update_mode == "in_backward" and not self.clipping and self.accumulation_steps == 1
 
     @property

@@ -22,7 +22,7 @@ class Prediction:
     recomputed: bool = False
 
     def why_not(self, config: ZeroConfig) -> str:
-        """What does not fit, in words; empty if all does."""
+        """Return what does not fit, in words; empty if all does."""
         needs = memory_needs(self.model.full_cost, self._training(config), self.hardware)
         return "; ".join(map(str, needs.shortfalls(self.hardware)))
 

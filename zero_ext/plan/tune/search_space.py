@@ -31,7 +31,7 @@ class Point:
 
     @property
     def stored(self) -> bool:
-        """Whether anything lies on NVMe."""
+        """Return whether anything lies on NVMe."""
         return "nvme" in self.placement.options.values()
 
 
@@ -62,7 +62,7 @@ class Space:
                 raise ValueError(f"{name}: expected at least one, got none. Pass the values to try.")
 
     def variants(self, placement: Candidate, micro_batch: int) -> Iterator[Point]:
-        """The points of one placement and micro-batch."""
+        """Yield the points of one placement and micro-batch."""
         sections = self.aio if "nvme" in placement.options.values() else ((),)
         for elements in self.unit_elements:
             for aio in sections:
@@ -74,7 +74,7 @@ class Space:
                 yield from self.variants(placement, micro_batch)
 
     def config(self, point: Point) -> ZeroConfig:
-        """The configuration of ``point``; for these ranks only if the base has a ``train_batch_size``.
+        """Return the configuration of ``point``; for these ranks only if the base has a ``train_batch_size``.
 
         Raises ConfigError where the base's batch is no multiple of its micro-batch, or the base does not fit
         its placement.
@@ -102,7 +102,9 @@ class Space:
 
 
 def placements_of(stages: tuple[int, ...], tiers: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """The candidates of these stages whose state lies in these tiers only. ValueError if there are none."""
+    """Return the candidates of these stages whose state lies in these tiers only. ValueError if there are
+    none.
+    """
     found = tuple(
         candidate
         for candidate in CANDIDATES

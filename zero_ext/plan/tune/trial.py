@@ -110,7 +110,7 @@ class Trial:
 
 
 def _now() -> float:
-    """The time at which the accelerator, if there is one, has done what it was given."""
+    """Return the time at which the accelerator, if there is one, has done what it was given."""
     import torch
 
     if torch.accelerator.is_available():

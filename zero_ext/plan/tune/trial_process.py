@@ -46,7 +46,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """What is run."""
+        """Return what is run."""
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         return [sys.executable, *(several if self.ranks > 1 else []), str(self.script), *self.arguments]
 
@@ -62,7 +62,7 @@ class TrialOutcome:
 
 
 def run_trial(launch: Launch, config: ZeroConfig) -> TrialOutcome:
-    """Runs the script once with ``config``. Whatever happens to it is an outcome, never an exception; only
+    """Run the script once with ``config``. Whatever happens to it is an outcome, never an exception; only
     what prevents starting it raises OSError."""
     with tempfile.TemporaryDirectory(prefix="zero-ext-trial-") as name:
         folder = Path(name)
@@ -111,7 +111,7 @@ def _wait(process: subprocess.Popen[bytes], result: Path, deadline: float) -> bo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends whatever is left of the process and those it started."""
+    """End whatever is left of the process and those it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -136,7 +136,7 @@ def _outcome(status: int, timely: bool, result: Path, log: Path, seconds: float)
 
 
 def _rate(result: Path) -> float | None:
-    """The rate in a result file; None if it is not one."""
+    """Return the rate in a result file; None if it is not one."""
     try:
         rate = read_json_object(result).get("samples_per_second")
     except ConfigError:

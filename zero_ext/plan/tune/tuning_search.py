@@ -60,7 +60,7 @@ def search(
     most_trials: int | None = None,
     tick: Callable[[TrialResult], None] = lambda one: None,
 ) -> Tuning:
-    """Finds the fastest point of ``space`` by ``measure``.
+    """Find the fastest point of ``space`` by ``measure``.
 
     Every placement is tried with rising micro-batches until one runs out of memory or is slower than the one
     before; then those within 15% of the best with every size of units and every I/O section; then the fastest
@@ -154,7 +154,7 @@ class _Search:
             best = max(best, rate)
 
     def _rate(self, point: Point) -> float:
-        """Samples a second of ``point``, tried if it is worth it; 0 if there are none."""
+        """Return samples a second of ``point``, tried if it is worth it; 0 if there are none."""
         if point in self._known:
             return self._known[point].samples_per_second
         try:

@@ -30,7 +30,7 @@ _LARGEST = 1 << 62
 
 
 def is_flat(value: object) -> bool:
-    """Whether ``value`` is a contiguous one-dimensional tensor of floats."""
+    """Return whether ``value`` is a contiguous one-dimensional tensor of floats."""
     return (
         isinstance(value, torch.Tensor)
         and value.dim() == 1
@@ -89,7 +89,7 @@ def _with_groups(optimizer: Any) -> Any:
 
 
 def _items(check: Check) -> Check:
-    """A check of lists up to the first wrong item: pydantic would tell of all, in far more memory."""
+    """Return a check of lists up to the first wrong item: pydantic would tell of all, in far more memory."""
 
     def checked(items: Any) -> list[Any]:
         if not isinstance(items, list):
@@ -100,7 +100,7 @@ def _items(check: Check) -> Check:
 
 
 def _table(check: Check = lambda value: value) -> Check:
-    """The same of dicts with names as keys."""
+    """Return the same of dicts with names as keys."""
 
     def checked(table: Any) -> dict[str, Any]:
         return {_name(name): _at(name, check, value) for name, value in _group(table).items()}
@@ -126,7 +126,9 @@ class Foreign(BaseModel):
 
     @classmethod
     def of(cls, values: object, path: Path, where: str = "") -> Self:
-        """Those of ``values``, which is ``where`` in the file ``path``; CheckpointError for a wrong one."""
+        """Return those of ``values``, which is ``where`` in the file ``path``; CheckpointError for a wrong
+        one.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -189,7 +191,7 @@ class ModelFile(Foreign):
     checkpoint_parallel_dimensions: Any = None
 
     def configured(self, *keys: str) -> Any:
-        """What DeepSpeed's JSON says at these keys; None if it says nothing."""
+        """Return what DeepSpeed's JSON says at these keys; None if it says nothing."""
         value = self.ds_config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -197,12 +199,12 @@ class ModelFile(Foreign):
 
 
 def client_state(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What the user gave to ``save_checkpoint``, of a model's file."""
+    """Return what the user gave to ``save_checkpoint``, of a model's file."""
     return {key: value for key, value in content.items() if key not in ModelFile.model_fields}
 
 
 def damaged(path: Path, what: str, problem: str) -> CheckpointError:
-    """The error about ``what`` in the file ``path``, to be raised."""
+    """Return the error about ``what`` in the file ``path``, to be raised."""
     return CheckpointError(
         f"{path}: {what}: {problem}. It is damaged, or of a DeepSpeed that this reader does not know."
     )
@@ -215,7 +217,9 @@ def seen(value: object) -> str:
 
 
 def stored_tensor(table: Mapping[Any, Any], name: str, path: Path) -> torch.Tensor:
-    """The tensor ``name`` of a table in the file ``path``; CheckpointError for none that can be stored."""
+    """Return the tensor ``name`` of a table in the file ``path``; CheckpointError for none that can be
+    stored.
+    """
     value = table.get(name)
     if not isinstance(value, torch.Tensor) or value.dtype not in SAFETENSORS_CODES:
         raise damaged(path, name, f"expected a tensor that can be stored, got {seen(value)}")

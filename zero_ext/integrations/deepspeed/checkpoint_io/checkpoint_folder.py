@@ -36,7 +36,7 @@ class CheckpointFiles:
 
 
 def tag_folder(folder: Path, tag: str | None) -> Path:
-    """The folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names.
+    """Return the folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names.
 
     ``folder`` may also be that of one checkpoint. CheckpointError says what is there if it is not.
     """
@@ -63,12 +63,12 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
 
 
 def is_tag(tag: str) -> bool:
-    """Whether ``tag`` can be the name of a folder."""
+    """Return whether ``tag`` can be the name of a folder."""
     return _TAG.fullmatch(tag) is not None and tag not in (".", "..")
 
 
 def is_own(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint in zero_ext's format, or holds its steps."""
+    """Return whether ``folder`` is a checkpoint in zero_ext's format, or holds its steps."""
     directory = CheckpointDirectory(folder)
     steps = [directory.committed(step) for step in directory.steps()]
     return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
@@ -79,7 +79,7 @@ def _folders(folder: Path) -> str:
 
 
 def find_files(path: Path) -> CheckpointFiles:
-    """The files that DeepSpeed wrote to the folder of a tag.
+    """Return the files that DeepSpeed wrote to the folder of a tag.
 
     CheckpointError names what is missing, double or of a kind that is not read (tensor, pipeline or expert
     parallel).
@@ -121,7 +121,7 @@ def find_files(path: Path) -> CheckpointFiles:
 
 
 def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
-    """The files of all ranks, each of which has to be there."""
+    """Return the files of all ranks, each of which has to be there."""
     missing = next((rank for rank in range(len(found)) if rank not in found), None)
     if missing is not None:
         raise CheckpointError(

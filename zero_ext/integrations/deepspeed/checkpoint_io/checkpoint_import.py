@@ -128,8 +128,9 @@ def import_deepspeed_checkpoint(
 
 
 def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
-    """The tables of the checkpoint that DeepSpeed wrote to ``folder``, every file checked; errors as of
-    :func:`import_deepspeed_checkpoint`."""
+    """Return the tables of the checkpoint that DeepSpeed wrote to ``folder``, every file checked; errors as
+    of :func:`import_deepspeed_checkpoint`.
+    """
     files = find_files(folder)
     if verify:
         for path in (*files.optimizer, *files.model):
@@ -138,7 +139,7 @@ def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
 
 
 def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manifest:
-    """The manifest without files and slices."""
+    """Return the manifest without files and slices."""
     model, step = checkpoint.model, checkpoint.model.global_steps
     if step >= LARGEST_STEP:
         raise CheckpointError(f"{checkpoint.files.path}: step {step}: expected at most {LARGEST_STEP - 1}")
@@ -182,7 +183,7 @@ def _write(
     root: Path,
     progress: Callable[[int, int], None] | None,
 ) -> Manifest:
-    """Writes ``root/step-...``, a file for each rank, and returns the manifest with its files and slices.
+    """Write ``root/step-...``, a file for each rank, and returns the manifest with its files and slices.
 
     Nothing remains of it after an error; OSError and CheckpointError name the file.
     """

@@ -46,7 +46,7 @@ _allowing = threading.Lock()
 
 
 def read_pickled(path: Path) -> dict[Any, Any]:
-    """The dict that ``torch.save`` wrote to ``path``, tensors mapped from the file and not yet read.
+    """Return the dict that ``torch.save`` wrote to ``path``, tensors mapped from the file and not yet read.
 
     Time and memory are linear in the size of the file. CheckpointError names the file, and the class or
     function if one is neither torch's own nor among the stubs above: nothing of it has been imported or
@@ -74,7 +74,7 @@ def read_pickled(path: Path) -> dict[Any, Any]:
 
 
 def verify_pickled(path: Path) -> None:
-    """Reads every byte of ``path`` and compares the checksums that ``torch.save`` has put into it.
+    """Read every byte of ``path`` and compares the checksums that ``torch.save`` has put into it.
 
     Only of the kinds of record that it writes: no compression, so no record is longer than the file.
 
@@ -104,7 +104,7 @@ def _archive(path: Path, advice: str = "Use another checkpoint.") -> Iterator[zi
 
 @contextmanager
 def _only_stubs() -> Iterator[None]:
-    """Lets torch build the stubs and what it knows itself, and nothing that others have registered."""
+    """Let torch build the stubs and what it knows itself, and nothing that others have registered."""
     with _allowing:
         before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()

@@ -262,7 +262,7 @@ def _is_container(value: object) -> bool:
 
 
 def _attributes(value: object) -> dict[str, object] | None:
-    """The attributes of an instance of one of the stubs, which are the only ones in this package."""
+    """Return the attributes of an instance of one of the stubs, which are the only ones in this package."""
     return (
         vars(value) if type(value).__module__.startswith("zero_ext.") and hasattr(value, "__dict__") else None
     )

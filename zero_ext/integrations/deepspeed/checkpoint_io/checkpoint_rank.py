@@ -36,7 +36,7 @@ class RankState:
         return [flat.numel() for flat in self.file.masters]
 
     def plain(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
+        """Return what has to be the same on all ranks."""
         return {
             "stage": self.file.zero_stage,
             "partition_count": self.file.partition_count,
@@ -49,7 +49,7 @@ class RankState:
 
 
 def read_rank(path: Path) -> RankState:
-    """Reads the table of an ``*_optim_states.pt`` file; tensors stay in the file until they are used.
+    """Read the table of an ``*_optim_states.pt`` file; tensors stay in the file until they are used.
 
     CheckpointError naming the file and the field for anything that is not as DeepSpeed writes it.
     """
@@ -70,7 +70,7 @@ def read_rank(path: Path) -> RankState:
 
 
 def _groups(file: OptimizerFile, path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The param groups without their parameters, and the group of every flat."""
+    """Return the param groups without their parameters, and the group of every flat."""
     groups: list[dict[str, Any]] = []
     flat_groups: list[int] = []
     for number, group in enumerate(file.optimizer.param_groups):

@@ -17,8 +17,9 @@ _NO_SETTINGS = ("step", "bias_correction", "foreach", "fused", "capturable", "di
 
 
 def scalar_state(checkpoint: DeepSpeedCheckpoint, optimizer: str | None) -> dict[str, Any]:
-    """The ``scalar_state`` of a zero_ext checkpoint for the class ``optimizer``, by default the one that the
-    checkpoint tells. CheckpointError or ValueError if that is unknown or its state incomplete."""
+    """Return the ``scalar_state`` of a zero_ext checkpoint for the class ``optimizer``, by default the one
+    that the checkpoint tells. CheckpointError or ValueError if that is unknown or its state incomplete.
+    """
     first = checkpoint.first
     known = optimizer or _optimizer_class(checkpoint)
     names: list[list[str]] = [[] for _ in first.groups]
@@ -75,7 +76,9 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
 
 
 def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str, Any]:
-    """What each parameter's optimizer state holds beside its tensors, as zero_ext's steppers keep it."""
+    """Return what each parameter's optimizer state holds beside its tensors, as zero_ext's steppers
+    keep it.
+    """
     first = checkpoint.first
     fused = optimizer in _ADAM and not any(group.get("amsgrad") for group in first.groups)
     steps: dict[str, int] = {}
@@ -101,7 +104,7 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
 
 
 def _scaler(first: RankState) -> dict[str, Any]:
-    """The loss scaler. DeepSpeed notes when the last overflow was, zero_ext how many steps ago."""
+    """Return the loss scaler. DeepSpeed notes when the last overflow was, zero_ext how many steps ago."""
     saved = {} if first.file.loss_scaler is None else vars(first.file.loss_scaler)
     numbers = {
         "scale": one_number(saved.get("cur_scale", 1.0)),

@@ -74,11 +74,11 @@ class DeepSpeedCheckpoint:
                 yield name, entry, entry.group
 
     def rank(self, rank: int) -> RankTensors:
-        """The tensors of one rank, mapped from its files."""
+        """Return the tensors of one rank, mapped from its files."""
         return RankTensors(read_rank(self.files.optimizer[rank]), self.frozen_values(rank))
 
     def frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
-        """The elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out.
+        """Return the elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out.
 
         Each rank has one fragment of a parameter at most. CheckpointError if its file is of another step.
         """
@@ -126,7 +126,7 @@ class RankTensors:
 
 
 def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
-    """Reads the tables of all files and checks that they belong together and add up.
+    """Read the tables of all files and check that they belong together and add up.
 
     CheckpointError names the file and what is wrong. At any time one rank's tensors are mapped.
     """

@@ -48,7 +48,7 @@ def save(
     save_latest: bool,
     extras: EngineExtras,
 ) -> None:
-    """Saves ``model`` as ``root/tag``; a collective.
+    """Save ``model`` as ``root/tag``; a collective.
 
     ``TypeError`` naming the key for a client state that is neither JSON nor a tensor, ``ValueError`` for a
     tag that is no file name, both before anything is written.
@@ -80,7 +80,7 @@ def save(
 def load(
     model: nn.Module, root: Path, tag: object, scheduler: Any, loader: Any
 ) -> tuple[str | None, dict[str, Any], dict[str, int]]:
-    """Loads ``root/tag``, by default the one that ``latest`` names; its path, client state and counters. A
+    """Load ``root/tag``, by default the one that ``latest`` names; its path, client state and counters. A
     collective.
 
     (None, {}, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing,
@@ -113,7 +113,7 @@ def _of_rank_0(model: nn.Module, path: Path) -> Path:
 
 
 def _stateful(scheduler: Any) -> Any:
-    """The scheduler, if it has a state to be saved."""
+    """Return the scheduler, if it has a state to be saved."""
     return scheduler if hasattr(scheduler, "state_dict") else None
 
 

@@ -61,8 +61,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor] | dict[str, LazyTensor]:
-    """All parameters in float32, tied ones under each of their names, and the buffers, of the checkpoint
-    ``checkpoint_dir/tag`` (by default that of the file ``latest``).
+    """Return all parameters in float32, tied ones under each of their names, and the buffers, of the
+    checkpoint ``checkpoint_dir/tag`` (by default that of the file ``latest``).
 
     The checkpoint may be zero_ext's own or one that DeepSpeed wrote, of any stage and number of ranks. With
     ``lazy_mode`` the values have ``shape`` and ``dtype``, and ``contiguous()`` that makes the tensor: then
@@ -78,7 +78,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Checkpoint, tag: str | None = None
 ) -> nn.Module:
-    """Fills ``model``, moved to the CPU, with the weights of a checkpoint, one tensor at a time; the model.
+    """Fill ``model``, moved to the CPU, with the weights of a checkpoint, one tensor at a time; the model.
 
     A model in training is filled where it is, as :func:`zero_ext.load_full_state_dict` does it; a collective.
     ``ValueError`` names parameters and buffers that are missing, unexpected or of another shape, and nothing
@@ -115,7 +115,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[Path]:
-    """Writes the weights in ``dtype`` (float32, float16 or bfloat16) to ``output_dir``; returns the files.
+    """Write the weights in ``dtype`` (float32, float16 or bfloat16) to ``output_dir``; return the files.
 
     They are ``pytorch_model.bin``, to be read with ``torch.load``, or with ``safe_serialization``
     ``model.safetensors``, where tied tensors have the first of their names; several files have an index. One
@@ -141,7 +141,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
-    """The optimizer's files of the checkpoint whose folder this is, one for each rank, for ``torch.load``.
+    """Return the optimizer's files of the checkpoint whose folder this is, one for each rank, for
+    ``torch.load``.
 
     Of zero_ext's checkpoints they are in memory and say the stage and the number of ranks, no more.
     """
@@ -155,7 +156,7 @@ def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
 
 
 def get_model_state_file(checkpoint_dir: Checkpoint, zero_stage: int) -> str | io.BytesIO:
-    """The model's file of the checkpoint whose folder this is, for ``torch.load``.
+    """Return the model's file of the checkpoint whose folder this is, for ``torch.load``.
 
     Of zero_ext's checkpoints it is in memory and holds the client state and the counters. ``zero_stage`` does
     not matter: the folder says it.
@@ -208,7 +209,7 @@ def _folder(checkpoint_dir: Checkpoint, tag: str | None) -> Path:
 def _weights(
     path: Path, exclude_frozen: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, LazyTensor]:
-    """Every parameter and buffer by each of its names; floating-point ones become ``dtype``."""
+    """Return every parameter and buffer by each of its names; floating-point ones become ``dtype``."""
     if is_own(path):
         path, manifest = open_checkpoint(path)
         weights = stored_weights(path, manifest)

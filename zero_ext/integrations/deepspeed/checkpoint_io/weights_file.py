@@ -14,7 +14,7 @@ from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 
 def write_weights(engine: Engine, values: Mapping[str, torch.Tensor] | None, path: Path) -> None:
-    """Writes ``values``, which rank 0 has, to ``path``: whole or not at all, and an error on all ranks if it
+    """Write ``values``, which rank 0 has, to ``path``: whole or not at all, and an error on all ranks if it
     fails; a collective. The suffix ``.safetensors`` chooses the format."""
     raise_on_all_ranks(
         engine.collectives,

@@ -34,7 +34,7 @@ class AsyncIOBuilder:
         return True
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """An object with ``aio_handle``, ``aio_read`` and ``aio_write``."""
+        """Return an object with ``aio_handle``, ``aio_read`` and ``aio_write``."""
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
 
 
@@ -95,13 +95,13 @@ class aio_handle:
     def read(
         self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Fills ``buffer`` from ``file_offset`` on; 1."""
+        """Fill ``buffer`` from ``file_offset`` on; 1."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Writes ``buffer`` at ``file_offset``; 1."""
+        """Write ``buffer`` at ``file_offset``; 1."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(
@@ -112,7 +112,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Fills ``buffer``; with ``async_op`` begins to and returns 0."""
+        """Fill ``buffer``; with ``async_op`` begins to and return 0."""
         self._check_length(buffer, filename, file_offset)
         return self._begin(ops.aio_read_, buffer, filename, file_offset, async_op)
 
@@ -124,7 +124,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Writes ``buffer``; with ``async_op`` begins to and returns 0."""
+        """Write ``buffer``; with ``async_op`` begins to and return 0."""
         return self._begin(ops.aio_write_, buffer, filename, file_offset, async_op)
 
     sync_pread = _transfer(pread, False, "Fills ``buffer``; 1.")
@@ -135,7 +135,7 @@ class aio_handle:
     )
 
     def wait(self) -> int:
-        """Ends all transfers begun so far and returns their number. Raises the first failure, once all
+        """End all transfers begun so far and return their number. Raises the first failure, once all
         have ended."""
         pending, self._pending = self._pending, []
         failure: RuntimeError | None = None
@@ -149,7 +149,7 @@ class aio_handle:
         return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor [num_elem] of the example's dtype, page-locked where there is CUDA."""
+        """Return a tensor [num_elem] of the example's dtype, page-locked where there is CUDA."""
         pinned = torch.cuda.is_available()
         return torch.empty(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pinned)
 
@@ -158,7 +158,7 @@ class aio_handle:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in page-locked memory."""
+        """Return whether the tensor lies in page-locked memory."""
         return tensor.is_pinned()
 
     def _begin(
@@ -185,14 +185,14 @@ class aio_handle:
 
 
 def aio_read(buffer: torch.Tensor, filename: str | int, block_size: int, queue_depth: int, *_: object) -> int:
-    """Fills ``buffer`` from the beginning of a file; 1."""
+    """Fill ``buffer`` from the beginning of a file; 1."""
     return aio_handle(block_size, queue_depth).read(buffer, filename)
 
 
 def aio_write(
     buffer: torch.Tensor, filename: str | int, block_size: int, queue_depth: int, *_: object
 ) -> int:
-    """Writes ``buffer`` to the beginning of a file; 1."""
+    """Write ``buffer`` to the beginning of a file; 1."""
     return aio_handle(block_size, queue_depth).write(buffer, filename)
 
 

@@ -28,7 +28,7 @@ def _named(
     parameters: str = "params",
     **defaults: Any,
 ) -> type:
-    """A class that makes another one's optimizers.
+    """Return a class that makes another one's optimizers.
 
     Args:
         name: what DeepSpeed calls the class.

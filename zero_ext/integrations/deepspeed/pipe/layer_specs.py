@@ -24,7 +24,7 @@ class LayerSpec(pipeline.LayerSpec):
 
     @property
     def module_args(self) -> tuple[Any, ...]:
-        """What it is built from."""
+        """Return what it is built from."""
         return self.arguments
 
     @property
@@ -55,5 +55,5 @@ class TiedLayerSpec(LayerSpec, pipeline.TiedLayerSpec):
 
     @property
     def forward_fn(self) -> Callable[[nn.Module, Any], Any] | None:
-        """What this occurrence does in place of the layer's own forward."""
+        """Return what this occurrence does in place of the layer's own forward."""
         return self.forward

@@ -11,8 +11,10 @@ import torch
 def micro_batches_of(
     data: Iterator[Any] | None, count: int, batch_fn: Callable[[Any], Any] | None
 ) -> list[tuple[Any, Any]]:
-    """The next ``count`` pairs of inputs and labels, which ``batch_fn``, if given, makes of what ``data``
-    yields. ``ValueError`` for data that ends before, ``TypeError`` for what is no iterator or no pair."""
+    """Return the next ``count`` pairs of inputs and labels, which ``batch_fn``, if given, makes of what
+    ``data`` yields. ``ValueError`` for data that ends before, ``TypeError`` for what is no iterator or no
+    pair.
+    """
     if data is None:
         raise ValueError("no data: pass an iterator, or to initialize training_data")
     if not hasattr(data, "__next__"):
@@ -41,7 +43,7 @@ def micro_batches_of(
 
 
 def joined(micro_batches: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """The inputs of micro-batches, a tensor or several each, one behind the other.
+    """Return the inputs of micro-batches, a tensor or several each, one behind the other.
 
     ``TypeError`` for other things than tensors [samples, ...], ``ValueError`` for other shapes in one than in
     the first.

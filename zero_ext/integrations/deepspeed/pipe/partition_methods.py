@@ -14,7 +14,7 @@ _METHODS = "'parameters', 'uniform' or 'type:' and a regular expression for name
 
 
 def weights_by(method: str, layers: Sequence[Layer]) -> list[float]:
-    """What each layer weighs under ``method``, which is read without regard to case.
+    """Return what each layer weighs under ``method``, which is read without regard to case.
 
     "parameters": elements that are trained. "uniform": 1. "type:REGEX": 1 for layers whose class, or
     function, has a name in which the expression is found, 0 for the others. ``ValueError`` for another method

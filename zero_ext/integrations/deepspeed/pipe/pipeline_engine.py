@@ -96,15 +96,15 @@ class PipelineEngine(DeepSpeedEngine):
         return self.module.stage_id
 
     def get_pipeline_parallel_rank(self) -> int:
-        """The same."""
+        """Return the same."""
         return self.stage_id
 
     def is_first_stage(self) -> bool:
-        """Whether this rank reads inputs."""
+        """Return whether this rank reads inputs."""
         return self.module.is_first
 
     def is_last_stage(self) -> bool:
-        """Whether this rank reads labels."""
+        """Return whether this rank reads labels."""
         return self.module.is_last
 
     # -- data ---------------------------------------------------------------------------------------------
@@ -122,13 +122,15 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn = fn
 
     def _training_data(self) -> Iterator[Any] | None:
-        """What was set, else a new pass through the loader of ``training_data``."""
+        """Return what was set, else a new pass through the loader of ``training_data``."""
         if self.data_iterator is None and self.training_dataloader is not None:
             self.data_iterator = RepeatingLoader(self.training_dataloader)
         return self.data_iterator
 
     def _read(self, data: Callable[[], Iterator[Any] | None]) -> Batch:
-        """The inputs of the next batch, whole, and its labels by micro-batch; empty where nothing is read."""
+        """Return the inputs of the next batch, whole, and its labels by micro-batch; empty where nothing is
+        read.
+        """
         if not (self.is_first_stage() or self.is_last_stage()):
             return (), []
         pairs = micro_batches_of(data(), self.micro_batches, self.batch_fn)
@@ -168,7 +170,8 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next batch of ``data_iter``, without gradients; else as :meth:`train_batch`.
+        """Return the mean loss of the next batch of ``data_iter``, without gradients; else as
+        :meth:`train_batch`.
 
         Without ``compute_loss``, with ``reduce_output`` None, a list of the outputs of each micro-batch,
         where the last stage is; None elsewhere. ``return_logits`` gives a pair, with the outputs of the last
@@ -205,7 +208,7 @@ class PipelineEngine(DeepSpeedEngine):
         data: Callable[[], Iterator[Any] | None],
         loss: Callable[[Any, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """What ``batch`` of the pipeline makes of the next batch of ``data``. Its targets are the
+        """Return what ``batch`` of the pipeline makes of the next batch of ``data``. Its targets are the
         micro-batches' numbers, so that labels may be anything."""
         everyone = checkpoint_sources(engine_of(self)).full.everyone
         inputs, labels = raise_on_all_ranks(everyone, lambda: self._read(data), "reading a batch")

@@ -88,11 +88,11 @@ class PipelineModule(pipeline.PipelineModule):
         self._topology = topology or PipeDataParallelTopology(self.num_stages, mesh["dp"].size())
 
     def forward(self, chunk: int, *inputs: Any, through: Callable[..., Any] | None = None) -> Any:
-        """Runs this rank's stage, ``chunk`` 0."""
+        """Run this rank's stage, ``chunk`` 0."""
         return super().forward(chunk, *inputs, through=through or self._through)
 
     def _through(self, *calls: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        """What ``calls`` make of a stage's inputs."""
+        """Return what ``calls`` make of a stage's inputs."""
         value = values[0] if len(values) == 1 else values
         length = self.activation_checkpoint_interval or len(calls)
         for start in range(0, len(calls), length):
@@ -109,7 +109,7 @@ class PipelineModule(pipeline.PipelineModule):
         return any(True for call in run if isinstance(call, nn.Module) for _ in call.parameters())
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Changes ``activation_checkpoint_interval``; ``ValueError`` for what is no number of layers."""
+        """Change ``activation_checkpoint_interval``; ``ValueError`` for what is no number of layers."""
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise ValueError(
                 f"activation_checkpoint_interval: {interval!r} given, a number of layers wanted, 0 for none"
@@ -117,11 +117,11 @@ class PipelineModule(pipeline.PipelineModule):
         self.activation_checkpoint_interval = interval
 
     def topology(self) -> ProcessTopology:
-        """How ranks stand along "pipe" and "data"."""
+        """Return how ranks stand along "pipe" and "data"."""
         return self._topology
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
+        """Return how many stages there are."""
         return self.num_stages
 
     @property
@@ -130,11 +130,11 @@ class PipelineModule(pipeline.PipelineModule):
         return [0, *(held.stop for held in self.ranges)]
 
     def partitions(self) -> list[int]:
-        """The same."""
+        """Return the same."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage with that layer. ``ValueError`` where there is none of that number."""
+        """Return the stage with that layer. ``ValueError`` where there is none of that number."""
         for stage, held in enumerate(self.ranges):
             if layer_idx in held:
                 return stage
@@ -146,7 +146,7 @@ def _returned(loss: torch.Tensor, _labels: Any) -> torch.Tensor:
 
 
 def _one_by_one(*calls: Callable[..., Any], value: Any) -> Any:
-    """What ``calls`` make of ``value``, one after another; a tuple stays one argument."""
+    """Return what ``calls`` make of ``value``, one after another; a tuple stays one argument."""
     for call in calls:
         value = call(value)
     return value

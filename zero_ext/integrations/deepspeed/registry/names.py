@@ -33,20 +33,20 @@ class Names:
         self.modules: dict[str, Any] = values["modules"]
 
     def constants(self, module: str) -> dict[str, Any]:
-        """The constants that ``module`` defines, with their values."""
+        """Return the constants that ``module`` defines, with their values."""
         found: dict[str, Any] = self.modules[module].get("constants", {})
         return found
 
     def is_constant(self, definition: Definition) -> bool:
-        """Whether a name is a constant, which this package has by its value."""
+        """Return whether a name is a constant, which this package has by its value."""
         return bool(definition.name) and definition.name in self.constants(definition.module)
 
     def own(self, module: str) -> set[str]:
-        """The names that ``module`` defines."""
+        """Return the names that ``module`` defines."""
         return {*self.modules[module].get("own", "").split(), *self.constants(module)}
 
     def all_of(self, module: str) -> set[str]:
-        """All names of ``module`` except for its submodules: those it defines and those it imports."""
+        """Return all names of ``module`` except for its submodules: those it defines and those it imports."""
         found = self.own(module)
         for origin, pairs in self._imports(module):
             found |= pairs.keys() - {"*"}
@@ -96,5 +96,5 @@ class Names:
 
 @cache
 def names() -> Names:
-    """The names of the release that this package follows."""
+    """Return the names of the release that this package follows."""
     return Names(json.loads(FILE.read_text(encoding="utf-8")))

@@ -145,7 +145,7 @@ REASONS: dict[str, str] = {
 
 
 def difference_of(path: str) -> str:
-    """What differs in a name that is served; empty if nothing does."""
+    """Return what differs in a name that is served; empty if nothing does."""
     return _first(DIFFERENCES, path) or ""
 
 

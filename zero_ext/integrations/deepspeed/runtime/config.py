@@ -117,14 +117,14 @@ class DeepSpeedConfig:
         self.zero_config = DeepSpeedZeroConfig(**self._known_zero_keys())
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine answers by a method of the name is an attribute here."""
+        """Return what the engine answers by a method of the name is an attribute here."""
         question = vars(SettingsQuestions).get({"zero_enabled": "zero_optimization"}.get(name, name))
         if name.startswith("_") or not callable(question):
             raise AttributeError(f"DeepSpeedConfig has no {name!r}")
         return question(self)
 
     def print_user_config(self) -> None:
-        """Prints the JSON as given."""
+        """Print the JSON as given."""
         print(json.dumps(self.values, indent=2, sort_keys=True))
 
     def _known_zero_keys(self) -> dict[str, Any]:

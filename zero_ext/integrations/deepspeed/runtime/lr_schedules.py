@@ -23,12 +23,14 @@ _RATE_OF = {
 
 
 def _as(inner: str) -> Any:
-    """What DeepSpeed calls something else: the attribute at the path ``inner``."""
+    """Return what DeepSpeed calls something else: the attribute at the path ``inner``."""
     return property(attrgetter(inner))
 
 
 def _by_group(inner: str, kind: Callable[[float], Any] = float) -> Any:
-    """The value of ``inner`` for every param group, each as ``kind`` of it; None is a group's own rate."""
+    """Return the value of ``inner`` for every param group, each as ``kind`` of it; None is a group's own
+    rate.
+    """
 
     def read(schedule: Any) -> list[Any]:
         value = getattr(schedule, inner)
@@ -112,7 +114,7 @@ class LRRangeTest(_CountedBatches, schedulers.LRRangeTest):
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The rate that a ``scheduler`` section leads to, and ""; (None, why not) if it names none."""
+    """Return the rate that a ``scheduler`` section leads to, and ""; (None, why not) if it names none."""
     kind, params = config.get("type"), config.get("params")
     if kind not in _RATE_OF or not isinstance(params, Mapping):
         return None, f"a section with params and a type among {sorted(_RATE_OF)} wanted, got type {kind!r}"

@@ -8,7 +8,7 @@ from zero_ext.integrations.deepspeed.unsupported import names_of
 
 
 def _get_data_parallel_group() -> dist.ProcessGroup | None:
-    """All ranks."""
+    """Return all ranks."""
     return dist.group.WORLD
 
 

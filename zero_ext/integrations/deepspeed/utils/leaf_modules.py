@@ -12,7 +12,7 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str]) -> list[nn.Module]:
-    """Marks the modules of these classes, given as classes or by name; before ``initialize``. Returns them.
+    """Mark the modules of these classes, given as classes or by name; before ``initialize``. Returns them.
 
     ``ValueError`` if there are none.
     """
@@ -26,24 +26,24 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | s
 
 
 def set_z3_leaf_modules_by_name(model: nn.Module, leaf_module_names: Iterable[str]) -> list[nn.Module]:
-    """Marks the modules of these full names; see :func:`set_z3_leaf_modules`."""
+    """Mark the modules of these full names; see :func:`set_z3_leaf_modules`."""
     wanted = set(leaf_module_names)
     return _mark(model, lambda name, _: name in wanted, f"named {sorted(wanted)}")
 
 
 def set_z3_leaf_modules_by_suffix(model: nn.Module, leaf_module_suffixes: Iterable[str]) -> list[nn.Module]:
-    """Marks the modules whose names end so; see :func:`set_z3_leaf_modules`."""
+    """Mark the modules whose names end so; see :func:`set_z3_leaf_modules`."""
     wanted = tuple(leaf_module_suffixes)
     return _mark(model, lambda name, _: name.endswith(wanted), f"whose names end in {list(wanted)}")
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks one module, or takes its mark away."""
+    """Mark one module, or takes its mark away."""
     setattr(model, _MARK, bool(flag))
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str]) -> list[nn.Module]:
-    """Takes the marks of these classes away; returns the modules."""
+    """Take the marks of these classes away; return the modules."""
     found = set_z3_leaf_modules(model, leaf_module_classes)
     for module in found:
         set_z3_leaf_module(module, False)
@@ -51,17 +51,17 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type |
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """Return whether a module is marked."""
     return bool(getattr(model, _MARK, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All marked modules."""
+    """Return all marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def leaf_modules_of(model: nn.Module) -> list[str]:
-    """The full names of all marked modules."""
+    """Return the full names of all marked modules."""
     return [name for name, module in model.named_modules() if z3_leaf_module(module)]
 
 

@@ -28,7 +28,7 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level by its name. ``ValueError`` for an unknown one."""
+    """Set the level by its name. ``ValueError`` for an unknown one."""
     (custom_logger or logger).setLevel(log_level_str.upper())
 
 

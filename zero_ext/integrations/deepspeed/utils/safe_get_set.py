@@ -23,23 +23,24 @@ from zero_ext.zero.api.full_values import (
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The master weights, whole, on every rank's CPU; None for a frozen parameter."""
+    """Return the master weights, whole, on every rank's CPU; None for a frozen parameter."""
     return full_state(param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the master weights; the parameter becomes their rounding."""
+    """Replace the master weights; the parameter becomes their rounding."""
     replace_master(param, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The averaged gradient, whole, between backward and step; None without one. Of fp16 parameters it is
-    still multiplied by the loss scale."""
+    """Return the averaged gradient, whole, between backward and step; None without one. Of fp16 parameters it
+    is still multiplied by the loss scale.
+    """
     return full_gradient(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the averaged gradient between backward and step."""
+    """Replace the averaged gradient between backward and step."""
     replace_gradient(param, value)
 
 
@@ -49,7 +50,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replaces optimizer state like "exp_avg"."""
+    """Replace optimizer state like "exp_avg"."""
     replace_state(param, optim_state_key, value)
 
 
@@ -59,7 +60,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces this rank's part of the master weights; the parameter follows with the next step."""
+    """Replace this rank's part of the master weights; the parameter follows with the next step."""
     _set_local(param, MASTER, value)
 
 
@@ -69,7 +70,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replaces this rank's part of optimizer state like "exp_avg"."""
+    """Replace this rank's part of optimizer state like "exp_avg"."""
     _set_local(param, optim_state_key, value)
 
 

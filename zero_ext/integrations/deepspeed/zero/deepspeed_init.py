@@ -100,7 +100,7 @@ class _MarkingInit(NativeInit):
         mark(found, self._ranks)
 
     def adopt(self, module: nn.Module) -> None:
-        """Shards a module that was built before."""
+        """Shard a module that was built before."""
         self._on_module(module, "", module)
 
 

@@ -38,8 +38,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
-    """Bytes of a host, of a GPU, and of the largest layer gathered with its gradient; 16-bit training with
-    Adam.
+    """Return bytes of a host, of a GPU, and of the largest layer gathered with its gradient; 16-bit training
+    with Adam.
 
     Bytes of a host and of a GPU are model states times ``additional_buffer_factor``; a GPU's hold the
     largest layer too. Without ``zero_init`` every rank builds the whole model in host memory first.
@@ -59,7 +59,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Bytes of a host and of a GPU in stage 2; 16-bit training with Adam."""
+    """Return bytes of a host and of a GPU in stage 2; 16-bit training with Adam."""
     host, device = _needs(2, total_params, num_gpus_per_node, num_nodes, _Option(cpu_offload, False))
     host = max(host, 4 * total_params * num_gpus_per_node)
     return int(host * additional_buffer_factor), int(device * additional_buffer_factor)
@@ -68,7 +68,7 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """Prints stage 2's needs of ``model`` for every placement."""
+    """Print stage 2's needs of ``model`` for every placement."""
     total, _ = _sizes(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -78,7 +78,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """Prints stage 2's needs of a model of ``total_params`` parameters for every placement."""
+    """Print stage 2's needs of a model of ``total_params`` parameters for every placement."""
     needs = partial(
         estimate_zero2_model_states_mem_needs,
         *(total_params, num_gpus_per_node, num_nodes),
@@ -91,7 +91,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """Prints stage 3's needs of ``model`` for every placement."""
+    """Print stage 3's needs of ``model`` for every placement."""
     total, largest = _sizes(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -105,7 +105,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Prints stage 3's needs of a model of these sizes for every placement."""
+    """Print stage 3's needs of a model of these sizes for every placement."""
     needs = partial(
         estimate_zero3_model_states_mem_needs,
         *(total_params, largest_layer_params, num_gpus_per_node, num_nodes),
@@ -123,7 +123,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _needs(stage: int, total: int, gpus: int, nodes: int, option: _Option) -> tuple[int, int]:
-    """Bytes of model states on a host and on one of its GPUs."""
+    """Return bytes of model states on a host and on one of its GPUs."""
     rank = model_state_bytes(stage, gpus * nodes, TrainingState(trainable={"bf16": total}))
     far = 0
     if option.offload:

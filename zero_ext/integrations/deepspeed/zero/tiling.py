@@ -48,7 +48,7 @@ class TiledLinear(NativeTiledLinear):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Takes over the values of a plain layer of the same shape."""
+        """Take over the values of a plain layer of the same shape."""
         self.load_state_dict(other.state_dict())
 
 

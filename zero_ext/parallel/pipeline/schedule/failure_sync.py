@@ -71,14 +71,14 @@ class PipelineRanks:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What an error came from, without what torch's schedules put around it."""
+    """Return what an error came from, without what torch's schedules put around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _forget(groups: list[dist.ProcessGroup]) -> None:
-    """Ends the connections, where they have not ended with everything."""
+    """End the connections, where they have not ended with everything."""
     if dist.is_initialized():
         dist.destroy_process_group(groups[0])
     groups.clear()

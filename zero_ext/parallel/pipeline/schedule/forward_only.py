@@ -41,8 +41,9 @@ class ForwardPasses:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def outputs(self, micro_batches: Sequence[tuple[torch.Tensor, ...]]) -> list[Any]:
-        """The last stage's outputs for each of ``micro_batches``, inputs that are read where the first stage
-        is; empty on the other ranks."""
+        """Return the last stage's outputs for each of ``micro_batches``, inputs that are read where the first
+        stage is; empty on the other ranks.
+        """
         last, found = len(self._module.ranges) - 1, []
         local: list[Any] = []  # what a stage on this rank made for the next one, which is here too
         sending: list[tuple[dist.Work | None, torch.Tensor]] = []

@@ -34,7 +34,7 @@ def cross(values: Any) -> tuple[Any, list[Crossing]]:
 
 
 def backward(crossings: Iterable[Crossing]) -> None:
-    """Takes the gradients of what crossed back through the layer that it came from."""
+    """Take the gradients of what crossed back through the layer that it came from."""
     arrived = [each for each in crossings if each.gradient is not None]
     gradients = [each.gradient for each in arrived]
     for each in arrived:

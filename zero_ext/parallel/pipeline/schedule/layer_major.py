@@ -81,7 +81,7 @@ class LayerMajorRunner(PipelineRunner):
     def _forward(
         self, targets: Sequence[torch.Tensor], *calls: Callable[..., Any], values: tuple[list[Any]]
     ) -> list[Any]:
-        """The losses of micro-batches of inputs."""
+        """Return the losses of micro-batches of inputs."""
         (batches,) = values
         for number, group in enumerate(self._groups):
             runs = [partial(in_turn, *calls[group.start : group.stop])] * len(batches)
@@ -92,7 +92,7 @@ class LayerMajorRunner(PipelineRunner):
         return batches
 
     def _through(self, number: int, runs: Sequence[Callable[..., Any]], batches: Sequence[Any]) -> list[Any]:
-        """What a group makes of every micro-batch."""
+        """Return what a group makes of every micro-batch."""
         made = []
         if torch.is_grad_enabled():
             crossed = [cross(batch) if number else (batch, []) for batch in batches]

@@ -30,7 +30,7 @@ class PipelineRunner(ABC):
 
     @abstractmethod
     def evaluate(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> list[torch.Tensor]:
-        """The same without gradients, unscaled."""
+        """Return the same without gradients, unscaled."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -40,7 +40,7 @@ class PipelineRunner(ABC):
         return list(zip(*(each.chunk(self._micro_batches) for each in inputs), strict=True))
 
     def _scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's share of the batch's mean loss, scaled where gradients are fp16."""
+        """Return a micro-batch's share of the batch's mean loss, scaled where gradients are fp16."""
         if torch.is_grad_enabled():
             loss = self._engine.scale_loss(loss)
         return loss / self._micro_batches

@@ -21,13 +21,13 @@ class ScheduleKind:
     is_v: bool = False
 
     def stages_of(self, rank: int, ranks: int, chunks: int) -> list[int]:
-        """The stages of a rank, in the order of the model."""
+        """Return the stages of a rank, in the order of the model."""
         if self.is_v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + turn * ranks for turn in range(chunks)]
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The rank that has ``stage``."""
+        """Return the rank that has ``stage``."""
         return min(stage, 2 * ranks - 1 - stage) if self.is_v else stage % ranks
 
 
@@ -43,7 +43,7 @@ SCHEDULES = {
 
 
 def schedule_named(name: str, chunks: int, ranks: int) -> ScheduleKind:
-    """The schedule called ``name``; ``ValueError`` with the known names, or for ``chunks`` a rank, or
+    """Return the schedule called ``name``; ``ValueError`` with the known names, or for ``chunks`` a rank, or
     ``ranks`` in a pipeline, that it cannot have."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}. Use one of these.")

@@ -110,11 +110,11 @@ class _Outline(nn.Module):
         self._chunk = chunk
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Those of the prepared model."""
+        """Return those of the prepared model."""
         return self._prepared.parameters(recurse)
 
     def forward(self, *inputs: Any) -> Any:
-        """The stage's outputs."""
+        """Return the stage's outputs."""
         modules = [module for module in self._prepared.modules() if module.training]
         try:
             for module in modules:

@@ -131,7 +131,7 @@ def hf_layers_of(model: Any) -> HfLayers:
 
 
 def check_passage(model: Any, body: Any) -> None:
-    """Raises ``ValueError`` if ``body``, the base of ``model`` with stand-ins for all of its groups, changes
+    """Raise ``ValueError`` if ``body``, the base of ``model`` with stand-ins for all of its groups, changes
     its input: it would do so in every stage."""
     parameter = next(model.parameters())
     width = model.config.get_text_config().hidden_size

@@ -66,7 +66,7 @@ def _measure_all(
     repeats: int,
     clock: Callable[[], float],
 ) -> list[float]:
-    """Every layer's seconds, called with what the one before returned."""
+    """Return every layer's seconds, called with what the one before returned."""
     if not inputs:
         raise ValueError(
             "inputs: expected one micro-batch of the first layer's inputs on rank 0, got none. Pass it there."
@@ -93,7 +93,7 @@ def _measure(
     repeats: int,
     clock: Callable[[], float],
 ) -> tuple[float, tuple[Any, ...]]:
-    """The layer's seconds, and what the next one is called with."""
+    """Return the layer's seconds, and what the next one is called with."""
     module = layer.build(layer_seed(number)) if isinstance(layer, LayerSpec) else copy.deepcopy(layer)
     call: Callable[..., Any] = module
     trained: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ def _measure(
 def _forward_and_backward(
     call: Callable[..., Any], values: tuple[Any, ...], trained: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
-    """The layer's outputs; gradients are made and thrown away."""
+    """Return the layer's outputs; gradients are made and thrown away."""
     made = call(*values)
     outputs = made if isinstance(made, tuple) else (made,)
     roots = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -125,7 +125,7 @@ def _forward_and_backward(
 
 
 def _cut_off(value: Any) -> Any:
-    """An output as another stage receives it."""
+    """Return an output as another stage receives it."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point())

@@ -117,7 +117,7 @@ Layer = nn.Module | LayerSpec | Callable[..., Any]
 
 
 def outline_of(layer: Layer) -> nn.Module | None:
-    """The module of a layer, without values if it is not built yet; None for a function."""
+    """Return the module of a layer, without values if it is not built yet; None for a function."""
     if isinstance(layer, LayerSpec):
         return layer.outline()
     return layer if isinstance(layer, nn.Module) else None

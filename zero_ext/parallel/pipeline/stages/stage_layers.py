@@ -16,7 +16,9 @@ from zero_ext.parallel.pipeline.stages.tied_params import check_ties, layer_of, 
 
 
 def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
-    """What ``calls`` make of ``values``, one after another; a tuple is passed on as several arguments."""
+    """Return what ``calls`` make of ``values``, one after another; a tuple is passed on as several
+    arguments.
+    """
     for call in calls:
         values = call(*values) if isinstance(values, tuple) else call(values)
     return values

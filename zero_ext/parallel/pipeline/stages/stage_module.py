@@ -47,12 +47,12 @@ class StageModule(nn.Module, ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage, which reads the inputs."""
+        """Return whether this rank has the first stage, which reads the inputs."""
         return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, which reads the targets."""
+        """Return whether this rank has the last stage, which reads the targets."""
         return len(self.ranges) - 1 in self.stages
 
     def model_ranks(self, holders: Sequence[int]) -> list[int]:
@@ -64,4 +64,4 @@ class StageModule(nn.Module, ABC):
 
     @abstractmethod
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
-        """The parameters of stage number ``chunk`` of this rank, each once."""
+        """Return the parameters of stage number ``chunk`` of this rank, each once."""

@@ -63,7 +63,7 @@ _Cost = tuple[float, float]
 def _one_more_stage(
     best: Sequence[_Cost | None], sums: Sequence[float], stage: int
 ) -> tuple[list[_Cost | None], list[int]]:
-    """The costs with one stage more, and where that stage begins for each number of layers."""
+    """Return the costs with one stage more, and where that stage begins for each number of layers."""
     found: list[_Cost | None] = [None] * len(best)
     begins = [0] * len(best)
     for count in range(stage + 1, len(best)):

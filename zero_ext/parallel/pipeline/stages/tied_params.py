@@ -16,12 +16,12 @@ Group = tuple[str, ...]
 
 
 def full_name(number: int, name: str) -> str:
-    """The name of a parameter of layer ``number`` in the whole model."""
+    """Return the name of a parameter of layer ``number`` in the whole model."""
     return f"layers.{number}.{name}"
 
 
 def layer_of(name: str) -> int:
-    """The layer's number in a :func:`full_name`."""
+    """Return the layer's number in a :func:`full_name`."""
     return int(name.split(".")[1])
 
 
@@ -52,7 +52,7 @@ def tied_groups(layers: Sequence[Layer], named: Sequence[Sequence[str]]) -> list
 
 
 def check_ties(layers: Sequence[Layer], ranks: Sequence[int], groups: Sequence[Group]) -> None:
-    """Raises ``ValueError`` for a parameter that layers on several ranks share, ``ranks`` those of the
+    """Raise ``ValueError`` for a parameter that layers on several ranks share, ``ranks`` those of the
     layers, in none of ``groups``."""
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for number, layer in enumerate(layers):
@@ -72,7 +72,7 @@ def check_ties(layers: Sequence[Layer], ranks: Sequence[int], groups: Sequence[G
 def mark_ties(
     layers: Mapping[str, nn.Module], groups: Sequence[Group], ranks: Sequence[Sequence[int]]
 ) -> None:
-    """Declares this rank's tied parameters; ``ranks`` are those, among the ranks with the model's parts, that
+    """Declare this rank's tied parameters; ``ranks`` are those, among the ranks with the model's parts, that
     have the members of each group."""
     for group, holders in zip(groups, ranks, strict=True):
         distinct = sorted(set(holders))
