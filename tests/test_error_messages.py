@@ -11,7 +11,7 @@ from tests.error_templates import BUG_HELPER, ROOT, ErrorText, error_texts
 from zero_ext.config.internal_error import zero_ext_bug
 
 PACKAGE = ROOT / "zero_ext"
-NOT_CONVERTED = ("zero", "cli", "integrations", "checkpoint")
+NOT_CONVERTED = ("zero", "integrations")
 
 _SUBJECT = re.compile(r"(?P<subject>\S.{0,119}?): \S")
 _MOST_WORDS_OF_A_SUBJECT = 12
