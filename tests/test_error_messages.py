@@ -20,10 +20,10 @@ _CONDITION = r"(?:(?:To|If|For|With|Where|While|Before|After|Otherwise)\b[^.]*?,
 _VERBS = (
     r"add|allow|ask|attach|average|build|call|change|check|choose|clone|close|combine|"
     r"compile|compute|construct|convert|copy|correct|create|declare|delete|detach|disable|"
-    r"do|drop|enable|export|feed|fill|find|fix|flatten|free|give|install|keep|leave|let|limit|"
+    r"do|download|drop|enable|export|feed|fill|find|fix|flatten|free|give|install|keep|leave|let|limit|"
     r"list|load|look|lower|make|mark|move|name|nest|open|pad|pass|place|prepare|pull|put|"
     r"raise|read|rebuild|recompute|reduce|register|release|remove|rename|repair|repeat|"
-    r"replace|report|reshape|resize|restart|return|round|run|save|scale|see|select|send|"
+    r"replace|report|reshape|resize|restart|resume|return|round|run|save|scale|see|select|send|"
     r"set|shard|shorten|shrink|skip|sort|split|start|stop|store|switch|take|train|turn|unset|"
     r"update|upgrade|use|wait|widen|work|wrap|write"
 )

@@ -268,7 +268,7 @@ def test_what_cannot_be_sparse_is_refused() -> None:
         sparsify_attention(bloom(pretraining_tp=2, slow_but_exact=True), FIXED)
     loose = made("llama")
     loose.block = BloomBlock(bloom().config, 0)
-    with pytest.raises(ValueError, match="BloomAttention outside a BloomModel"):
+    with pytest.raises(ValueError, match="expected BloomAttention inside a BloomModel"):
         sparsify_attention(loose, FIXED)
     crossed = gpt2(0, add_cross_attention=True, n_embd=64)
     with pytest.raises(ValueError, match="cross-attention"):
@@ -276,14 +276,14 @@ def test_what_cannot_be_sparse_is_refused() -> None:
     model = made("llama")
     sparsify_attention(model, FIXED)
     ids = batch()["input_ids"]
-    with pytest.raises(ValueError, match="use a DynamicCache"):
+    with pytest.raises(ValueError, match="Use a DynamicCache"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(ValueError, match="packed sequences"):
         packed = torch.cat((torch.arange(20), torch.arange(LENGTH - 20)))[None].expand(2, -1)
         model(input_ids=ids, position_ids=packed, use_cache=False)
     with pytest.raises(ValueError, match="output_attentions"):
         model(input_ids=ids, output_attentions=True)
-    with pytest.raises(ValueError, match="layers of its own sparse kind"):
+    with pytest.raises(ValueError, match="expected full attention in all layers"):
         sparsify_attention(llama(0, **WIDE, layer_types=["sliding_attention", "full_attention"]), FIXED)
 
 
@@ -309,7 +309,7 @@ def test_positions_for_longer_sequences(name: str) -> None:
     assert longer.shape[1] == 2 * short
     with pytest.raises(ValueError, match="positions: expected at least"):
         extend_position_embedding(model, 3)
-    with pytest.raises(ValueError, match="no learnt position"):
+    with pytest.raises(ValueError, match="expected a learnt position"):
         extend_position_embedding(made("llama"), 500)
 
 
