@@ -90,7 +90,7 @@ def test_a_script_that_never_runs_ends_with_the_reason(tmp_path: Path) -> None:
         (("--stages", "4"), "0 to 3, got '4'"),
         (("--tiers", "tape"), "expected some of device, host, nvme and 0 to 3, got 'tape'"),
         (("--tiers", "nvme"), "--nvme-path"),
-        (("--micro-batches", "0"), "--micro-batches has '0'"),
+        (("--micro-batches", "0"), "--micro-batches: expected whole numbers from 1, got '0'"),
         (("--micro-batches", ","), "--micro-batches: expected at least one number, got ','"),
         (("--aio", "1MiB"), "I/O threads, got '1MiB'"),
         (("--aio", "5x1x1"), "block_bytes"),
