@@ -20,7 +20,7 @@ _CONDITION = r"(?:(?:To|If|For|With|Where|While|Before|After|Otherwise)\b[^.]*?,
 _VERBS = (
     r"add|allow|ask|attach|average|build|call|change|check|choose|clone|close|combine|"
     r"compile|compute|construct|convert|copy|correct|create|declare|delete|detach|disable|"
-    r"do|drop|enable|export|feed|fill|find|fix|flatten|free|give|install|keep|leave|let|limit|"
+    r"do|drop|enable|export|feed|fill|find|fix|flatten|free|give|import|install|keep|leave|let|limit|"
     r"list|load|look|lower|make|mark|move|name|nest|open|pad|pass|place|prepare|pull|put|"
     r"raise|read|rebuild|recompute|reduce|register|release|remove|rename|repair|repeat|"
     r"replace|report|reshape|resize|restart|return|round|run|save|scale|see|select|send|"
