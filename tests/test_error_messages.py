@@ -11,7 +11,7 @@ from tests.error_templates import BUG_HELPER, ROOT, ErrorText, error_texts
 from zero_ext.config.internal_error import zero_ext_bug
 
 PACKAGE = ROOT / "zero_ext"
-NOT_CONVERTED = ("integrations",)
+NOT_CONVERTED: tuple[str, ...] = ()
 
 _SUBJECT = re.compile(r"(?P<subject>\S.{0,119}?): \S")
 _MOST_WORDS_OF_A_SUBJECT = 12
@@ -20,9 +20,9 @@ _CONDITION = r"(?:(?:To|If|For|With|Where|While|Before|After|Otherwise)\b[^.]*?,
 _VERBS = (
     r"add|allow|ask|assign|attach|average|build|call|capture|change|check|choose|clip|clone|close|"
     r"combine|compile|compute|construct|convert|copy|correct|create|cut|declare|delete|detach|"
-    r"disable|do|download|drop|enable|export|feed|fill|find|fix|flatten|free|give|install|keep|"
-    r"leave|let|limit|list|load|look|lower|make|mark|move|name|nest|open|pad|pass|pickle|place|"
-    r"prepare|pull|put|quantize|raise|read|rebuild|recompute|reduce|register|release|remove|"
+    r"disable|do|download|drop|enable|export|feed|fill|find|fix|flatten|free|give|import|install|"
+    r"keep|leave|let|limit|list|load|look|lower|make|mark|move|name|nest|open|pad|pass|pickle|"
+    r"place|prepare|pull|put|quantize|raise|read|rebuild|recompute|reduce|register|release|remove|"
     r"rename|repair|repeat|replace|report|rescale|reshape|resize|restart|resume|return|round|run|"
     r"save|scale|see|select|send|set|shard|share|shorten|shrink|skip|sort|split|start|stop|store|"
     r"switch|take|trace|train|turn|unset|update|upgrade|use|wait|widen|work|wrap|write"
