@@ -344,7 +344,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rank too many": (copy(OPTIM.format(1), OPTIM.format(2)), "saved by 2 ranks, but .* holds 3"),
     "a rank twice": (copy(OPTIM.format(1), "bf16_" + OPTIM.format(1)), "both of rank 1"),
     "no model": (move(MODEL, "x"), "has 0 files"),
-    "a model of stage 3 beside it": (copy(MODEL, "zero_pp_rank_0_" + MODEL), "expected model files of one kind"),
+    "a model of stage 3 beside it": (
+        copy(MODEL, "zero_pp_rank_0_" + MODEL),
+        "expected model files of one kind",
+    ),
     "a tensor-parallel rank": (copy(MODEL, "mp_rank_01_model_states.pt"), "tensor-parallel"),
     "a tensor-parallel optimizer": (
         copy(MODEL, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),

@@ -199,6 +199,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         package = f"zero_ext.integrations.{name}"
         monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None)
         monkeypatch.delitem(sys.modules, package, raising=False)
-        with pytest.raises(ImportError, match=rf"{name}.* is not installed.*pip install 'zero_ext\[integrations\]'"):
+        with pytest.raises(
+            ImportError, match=rf"{name}.* is not installed.*pip install 'zero_ext\[integrations\]'"
+        ):
             importlib.import_module(package)
         monkeypatch.undo()

@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(world: World) 
 def test_a_trainer_that_does_not_know_adapters_says_which_does(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "save_strategy": "no"}
     model = with_adapters(base(0), 0, modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match="got PeftModelForCausalLM\. Use ZeroPeftTrainer"):
+    with pytest.raises(ValueError, match=r"got PeftModelForCausalLM\. Use ZeroPeftTrainer"):
         ZeroTrainer(model=model, args=TrainingArguments(**settings))
     ZeroPeftTrainer(model=model, args=TrainingArguments(**settings))
     native = base(0)

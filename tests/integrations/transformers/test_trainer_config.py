@@ -116,7 +116,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     # Two formats in one configuration, and "auto" where nothing can say what it is.
     ({**DEEPSPEED, "stage": 3}, {}, ("zero_config: ", "zero_optimization: is DeepSpeed's", "'stage'")),
-    ({"stage": 3, "gradient_clipping": "auto"}, {}, ("gradient_clipping: expected a value, got 'auto'", "Leave the key out")),
+    (
+        {"stage": 3, "gradient_clipping": "auto"},
+        {},
+        ("gradient_clipping: expected a value, got 'auto'", "Leave the key out"),
+    ),
     (
         {"zero_optimization": {"stage": "auto"}},
         {},
