@@ -13,6 +13,8 @@ VALUE = "{}"
 BUG_HELPER = "zero_ext_bug"
 # `Problem(path, text)` reads as "path: text".
 PATH_AND_TEXT = {"Problem", "KeyProblem"}
+# Their text is a reason, which the error that names the file completes.
+REASONS = {"UnfitContent"}
 # They end a loop or the process, or their text is Python's own protocol.
 CONTROL_FLOW = {"StopIteration", "StopAsyncIteration", "SystemExit", "KeyboardInterrupt", "Exit", "Abort"}
 _MOST_TEMPLATES = 64
@@ -48,7 +50,7 @@ def error_texts(file: Path, root: Path = ROOT) -> list[ErrorText]:
     found = []
     for function, call in _error_calls(module, None):
         error = _called(call)
-        if error in CONTROL_FLOW or _is_protocol(function, call):
+        if error in CONTROL_FLOW | REASONS or _is_protocol(function, call):
             continue
         scope = _Scope(module, function)
         found += [ErrorText(name, call.lineno, error, text) for text in _texts_of(call, scope) if text]

@@ -11,21 +11,21 @@ from tests.error_templates import BUG_HELPER, ROOT, ErrorText, error_texts
 from zero_ext.config.internal_error import zero_ext_bug
 
 PACKAGE = ROOT / "zero_ext"
-NOT_CONVERTED = ("zero", "cli", "integrations", "checkpoint")
+NOT_CONVERTED: tuple[str, ...] = ()
 
 _SUBJECT = re.compile(r"(?P<subject>\S.{0,119}?): \S")
 _MOST_WORDS_OF_A_SUBJECT = 12
 # A fix may say first when it applies: "To keep the file, pass overwrite=False."
 _CONDITION = r"(?:(?:To|If|For|With|Where|While|Before|After|Otherwise)\b[^.]*?, |Or )?"
 _VERBS = (
-    r"add|allow|ask|attach|average|build|call|change|check|choose|clone|close|combine|"
-    r"compile|compute|construct|convert|copy|correct|create|declare|delete|detach|disable|"
-    r"do|drop|enable|export|feed|fill|find|fix|flatten|free|give|install|keep|leave|let|limit|"
-    r"list|load|look|lower|make|mark|move|name|nest|open|pad|pass|place|prepare|pull|put|"
-    r"raise|read|rebuild|recompute|reduce|register|release|remove|rename|repair|repeat|"
-    r"replace|report|reshape|resize|restart|return|round|run|save|scale|see|select|send|"
-    r"set|shard|shorten|shrink|skip|sort|split|start|stop|store|switch|take|train|turn|unset|"
-    r"update|upgrade|use|wait|widen|work|wrap|write"
+    r"add|allow|ask|assign|attach|average|build|call|capture|change|check|choose|clip|clone|close|"
+    r"combine|compile|compute|construct|convert|copy|correct|create|cut|declare|delete|detach|"
+    r"disable|do|download|drop|enable|export|feed|fill|find|fix|flatten|free|give|import|install|"
+    r"keep|leave|let|limit|list|load|look|lower|make|mark|move|name|nest|open|pad|pass|pickle|"
+    r"place|prepare|pull|put|quantize|raise|read|rebuild|recompute|reduce|register|release|remove|"
+    r"rename|repair|repeat|replace|report|rescale|reshape|resize|restart|resume|return|round|run|"
+    r"save|scale|see|select|send|set|shard|share|shorten|shrink|skip|sort|split|start|stop|store|"
+    r"switch|take|trace|train|turn|unset|update|upgrade|use|wait|widen|work|wrap|write"
 )
 _IMPERATIVE = re.compile(rf"{_CONDITION}(?:please |do not |never )?(?:{_VERBS})\b", re.IGNORECASE)
 _QUESTION = re.compile(r"Did you mean .*\?$")

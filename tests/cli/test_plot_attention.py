@@ -49,12 +49,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     for arguments, words in (
         (("strided", *out), "got 'strided'"),
         (("fixed", "--block", "48", *out), "block: expected 16, 32, 64 or 128, got 48"),
-        (("fixed", "--set", "num_local_blocks", *out), "key=value is wanted"),
+        (("fixed", "--set", "num_local_blocks", *out), "--set: expected key=value"),
         (("fixed", "--set", "num_random_blocks=2", *out), "it has no effect in mode 'fixed'"),
         (("fixed", "--plot", str(tmp_path / "a.txt")), "a file ending in .png"),
-        (("fixed", "--plot", str(tmp_path / "none" / "a.png")), "in an existing folder"),
-        (("--config", str(empty), *out), "has no sparse_attention section"),
-        (out, "give a mode like fixed"),
+        (("fixed", "--plot", str(tmp_path / "none" / "a.png")), "in a folder that exists"),
+        (("--config", str(empty), *out), "expected a sparse_attention section"),
+        (out, "MODE: expected a mode"),
     ):
         assert words in run("attention", "plot", *arguments, status=2)
     assert not (tmp_path / "a.png").exists()

@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> None:
     mesh, model, reference = mesh_of(cp), Words(world.seed), Words(world.seed)
     apply_sequence_parallel(model, mesh)
-    with pytest.raises(ValueError, match="has its sequences over ranks already"):
+    with pytest.raises(ValueError, match="its sequences are sharded already"):
         apply_sequence_parallel(model, mesh)
     optimizer, plain = (
         torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, reference)
@@ -107,5 +107,5 @@ def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> No
 @on_ranks(4)
 def test_a_layout_for_each_head_is_refused(world: World) -> None:
     layout = BlockLayout.from_block_mask(torch.ones(2, 4, 4, dtype=torch.bool), 16)
-    with pytest.raises(ValueError, match="layouts of SparseSelfAttention differ from head to head"):
+    with pytest.raises(ValueError, match="expected one layout for all heads"):
         apply_sequence_parallel(nn.Sequential(SparseSelfAttention(layout)), mesh_of(2))

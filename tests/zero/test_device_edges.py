@@ -161,7 +161,7 @@ class Wide(nn.Module):
 
 
 @on_ranks(1, 2, stand_in=True)
-@pytest.mark.parametrize(("limit", "advice"), [(6, "'offload.optimizer' 'host'"), (1, "No placement fits:")])
+@pytest.mark.parametrize(("limit", "advice"), [(6, "'offload.optimizer' 'host'"), (1, "Use more ranks")])
 def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limit: int, advice: str) -> None:
     device = torch.stand_in  # type: ignore[attr-defined]
     model = Wide()
@@ -177,7 +177,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limi
         device.set_memory_limit(1 << 40, DEVICE)
     text = str(raised.value)
     optimizer = 12.0 / world.size
-    for section in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "were free", advice):
+    for section in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "got ", advice):
         assert section in text, text
     assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
     zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)

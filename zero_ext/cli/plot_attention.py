@@ -68,8 +68,8 @@ def plot(options: PlotOptions) -> None:
     with errors_on_stderr():
         if options.plot.suffix not in _SUFFIXES or not options.plot.absolute().parent.is_dir():
             raise ValueError(
-                f"--plot is '{options.plot}'; a file ending in {', '.join(_SUFFIXES)} in an existing "
-                "folder is wanted"
+                f"--plot: expected a file ending in {', '.join(_SUFFIXES)} in a folder that exists, got "
+                f"'{options.plot}'. Make the folder or name another file."
             )
         policy = policy_of(options)
         from zero_ext.attention import build_layout
@@ -91,10 +91,13 @@ def policy_of(options: PlotOptions) -> SparseAttentionConfig:
     if options.config is not None:
         section = load_config(options.config).sparse_attention
         if section is None:
-            raise ValueError(f"--config: {options.config} has no sparse_attention section")
+            raise ValueError(
+                f"--config: expected a sparse_attention section, got none in {options.config}. Add one or "
+                "name a mode."
+            )
         values = section.model_dump(mode="json", exclude_unset=True)
     elif options.mode is None:
-        raise ValueError("give a mode like fixed, or --config FILE")
+        raise ValueError("MODE: expected a mode or --config FILE, got neither. Name a mode such as fixed.")
     if options.mode is not None:
         values["mode"] = options.mode
     if options.block is not None:
@@ -102,7 +105,7 @@ def policy_of(options: PlotOptions) -> SparseAttentionConfig:
     for text in options.set_ or ():
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--set is {text!r}; key=value is wanted")
+            raise ValueError(f"--set: expected key=value, got {text!r}. Write for example block=64.")
         values[name] = _value(value)
     return SparseAttentionConfig.from_mapping(values)
 

@@ -69,8 +69,8 @@ def make_loader(
     batch = settings.batch.resolve(world_size)
     if batch.micro_batch_size is None:
         raise ValueError(
-            "training_data needs a batch size: set train_batch_size or train_micro_batch_size_per_gpu in the "
-            "configuration"
+            "training_data: expected a batch size in the configuration, got none. Set train_batch_size or "
+            "train_micro_batch_size_per_gpu."
         )
     return ShardedLoader(
         dataset,

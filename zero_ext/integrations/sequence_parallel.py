@@ -53,11 +53,11 @@ def apply_sequence_parallel(
     name = type(model).__name__
     if not (found or own):
         raise ValueError(
-            f"{name} is no model of transformers and has no SparseSelfAttention; put "
-            "zero_ext.parallel.sequence_attention around its attention function"
+            f"{name}: expected a model of transformers or one with SparseSelfAttention, got neither. Put "
+            "zero_ext.parallel.sequence_attention around its attention function."
         )
     if any("forward" in vars(module) for module in own):
-        raise ValueError(f"{name} has its sequences over ranks already")
+        raise ValueError(f"{name}: its sequences are sharded already. Call apply_sequence_parallel once.")
     for module in sparse:
         _check_layouts(module)
     if found:
@@ -85,6 +85,7 @@ def _check_layouts(module: SparseSelfAttention) -> None:
         layouts = 1 if module.policy is None else module.policy.layout_heads(2)
     if layouts > 1:
         raise ValueError(
-            "the layouts of SparseSelfAttention differ from head to head, but a rank has some of the heads "
-            "only; set different_layout_per_head to false, or give a layout of one head"
+            f"SparseSelfAttention: expected one layout for all heads, got {layouts}: a rank has only some "
+            "of the "
+            "heads. Set different_layout_per_head to false, or pass a layout of one head."
         )

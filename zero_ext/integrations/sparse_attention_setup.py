@@ -28,8 +28,9 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
         raise ConfigError(
             Problem(
                 "sparse_attention",
-                "the model is cut into stages, some of which may have no attention; leave the section out, "
-                "and call sparsify_attention(model, ...) before apply_pipeline_parallel",
+                "the model is cut into pipeline stages, and some may have no attention. Leave the section "
+                "out, "
+                "and call sparsify_attention(model, ...) before apply_pipeline_parallel.",
             )
         )
     from zero_ext.attention import SparseSelfAttention
@@ -40,8 +41,8 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
             raise ConfigError(
                 Problem(
                     "sparse_attention",
-                    f"the configuration says {policy}, but the model has SparseSelfAttention with "
-                    f"{module.policy}; make them agree, or leave the section out",
+                    f"the configuration has {policy}, but the model has SparseSelfAttention with "
+                    f"{module.policy}. Make them agree, or leave the section out.",
                 )
             )
     if there:
@@ -51,9 +52,9 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
         raise ConfigError(
             Problem(
                 "sparse_attention",
-                f"{type(model).__name__} is no model of transformers and has no SparseSelfAttention; call "
+                f"{type(model).__name__} is no model of transformers and has no SparseSelfAttention. Call "
                 "zero_ext.attention.SparseSelfAttention(config.sparse_attention) in its attention, or leave "
-                "the section out",
+                "the section out.",
             )
         )
     from zero_ext.integrations.transformers.attention_interface import (
@@ -67,7 +68,9 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
             exchangeable_attention(each)
         except ValueError as error:
             where = f"module '{path}': " if path else ""
-            raise ConfigError(Problem("sparse_attention", f"{where}{error}")) from error
+            raise ConfigError(
+                Problem("sparse_attention", f"{where}{error} Or leave the section out.")
+            ) from error
     own_configurations(model)  # of all at once: what is around them holds them too
     for each in found.values():
         exchange_attention(each, SparseSelfAttention(policy.in_a_model()))

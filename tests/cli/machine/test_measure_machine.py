@@ -85,5 +85,7 @@ def test_an_output_path_that_plan_cannot_read_is_refused(path: str) -> None:
 def test_failed_ranks_are_reported(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_machine.sys, "executable", "/bin/false")
     path = tmp_path / "machine.json"
-    assert "could not be measured" in run("env", "--measure", str(path), "--ranks", "2", status=1)
+    assert "measuring the collectives of 2 ranks failed" in run(
+        "env", "--measure", str(path), "--ranks", "2", status=1
+    )
     assert not path.exists()

@@ -74,7 +74,7 @@ def test_built_kernels_stay_as_they_are(
     loaded = {prebuild.CUDA_MODULE: SimpleNamespace(__file__="/site/_C_cuda.abi3.so")}
     monkeypatch.setattr(prebuild, "sys", SimpleNamespace(modules=loaded))
     assert "zero_ext._C_cuda: /site/_C_cuda.abi3.so" in run("build")
-    assert "came with /site/_C_cuda.abi3.so; leave it out" in run(
+    assert "got one with /site/_C_cuda.abi3.so. Leave the option out" in run(
         "build", "--cuda-architectures", "9.0", status=2
     )
     assert builds == []

@@ -80,21 +80,29 @@ def test_folders_that_cannot_be_measured(tmp_path: Path, folder: str, named: str
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        (("--size", "4000000GiB"), 1, r"bytes free; [\d,]+ and [\d,]+ to spare are needed"),
-        (("--size", "4194305"), 2, "--size is 4194305 bytes; a multiple of 4096"),
+        (("--size", "4000000GiB"), 1, r"expected [\d,]+ bytes free and [\d,]+ to spare, got [\d,]+"),
+        (("--size", "4194305"), 2, "--size: expected a multiple of 4096 bytes, got 4194305"),
         (
             ("--size", "1MiB", "--block-bytes", "1MiB", "--queue-depths", "2"),
             2,
-            "the least .* in flight is 2 MiB",
+            "--size: expected at least 2 MiB",
         ),
         (("--block-bytes", "1000"), 2, "aio.block_bytes"),
         (("--queue-depths", "4096"), 2, "aio.queue_depth"),
-        (("--queue-depths", "four"), 2, "--queue-depths is 'four'"),
+        (
+            ("--queue-depths", "four"),
+            2,
+            "--queue-depths: expected whole numbers separated by commas, got 'four'",
+        ),
         (("--block-bytes", "a lot"), 2, "--block-bytes: expected bytes, got 'a lot'"),
-        (("--backends", "posix"), 2, r"--backends has 'posix'; it may have io_uring"),
+        (("--backends", "posix"), 2, r"--backends: expected some of io_uring.*, got 'posix'"),
         (("--block-bytes", ""), 2, "--block-bytes: expected bytes, got ''"),
-        (("--write", "aio.yaml"), 2, "--write is 'aio.yaml'"),
-        (("--write", "/absent/aio.json"), 2, "the directory '/absent' does not exist"),
+        (("--write", "aio.yaml"), 2, r"--write: expected a file name that ends in \.json, got 'aio.yaml'"),
+        (
+            ("--write", "/absent/aio.json"),
+            2,
+            "--write: expected a file in a folder that exists, got '/absent/aio.json'",
+        ),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: tuple[str, ...], status: int, named: str) -> None:
@@ -106,7 +114,7 @@ def test_refusals(tmp_path: Path, arguments: tuple[str, ...], status: int, named
 def test_a_backend_that_is_not_available_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ops, "aio_backends", lambda: {"io_uring": "seccomp says no", "threads": ""})
     text = run("bench-nvme", str(tmp_path), *SMALL, "--backends", "io_uring", status=1)
-    assert "'io_uring', which is not available: seccomp says no" in text
+    assert "'io_uring' is not available here: seccomp says no" in text
     text = run("bench-nvme", str(tmp_path), *SMALL, "--repeats", "1")
     assert "io_uring is not available: seccomp says no" in text
 

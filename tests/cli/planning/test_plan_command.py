@@ -100,13 +100,13 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
         ),
         (("7B", "--nvme", "4 parsecs"), "--nvme: expected bytes, got '4 parsecs'"),
         (("7B", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
-        (("7B", "--objective", "fame"), "--objective is 'fame', one of memory, speed"),
-        (("7B", "--tokens", "many"), "--tokens is 'many'"),
+        (("7B", "--objective", "fame"), "--objective: expected one of memory, speed, got 'fame'"),
+        (("7B", "--tokens", "many"), "--tokens: expected a number like 300B, got 'many'"),
         (("7B", "--batch", "7"), "--batch: expected a multiple of 8 GPUs, got 7"),
         (("7B", "--moments", "fp16"), "moments_dtype: expected one of fp32, bf16, 8bit, got 'fp16'"),
         (("7B", "--machine", "cray"), "machine: expected one of"),
         (("7B", "--machine", "missing.json"), "missing.json"),
-        (("7B", "--gpu-memory", "0"), "--gpu-memory is '0'"),
+        (("7B", "--gpu-memory", "0"), "--gpu-memory: expected more than 0, got '0'"),
     ],
 )
 def test_bad_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
@@ -195,8 +195,8 @@ def test_the_best_layouts_are_shown_with_reasons_and_written(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpus", "8", "--tokens", "1B"), "--tokens is '1B', which --3d best does not use"),
-        (("--gpus", "8", "--objective", "memory"), "--objective is 'memory', which --3d best"),
+        (("--gpus", "8", "--tokens", "1B"), "--tokens: --3d best does not use it, got '1B'"),
+        (("--gpus", "8", "--objective", "memory"), "--objective: --3d best does not use it"),
         (("--gpus", "8", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
         (("--gpus", "5", "--batch", "3", "--micro-batch", "2"), "a multiple of 10 samples"),
     ],

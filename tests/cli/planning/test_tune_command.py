@@ -87,12 +87,12 @@ def test_a_script_that_never_runs_ends_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--stages", "4"), "'4' is none of"),
-        (("--tiers", "tape"), "'tape' is none of device, host, nvme"),
+        (("--stages", "4"), "0 to 3, got '4'"),
+        (("--tiers", "tape"), "expected some of device, host, nvme and 0 to 3, got 'tape'"),
         (("--tiers", "nvme"), "--nvme-path"),
-        (("--micro-batches", "0"), "--micro-batches has '0'"),
-        (("--micro-batches", ","), "--micro-batches is ','"),
-        (("--aio", "1MiB"), "--aio has '1MiB'"),
+        (("--micro-batches", "0"), "--micro-batches: expected whole numbers from 1, got '0'"),
+        (("--micro-batches", ","), "--micro-batches: expected at least one number, got ','"),
+        (("--aio", "1MiB"), "I/O threads, got '1MiB'"),
         (("--aio", "5x1x1"), "block_bytes"),
         (("--model", "no-such"), "MODEL: expected"),
         (("--config", "missing.json"), "missing.json"),
@@ -104,4 +104,4 @@ def test_bad_options_are_refused_by_name(script: Path, options: tuple[str, ...],
 
 
 def test_no_script_is_an_error(tmp_path: Path) -> None:
-    assert "which is no file" in run("tune", str(tmp_path / "missing.py"), status=2)
+    assert "SCRIPT: expected a file" in run("tune", str(tmp_path / "missing.py"), status=2)

@@ -78,7 +78,7 @@ def test_files(tmp_path: Path) -> None:
         handle.read(buffer, path, file_offset=4)
     with pytest.raises(RuntimeError, match="no-such-folder"):
         handle.write(buffer, str(tmp_path / "no-such-folder" / "x"))
-    with pytest.raises(DeepSpeedFeatureError, match="give the path"):
+    with pytest.raises(DeepSpeedFeatureError, match="Pass the path"):
         handle.async_pwrite(buffer, 3)
 
 

@@ -65,7 +65,7 @@ def test_known_grids() -> None:
 def test_bad_input() -> None:
     topology = ProcessTopology(["a", "b"], [2, 3])
     for wrong in ({"a": 1}, {"a": 1, "b": 0, "c": 0}):
-        with pytest.raises(ValueError, match="filter_match takes fewer"):
+        with pytest.raises(ValueError, match="Use filter_match for fewer"):
             topology.get_rank(**wrong)
     with pytest.raises(ValueError, match="axis 'b': expected a position of 0 to 2, got 3"):
         topology.get_rank(a=0, b=3)

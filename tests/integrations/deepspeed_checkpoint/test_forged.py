@@ -96,7 +96,7 @@ def test_optimizers_of_deepspeed_and_of_torch(tmp_path: Path) -> None:
         assert set(manifest.scalar_state["optimizer"]["step"].values()) == {9}
         assert torch.equal(decode(manifest.client_state, "")["loose"], torch.ones(2))
     Forged(2, 2, edit_optimizer=fused).write(tmp_path / "unknown")
-    with pytest.raises(CheckpointError, match=r"does not tell the class of its optimizer.*optimizer='AdamW'"):
+    with pytest.raises(CheckpointError, match=r"expected the class of its optimizer.*optimizer='AdamW'"):
         import_deepspeed_checkpoint(tmp_path / "unknown", tmp_path / "none")
 
     def momentum(rank: int, state: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
     "no moments": (
         3,
         {"edit_optimizer": set_in("optimizer_state_dict", "state", to={})},
-        "has the optimizer state",
+        "expected the state",
     ),
     "no bias correction": (
         3,
@@ -291,7 +291,7 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
     "a scale of nothing": (
         3,
         {"edit_optimizer": lambda rank, state: state["loss_scaler"].__dict__.update(cur_scale=0.0)},
-        "those of no scaler",
+        "expected a scale above 0",
     ),
     "a model file that is a list": (
         2,
@@ -344,7 +344,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rank too many": (copy(OPTIM.format(1), OPTIM.format(2)), "saved by 2 ranks, but .* holds 3"),
     "a rank twice": (copy(OPTIM.format(1), "bf16_" + OPTIM.format(1)), "both of rank 1"),
     "no model": (move(MODEL, "x"), "has 0 files"),
-    "a model of stage 3 beside it": (copy(MODEL, "zero_pp_rank_0_" + MODEL), "one kind wanted"),
+    "a model of stage 3 beside it": (
+        copy(MODEL, "zero_pp_rank_0_" + MODEL),
+        "expected model files of one kind",
+    ),
     "a tensor-parallel rank": (copy(MODEL, "mp_rank_01_model_states.pt"), "tensor-parallel"),
     "a tensor-parallel optimizer": (
         copy(MODEL, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),

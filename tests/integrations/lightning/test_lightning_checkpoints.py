@@ -121,8 +121,8 @@ def refuse(world: World, folder: str, seed: int) -> None:
     cases = (
         (root / "full.pt", "is a file that another strategy wrote by pickle"),
         (root / "none", "holds no checkpoint"),
-        (root / "weights", "holds weights only"),
-        (root / "plain", "holds no state of Lightning"),
+        (root / "weights", "got weights only"),
+        (root / "plain", "expected a checkpoint of a ZeroStrategy"),
         (root / "damaged", "checksum|CRC|damaged"),
     )
     for path, message in cases:

@@ -143,7 +143,7 @@ def test_precisions_train_in_their_dtype_with_fp32_masters(world: World) -> None
 
 
 def test_contradictions_show_both_sides() -> None:
-    with pytest.raises(ConfigError, match=r"stage: config says 2 .*stage=1 .*make them agree"):
+    with pytest.raises(ConfigError, match=r"stage: config has 2 .*stage=1 .*Make them agree"):
         ZeroStrategy(1, {"stage": 2})
     assert ZeroStrategy(2, {"stage": 2}).config.stage == ZeroStrategy(config={"stage": 2}).config.stage == 2
     assert ZeroStrategy().config.stage == 3
@@ -159,33 +159,33 @@ def test_contradictions_show_both_sides() -> None:
 def test_what_the_trainer_cannot_ask_for(world: World) -> None:
     enter(world)
     data = loader(world.seed)
-    with pytest.raises(ConfigError, match=r"config says 'fp16' .*precision='bf16-mixed'\) means 'bf16'"):
+    with pytest.raises(ConfigError, match=r"config has 'fp16' .*precision='bf16-mixed'\) means 'bf16'"):
         trainer(world, ZeroStrategy(3, {"precision": {"dtype": "fp16"}}), precision="bf16-mixed")
-    with pytest.raises(ValueError, match=r"DoublePrecision .*'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"'bf16-mixed'.*DoublePrecision"):
         trainer(world, ZeroStrategy(), precision="64-true")
     with pytest.raises(ValueError, match="DoublePrecision"):
         trainer(world, ZeroStrategy(precision_plugin=DoublePrecision()))
-    with pytest.raises(ValueError, match="remove TorchCheckpointIO"):
+    with pytest.raises(ValueError, match="got TorchCheckpointIO"):
         trainer(world, ZeroStrategy(), plugins=[TorchCheckpointIO()])
-    with pytest.raises(ConfigError, match=r"config says 3, Trainer\(accumulate_grad_batches=2\)"):
+    with pytest.raises(ConfigError, match=r"config has 3, Trainer\(accumulate_grad_batches=2\)"):
         config = {"batch": {"gradient_accumulation_steps": 3}}
         trainer(world, ZeroStrategy(2, config), accumulate_grad_batches=2).fit(Language(1), data)
-    with pytest.raises(ConfigError, match=r"config says 1.0, Trainer\(gradient_clip_val=0.5\)"):
+    with pytest.raises(ConfigError, match=r"config has 1.0, Trainer\(gradient_clip_val=0.5\)"):
         config = {"gradient_clipping": 1.0}
         trainer(world, ZeroStrategy(2, config), gradient_clip_val=0.5).fit(Language(1), data)
-    with pytest.raises(ConfigError, match=r"'value'.*use 'norm'"):
+    with pytest.raises(ConfigError, match=r"'value'.*Use 'norm'"):
         made = trainer(world, ZeroStrategy(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
         made.fit(Language(1), data)
     module = TwoOptimizers(1)
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match="ZeroStrategy wants one torch optimizer"):
+    with pytest.raises(ValueError, match="expected one torch optimizer"):
         trainer(world, ZeroStrategy()).fit(module, data)
 
 
 @on_ranks(1)
 def test_what_cannot_be_stored_is_named(world: World) -> None:
     enter(world)
-    for name, message in (("mine", r"client_state\.lightning\.mine"), ("state_dict", "added \\['lost'\\]")):
+    for name, message in (("mine", r"client_state\.lightning\.mine"), ("state_dict", "got \\['lost'\\]")):
         module = Unstorable(1)
         module.rate_name = name
         made = trainer(world, ZeroStrategy(), max_steps=1)
@@ -199,6 +199,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         package = f"zero_ext.integrations.{name}"
         monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None)
         monkeypatch.delitem(sys.modules, package, raising=False)
-        with pytest.raises(ImportError, match=rf"needs {name}.*pip install 'zero_ext\[integrations\]'"):
+        with pytest.raises(
+            ImportError, match=rf"{name}.* is not installed.*pip install 'zero_ext\[integrations\]'"
+        ):
             importlib.import_module(package)
         monkeypatch.undo()

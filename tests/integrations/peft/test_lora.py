@@ -145,7 +145,7 @@ def test_an_existing_adapter_loads_stored_weights(world: World) -> None:
         load_adapter_weights(model, folder / "one")
         ids = batch(world.seed, 0, 0, 0)
         assert torch.allclose(model(input_ids=ids).logits, source(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
-        with pytest.raises(ValueError, match="'other' is unknown"):
+        with pytest.raises(ValueError, match="got 'other'"):
             load_adapter_weights(model, folder / "one", "other")
 
 
@@ -159,14 +159,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(world: World) 
         world.barrier()
         with pytest.raises((ValueError, RuntimeError), match=r"writing the adapter|not a file"):
             model.save_pretrained(str(folder / "file"))
-        with pytest.raises(TypeError, match=r"peft\.PeftModel wanted"):
+        with pytest.raises(TypeError, match=r"expected a peft\.PeftModel"):
             prepare(base(0), None, configuration(3), process_group=world.group)  # type: ignore[arg-type]
 
 
 def test_a_trainer_that_does_not_know_adapters_says_which_does(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "save_strategy": "no"}
     model = with_adapters(base(0), 0, modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match="PeftModelForCausalLM; for adapters take ZeroPeftTrainer"):
+    with pytest.raises(ValueError, match=r"got PeftModelForCausalLM\. Use ZeroPeftTrainer"):
         ZeroTrainer(model=model, args=TrainingArguments(**settings))
     ZeroPeftTrainer(model=model, args=TrainingArguments(**settings))
     native = base(0)

@@ -88,7 +88,7 @@ def test_quantised_files_are_refused_by_name_and_load_as_the_message_says(world:
             packed = LlamaForCausalLM.from_pretrained(folder / "plain", quantization_config=four_bits)
             packed.save_pretrained(folder / "packed")
         world.barrier()
-        with pytest.raises(ValueError, match=r"quantised \(bitsandbytes\).*from_pretrained\(folder\)"):
+        with pytest.raises(ValueError, match=r"quantized ones \(bitsandbytes\).*from_pretrained\(folder\)"):
             from_pretrained(LlamaForCausalLM, folder / "packed", {"stage": 3}, process_group=world.group)
         twin, model = (
             with_adapters(LlamaForCausalLM.from_pretrained(folder / "packed"), world.seed).train()

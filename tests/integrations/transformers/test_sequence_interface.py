@@ -216,23 +216,23 @@ def test_models_that_cannot_be_split(world: World) -> None:
     per_head = llama(world.seed)
     sparsify_attention(per_head, {"mode": "bigbird", "block": 16, "different_layout_per_head": True})
     for model, message in (
-        (llama(world.seed, num_attention_heads=1, num_key_value_heads=1), "has 1 heads, which do not divide"),
+        (llama(world.seed, num_attention_heads=1, num_key_value_heads=1), "expected heads divisible by"),
         (eager, "has attention 'eager'"),
         (bert(world.seed), "has a head that may look at several tokens"),
         (bert(world.seed).base_model, "has a head that may look at several tokens"),
         (llama(world.seed, rope_parameters=LONG), "has rotary embeddings of the type 'dynamic'"),
         (llama(world.seed, output_router_logits=True), "has output_router_logits"),
-        (gpt2(world.seed, add_cross_attention=True), "has cross-attention"),
-        (nn.Linear(2, 2), "is no model of transformers and has no SparseSelfAttention"),
-        (per_head, "layouts of SparseSelfAttention differ from head to head"),
+        (gpt2(world.seed, add_cross_attention=True), "it has cross-attention"),
+        (nn.Linear(2, 2), "expected a model of transformers or one with SparseSelfAttention"),
+        (per_head, "expected one layout for all heads"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             apply_sequence_parallel(model, mesh)
     model = llama(world.seed)
     apply_sequence_parallel(model, mesh)
-    with pytest.raises(ValueError, match="has its sequences over ranks already"):
+    with pytest.raises(ValueError, match="its sequences are sharded already"):
         apply_sequence_parallel(model, mesh)
-    with pytest.raises(ValueError, match="make its attention sparse first"):
+    with pytest.raises(ValueError, match="Make its attention sparse first"):
         sparsify_attention(model, SPARSE)
 
 

@@ -57,11 +57,11 @@ def test_models_without_support_are_refused(world: World) -> None:
         prepare(torch.nn.Linear(2, 2), None, config, process_group=world.group)
     policy = SparseAttentionConfig.from_mapping(LAYOUT)
     own = torch.nn.Sequential(torch.nn.Linear(2, 2), SparseSelfAttention(policy.replace(block=32)))
-    with pytest.raises(ConfigError, match="make them agree"):
+    with pytest.raises(ConfigError, match="Make them agree"):
         prepare(own, None, config, process_group=world.group)
     own[1] = SparseSelfAttention(policy)
     prepare(own, None, config, process_group=world.group)
-    with pytest.raises(ConfigError, match="make them agree"):
+    with pytest.raises(ConfigError, match="Make them agree"):
         prepare(own, None, {"sparse_attention": LAYOUT | {"backend": "flex"}}, process_group=world.group)
 
 
@@ -103,7 +103,7 @@ def test_one_model_that_cannot_leaves_the_others_as_they_are() -> None:
     policy = SparseAttentionConfig.from_mapping(LAYOUT)
     crossed = gpt2(0, add_cross_attention=True, n_embd=64)
     pair = torch.nn.ModuleDict({"good": llama(0, hidden_size=64), "bad": crossed})
-    with pytest.raises(ConfigError, match="module 'bad': GPT2LMHeadModel has cross-attention"):
+    with pytest.raises(ConfigError, match="module 'bad': GPT2LMHeadModel: expected self-attention only"):
         apply_sparse_attention(pair, policy)
     assert attention_names(pair) == []
     assert pair["good"].config._attn_implementation != "zero_ext_sparse"
@@ -116,7 +116,7 @@ def test_a_model_that_is_sparse_already_agrees_with_its_section(attention: str |
     sparse = sparsify_attention(model, policy)
     apply_sparse_attention(model, policy)
     assert model.model.layers[0].self_attn.sparse_attention is sparse
-    with pytest.raises(ConfigError, match="make them agree"):
+    with pytest.raises(ConfigError, match="Make them agree"):
         apply_sparse_attention(model, policy.replace(attention="unidirectional"))
 
 

@@ -189,7 +189,7 @@ def test_a_foreign_or_damaged_checkpoint_is_refused_before_anything_changes(worl
         for name, subject, words in (
             ("zero", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
             ("weights", other, "mlp.gate_proj.weight.*48, 32.*40, 32"),
-            ("bert", model, "'bert' model, this trainer's is 'llama'"),
+            ("bert", model, "checkpoint of a 'llama' model, got one of 'bert'"),
             ("plain", model, "optimizer.pt.*from_pretrained"),
             ("missing", model, "no such checkpoint folder"),
             ("unfinished", model, "has no trainer_state.json"),

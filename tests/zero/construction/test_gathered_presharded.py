@@ -61,7 +61,7 @@ def test_misuse(world: World) -> None:
         pass
     with pytest.raises(KeyError), zero_ext.gathered(model, modifier_rank=0):
         raise KeyError("own error")
-    reshaped = pytest.raises(RuntimeError, match="change its values, not its shape")
+    reshaped = pytest.raises(RuntimeError, match="Change its values, not its shape")
     with reshaped, zero_ext.gathered(model[0].bias, modifier_rank=0):
         model[0].bias.data = torch.zeros(3)
     with zero_ext.gathered(model):

@@ -272,7 +272,7 @@ def test_a_pass_that_breaks_off(world: World) -> None:
 @on_ranks(1)
 def test_double_backward_is_refused(world: World) -> None:
     model, _ = prepared(world)
-    with pytest.raises(RuntimeError, match="set it to 'after_backward'"), zero_ext.double_backward(model):
+    with pytest.raises(RuntimeError, match="Set it to 'after_backward'"), zero_ext.double_backward(model):
         pass
 
 

@@ -133,7 +133,8 @@ class _Plan:
         if not self._keys:
             seen = ", ".join(list(files.tensors)[:_MOST_SHOWN]) or "nothing"
             raise ValueError(
-                f"{files.paths[0]}: none of its tensors belongs to {type(model).__name__}; it holds {seen}"
+                f"{files.paths[0]}: expected tensors of {type(model).__name__}, got {seen}. Load the files "
+                "of this model."
             )
         self.missing = [name for tensor, name in firsts.items() if tensor not in self._keys]
         _refuse([_misfit(firsts[tensor], tensor, files, key) for tensor, key in self._keys.items()])
@@ -204,5 +205,8 @@ def _refuse(problems: list[str | None]) -> None:
     found = [problem for problem in problems if problem is not None]
     if found:
         left = len(found) - _MOST_SHOWN
-        more = f"; and {left} more" if left > 0 else ""
-        raise ValueError(f"the weights do not fit: {'; '.join(found[:_MOST_SHOWN])}{more}")
+        more = f", and {left} more" if left > 0 else ""
+        raise ValueError(
+            f"weights: they do not fit the model: {', '.join(found[:_MOST_SHOWN])}{more}. Load the files "
+            "of this model."
+        )

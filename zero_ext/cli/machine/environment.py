@@ -145,7 +145,7 @@ def _field(path: Path, name: str) -> str:
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
-    raise ValueError(f"{path} has no field '{name}'")
+    raise ValueError(f"{path}: expected a field '{name}', got none. Check that /proc is mounted.")
 
 
 def _gibibytes(path: Path, name: str) -> str:

@@ -75,7 +75,8 @@ def _measure(path: Path, ranks: int | None, nvme_path: Path | None, as_json: boo
     with errors_on_stderr(), cleaned_up_when_ended():
         if path.suffix != ".json" or not path.absolute().parent.is_dir():
             raise ValueError(
-                f"--measure: expected a file ending in .json in a folder that exists, got '{path}'."
+                f"--measure: expected a file ending in .json in a folder that exists, got '{path}'. "
+                "Make the folder or name another file."
             )
         machine = measure_machine.measure_machine(
             path.stem, ranks, nvme_path, tick=lambda what: progress.print(f"[dim]{escape(what)}")

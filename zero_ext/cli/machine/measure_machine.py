@@ -203,7 +203,10 @@ def _collectives(ranks: int, nbytes: int, bandwidth: float) -> dict[str, object]
         )
         if run.returncode or not result.exists():
             last = (run.stderr.strip().splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"the collectives of {ranks} ranks could not be measured: {last}")
+            raise RuntimeError(
+                f"--ranks: measuring the collectives of {ranks} ranks failed with: {last}. Check "
+                "MASTER_ADDR and the free memory, or measure with --ranks 1."
+            )
         found = read_json_object(result)
     return {
         "intra_bandwidth": found["bandwidth"],

@@ -35,7 +35,10 @@ def build_ahead(architectures: str | None) -> Iterator[tuple[str, str]]:
     if kernels_are_loaded():
         path = sys.modules[CUDA_MODULE].__file__
         if wanted is not None:
-            raise ValueError(f"{OPTION} has no effect: this installation came with {path}; leave it out")
+            raise ValueError(
+                f"{OPTION}: expected an installation without kernels, got one with {path}. Leave the "
+                "option out."
+            )
         yield CUDA_MODULE, str(path)
         return
     kernels = build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES)

@@ -26,9 +26,13 @@ def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Gri
     names = _items(backends) or tuple(name for name, reason in reasons.items() if not reason)
     for name in names:
         if name not in reasons:
-            raise ValueError(f"--backends has {name!r}; it may have {', '.join(reasons)}")
+            raise ValueError(
+                f"--backends: expected some of {', '.join(reasons)}, got {name!r}. Name one of those."
+            )
         if reasons[name]:
-            raise RuntimeError(f"--backends has {name!r}, which is not available: {reasons[name]}")
+            raise RuntimeError(
+                f"--backends: {name!r} is not available here: {reasons[name]}. Leave it out of --backends."
+            )
     sizes = tuple(bytes_of(item, "--block-bytes") for item in _items(blocks) or ("",))
     return Grid(names, sizes, _numbers(depths, "--queue-depths"), _numbers(io_threads, "--io-threads"))
 
@@ -99,10 +103,13 @@ def _check_write(write: Path | None) -> None:
     if write is None:
         return
     if write.suffix != ".json" or write.is_dir():
-        raise ValueError(f"--write is '{write}'; a file whose name ends in .json is wanted")
+        raise ValueError(
+            f"--write: expected a file name that ends in .json, got '{write}'. Name such a file."
+        )
     if not write.absolute().parent.is_dir():
         raise ValueError(
-            f"--write is '{write}', but the directory '{write.absolute().parent}' does not exist"
+            f"--write: expected a file in a folder that exists, got '{write}'. Make "
+            f"'{write.absolute().parent}' first."
         )
 
 
@@ -114,4 +121,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in _items(text) or ("",))
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; whole numbers separated by commas are wanted") from None
+        raise ValueError(
+            f"{option}: expected whole numbers separated by commas, got {text!r}. Write for example 1,8,32."
+        ) from None

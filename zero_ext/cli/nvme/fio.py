@@ -39,7 +39,8 @@ class FioJob:
         segment_bytes = self.nbytes // jobs // self.block_bytes * self.block_bytes
         if segment_bytes == 0:
             raise ValueError(
-                f"{jobs} jobs with blocks of {self.block_bytes} bytes need more than {self.nbytes}"
+                f"--size: expected at least {jobs * self.block_bytes} bytes for {jobs} jobs with blocks of "
+                f"{self.block_bytes} bytes, got {self.nbytes}. Raise --size."
             )
         direction = "write" if self.writing else "read"
         others = (jobs - 1) * self.block_bytes if synchronous else 0
@@ -97,7 +98,9 @@ def run_fio(job: FioJob) -> FioResult:
     )
     if done.returncode != 0:
         raise RuntimeError(
-            f"fio failed (exit status {done.returncode}): {(done.stderr or done.stdout)[-1000:]}"
+            f"fio: exit status {done.returncode}: {(done.stderr or done.stdout)[-1000:].strip()}. Run it "
+            "by hand, "
+            "or leave --fio out."
         )
     return parse_fio(done.stdout)
 
@@ -116,5 +119,5 @@ def parse_fio(text: str) -> FioResult:
         )
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RuntimeError(
-            f"fio's answer has another form than expected ({error!r}): {text[:300]}"
+            f"fio: expected its JSON, got {text[:300]!r} ({error!r}). Install fio 3 or leave --fio out."
         ) from error

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from zero_ext.cli.nvme.nvme_sweep import Contender, Sweep
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.parse_sizes import size_text
 from zero_ext.config.plot_colors import SERIES
 
@@ -30,7 +31,7 @@ def sweep_table(sweep: Sweep) -> Table:
     for contender in sorted(sweep.engine, key=lambda each: each.both_seconds):
         setting = contender.setting
         if setting is None:
-            raise AssertionError(f"{contender.name} has no setting")
+            raise zero_ext_bug(f"{contender.name} has no setting")
         table.add_row(
             setting.backend,
             size_text(setting.block_bytes),
@@ -67,7 +68,7 @@ def _contender_as_json(contender: Contender, nbytes: int) -> dict[str, Any]:
 def write_section(sweep: Sweep, path: Path) -> Path:
     """Write the best setting as a JSON file that ``load_config`` reads, complete or not at all."""
     if sweep.best.setting is None:
-        raise AssertionError("the best contender has no setting")
+        raise zero_ext_bug("the best contender has no setting")
     text = json.dumps({"aio": sweep.best.setting.section()}, indent=2) + "\n"
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -105,7 +105,9 @@ def plain_pass(file: DeviceFile, memory: Tensor, writing: bool) -> Cost:
             moved = move(descriptor, [view[: file.nbytes - offset]], offset)
             if moved == 0:
                 raise RuntimeError(
-                    f"'{file.path}' ends at {offset} of {file.nbytes} bytes; who shortened it?"
+                    f"'{file.path}': expected {file.nbytes} bytes, got {offset}: another process has "
+                    "shortened it. "
+                    "Run the measurement again."
                 )
             offset += moved
     return costs[0]

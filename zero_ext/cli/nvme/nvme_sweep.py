@@ -57,8 +57,9 @@ class Grid:
         if not settings:
             least = min((setting.in_flight_bytes for setting in every), default=0)
             raise ValueError(
-                f"--size is {size_text(nbytes)}, but the least that block size x depth x I/O threads keep in "
-                f"flight is {size_text(least)}; raise --size or lower them"
+                f"--size: expected at least {size_text(least)}, which block size x depth x I/O threads "
+                "keep in "
+                f"flight, got {size_text(nbytes)}. Raise --size or lower them."
             )
         return settings, [setting for setting in every if setting.in_flight_bytes > nbytes]
 
@@ -177,7 +178,7 @@ def device_file(path: Path, nbytes: int) -> Iterator[tuple[DeviceFile, str]]:
     RuntimeError naming the path if it is missing, read-only or short of space.
     """
     if nbytes < _PAGE or nbytes % _PAGE:
-        raise ValueError(f"--size is {nbytes} bytes; a multiple of {_PAGE} is wanted")
+        raise ValueError(f"--size: expected a multiple of {_PAGE} bytes, got {nbytes}. Round it up.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the caller shows the reason
         store = NvmeStore([path])
@@ -185,8 +186,9 @@ def device_file(path: Path, nbytes: int) -> Iterator[tuple[DeviceFile, str]]:
         free = shutil.disk_usage(path).free
         if free < nbytes + _SPARE_BYTES:
             raise RuntimeError(
-                f"'{path}' has {free:,} bytes free; {nbytes:,} and {_SPARE_BYTES:,} to spare are needed: "
-                "free some, give a smaller --size or another path"
+                f"'{path}': expected {nbytes:,} bytes free and {_SPARE_BYTES:,} to spare, got {free:,}. "
+                "Free some, "
+                "or choose a smaller --size or another path."
             )
         store.reserve(nbytes)
         device = store.facts().devices[0]

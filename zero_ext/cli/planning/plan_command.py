@@ -141,10 +141,13 @@ def _print_plan(options: PlanOptions, found: Plan) -> None:
 def plan_of(options: PlanOptions) -> Plan:
     """Return the plan that the options ask for. Raises ValueError naming the option that cannot be."""
     if options.objective not in OBJECTIVES:
-        raise ValueError(f"--objective is {options.objective!r}, one of {', '.join(OBJECTIVES)} wanted")
+        raise ValueError(
+            f"--objective: expected one of {', '.join(OBJECTIVES)}, got {options.objective!r}. Choose one "
+            "of those."
+        )
     tokens = None if options.tokens is None else count_of(options.tokens)
     if options.tokens is not None and tokens is None:
-        raise ValueError(f"--tokens is {options.tokens!r}; a number like 300B is wanted")
+        raise ValueError(f"--tokens: expected a number like 300B, got {options.tokens!r}. Write it that way.")
     return make_plan(
         _model(options),
         _cluster(options).hardware(),
@@ -166,7 +169,7 @@ def _plan_layouts(options: PlanOptions) -> None:
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():
         if value is not None:
-            raise ValueError(f"{option} is {str(value)!r}, which --3d best does not use; leave it out")
+            raise ValueError(f"{option}: --3d best does not use it, got {str(value)!r}. Leave it out.")
     hardware = _cluster(options).hardware()
     wanted = LayoutRequest(
         _model(options), hardware, options.gpus, _samples(options), options.micro_batch, options.moments
@@ -211,7 +214,9 @@ def _cluster(options: PlanOptions) -> ClusterOptions:
     bandwidth = options.link_bandwidth
     gpu_memory = size(options.gpu_memory, "--gpu-memory")
     if gpu_memory == 0:
-        raise ValueError(f"--gpu-memory is {options.gpu_memory!r}; a GPU has some, like 80GB")
+        raise ValueError(
+            f"--gpu-memory: expected more than 0, got {options.gpu_memory!r}. Write it like 80GB."
+        )
     return ClusterOptions(
         options.machine,
         options.gpus_per_host,

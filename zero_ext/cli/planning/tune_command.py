@@ -84,7 +84,7 @@ def tune(options: TuneOptions) -> None:
         launch = _launch(options)
         for path in (options.write, options.results):
             if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{path}: its folder does not exist")
+                raise ValueError(f"{path}: its folder does not exist. Make it first.")
         notes = terminal(stderr=options.as_json)
 
         def tick(one: TrialResult) -> None:
@@ -101,7 +101,10 @@ def tune(options: TuneOptions) -> None:
         else:
             report.print_tuning(notes, found)
         if found.best is None:
-            raise RuntimeError(f"no trial of {options.script} could be measured: {report.why_none(found)}")
+            raise RuntimeError(
+                f"{options.script}: no trial was measured: {report.why_none(found)}. Run the script alone "
+                "first."
+            )
         notes.print(f"best configuration in {options.write}", soft_wrap=True, markup=False)
 
 
@@ -114,7 +117,7 @@ def tune_script(
 ) -> Tuning:
     """Searches ``space`` by trials of the script. ValueError if there is no such script."""
     if not launch.script.is_file():
-        raise ValueError(f"SCRIPT is {str(launch.script)!r}, which is no file")
+        raise ValueError(f"SCRIPT: expected a file, got {str(launch.script)!r}. Check the path.")
     return search(
         space, lambda config: run_trial(launch, config), prediction, most_trials=most_trials, tick=tick
     )
@@ -133,9 +136,13 @@ def _space(options: TuneOptions) -> Space:
     tiers, stages = _items(options.tiers), _counts(options.stages, "--stages", 0)
     unknown = [tier for tier in tiers if tier not in TIERS] + [str(one) for one in stages if one > 3]
     if unknown:
-        raise ValueError(f"--tiers and --stages: {unknown[0]!r} is none of {', '.join(TIERS)}, 0 to 3")
+        raise ValueError(
+            f"--tiers and --stages: expected some of {', '.join(TIERS)} and 0 to 3, got {unknown[0]!r}. "
+            "Name one of "
+            "those."
+        )
     if "nvme" in tiers and not options.nvme_path:
-        raise ValueError("--tiers has nvme; name at least one folder by --nvme-path")
+        raise ValueError("--nvme-path: expected a folder for the tier nvme, got none. Name at least one.")
     base = {} if options.config is None else load_config(options.config).model_dump(exclude_unset=True)
     return Space(
         placements_of(stages, tiers),
@@ -167,17 +174,19 @@ def _counts(text: str, option: str, least: int) -> tuple[int, ...]:
     for item in _items(text):
         count = 0 if item == "0" else count_of(item)
         if count is None or count < least:
-            raise ValueError(f"{option} has {item!r}; whole numbers from {least} are wanted")
+            raise ValueError(f"{option}: expected whole numbers from {least}, got {item!r}. Correct it.")
         found.append(count)
     if not found:
-        raise ValueError(f"{option} is {text!r}; at least one number is wanted")
+        raise ValueError(f"{option}: expected at least one number, got {text!r}. Write for example 1,2.")
     return tuple(sorted(set(found)))
 
 
 def _section(text: str) -> tuple[tuple[str, int | str], ...]:
     fields = text.lower().split("x")
     if len(fields) != len(_AIO_KEYS):
-        raise ValueError(f"--aio has {text!r}; expected block x depth x I/O threads, like 1MiBx32x1")
+        raise ValueError(
+            f"--aio: expected block x depth x I/O threads, got {text!r}. Write for example 1MiBx32x1."
+        )
     values = [bytes_of(fields[0], "--aio"), *(count_of(item) or 0 for item in fields[1:])]
     section = tuple(zip(_AIO_KEYS, values, strict=True))
     load_config({"aio": dict(section)})

@@ -32,9 +32,13 @@ def check_others(
     known = (*refused, *ignored)
     for name, value in others.items():
         if name not in known:
-            raise TypeError(f"{what}: expected its own arguments or {', '.join(known)}, got {name!r}.")
+            raise TypeError(
+                f"{what}: expected its own arguments or {', '.join(known)}, got {name!r}. Leave it out."
+            )
         if name in refused and value is not None and value is not False:
-            raise DeepSpeedFeatureError(f"{what}({name}=...) is not served: {refused[name]}")
+            raise DeepSpeedFeatureError(
+                f"{what}({name}=...): it is not supported: {refused[name]}. Leave it out."
+            )
 
 
 def json_values(what: str, source: Any) -> dict[str, Any]:
@@ -48,5 +52,7 @@ def json_values(what: str, source: Any) -> dict[str, Any]:
         return read_json_object(source)
     found = source if isinstance(source, Mapping) else getattr(source, "values", None)
     if not isinstance(found, Mapping):
-        raise TypeError(f"{what}: expected a mapping, a path or a DeepSpeedConfig, got {show(source)}.")
+        raise TypeError(
+            f"{what}: expected a mapping, a path or a DeepSpeedConfig, got {show(source)}. Pass one of them."
+        )
     return dict(found)

@@ -42,8 +42,9 @@ class _Configured:
         policy = ActivationCheckpointingConfig(**said)
         if policy.partition_activations and mpu is None:
             raise ValueError(
-                "checkpointing.configure(partition_activations=True) needs mpu_, whose model-parallel group "
-                "holds the same activations on all ranks; give it, or set partition_activations to False"
+                "checkpointing.configure: expected mpu_ with partition_activations=True, got None. Pass "
+                "the mpu_ "
+                "of the model-parallel ranks, or set partition_activations to False."
             )
         group = _of(mpu, "group") if policy.partition_activations else None
         data_parallel = mpu.get_data_parallel_group() if group is not None else None

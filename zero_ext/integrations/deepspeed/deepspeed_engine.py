@@ -254,7 +254,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         if not isinstance(self.optimizer, ZeroOptimizer):
             raise RuntimeError(
                 f"engine.{what}: this engine has no optimizer. Pass one to deepspeed.initialize, or write an "
-                "'optimizer' section in the JSON"
+                "'optimizer' section in the JSON."
             )
         return self.optimizer
 
@@ -297,12 +297,13 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """
         if custom_load_fn is not None:
             raise DeepSpeedFeatureError(
-                "load_checkpoint(custom_load_fn=...) is not served: load with zero_ext.load_full_state_dict"
+                "load_checkpoint(custom_load_fn=...): it is not supported. Load with "
+                "zero_ext.load_full_state_dict."
             )
         if load_module_only or not load_optimizer_states:
             raise DeepSpeedFeatureError(
-                "load_checkpoint without optimizer states is not served: export the weights with 'zero-ext "
-                "export' and load them with zero_ext.load_safetensors"
+                "load_checkpoint(load_optimizer_states=False): it is not supported. Export the weights with "
+                "'zero-ext export' and load them with zero_ext.load_safetensors."
             )
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
         path, client_state, counters = checkpoint_tags.load(
@@ -353,8 +354,9 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     def compile(self, *_: Any, **__: Any) -> None:
         """Raise ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
         raise DeepSpeedFeatureError(
-            "engine.compile is not served: compile the model's blocks before deepspeed.initialize (for block "
-            "in model.layers: block.compile())"
+            "engine.compile: it is not supported. Compile the model's blocks before deepspeed.initialize "
+            "(for "
+            "block in model.layers: block.compile())."
         )
 
     def empty_partition_cache(self) -> None:

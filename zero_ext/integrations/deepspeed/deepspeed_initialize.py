@@ -79,7 +79,7 @@ def initialize(
     collate_fn = others.pop("collate_fn", None)
     check_others("deepspeed.initialize", others, _MISSING, _WITHOUT_EFFECT)
     if model is None:
-        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
+        raise ValueError("deepspeed.initialize: expected model=, got None. Pass the module to train.")
     _check_types(model, optimizer, lr_scheduler)
     model = unwrapped(model)
     values, native = _loaded(_source(args, config, config_params))
@@ -117,7 +117,8 @@ def _chosen(
         if lr_scheduler is None and settings.scheduler is None:
             return None, None
         text = (
-            "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
+            "there is no optimizer for it to act on. Add the section 'optimizer', pass optimizer=, or drop "
+            "it."
         )
         raise ConfigError(Problem("scheduler", text))
     made = make_optimizer(optimizer, settings, model, model_parameters)
@@ -156,14 +157,19 @@ def _engine_class(pipeline: PipelineModule | None) -> type[DeepSpeedEngine]:
 def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
     """Raise ``TypeError`` for objects of a wrong kind."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"deepspeed.initialize: model is {show(model)}, wanted a torch.nn.Module")
-    makers = "wanted one of torch's, a callable that makes it, or None for the JSON's section"
+        raise TypeError(
+            f"deepspeed.initialize: model: expected a torch.nn.Module, got {show(model)}. Pass the module "
+            "to train."
+        )
+    makers = "one of torch's, a callable that makes it, or None for the JSON's section"
     for name, value, kind in (
         ("optimizer", optimizer, Optimizer),
         ("lr_scheduler", lr_scheduler, LRScheduler),
     ):
         if not (value is None or isinstance(value, kind) or callable(value)):
-            raise TypeError(f"deepspeed.initialize: {name} is {show(value)}, {makers}")
+            raise TypeError(
+                f"deepspeed.initialize: {name}: expected {makers}, got {show(value)}. Pass one of these."
+            )
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"deepspeed.initialize: lr_scheduler: expected one over optimizer=, got {show(lr_scheduler)} "
@@ -184,8 +190,9 @@ def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping
     if len(sources) != 1:
         found = str(len(sources)) if sources else "none"
         raise ValueError(
-            f"deepspeed.initialize wants one configuration, {found} given: config=, config_params= or "
-            "args.deepspeed_config; keep one"
+            f"deepspeed.initialize: expected one configuration, got {found}. Keep one of config=, "
+            "config_params= "
+            "and args.deepspeed_config."
         )
     return sources[0]
 
@@ -208,6 +215,10 @@ def _with_leaf_modules(settings: ZeroConfig, model: nn.Module) -> ZeroConfig:
     if not names or settings.stage != 3:
         return settings
     if "" in names:
-        raise ConfigError(Problem("zero_optimization.leaf_module", "the whole model cannot be a leaf"))
+        raise ConfigError(
+            Problem(
+                "zero_optimization.leaf_module", "the whole model cannot be a leaf. Name modules inside it."
+            )
+        )
     listed = dict.fromkeys((*settings.units.leaf_modules, *names))
     return settings.replace(units=settings.units.replace(leaf_modules=tuple(listed)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.monitor.optional_deps import require
 
@@ -29,7 +30,7 @@ class Monitor:
             self._write(list(event_list))
 
     def _write(self, events: list[_Event]) -> None:
-        raise AssertionError("a monitor without a file")
+        raise zero_ext_bug("a monitor without a file")
 
     def _folder(self, default: str) -> Path:
         root = Path(self._section.get("output_path") or Path.home() / default)

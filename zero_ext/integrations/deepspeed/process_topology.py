@@ -23,7 +23,9 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(length < 1 for length in dims):
             raise ValueError(
-                f"axes {list(axes)} of lengths {list(dims)}: different names, each with a length >= 1"
+                f"axes: expected different names, each with a length of at least 1, got {list(axes)} of "
+                "lengths "
+                f"{list(dims)}. Correct them."
             )
         self.axes = list(axes)
         self.dims = list(dims)
@@ -52,7 +54,7 @@ class ProcessTopology:
         """Return the rank at a full coordinate. ``ValueError`` for a partial one or one outside the grid."""
         if set(coord) != set(self.axes):
             raise ValueError(
-                f"get_rank wants all of {self.axes}, got {sorted(coord)}; filter_match takes fewer"
+                f"get_rank: expected all of {self.axes}, got {sorted(coord)}. Use filter_match for fewer."
             )
         return self._grid.rank(**coord)
 

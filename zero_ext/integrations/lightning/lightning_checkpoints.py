@@ -39,8 +39,8 @@ def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None
     extra = list(checkpoint["state_dict"])
     if extra:
         raise ValueError(
-            f"on_save_checkpoint added {extra[:3]} to checkpoint['state_dict'], through which sharded "
-            "parameters never pass; put it under a key of its own, or register it as a buffer"
+            f"checkpoint['state_dict']: expected nothing from on_save_checkpoint, got {extra[:3]}: sharded "
+            "parameters never pass through it. Put them under a key of their own, or register a buffer."
         )
     rest = {key: _plain(value) for key, value in checkpoint.items() if key not in _STREAMED}
     state = {_LIGHTNING: rest}
@@ -65,8 +65,9 @@ def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
     if training:
         if "optimizer_states" not in state:
             raise ValueError(
-                f"{folder}: holds weights only (save_weights_only=True); training can only go on from a "
-                "checkpoint with optimizer state"
+                f"{folder}: expected a checkpoint with optimizer state, got weights only "
+                "(save_weights_only=True). "
+                "Resume from a whole checkpoint."
             )
         load_checkpoint(folder, module)
     else:
@@ -160,8 +161,9 @@ def _lightning_state(folder: Path) -> dict[str, Any]:
     found = state.get(_LIGHTNING) if isinstance(state, dict) else None
     if not isinstance(found, dict):
         raise ValueError(
-            f"{folder}: holds no state of Lightning, so no ZeroStrategy saved it; load it with "
-            "zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path"
+            f"{folder}: expected a checkpoint of a ZeroStrategy, got one without Lightning's state. Load "
+            "it with "
+            "zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path."
         )
     if manifest.scalar_state.get("optimizer") is not None:
         found["optimizer_states"] = []

@@ -36,8 +36,8 @@ class ZeroPrecision(Precision):
     def __init__(self, plugin: Precision) -> None:
         if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in _DTYPES:
             raise ValueError(
-                f"ZeroStrategy cannot serve {type(plugin).__name__} (precision={plugin.precision!r}); wanted "
-                f"Trainer(precision=...) one of {', '.join(map(repr, _DTYPES))}"
+                f"precision: expected one of {', '.join(map(repr, _DTYPES))}, got {plugin.precision!r} "
+                f"({type(plugin).__name__}). Pass one of them to Trainer(precision=...)."
             )
         self._plugin = plugin
         self.precision: Any = plugin.precision
@@ -89,7 +89,8 @@ class ZeroPrecision(Precision):
             return
         if gradient_clip_algorithm is not GradClipAlgorithmType.NORM:
             raise ValueError(
-                "gradient_clip_algorithm 'value': no rank holds the gradients to clip one by one; use 'norm'"
+                "gradient_clip_algorithm: expected 'norm', got 'value': no rank has the full gradients. "
+                "Use 'norm'."
             )
         engine.clip_grad_norm_(float(clip_val))
 

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from zero_ext.config import ZeroConfig
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.integrations.lightning import lightning_checkpoints
 from zero_ext.integrations.lightning.precision import ZeroPrecision
 from zero_ext.integrations.lightning.strategy_config import ConfigSource, completed, own_settings, with_dtype
@@ -100,13 +101,16 @@ class ZeroStrategy(DDPStrategy):
         Raises:
             ValueError: always.
         """
-        raise ValueError("ZeroStrategy has no CheckpointIO: all ranks write their shards themselves")
+        raise ValueError(
+            "checkpoint_io: ZeroStrategy has none, because all ranks write their own shards. Use "
+            "trainer.save_checkpoint."
+        )
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: CheckpointIO) -> None:
         raise ValueError(
-            f"ZeroStrategy writes its checkpoints itself; remove {type(plugin).__name__} from the Trainer's "
-            "plugins"
+            f"checkpoint_io: expected none, got {type(plugin).__name__}: ZeroStrategy writes its checkpoints "
+            "itself. Remove it from the Trainer's plugins."
         )
 
     # -- sharding -----------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class ZeroStrategy(DDPStrategy):
             AssertionError: Lightning set no accelerator.
         """
         if self.accelerator is None:
-            raise AssertionError("Lightning called setup without an accelerator")
+            raise zero_ext_bug("Lightning called setup without an accelerator")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._is_sharded and not fitting:
@@ -159,8 +163,8 @@ class ZeroStrategy(DDPStrategy):
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):
             names = [type(each).__name__ for each in self.optimizers]
             raise ValueError(
-                f"configure_optimizers of {type(self._module).__name__} returned {names}; ZeroStrategy wants "
-                "one torch optimizer. Put parameters with other settings into param groups of it."
+                f"configure_optimizers of {type(self._module).__name__}: expected one torch optimizer, got "
+                f"{names}. Put parameters with other settings into param groups of it."
             )
         return self.optimizers[0]
 
@@ -170,7 +174,7 @@ class ZeroStrategy(DDPStrategy):
     @property
     def _module(self) -> LightningModule:
         if self.lightning_module is None:
-            raise AssertionError("no LightningModule is connected")
+            raise zero_ext_bug("no LightningModule is connected")
         return self.lightning_module
 
     @property
@@ -312,7 +316,9 @@ class ZeroStrategy(DDPStrategy):
         """
         if storage_options is not None:
             raise TypeError(
-                "ZeroStrategy saves to a file system of all ranks; storage_options has no use here"
+                "storage_options: expected None, got a value: ZeroStrategy saves to a file system of all "
+                "ranks. "
+                "Leave it out."
             )
         lightning_checkpoints.save(Path(self.broadcast(str(filepath))), self._module, checkpoint)
 

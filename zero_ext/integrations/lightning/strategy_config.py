@@ -16,7 +16,7 @@ ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
 _OWN = "ZeroStrategy(stage, config)"
 _BOTH = "ZeroStrategy's config and Trainer"
-_AGREE = "make them agree, or leave one out"
+_AGREE = "Make them agree, or leave one out."
 # Keys of the configuration whose work Lightning does, with where it is told to.
 _LIGHTNINGS = {
     "optimizer": "the LightningModule's configure_optimizers makes the optimizer",
@@ -35,15 +35,13 @@ def own_settings(stage: int | None, source: ConfigSource) -> ZeroConfig:
     """
     config = load_config(source)
     problems = [
-        Problem(path, f"got {show(_said(config, path))}: {why}; remove the key")
+        Problem(path, f"got {show(_said(config, path))}: {why}. Remove the key.")
         for path, why in _LIGHTNINGS.items()
         if _said(config, path) not in (None, False)
     ]
     said = _said(config, "stage")
     if stage is not None and said is not None and said != stage:
-        problems.append(
-            Problem("stage", f"config says {show(said)}, stage={show(stage)} was given; {_AGREE}")
-        )
+        problems.append(Problem("stage", f"config has {show(said)}, stage={show(stage)} was given. {_AGREE}"))
     if problems:
         raise ConfigError(problems, _OWN)
     return config if stage is None else config.replace(stage=stage)
@@ -58,7 +56,7 @@ def with_dtype(config: ZeroConfig, precision: str, dtype: str | None) -> ZeroCon
     if dtype is None:
         return config
     if said is not None and said != dtype:
-        text = f"config says {show(said)}, Trainer(precision={precision!r}) means {dtype!r}; {_AGREE}"
+        text = f"config has {show(said)}, Trainer(precision={precision!r}) means {dtype!r}. {_AGREE}"
         raise ConfigError(Problem("precision.dtype", text), _BOTH)
     return config.replace(precision=config.precision.replace(dtype=dtype))
 
@@ -74,19 +72,20 @@ def completed(config: ZeroConfig, trainer: Trainer, module: LightningModule) -> 
     steps = trainer.accumulate_grad_batches
     said = _said(config, "batch.gradient_accumulation_steps")
     if said is not None and said != steps:
-        text = f"config says {said}, Trainer(accumulate_grad_batches={steps}); {_AGREE}"
+        text = f"config has {said}, Trainer(accumulate_grad_batches={steps}). {_AGREE}"
         problems.append(Problem("batch.gradient_accumulation_steps", text))
     changes["batch"] = config.batch.replace(gradient_accumulation_steps=steps)
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if value and algorithm is not None and algorithm.value != "norm":
         text = (
-            f"Trainer(gradient_clip_algorithm={algorithm.value!r}): no rank holds the gradients to clip one "
-            "by one; use 'norm', the true global norm"
+            f"expected Trainer(gradient_clip_algorithm='norm'), got {algorithm.value!r}: no rank has the "
+            "full "
+            "gradients. Use 'norm', the true global norm."
         )
         problems.append(Problem("gradient_clipping", text))
     said = _said(config, "gradient_clipping")
     if value is not None and said is not None and said != float(value):
-        text = f"config says {said}, Trainer(gradient_clip_val={value}); {_AGREE}"
+        text = f"config has {said}, Trainer(gradient_clip_val={value}). {_AGREE}"
         problems.append(Problem("gradient_clipping", text))
     if problems:
         raise ConfigError(problems, _BOTH)

@@ -4,8 +4,8 @@ try:
     import peft as _peft  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"zero_ext.integrations.peft needs the package '{error.name}'; install it with: "
-        "pip install 'zero_ext[integrations]', or pip install peft"
+        f"zero_ext.integrations.peft: the package '{error.name}' is not installed. Install it with "
+        "pip install 'zero_ext[integrations]' or pip install peft."
     ) from error
 
 from zero_ext.integrations.peft.adapters import adapter_state_dict, load_adapter_weights, mark_adapters

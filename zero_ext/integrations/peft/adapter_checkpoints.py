@@ -39,7 +39,8 @@ def check_resume(folder: str, model: PeftModel) -> None:
     for name, meaning in ((_TRAINER_STATE, "a Trainer"), (_ADAPTER, "a model with adapters")):
         if not (path / name).is_file():
             raise ValueError(
-                f"{folder}: has no {name}, so it is no checkpoint of {meaning}, or was not written to its end"
+                f"{folder}: expected a complete checkpoint of {meaning}, got no {name}. Resume from "
+                "another one."
             )
     if not (path / STATE_FOLDER).is_dir():
         return
@@ -58,8 +59,8 @@ def check_resume(folder: str, model: PeftModel) -> None:
     problems += [f"'{name}' is not trained here" for name in manifest.parameters if name not in trained]
     if problems:
         raise ValueError(
-            f"{folder}: is a checkpoint of other adapters: {'; '.join(problems[:5])}. Nothing was changed; "
-            "resume with the peft_config that was trained there."
+            f"{folder}: is a checkpoint of other adapters: {', '.join(problems[:5])}. Nothing was changed. "
+            "Resume with the peft_config that was trained there."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.integrations.transformers.model_patches import another_rank_saves
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict, load_full_state_dict
@@ -59,14 +60,16 @@ def load_adapter_weights(model: PeftModel, folder: str | os.PathLike[str], adapt
             changed.
     """
     if adapter not in model.peft_config:
-        raise ValueError(f"adapter '{adapter}' is unknown; the model has {sorted(model.peft_config)}")
+        raise ValueError(
+            f"adapter: expected one of {sorted(model.peft_config)}, got '{adapter}'. Name one of those."
+        )
     keys = _stored_keys(model, [adapter], "auto")
     found = load_peft_weights(os.fspath(folder), device="cpu")
     missing, unexpected = sorted(keys.keys() - found.keys()), sorted(found.keys() - keys.keys())
     if missing or unexpected:
         raise ValueError(
             f"{os.fspath(folder)}: weights of another adapter: missing {missing[:3]}, unexpected "
-            f"{unexpected[:3]}; nothing was changed. Load them with the adapter's own configuration: "
+            f"{unexpected[:3]}. Nothing was changed. Load them with the adapter's own configuration: "
             "peft.PeftModel.from_pretrained(base, folder), before the model is sharded."
         )
     load_full_state_dict(model, {keys[key]: value for key, value in found.items()}, strict=False)
@@ -103,7 +106,7 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         if model is None:
-            raise AssertionError(f"{self._name} of a deleted model was called")
+            raise zero_ext_bug(f"{self._name} of a deleted model was called")
         own = getattr(type(model), self._name, None)
         plain = partial(own, model) if own is not None else getattr(model.base_model, self._name)
         return (
@@ -118,8 +121,9 @@ def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: A
         return
     if kwargs.get("path_initial_model_for_weight_conversion") is not None:
         raise ValueError(
-            "save_pretrained(path_initial_model_for_weight_conversion=...) loads another adapter, which a "
-            "sharded model cannot; save without it, and convert with the plain model"
+            "path_initial_model_for_weight_conversion: expected None, got a path: it loads another "
+            "adapter, which "
+            "a sharded model cannot. Save without it, and convert with the plain model."
         )
     engine = engine_of(model)
     embeddings = kwargs.get("save_embedding_layers", "auto")
@@ -146,8 +150,8 @@ def _merge(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -
     if any(unit.state is not UnitState.GATHERED for unit in engine.units):
         raise RuntimeError(
             f"{name}(): the base model is sharded over the ranks. Call it on all ranks inside 'with "
-            "zero_ext.gathered(model, modifier_rank=0):' and save the result there; or save the adapter and "
-            "merge it into the plain base model."
+            "zero_ext.gathered(model, modifier_rank=0):' and save the result there, or save the adapter "
+            "and merge it into the plain base model."
         )
     result = plain(*args, **kwargs)
     with torch.no_grad():
@@ -160,9 +164,9 @@ def _merge(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -
 
 def _refuse_change(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        f"{name}() after the model was sharded would add or remove parameters. Make all adapters before "
-        "prepare; weights of one that is there are loaded by "
-        "zero_ext.integrations.peft.load_adapter_weights(model, folder)."
+        f"{name}(): it would add or remove parameters of a sharded model. Make all adapters before "
+        "prepare. Load "
+        "weights of an adapter with zero_ext.integrations.peft.load_adapter_weights(model, folder)."
     )
 
 
@@ -187,8 +191,8 @@ def _stored_keys(
         if unknown:
             raise ValueError(
                 f"adapter '{adapter}' of type {model.peft_config[adapter].peft_type}: PEFT computes "
-                f"'{unknown[0]}' from whole weights when it saves; save inside 'with "
-                "zero_ext.gathered(model):', with model.state_dict() as state_dict="
+                f"'{unknown[0]}' from full weights when it saves. Save inside 'with "
+                "zero_ext.gathered(model):', with state_dict=model.state_dict()."
             )
         found |= {key: by_stub[id(stub)] for key, stub in chosen.items()}
     return found

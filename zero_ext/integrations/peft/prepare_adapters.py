@@ -41,8 +41,8 @@ def prepare(
     """
     if not isinstance(model, PeftModel):
         raise TypeError(
-            f"a peft.PeftModel wanted, {type(model).__name__} given; call peft.get_peft_model(model, config) "
-            "first, or zero_ext.prepare for a model without adapters"
+            f"model: expected a peft.PeftModel, got {type(model).__name__}. Call peft.get_peft_model(model, "
+            "config) first, or zero_ext.prepare for a model without adapters."
         )
     keep_packing(model)
     _, prepared = prepare_plain(model, optimizer, config, wrap=False, **settings)

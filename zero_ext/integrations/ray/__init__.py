@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 if find_spec("ray") is None:
     raise ImportError(
-        "zero_ext.integrations.ray needs ray[train], not installed here: "
-        "pip install 'zero_ext[integrations]', or pip install 'ray[train]>=2.60'"
+        "zero_ext.integrations.ray: the package ray[train] is not installed. Install it with "
+        "pip install 'zero_ext[integrations]' or pip install 'ray[train]>=2.60'."
     )
 
 from zero_ext.integrations.ray.ray_checkpoints import report, resume

@@ -41,8 +41,9 @@ def report(
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(
-            f"RunConfig(storage_path=...) is on '{storage.storage_filesystem.type_name}'; the workers "
-            "write their shards to files: give a directory that all of them see, as on NFS"
+            "RunConfig(storage_path=...): expected a directory that all workers see, got a file system of "
+            "type "
+            f"'{storage.storage_filesystem.type_name}'. Pass a directory, for example on NFS."
         )
     engine = engine_of(model)
     folder = Path(storage.experiment_fs_path) / f"checkpoint-{engine.steps:06d}"

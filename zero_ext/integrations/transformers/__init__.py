@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
     missing = [package for package in wanted if find_spec(package) is None]
     if missing and name in _MODULES:
         raise ImportError(
-            f"{_PACKAGE}.{name} needs {' and '.join(missing)}, not installed here: "
-            "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
+            f"{_PACKAGE}.{name}: {' and '.join(missing)} not installed. Install it with "
+            "pip install 'zero_ext[integrations]' or pip install 'transformers>=5' accelerate."
         )
     return _find(name)

@@ -101,18 +101,20 @@ def exchangeable_attention(
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
         raise ValueError(
-            f"{name} has cross-attention, and a layout is of tokens that attend to each other; "
-            "give its encoder or decoder alone"
+            f"{name}: expected self-attention only, got cross-attention, which a layout does not cover. "
+            "Pass its "
+            "encoder or decoder alone."
         )
     if not (attentions or blooms):
         raise ValueError(
-            f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in it"
+            f"{name}: expected attention from transformers' registry, got none. Call SparseSelfAttention "
+            "in it."
         )
     if attentions:
         if any(hasattr(module, "sequence_exchange") for module in attentions):
             raise ValueError(
-                f"{name} has its sequences over ranks already; make its attention sparse first, then call "
-                "apply_sequence_parallel"
+                f"{name}: its sequences are sharded already. Make its attention sparse first, then call "
+                "apply_sequence_parallel."
             )
         _refuse_what_stays_dense(model)
     return attentions, blooms
@@ -137,13 +139,17 @@ def is_cross(module: torch.nn.Module) -> bool:
 def _refuse_what_stays_dense(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} does not look its attention up in transformers' registry")
+        raise ValueError(
+            f"{name}: expected attention from transformers' registry, got its own. Call "
+            "SparseSelfAttention in it."
+        )
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     window = getattr(model.config, "sliding_window", None)
     if kinds != {"full_attention"} or window:
         raise ValueError(
-            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, window {window}); "
-            "set them to full attention in its configuration"
+            f"{name}: expected full attention in all layers, got {', '.join(sorted(kinds))} and window "
+            f"{window}. "
+            "Set them to full attention in its configuration."
         )
 
 
@@ -164,23 +170,29 @@ def _attend(
     sparse = getattr(module, "sparse_attention", None)
     if sparse is None:
         raise RuntimeError(
-            f"{type(module).__name__} was set to {NAME!r} without a layout; "
-            "call sparsify_attention(model, config)"
+            f"{type(module).__name__}: its attention is {NAME!r}, but it has no layout. Call "
+            "sparsify_attention(model, config)."
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} passes {name}, which sparse attention does not know")
+            raise ValueError(
+                f"{type(module).__name__}: sparse attention does not support {name}. Use another attention "
+                "here."
+            )
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions is true, but sparse attention never has the weights; set it to false"
+            "output_attentions: expected False, got True: sparse attention never stores the weights. Set "
+            "it to "
+            "False."
         )
     if attention_mask is not None and not (
         attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
     ):
         raise TypeError(
-            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, wanted "
-            "torch.bool (True may be attended) or a float to add; where 1 means that it may be attended pass "
-            "attention_mask.bool()"
+            "attention_mask: expected torch.bool (True may be attended) or floats to add, got "
+            f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}. Pass attention_mask.bool() "
+            "where 1 "
+            "means that it may be attended."
         )
     two = attention_mask is not None and attention_mask.ndim == 2
     width = value.shape[3]
@@ -215,23 +227,30 @@ def _mask(
     config: Any = more.get("config")
     if getattr(config, "model_type", None) == "bloom" and config._attn_implementation == NAME:
         raise RuntimeError(
-            f"a BLOOM model was set to {NAME!r} without a layout; call sparsify_attention(model, config)"
+            f"BloomModel: its attention is {NAME!r}, but it has no layout. Call sparsify_attention(model, "
+            "config)."
         )
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise ValueError(
-            "the model wants a mask of its own (packed sequences, a window, or an overlay), which sparse "
-            "attention does not know; pass an attention_mask of [batch, length] and one sequence a row"
+            "attention mask: expected a causal or bidirectional one, got the model's own (packed "
+            "sequences, a "
+            "window, or an overlay). Pass an attention_mask of [batch, length] and one sequence per row."
         )
     if mask_function is causal_mask_function and (kv_offset or int(q_offset) + q_length != kv_length):
         raise ValueError(
-            f"queries {int(q_offset)} to {int(q_offset) + q_length} against {kv_length} keys from "
-            f"{kv_offset}: a cache of fixed size holds keys that are not there; use a DynamicCache"
+            f"cache: expected as many keys as queries up to {int(q_offset) + q_length}, got {kv_length} "
+            "keys from "
+            f"{kv_offset}, as of a cache of fixed size. Use a DynamicCache."
         )
     mask: torch.Tensor | None = more.get("attention_mask")
     if mask is None:
         return None
     if tuple(mask.shape) != (batch_size, kv_length):
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, wanted {(batch_size, kv_length)}")
+        raise ValueError(
+            f"attention_mask: expected shape {(batch_size, kv_length)}, got {tuple(mask.shape)}. Pass one "
+            "value "
+            "per token."
+        )
     return mask.bool()
 
 
@@ -257,7 +276,11 @@ def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
         if name in _LEARNT_POSITIONS and isinstance(child, torch.nn.Embedding)
     ]
     if not owners:
-        raise ValueError(f"{type(model).__name__} has no learnt position embedding to lengthen")
+        raise ValueError(
+            f"{type(model).__name__}: expected a learnt position embedding, got none. Use it as it is: it "
+            "has no "
+            "fixed length."
+        )
     for module, _, embedding in owners:
         padding = getattr(embedding, "padding_idx", None)
         reserved = 0 if padding is None else padding + 1

@@ -52,7 +52,10 @@ class SparseBloomAttention(BloomAttention):
                 **kwargs,
             )
         if output_attentions:
-            raise ValueError("output_attentions is true, but sparse attention never has the weights")
+            raise ValueError(
+                "output_attentions: expected False, got True: sparse attention never stores the weights. Set "
+                "it to False."
+            )
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
@@ -82,11 +85,15 @@ def exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
     attentions = [module for module in model.modules() if isinstance(module, BloomAttention)]
     owned = {module for owner in _owners(model) for module in owner.modules()}
     if not owned.issuperset(attentions):
-        raise ValueError(f"{name} has BloomAttention outside a BloomModel, which makes its masks")
+        raise ValueError(
+            f"{name}: expected BloomAttention inside a BloomModel, which makes its masks, got some "
+            "outside. Pass "
+            "the BloomModel."
+        )
     if any(module.pretraining_tp > 1 and module.slow_but_exact for module in attentions):
         raise ValueError(
-            f"{name} has pretraining_tp = {attentions[0].pretraining_tp} and slow_but_exact, which sparse "
-            "attention does not know; set slow_but_exact to false in its configuration"
+            f"{name}: expected slow_but_exact = False, got True with pretraining_tp = "
+            f"{attentions[0].pretraining_tp}. Set slow_but_exact to False in its configuration."
         )
     return list(attentions)
 

@@ -25,15 +25,16 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
     foreign = sorted(key for key in values if key in _DEEPSPEED and key not in _NATIVE)
     if native and foreign:
         text = (
-            f"is DeepSpeed's key, {native[0]!r} is zero_ext's, and they stand in one configuration; write "
-            "all keys in one of the two formats (docs/how_to/transformers.md has them side by side)"
+            f"is DeepSpeed's key, and {native[0]!r} in the same configuration is zero_ext's. Write all "
+            "keys in "
+            "one of the two formats (docs/how_to/transformers.md has them side by side)."
         )
         raise ConfigError([Problem(key, text) for key in foreign], _SOURCE)
     automatic = [path for path, value in flat(values) if value == AUTO]
     if native and automatic:
         text = (
-            "is 'auto', which only DeepSpeed's JSON knows; leave the key out, and TrainingArguments' value "
-            "or the default is taken"
+            "expected a value, got 'auto', which only DeepSpeed's JSON may have. Leave the key out to take "
+            "TrainingArguments' value or the default."
         )
         raise ConfigError([Problem(path, text) for path in automatic], _SOURCE)
     return bool(foreign or automatic)

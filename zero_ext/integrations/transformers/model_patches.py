@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
 
@@ -71,7 +72,7 @@ class _BoundToModel(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         if model is None:
-            raise AssertionError(f"{self.name} of a deleted model was called")
+            raise zero_ext_bug(f"{self.name} of a deleted model was called")
         if self._sharded and is_prepared(model):
             return self._call(model, *args, **kwargs)
         return getattr(type(model), self.name)(model, *args, **kwargs)
@@ -107,7 +108,8 @@ class _ResizeTooLate(_BoundToModel):
         if not args and not kwargs:
             return model.get_input_embeddings()  # type: ignore[operator]
         raise RuntimeError(
-            f"{type(model).__name__}.resize_token_embeddings() after the model was sharded would replace "
-            "parameters that the optimizer has. Call it before train() or evaluate(); for a trained model "
-            "save_model(), load the folder with from_pretrained, and resize that."
+            f"{type(model).__name__}.resize_token_embeddings(): it would replace parameters of a sharded "
+            "model, "
+            "which the optimizer has. Call it before train() or evaluate(), or save_model(), load the folder "
+            "with from_pretrained, and resize that."
         )

@@ -75,12 +75,14 @@ def from_pretrained(
     chosen = load_settings(zero_config)
     _check_class(model_class, dtype)
     if not Path(folder).is_dir():
-        raise CheckpointError(f"{os.fspath(folder)}: no such folder; download the model first")
+        raise CheckpointError(f"{os.fspath(folder)}: no such folder. Download the model first.")
     implementation = {key: settings.pop(key) for key in ("attn_implementation",) if key in settings}
     if config is None:
         config = _read_config(folder, settings)
     elif settings:
-        raise TypeError(f"settings {sorted(settings)} beside config=: put them into that configuration")
+        raise TypeError(
+            f"settings: expected none with config=, got {sorted(settings)}. Put them into config."
+        )
     _check_kind(model_class, config, folder)
     _refuse_quantised(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
@@ -102,31 +104,36 @@ def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
     have."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise TypeError(
-            f"model_class is {show(model_class)}, wanted a class of transformers, as LlamaForCausalLM or "
-            "AutoModelForCausalLM"
+            f"model_class: expected a class of transformers, got {show(model_class)}. Pass for example "
+            "LlamaForCausalLM or AutoModelForCausalLM."
         )
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype is {show(dtype)}, wanted 'auto' or a dtype of floats, as torch.bfloat16")
+        raise ValueError(
+            f"dtype: expected 'auto' or a floating-point dtype, got {show(dtype)}. Pass for example "
+            "torch.bfloat16."
+        )
 
 
 def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> Any:
     """Return the folder's configuration with ``settings``; ``TypeError`` for those it does not know."""
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(
-            f"{os.fspath(folder)}: has no config.json, so nothing says which model it is; give a folder that "
-            "save_pretrained wrote, or pass config="
+            f"{os.fspath(folder)}: expected a config.json, got none. Pass a folder that save_pretrained "
+            "wrote, or "
+            "config=."
         )
     refused = {name: why for name, why in _UNSUPPORTED.items() if settings.get(name) is not None}
     config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
     unknown = {name: "no such setting" for name in unknown if name not in _UNSUPPORTED}
     if refused or unknown:
-        listed = "; ".join(
+        listed = ", ".join(
             f"{name} = {show(settings[name])}: {why}" for name, why in (refused | unknown).items()
         )
         raise TypeError(
-            f"settings that neither {type(config).__name__} nor zero_ext's from_pretrained takes: {listed}; "
-            "leave them out"
+            f"settings: neither {type(config).__name__} nor zero_ext's from_pretrained supports {listed}. "
+            "Leave "
+            "them out."
         )
     return config
 
@@ -136,9 +143,10 @@ def _check_kind(model_class: Any, config: Any, folder: str | os.PathLike[str]) -
     wanted = getattr(model_class, "config_class", None)
     if isinstance(wanted, type) and not isinstance(config, wanted):
         raise ValueError(
-            f"{os.fspath(folder)}: holds a {config.model_type!r} model, {model_class.__name__} is made from "
-            f"{wanted.__name__}; give the class that its config.json names ({config.architectures}), or an "
-            "AutoModel class"
+            f"{os.fspath(folder)}: expected a model of {wanted.__name__} for {model_class.__name__}, got "
+            f"{config.model_type!r}. Pass the class that its config.json names ({config.architectures}), "
+            "or an "
+            "AutoModel class."
         )
 
 
@@ -161,11 +169,12 @@ def _refuse_quantised(model_class: Any, config: Any, folder: str | os.PathLike[s
     method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
     name = getattr(method, "value", method)
     raise ValueError(
-        f"{os.fspath(folder)}: its config.json says that the weights are quantised ({name}); only the "
-        "quantiser's own code reads them, not shard by shard. Load it with model = "
+        f"{os.fspath(folder)}: expected plain weights, got quantized ones ({name}), which only the "
+        "quantizer's "
+        "own code reads, not shard by shard. Load it with model = "
         f"{getattr(model_class, '__name__', model_class)}.from_pretrained(folder) on every rank, then "
-        "zero_ext.integrations.peft shards the bytes (docs/how_to/peft.md, QLoRA). Or load the weights it "
-        "was quantised from"
+        "zero_ext.integrations.peft shards the bytes (docs/how_to/peft.md, QLoRA), or load the weights it "
+        "was quantized from."
     )
 
 
@@ -188,9 +197,11 @@ class _Naming:
             )
             if converted is not None:
                 raise ValueError(
-                    f"{type(self._model).__name__} puts {name!r} together from {key!r} and others, so it "
-                    "cannot be read shard by shard. Load it with: with zero_ext.Init(config): model = "
-                    f"{type(self._model).__name__}.from_pretrained(folder), which holds some tensors whole"
+                    f"{type(self._model).__name__}: {name!r} is built from {key!r} and others, so it "
+                    "cannot be "
+                    "read shard by shard. Load it inside zero_ext.Init(config) with "
+                    f"{type(self._model).__name__}.from_pretrained(folder), which needs memory for full "
+                    "tensors."
                 )
             found[key] = name
         return found

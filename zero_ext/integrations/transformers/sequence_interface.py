@@ -28,38 +28,40 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     attention = config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     sub_configs = [name for name in config.sub_configs if getattr(config, name, None) is not None]
-    problem = ""
+    problem: str | None = None
     if not attentions or not model._can_set_attn_implementation():
-        problem = "does not look its attention up in transformers' registry"
+        problem = "expected attention from transformers' registry, got its own. Use zero_ext.parallel."
+        problem += "sequence_attention in it."
     elif any(hasattr(module, "sequence_exchange") for module in attentions):
-        problem = "has its sequences over ranks already"
+        problem = "its sequences are sharded already. Call apply_sequence_parallel once."
     elif getattr(config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
-        problem = "has cross-attention to another sequence; give its encoder or decoder alone"
+        problem = "it has cross-attention to another sequence. Pass its encoder or decoder alone."
     elif sub_configs:
-        problem = f"has several configurations ({', '.join(sub_configs)}); give its language model alone"
+        problem = f"it has several configurations ({', '.join(sub_configs)}). Pass its language model alone."
     elif kinds - _LAYERS:
-        problem = f"has layers of the kind {min(kinds - _LAYERS)!r}; only {sorted(_LAYERS)} are exchanged"
+        problem = f"layers: expected {sorted(_LAYERS)}, got {min(kinds - _LAYERS)!r}. Use a model with those."
     elif not (model.can_generate() or model.base_model is model or _is_masked(model)) or _looks_around(model):
-        problem = "has a head that may look at several tokens; give its base model, without a pooler"
+        problem = "its head may look at several tokens. Pass its base model, without a pooler."
     elif getattr(config, "output_router_logits", False):
-        problem = "has output_router_logits, whose loss needs the tokens of all ranks; set it to False"
+        problem = "output_router_logits: its loss needs the tokens of all ranks. Set it to False."
     elif _by_length(config):
         problem = (
-            f"has rotary embeddings of the type {_by_length(config)!r}, which depend on the whole length"
+            f"its rotary embeddings of type {_by_length(config)!r} depend on the full length. Use another "
+            "type."
         )
     elif "position_ids" not in inspect.signature(model.forward).parameters:
-        problem = "takes no position_ids, which say where a part of the sequence lies"
+        problem = "expected position_ids in forward, got none. Use a model that takes them."
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
-        problem = f"has attention {attention!r}; call model.set_attn_implementation('sdpa') first"
+        problem = f"attention: got {attention!r}. Call model.set_attn_implementation('sdpa') first."
     ranks = sequence_rank(mesh)[1]
     tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
     heads = getattr(config, "num_attention_heads", None)
     if not problem and isinstance(heads, int) and heads % (ranks * tensors):
         problem = (
-            f"has {heads} heads, which do not divide by cp {ranks} × tp {tensors}; use a divisor of them"
+            f"expected heads divisible by cp {ranks} × tp {tensors}, got {heads}. Choose divisors of {heads}."
         )
     if problem:
-        raise ValueError(f"{type(model).__name__} {problem}")
+        raise ValueError(f"{type(model).__name__}: {problem}")
 
 
 def _looks_around(model: Any) -> bool:
@@ -197,12 +199,17 @@ def _attend(
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is None:
         raise RuntimeError(
-            f"{type(module).__name__} was set to attend to sequences over ranks without any; call "
-            "apply_sequence_parallel(model, mesh)"
+            f"{type(module).__name__}: its attention exchanges sequences between ranks, but it has no "
+            "mesh. Call "
+            "apply_sequence_parallel(model, mesh)."
         )
     for name in _OF_HEADS:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} passes {name}, of heads that other ranks attend with")
+            raise ValueError(
+                f"{type(module).__name__}: {name} covers heads of other ranks, so it is not supported. Use "
+                "a model "
+                "without it."
+            )
     kwargs.pop("position_ids", None)  # of a part, where flash attention looks for packed sequences
     full = exchange.enter(query, key, value)
     groups = full[0].shape[1] // full[1].shape[1]

@@ -141,13 +141,15 @@ class ZeroTrainerMixin(_Base):
         name = type(self.model).__name__
         if self._engine.optimizer_step.stepper is None:
             raise RuntimeError(
-                f"{name} was sharded for evaluation, without an optimizer, because the trainer that did it "
-                "had no train_dataset; give it one before the first evaluate()"
+                f"{name}: it was sharded for evaluation, without an optimizer, by a trainer without "
+                "train_dataset. "
+                "Pass train_dataset before the first evaluate()."
             )
         if not isinstance(self.optimizer, ZeroOptimizer) or self.optimizer.engine is not self._engine:
             raise RuntimeError(
-                f"{name} was sharded before, by another trainer or zero_ext.prepare, and this trainer does "
-                "not have its optimizer: go on with that trainer, or pass optimizers=(the prepared one, None)"
+                f"{name}: it was sharded by another trainer or zero_ext.prepare, and this trainer does not "
+                "have "
+                "its optimizer. Use that trainer, or pass optimizers=(the prepared one, None)."
             )
 
     def _shard_for_evaluation(self) -> None:

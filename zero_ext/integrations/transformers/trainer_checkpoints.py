@@ -50,7 +50,7 @@ def last_complete_checkpoint(output_dir: str) -> str:
         if (found[step] / _TRAINER_STATE).is_file():
             return str(found[step])
         logger.warning("%s was not written to its end and is passed over", found[step])
-    raise ValueError(f"{root}: no whole checkpoint to resume from; train without resume_from_checkpoint")
+    raise ValueError(f"{root}: no complete checkpoint to resume from. Train without resume_from_checkpoint.")
 
 
 def check_resume(folder: str, model: nn.Module) -> None:
@@ -60,10 +60,11 @@ def check_resume(folder: str, model: nn.Module) -> None:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"{folder}: no such checkpoint folder to resume from")
+        raise ValueError(f"{folder}: no such checkpoint folder to resume from. Check the path.")
     if not (path / _TRAINER_STATE).is_file():
         raise ValueError(
-            f"{folder}: has no {_TRAINER_STATE}, so it is no Trainer checkpoint or was not written to its end"
+            f"{folder}: expected a complete Trainer checkpoint, got no {_TRAINER_STATE}. Resume from "
+            "another one."
         )
     _check_architecture(path, model)
     if (path / STATE_FOLDER).is_dir():
@@ -119,12 +120,15 @@ def _check_architecture(path: Path, model: nn.Module) -> None:
     try:
         saved = json.loads(read_limited(file, _LARGEST_CONFIG))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not a model's configuration: {error}") from error
+        raise CheckpointError(
+            f"{file}: expected a model's configuration, got: {error}. Resume from another checkpoint."
+        ) from error
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if kind is not None and kind != getattr(config, "model_type", kind):
         raise ValueError(
-            f"{os.fspath(path)}: is a checkpoint of a '{kind}' model, this trainer's is "
-            f"'{config.model_type}'; nothing was changed"
+            f"{os.fspath(path)}: expected a checkpoint of a '{config.model_type}' model, got one of "
+            f"'{kind}'. "
+            "Nothing was changed. Resume with that model."
         )
 
 
@@ -141,10 +145,10 @@ def _check_parameters(stored: Mapping[str, tuple[int, ...]], model: nn.Module, f
             shapes = f"{tuple(stored[found[0]])}, the model's {tuple(parameter.shape)}"
             problems.append(f"'{found[0]}' has shape {shapes}")
     if problems:
-        shown = "; ".join(problems[:_MOST_SHOWN])
+        shown = ", ".join(problems[:_MOST_SHOWN])
         left = len(problems) - _MOST_SHOWN
-        more = f"; and {left} more" if left > 0 else ""
+        more = f", and {left} more" if left > 0 else ""
         raise ValueError(
-            f"{folder}: is a checkpoint of another model: {shown}{more}. Nothing was changed; resume with "
+            f"{folder}: is a checkpoint of another model: {shown}{more}. Nothing was changed. Resume with "
             "the model that was trained there."
         )

@@ -226,8 +226,9 @@ def _same(seen: Any, value: Any) -> bool:
 def _disagree(path: str, seen: Any, argument: str, value: Any) -> Problem:
     return Problem(
         path,
-        f"zero_config says {show(seen)}, TrainingArguments says {argument} = {show(value)}; make them agree, "
-        "or leave the key out of zero_config and the argument's value is taken",
+        f"zero_config has {show(seen)}, TrainingArguments has {argument} = {show(value)}. Make them agree, "
+        "or "
+        "leave the key out of zero_config to take the argument's value.",
     )
 
 
@@ -239,10 +240,10 @@ def _refuse(problems: list[Problem]) -> None:
 def _refuse_savers(config: ZeroConfig) -> None:
     problems = []
     if config.checkpoint.async_save:
-        why = "the Trainer deletes older checkpoints as soon as a save returns; leave it false"
+        why = "the Trainer deletes older checkpoints as soon as a save returns. Leave it false."
         problems.append(Problem("checkpoint.async_save", f"got True: {why}"))
     if config.checkpoint.keep_last is not None:
-        why = "the Trainer counts its own folders; use TrainingArguments(save_total_limit=...)"
+        why = "the Trainer counts its own folders. Use TrainingArguments(save_total_limit=...)."
         problems.append(Problem("checkpoint.keep_last", f"got {config.checkpoint.keep_last}: {why}"))
     _refuse(problems)
 
@@ -270,8 +271,8 @@ def refuse_duplicates(config: ZeroConfig, optimizer: Any, scheduler: Any) -> Non
     ):
         if policy is not None and value is not None:
             kind = value[0] if isinstance(value, tuple) else type(value)  # optimizer_cls_and_kwargs
-            why = f"the trainer was given {kind.__name__}; leave the section or the argument out"
-            problems.append(Problem(f"{section}.type", f"zero_config says {show(policy.type)}, {why}"))
+            why = f"the trainer was given {kind.__name__}. Leave the section or the argument out."
+            problems.append(Problem(f"{section}.type", f"zero_config has {show(policy.type)}, {why}"))
     if problems:
         raise ConfigError(problems, "zero_config and the trainer's arguments")
 

@@ -18,43 +18,44 @@ def refuse_arguments(trainer: Trainer) -> None:
     cases = (
         (
             trainer.is_deepspeed_enabled,
-            "TrainingArguments(deepspeed=...) starts DeepSpeed itself; pass its JSON as zero_config= instead",
+            "TrainingArguments(deepspeed=...) starts DeepSpeed itself. Pass its JSON as zero_config=.",
         ),
         (
             trainer.is_fsdp_enabled or bool(args.fsdp),
-            "TrainingArguments(fsdp=...) shards with FSDP; remove it, zero_config shards the model",
+            "TrainingArguments(fsdp=...) shards with FSDP. Remove it: zero_config shards the model.",
         ),
         (
             args.torch_compile,
-            "torch_compile compiles the whole model around its hooks; compile the blocks before making the "
-            "trainer: for block in model.model.layers: block.compile()",
+            "torch_compile compiles the whole model around its hooks. Compile the blocks before making the "
+            "trainer: for block in model.model.layers: block.compile().",
         ),
         (
             args.fp16_full_eval or args.bf16_full_eval,
-            f"{full_eval} would convert sharded parameters; they are evaluated in the precision they train "
-            f"in: {full_eval[:4]}=True, or precision.dtype in zero_config",
+            f"{full_eval} would convert sharded parameters, which are evaluated in the precision they "
+            "train in. "
+            f"Set {full_eval[:4]}=True, or precision.dtype in zero_config.",
         ),
         (
             args.auto_find_batch_size,
-            "auto_find_batch_size tries again after the model was sharded; give per_device_train_batch_size",
+            "auto_find_batch_size tries again after the model was sharded. Set per_device_train_batch_size.",
         ),
         (
             args.n_gpu > 1,
-            f"one process drives {args.n_gpu} GPUs with DataParallel; start one process a GPU: torchrun "
-            "--nproc-per-node gpu",
+            f"one process drives {args.n_gpu} GPUs with DataParallel. Start one process per GPU: torchrun "
+            "--nproc-per-node gpu.",
         ),
-        (getattr(trainer, "is_model_parallel", False), "the model is spread by device_map; load it without"),
+        (getattr(trainer, "is_model_parallel", False), "the model is spread by device_map. Load it without."),
     )
     found = [why for refused, why in cases if refused]
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != args.world_size:
         found.append(
-            f"{ranks} ranks were started, and TrainingArguments sees {args.world_size}: on a machine without "
+            f"{ranks} ranks were started, and TrainingArguments has {args.world_size}. On a machine without "
             "accelerator pass use_cpu=True, and let torchrun (RANK, WORLD_SIZE, LOCAL_RANK) start the ranks "
-            f"(accelerator here: {torch.cuda.is_available()})"
+            f"(accelerator here: {torch.cuda.is_available()})."
         )
     if found:
-        raise ValueError("arguments that ZeroTrainer cannot serve: " + "; ".join(found))
+        raise ValueError(f"ZeroTrainer: unsupported arguments: {' '.join(found)} Change them.")
 
 
 def refuse_adapters(trainer: Trainer) -> None:
@@ -63,15 +64,16 @@ def refuse_adapters(trainer: Trainer) -> None:
     from_peft = getattr(sys.modules.get("peft"), "PeftModel", None)
     if from_peft is not None and isinstance(trainer.model, from_peft):
         raise ValueError(
-            f"{type(trainer).__name__} was given a {type(trainer.model).__name__}; for adapters take "
-            "ZeroPeftTrainer, or put ZeroPeftTrainerMixin before your trainer's class, both from "
-            "zero_ext.integrations.peft; nothing else changes"
+            f"{type(trainer).__name__}: expected a model without adapters, got "
+            f"{type(trainer.model).__name__}. "
+            "Use ZeroPeftTrainer, or put ZeroPeftTrainerMixin before your trainer's class, both from "
+            "zero_ext.integrations.peft."
         )
     if getattr(trainer.model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            f"{type(trainer.model).__name__} has adapters that add_adapter or load_adapter put into it; make "
-            "them with peft.get_peft_model(model, config), and take ZeroPeftTrainer from "
-            "zero_ext.integrations.peft"
+            f"{type(trainer.model).__name__}: its adapters come from add_adapter or load_adapter. Make "
+            "them with "
+            "peft.get_peft_model(model, config), and use ZeroPeftTrainer from zero_ext.integrations.peft."
         )
 
 

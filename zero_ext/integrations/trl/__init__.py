@@ -4,8 +4,8 @@ try:
     import trl as _trl  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"zero_ext.integrations.trl needs the package '{error.name}'; install it with: "
-        "pip install 'zero_ext[integrations]', or pip install trl peft"
+        f"zero_ext.integrations.trl: the package '{error.name}' is not installed. Install it with "
+        "pip install 'zero_ext[integrations]' or pip install trl peft."
     ) from error
 
 from zero_ext.integrations.trl.trainers import ZeroDPOTrainer, ZeroSFTTrainer

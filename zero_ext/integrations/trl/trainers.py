@@ -37,8 +37,9 @@ class ZeroDPOTrainer(ZeroPeftTrainerMixin, DPOTrainer):
         super().__init__(*args, **kwargs)
         if self.args.sync_ref_model:
             raise ValueError(
-                "sync_ref_model=True writes to the reference model in place, of which each rank "
-                "holds only shards; leave it False"
+                "sync_ref_model: expected False, got True: it writes to the full reference model in place, "
+                "and "
+                "each rank has only shards. Leave it False."
             )
 
     def _shard_for_training(self) -> None:

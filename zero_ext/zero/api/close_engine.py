@@ -44,7 +44,7 @@ def engines_before(model: nn.Module, owned: Iterable[OwnedParameter]) -> list[En
             continue
         if engine is None or not names.keys() >= engine.index.keys():
             raise ValueError(
-                f"parameter '{name}' belongs to a prepared model already; prepare the outermost model"
+                f"parameter '{name}': it belongs to a prepared model already. Prepare the outermost model."
             )
         engines[engine] = None
     return list(engines)

@@ -119,9 +119,9 @@ def _check_only_read(unit: Unit, before: list[int]) -> None:
     for number in unit.written():
         if unit.parameters[number]._version != before[number]:
             raise RuntimeError(
-                f"parameter '{unit.layout.specs[number].name}' was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading; say whose values count: "
-                "'with zero_ext.gathered(params, modifier_rank=0):'"
+                f"parameter '{unit.layout.specs[number].name}': it was written to inside 'with "
+                "zero_ext.gathered(params):', which is for reading. Name the rank whose values count: "
+                "'with zero_ext.gathered(params, modifier_rank=0):'."
             )
 
 
@@ -246,7 +246,7 @@ def load_full_state_dict(
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
         raise ValueError(
-            f"state dict: missing {missing}, unexpected {unexpected}; pass strict=False to ignore them"
+            f"state dict: missing {missing}, unexpected {unexpected}. Pass strict=False to ignore them."
         )
     shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     shapes |= {name: tuple(parameter.shape) for parameter, own in names.items() for name in own}
@@ -269,11 +269,14 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
         if name not in shapes:
             continue
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"state dict: '{name}' is a {type(value).__name__}, a tensor wanted")
+            raise TypeError(
+                f"state dict: '{name}': expected a tensor, got {type(value).__name__}. Remove or convert it."
+            )
         if tuple(value.shape) != shapes[name]:
             raise ValueError(
-                f"state dict: '{name}' has shape {tuple(value.shape)}, {shapes[name]} wanted; nothing was "
-                "loaded"
+                f"state dict: '{name}': expected shape {shapes[name]}, got {tuple(value.shape)}. Load the "
+                "weights of "
+                "this model. Nothing was loaded."
             )
 
 
@@ -368,8 +371,9 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     engine = engine_of(model)
     if engine.config.offload.update_mode == "in_backward":
         raise RuntimeError(
-            "double_backward: offload.update_mode is 'in_backward', so parameters change while backward may "
-            "still need them; set it to 'after_backward'"
+            "double_backward: expected offload.update_mode 'after_backward', got 'in_backward', which "
+            "changes "
+            "parameters while backward may still need them. Set it to 'after_backward'."
         )
     by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
     holder = object()

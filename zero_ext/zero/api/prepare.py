@@ -63,7 +63,7 @@ from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import PoolPlan
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.dtensor_local import is_distributed, problem_of
+from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
 from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
 from zero_ext.zero.units.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.unshard.hook_installation import install, watch_reads
@@ -325,9 +325,7 @@ def _check_parameters(
                 f"{dtype}. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
         ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
-        problem = problem_of(parameter, ranks, dtype)
-        if problem:
-            raise ValueError(f"parameter '{name}': {problem}")
+        check_placement(name, parameter, ranks, dtype)
         value: Any = parameter
         if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
             raise ValueError(

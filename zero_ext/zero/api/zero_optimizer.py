@@ -183,7 +183,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if problem is not None:
             undo()
             undo_auxiliary()
-            raise ValueError(f"optimizer state: {problem}")
+            raise ValueError(f"optimizer state: {problem}. Load the state of this optimizer.")
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -229,5 +229,5 @@ def _mismatch(live: Mapping[str, Values], loaded: Mapping[str, torch.Tensor]) ->
         return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
     for key, values in live.items():
         if tuple(loaded[key].shape) != (count(values),):
-            return f"'{key}' has shape {tuple(loaded[key].shape)}, {(count(values),)} wanted"
+            return f"'{key}': expected shape {(count(values),)}, got {tuple(loaded[key].shape)}"
     return None

@@ -44,15 +44,17 @@ def check_values(owned: Sequence[OwnedParameter]) -> None:
         presharded = presharded_of(parameter)
         if presharded is not None and presharded.was_replaced(parameter):
             raise RuntimeError(
-                f"parameter '{item.spec.name}' was written to between zero_ext.Init and zero_ext.prepare, "
-                "while only shards of it exist; the value would be lost. Write inside 'with "
+                f"parameter '{item.spec.name}': it was written to between zero_ext.Init and "
+                "zero_ext.prepare, "
+                "while only shards of it exist, and the value would be lost. Write inside 'with "
                 "zero_ext.Init(...)', or after prepare inside 'with zero_ext.gathered(params, "
                 "modifier_rank=0)'."
             )
         if parameter.is_meta:
             raise ValueError(
-                f"parameter '{item.spec.name}' is on device 'meta', which has no values; build the model "
-                "inside 'with zero_ext.Init(config):', or pass init='skip' and load a checkpoint"
+                f"parameter '{item.spec.name}': expected values, got device 'meta'. Build the model inside "
+                "'with "
+                "zero_ext.Init(config):', or pass init='skip' and load a checkpoint."
             )
 
 
@@ -71,8 +73,8 @@ def device_of(owned: Sequence[OwnedParameter], wanted: torch.device | str | None
     if len(found) > 1:
         seen = ", ".join(f"'{name}' on '{device}'" for device, name in found.items())
         raise ValueError(
-            f"the parameters are on {len(found)} devices: {seen}; one is wanted. Move the model to one "
-            "device first (model.to(device)), or pass device=...; ranks share it out, one device each."
+            f"parameters: expected one device, got {seen}. Move the model to one device first "
+            "(model.to(device)), or pass device=.... Ranks shard the model, one device each."
         )
     return next(iter(found)) if found else accelerator_or_cpu()
 

@@ -51,7 +51,7 @@ def check_experts(
         )
 
 
-def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> str:
+def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> str | None:
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
@@ -69,4 +69,4 @@ def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> st
         return "expected no tiles of experts on several ranks, got units.tiles. Name other layers."
     if is_packed(item.parameter):
         return "expected no quantized experts on several ranks, got some. Build them unquantized."
-    return ""
+    return None

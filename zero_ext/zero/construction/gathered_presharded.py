@@ -56,12 +56,12 @@ def check_modifier(
         return
     if modifier_rank not in range(collectives.world_size):
         raise ValueError(
-            f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {collectives.world_size - 1} wanted"
+            f"modifier_rank: expected 0 to {collectives.world_size - 1}, got {modifier_rank!r}. Pass a rank."
         )
     if expert_ranks(parameter):
         raise ValueError(
-            f"modifier_rank: {described} holds experts, of which rank {modifier_rank} has others "
-            "than some ranks; leave them out, or use zero_ext.load_full_state_dict(strict=False)"
+            f"modifier_rank: {described} holds experts, and rank {modifier_rank} has others than some ranks. "
+            "Leave them out, or use zero_ext.load_full_state_dict(strict=False)."
         )
 
 
@@ -76,9 +76,9 @@ def _check_only_read(parameters: Sequence[nn.Parameter], before: Sequence[int]) 
     for parameter, version in zip(parameters, before, strict=True):
         if parameter._version != version:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading; say whose values count: "
-                "'with zero_ext.gathered(params, modifier_rank=0):'"
+                f"parameter of shape {tuple(parameter.shape)}: it was written to inside 'with "
+                "zero_ext.gathered(params):', which is for reading. Name the rank whose values count: "
+                "'with zero_ext.gathered(params, modifier_rank=0):'."
             )
 
 
@@ -87,8 +87,9 @@ def _adopt_writes(parameter: nn.Parameter, presharded: PreshardedParameter, modi
     value = local_tensor(parameter).detach()
     if tuple(value.shape) != presharded.spec.shape:
         raise RuntimeError(
-            f"a parameter of shape {presharded.spec.shape} has shape {tuple(value.shape)} at the end of "
-            "'with zero_ext.gathered(...)'; change its values, not its shape"
+            f"parameter: expected shape {presharded.spec.shape} at the end of 'with "
+            "zero_ext.gathered(...)', got "
+            f"{tuple(value.shape)}. Change its values, not its shape."
         )
     collectives = presharded.everyone
     flat = in_memory_order(value.to(presharded.spec.dtype), presharded.spec).clone()

@@ -131,8 +131,9 @@ class MemoryEstimate:
         """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""
         planned = self.bytes_by_tier()["device"]
         return (
-            f"planned were {_size(sum(planned.values()))} on {self.device}: {_listed(planned)}; "
-            f"{_size(free_bytes)} were free, and activations come on top. {self._advice(free_bytes)}"
+            f"{self.device}: expected {_size(sum(planned.values()))} free for {_listed(planned)}, and more "
+            "for "
+            f"activations, got {_size(free_bytes)}. {self._advice(free_bytes)}"
         )
 
     def _advice(self, free_bytes: int) -> str:
@@ -142,8 +143,8 @@ class MemoryEstimate:
             on_device, on_host, stored = (sum(held[tier].values()) for tier in ("device", "host", "nvme"))
             if on_device <= free_bytes and on_host <= available:
                 rest = [f"{_size(on_host)} of host memory"] + [f"{_size(stored)} of NVMe"] * bool(stored)
-                return f"With {', '.join(keys)} it is {_size(on_device)} there, {' and '.join(rest)}"
-        return "No placement fits: take more ranks, or smaller blocks ('units.tiles')"
+                return f"Set {', '.join(keys)} to use {_size(on_device)} there and {' and '.join(rest)}."
+        return "Use more ranks, or smaller blocks ('units.tiles'), as no placement fits."
 
     def _alternatives(self) -> Iterator[tuple[list[str], MemoryEstimate]]:
         """Other placements, the cheapest first, with the keys to set for them."""
@@ -191,8 +192,8 @@ class MemoryEstimate:
             yield
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"prepare ran out of memory: {self.message(free_bytes)}. The model is sharded in part: build "
-                f"it again. ({error})"
+                f"prepare: out of memory ({error}). {self.message(free_bytes)} Build the model again: it is "
+                "sharded in part."
             ) from error
 
     def _check(self, free_bytes: int) -> None:

@@ -101,7 +101,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._entered is not None:
-            raise RuntimeError("this zero_ext.Init is active already; make another one to nest")
+            raise RuntimeError("zero_ext.Init: this one is active already. Make another one to nest.")
         with contextlib.ExitStack() as stack:
             for register, hook in (
                 (registration.register_module_parameter_registration_hook, self._on_parameter),
@@ -123,7 +123,7 @@ class Init:
     ) -> None:
         entered, self._entered = self._entered, None
         if entered is None:
-            raise RuntimeError("this zero_ext.Init was not entered")
+            raise RuntimeError("zero_ext.Init: this one was not entered. Use it in a with statement.")
         modules = list(self._modules)
         complete = False
         try:

@@ -160,11 +160,13 @@ class DeviceErrors:
         self._collectives.gather(table.view(-1), mine, "scalars", "errors of the devices").wait()
         texts = [ops.device_error_text(row) for row in table]
         found = [f"device of rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        what = found[0] if found else "The error is on a rank that holds another part of the model."
+        what = found[0] if found else "device: the error is on a rank that has another slice of the model."
         since = " Steps that were launched since changed nothing." if late else ""
         if any(text.startswith(_UPDATES) for text in texts):
-            raise CollectiveError(f"{what} Step {step - 1} did not update all state. {MIXTURE}{since}")
-        raise RuntimeError(f"{what} Step {step} was not made, and changed nothing.{since}")
+            raise CollectiveError(f"step {step - 1}: {what} It did not update all state. {MIXTURE}{since}")
+        raise RuntimeError(
+            f"step {step}: {what} It was not made, and changed nothing.{since} Fix the cause first."
+        )
 
 
 def _since(late: bool) -> str:

@@ -60,8 +60,8 @@ def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> Tiling:
             _check_layer(name, module, splits[name])
     if unmatched:
         raise ValueError(
-            f"units.tiles: {sorted(unmatched)} match no module; give full names of nn.Linear or nn.Embedding "
-            "modules, such as 'lm_head', or their class"
+            f"units.tiles: {sorted(unmatched)} match no module. Use full names of nn.Linear or nn.Embedding "
+            "modules, such as 'lm_head', or their class."
         )
     _check_ties(model, splits)
     return Tiling(splits)
@@ -70,14 +70,18 @@ def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> Tiling:
 def _check_layer(name: str, module: nn.Module, splits: int) -> None:
     key = f"units.tiles.{name}"
     if not name:
-        raise ValueError("units.tiles: the model itself cannot be tiled; put the layer into a module")
+        raise ValueError("units.tiles: the model itself cannot be tiled. Put the layer into a module.")
     # Not subclasses, whose forward may be another; the second half is for type checkers.
     if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(f"{key}: a {type(module).__name__}; only nn.Linear and nn.Embedding can be tiled")
+        raise ValueError(
+            f"{key}: expected nn.Linear or nn.Embedding, got {type(module).__name__}. Leave it out."
+        )
     bounds(module.out_features if isinstance(module, nn.Linear) else module.num_embeddings, splits, key)
     for option in ("max_norm", "sparse"):
         if getattr(module, option, None):
-            raise ValueError(f"{key}: {option} = {getattr(module, option)!r}, which tiles cannot have")
+            raise ValueError(
+                f"{key}: tiles do not support {option}, got {getattr(module, option)!r}. Leave the layer out."
+            )
     hooked = [kind for kind in _HOOKS if _has_foreign(getattr(module, kind, None))]
     hooked += [
         f"{inner}.{kind}"
@@ -87,8 +91,8 @@ def _check_layer(name: str, module: nn.Module, splits: int) -> None:
     ]
     if hooked or module._compiled_call_impl is not None:
         raise ValueError(
-            f"{key}: has hooks or is compiled ({hooked}), which tiles would lose; register hooks on the "
-            "module around it, or after zero_ext.prepare"
+            f"{key}: it has hooks or is compiled ({hooked}), which tiles would lose. Register hooks on the "
+            "module around it, or after zero_ext.prepare."
         )
 
 
@@ -109,9 +113,10 @@ def _check_ties(model: nn.Module, splits: Mapping[str, int]) -> None:
         numbers = {splits.get(name.rpartition(".")[0]) for name in names}
         if len(numbers) > 1:
             raise ValueError(
-                f"units.tiles: the tied parameters {names} are to be cut into "
-                f"{[splits.get(name.rpartition('.')[0]) for name in names]} tiles (None: not tiled); name "
-                "all their modules with the same number"
+                f"units.tiles: expected one number of tiles for the tied parameters {names}, got "
+                f"{[splits.get(name.rpartition('.')[0]) for name in names]} (None: not tiled). Name all "
+                "their "
+                "modules with the same number."
             )
 
 

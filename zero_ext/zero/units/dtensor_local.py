@@ -135,13 +135,19 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     return local
 
 
-def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> str:
-    """Return why the local tensor of ``parameter`` cannot be sharded in ``dtype``, an empty text if it can.
+def check_placement(name: str, parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if the local tensor of parameter ``name`` cannot be sharded in ``dtype``.
 
     ``ranks`` are the tensor-parallel ones.
     """
+    problem = _problem_of(parameter, ranks, dtype)
+    if problem:
+        raise ValueError(f"parameter '{name}': {problem}")
+
+
+def _problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> str | None:
     if not is_distributed(parameter):
-        return ""
+        return None
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
         return (
@@ -172,4 +178,4 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
             "expected a contiguous local tensor, got another. Split it with distribute_tensor or "
             "parallelize_module."
         )
-    return ""
+    return None

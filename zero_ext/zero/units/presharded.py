@@ -43,7 +43,11 @@ class FailedStorage:
 
     def fetch(self, into: torch.Tensor, begin: int = 0) -> CopyHandle:
         """Raise ``RuntimeError``."""
-        raise RuntimeError(f"a parameter's shard could not be stored when it was made: {self._reason}")
+        raise RuntimeError(
+            f"shard of a parameter: it was not stored when it was made: {self._reason}. Fix this, then "
+            "construct "
+            "the model again."
+        )
 
 
 class PreshardedParameter:
@@ -183,9 +187,8 @@ class PreshardedParameter:
     def _check_world(self, collectives: Collectives) -> None:
         if self.layout.world_size != collectives.world_size:
             raise RuntimeError(
-                f"parameter of shape {self.spec.shape} was sharded by zero_ext.Init over "
-                f"{self.layout.world_size} ranks, and is now prepared over {collectives.world_size}; pass "
-                "both the same process group"
+                f"parameter of shape {self.spec.shape}: expected the {self.layout.world_size} ranks of "
+                f"zero_ext.Init in prepare, got {collectives.world_size}. Pass both the same process group."
             )
 
 

@@ -211,7 +211,11 @@ class Unit(Ending):
         reason = f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
         self.collectives.abort(reason)
         alone = self.collectives.world_size == 1
-        advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
+        advice = (
+            "Nothing was changed. Check the storage."
+            if alone
+            else "Start all ranks again from the last checkpoint."
+        )
         return RuntimeError(f"{reason}. {advice}")
 
     def invalidate(self) -> None:
@@ -266,8 +270,9 @@ class Unit(Ending):
         """
         if not self.exact:
             raise RuntimeError(
-                f"{self.describe()} is in use, gathered as communication.quantized_weights says, and so not "
-                "with the exact values of its shards; write to it outside forward and backward"
+                f"{self.describe()}: it is in use and was gathered with communication.quantized_weights, "
+                "so it "
+                "does not have the exact values of its shards. Write to it outside forward and backward."
             )
         self.invalidate()
         put(self.storage, 0, self._own, "device")
@@ -365,7 +370,7 @@ class Unit(Ending):
                     return RuntimeError(
                         f"rank {self.collectives.rank}: the data of parameter "
                         f"'{self.layout.specs[number].name}' was replaced after zero_ext.prepare (by .half() "
-                        "or .to()). Convert the model before prepare; edit values in place inside 'with "
+                        "or .to()). Convert the model before prepare, and edit values in place inside 'with "
                         "zero_ext.gathered(params):'."
                     )
         return None
@@ -382,7 +387,7 @@ class Unit(Ending):
             return None
         return RuntimeError(
             f"rank {self.collectives.rank}: parameter '{self.layout.specs[written[0]].name}' was written to "
-            "through a tensor that was a view of it while it was in memory; the value would be lost. Write "
+            "through a view from the time it was in memory, and the value would be lost. Write "
             "to the parameter itself, or inside 'with zero_ext.gathered(params, modifier_rank=0):'."
         )
 

@@ -139,8 +139,9 @@ class OnDemandAccess:
 def transform_refusal(name: str) -> str:
     """Return the message for a torch.func transform that meets the sharded parameter ``name``."""
     return (
-        f"parameter '{name}' is sharded over the ranks and was used inside a torch.func transform (grad, "
-        "vmap, jacrev, ...): expected its value to be in memory, as nothing can be gathered there. Use "
+        f"parameter '{name}': expected its value in memory inside a torch.func transform (grad, vmap, "
+        "jacrev, "
+        "...), got a sharded one, and nothing can be gathered there. Use "
         "torch.autograd, or run the transform inside 'with zero_ext.gathered(model):'."
     )
 

@@ -160,9 +160,9 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     good = micro_batch(world.seed, 0)
     words, mask = good[0]
     refused_calls: list[tuple[str, Callable[[], Any]]] = [
-        ("no data: pass an iterator", lambda: engine.train_batch()),
+        ("data: expected an iterator", lambda: engine.train_batch()),
         ("a data iterator is wanted, list given; pass iter(loader)", lambda: engine.train_batch([good] * 3)),
-        ("no data: pass an iterator", lambda: engine.eval_batch(None)),
+        ("data: expected an iterator", lambda: engine.eval_batch(None)),
         ("ended after 1 of 3 micro-batches", lambda: engine.train_batch(iter([good]))),
         ("micro-batch is dict, a pair", lambda: engine.train_batch(iter([{}]))),
         ("inputs: str given", lambda: engine.train_batch(iter([("text", good[1])] * 3))),

@@ -46,7 +46,7 @@ def test_specifications_have_deepspeeds_attributes() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_stages": None}, ValueError, "num_stages or topology is missing"),
+        ({"num_stages": None}, ValueError, "expected num_stages or topology"),
         (
             {"num_stages": 3},
             ValueError,
@@ -56,7 +56,7 @@ def test_specifications_have_deepspeeds_attributes() -> None:
         (
             {"num_stages": None, "topology": ProcessTopology(["pipe", "data", "model"], [2, 1, 2])},
             DeepSpeedFeatureError,
-            "axes 'pipe' and 'data' are served",
+            "axes 'pipe' and 'data' are supported",
         ),
         ({"partition_method": "profile"}, ValueError, "partition_method: 'profile' given, 'parameters'"),
         ({"partition_method": "type:Bloc$"}, ValueError, "finds none of the layers, which are ['Block', 'W"),

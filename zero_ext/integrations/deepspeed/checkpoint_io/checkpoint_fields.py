@@ -23,6 +23,7 @@ from zero_ext.checkpoint.files.checkpoint_error import brief, shortened
 from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES
 from zero_ext.checkpoint.format.manifest import Count
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import StubFragment, StubScaler
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import UnfitContent
 
 Check = Callable[[Any], Any]
 _MOST_DIMENSIONS = 64
@@ -42,49 +43,49 @@ def is_flat(value: object) -> bool:
 
 def _flat(value: Any) -> torch.Tensor:
     if not is_flat(value):
-        raise ValueError(f"expected a one-dimensional tensor of floats, got {seen(value)}")
+        raise UnfitContent(f"expected a one-dimensional tensor of floats, got {seen(value)}")
     return cast(torch.Tensor, value)
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"expected a number from 0, got {seen(value)}")
+        raise UnfitContent(f"expected a number from 0, got {seen(value)}")
     return value
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or len(value) > _MOST_DIMENSIONS:
-        raise ValueError(f"expected a shape, got {seen(value)}")
+        raise UnfitContent(f"expected a shape, got {seen(value)}")
     return tuple(map(_count, value))
 
 
 def _name(value: Any) -> str:
     if type(value) is not str or not value:
-        raise ValueError(f"expected a name, got {seen(value)}")
+        raise UnfitContent(f"expected a name, got {seen(value)}")
     return value
 
 
 def _address(value: Any) -> tuple[int, int]:
     if not isinstance(value, StubFragment):
-        raise ValueError(f"expected the address of a fragment, got {seen(value)}")
+        raise UnfitContent(f"expected the address of a fragment, got {seen(value)}")
     return _count(vars(value).get("start")), _count(vars(value).get("numel"))
 
 
 def _group(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"expected a dict, got {seen(value)}")
+        raise UnfitContent(f"expected a dict, got {seen(value)}")
     return value
 
 
 def _one_for_all(counts: Any) -> Any:
     if isinstance(counts, list) and len(set(map(repr, counts))) != 1:
-        raise ValueError("expected one number of ranks for all groups, not several as of experts")
+        raise UnfitContent("expected one number of ranks for all groups, not several as of experts")
     return counts[0] if isinstance(counts, list) else counts
 
 
 def _with_groups(optimizer: Any) -> Any:
     if isinstance(optimizer, list):
-        raise ValueError("it has no param groups, as 'elastic_checkpoint' leaves them out: save without it")
+        raise UnfitContent("it has no param groups, as 'elastic_checkpoint' leaves them out: save without it")
     return optimizer
 
 
@@ -93,7 +94,7 @@ def _items(check: Check) -> Check:
 
     def checked(items: Any) -> list[Any]:
         if not isinstance(items, list):
-            raise ValueError(f"expected a list, got {seen(items)}")
+            raise UnfitContent(f"expected a list, got {seen(items)}")
         return [_at(number, check, item) for number, item in enumerate(items)]
 
     return checked
@@ -112,7 +113,7 @@ def _at(key: object, check: Check, value: Any) -> Any:
     try:
         return check(value)
     except ValueError as error:
-        raise ValueError(f"{shortened(str(key), 100)}: {error}") from None
+        raise UnfitContent(f"{shortened(str(key), 100)}: {error}") from None
 
 
 Table = Annotated[dict[str, Any], PlainValidator(_table())]
@@ -206,7 +207,8 @@ def client_state(content: Mapping[Any, Any]) -> dict[Any, Any]:
 def damaged(path: Path, what: str, problem: str) -> CheckpointError:
     """Return the error about ``what`` in the file ``path``, to be raised."""
     return CheckpointError(
-        f"{path}: {what}: {problem}. It is damaged, or of a DeepSpeed that this reader does not know."
+        f"{path}: {what}: {problem}. It is damaged, or of a DeepSpeed that this reader does not support. Use "
+        "another checkpoint."
     )
 
 

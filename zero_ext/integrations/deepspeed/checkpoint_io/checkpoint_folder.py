@@ -41,7 +41,7 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
     ``folder`` may also be that of one checkpoint. CheckpointError says what is there if it is not.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        raise CheckpointError(f"{folder}: no such folder. Check the path.")
     source = "tag"
     if tag is None:
         if is_own(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
@@ -57,7 +57,8 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
             ) from error
     if not is_tag(tag) or not (folder / tag).is_dir():
         raise CheckpointError(
-            f"{source}: expected the name of a folder in {folder}, got {tag!r}. There: {_folders(folder)}."
+            f"{source}: expected the name of a folder in {folder}, got {tag!r}. Name one of "
+            f"{_folders(folder)}."
         )
     return folder / tag
 
@@ -89,33 +90,45 @@ def find_files(path: Path) -> CheckpointFiles:
         for prefix, what in _ELSEWHERE.items():
             if name.startswith(prefix):
                 raise CheckpointError(
-                    f"{path / name}: holds {what}, which cannot be imported; only data-parallel checkpoints "
-                    "of ZeRO stages 1 to 3 can"
+                    f"{path / name}: expected a data-parallel checkpoint of ZeRO stages 1 to 3, got "
+                    f"{what}. Use "
+                    "DeepSpeed to export its weights."
                 )
     found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "consolidated model": {}}
     for match in filter(None, map(_FILE.fullmatch, names)):
         kind, rank = match[3] if match[1] else f"consolidated {match[3]}", int(match[1] or 0)
         if int(match[2]):
-            raise CheckpointError(f"{path / match[0]}: of a tensor-parallel run, which cannot be imported")
+            raise CheckpointError(
+                f"{path / match[0]}: expected a data-parallel checkpoint, got one of a tensor-parallel "
+                "run. Use "
+                "DeepSpeed to export its weights."
+            )
         if rank in found.get(kind, ()):
-            raise CheckpointError(f"{path}: {found[kind][rank].name} and {match[0]} are both of rank {rank}")
+            raise CheckpointError(
+                f"{path}: {found[kind][rank].name} and {match[0]} are both of rank {rank}. Remove the one of "
+                "another run."
+            )
         found.setdefault(kind, {})[rank] = path / match[0]
     optimizer = _in_order(path, found["optim"])
     if not optimizer:
         raise CheckpointError(
-            f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stages 1 to 3 has one for each rank"
+            f"{path}: expected one '*_optim_states.pt' file per rank, got none. Pass a checkpoint of ZeRO "
+            "stages 1 "
+            "to 3."
         )
     partitioned, consolidated = _in_order(path, found["model"]), tuple(found["consolidated model"].values())
     if bool(partitioned) == bool(consolidated):
         raise CheckpointError(
-            f"{path}: has {len(consolidated)} files 'mp_rank_*_model_states.pt' (stages 1 and 2) and "
-            f"{len(partitioned)} files 'zero_pp_rank_*_model_states.pt' (stage 3); files of one kind wanted. "
-            "Was one checkpoint written over another, or is it incomplete?"
+            f"{path}: expected model files of one kind, got {len(consolidated)} "
+            "'mp_rank_*_model_states.pt' (stages "
+            f"1 and 2) and {len(partitioned)} 'zero_pp_rank_*_model_states.pt' (stage 3). Remove those of "
+            "another "
+            "run, or copy the missing ones."
         )
     if partitioned and len(partitioned) != len(optimizer):
         raise CheckpointError(
-            f"{path}: {len(optimizer)} ranks have optimizer files and {len(partitioned)} model files; "
-            "a rank's save is missing"
+            f"{path}: expected as many model files as optimizer files, got {len(partitioned)} and "
+            f"{len(optimizer)}. Copy the files of all ranks."
         )
     return CheckpointFiles(path, optimizer, partitioned or consolidated, bool(partitioned))
 
@@ -125,7 +138,8 @@ def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
     missing = next((rank for rank in range(len(found)) if rank not in found), None)
     if missing is not None:
         raise CheckpointError(
-            f"{path}: {len(found)} files like {next(iter(found.values())).name}, the highest of rank "
-            f"{max(found)}; that of rank {missing} is missing"
+            f"{path}: expected a file like {next(iter(found.values())).name} of every rank to "
+            f"{max(found)}, got "
+            f"none of rank {missing}. Copy the files of all ranks."
         )
     return tuple(found[rank] for rank in range(len(found)))

@@ -142,7 +142,10 @@ def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manif
     """Return the manifest without files and slices."""
     model, step = checkpoint.model, checkpoint.model.global_steps
     if step >= LARGEST_STEP:
-        raise CheckpointError(f"{checkpoint.files.path}: step {step}: expected at most {LARGEST_STEP - 1}")
+        raise CheckpointError(
+            f"{checkpoint.files.path}: expected at most step {LARGEST_STEP - 1}, got {step}. Use another "
+            "checkpoint."
+        )
     extra: dict[str, Any] = {"deepspeed": model.model_dump(include=_COUNTERS)}
     if model.lr_scheduler is not None:
         extra["scheduler"] = model.lr_scheduler
@@ -209,7 +212,7 @@ def _write(
                 check_disjoint_bytes(complete)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{checkpoint.files.path}: changed while it was read: {error}"
+                    f"{checkpoint.files.path}: it changed while it was read: {error}. Import it again."
                 ) from None
             filesystem.write_file(folder / MANIFEST_NAME, encode_manifest(complete))
             filesystem.sync_directory(folder)

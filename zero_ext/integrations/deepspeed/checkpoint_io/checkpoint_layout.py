@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import UnfitContent
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -32,18 +34,18 @@ def stage1_and_2_layout(
     """Fragments at stages 1 and 2: ``gaps`` are the elements left free after each parameter, ``sizes`` the
     elements of every rank's partition. ValueError if they do not add up."""
     if len(gaps) != len(shapes):
-        raise ValueError(f"group {flat} has {len(shapes)} parameters and {len(gaps)} alignment paddings")
+        raise UnfitContent(f"group {flat} has {len(shapes)} parameters and {len(gaps)} alignment paddings")
     partition, ranks = sizes[0], len(sizes)
     for rank, size in enumerate(sizes):
         if size > partition or (size < partition and rank < ranks - 1):
-            raise ValueError(
+            raise UnfitContent(
                 f"group {flat}: the partitions have {list(sizes)[:8]} elements; all ranks before the last "
                 "have the same number, the last no more"
             )
     needed = sum(math.prod(shape) for shape in shapes.values()) + sum(gaps)
     stored, unit = sum(sizes), 2 * ranks
     if stored < needed or stored > -(-needed // unit) * unit:
-        raise ValueError(
+        raise UnfitContent(
             f"group {flat}: its {len(shapes)} parameters take {needed} elements, the partitions of {ranks} "
             f"ranks hold {stored}"
         )
@@ -69,7 +71,7 @@ def stage3_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, 
     needed = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
     for rank, size in enumerate(sizes):
         if size != needed:
-            raise ValueError(
+            raise UnfitContent(
                 f"sub-group {flat}: its {len(shapes)} parameters take {needed} elements a rank, rank {rank} "
                 f"holds {size}"
             )

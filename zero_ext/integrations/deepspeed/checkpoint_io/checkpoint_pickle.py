@@ -18,7 +18,11 @@ import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files.safe_open import open_regular
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import check_expanded, check_opcodes
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import (
+    UnfitContent,
+    check_expanded,
+    check_opcodes,
+)
 
 _READ_BYTES = 1 << 20
 
@@ -62,7 +66,7 @@ def read_pickled(path: Path) -> dict[Any, Any]:
         with _only_stubs():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if type(found) is not dict:
-            raise ValueError(f"it holds a {type(found).__name__}, not a dict")
+            raise UnfitContent(f"it holds a {type(found).__name__}, not a dict")
         check_expanded(found, len(pickle), path.stat().st_size)
     except Exception as error:
         raise CheckpointError(
@@ -94,7 +98,7 @@ def _archive(path: Path, advice: str = "Use another checkpoint.") -> Iterator[zi
             for record in archive.infolist():
                 # One that is compressed can be a thousand times as long as the file.
                 if record.compress_type != zipfile.ZIP_STORED:
-                    raise zipfile.BadZipFile(f"record {record.filename!r:.80} is compressed")
+                    raise UnfitContent(f"record {record.filename!r:.80} is compressed")
             yield archive
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise CheckpointError(

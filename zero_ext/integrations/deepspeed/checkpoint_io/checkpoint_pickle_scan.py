@@ -49,6 +49,10 @@ _ALLOWANCE = 1 << 20
 _BESIDE_TEXT = 8
 
 
+class UnfitContent(ValueError):
+    """Part of a file is not what DeepSpeed writes. The error that names the file completes its text."""
+
+
 def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:
     """Check the opcodes of a pickle without running them, in time linear in its length.
 
@@ -91,9 +95,9 @@ class _Scan:
             for opcode, argument, _ in pickletools.genops(data):
                 self._step(opcode.name, argument)
         except (IndexError, KeyError) as error:
-            raise ValueError("its pickle takes from an empty stack or memo") from error
+            raise UnfitContent("its pickle takes from an empty stack or memo") from error
         if self._makes_sets and self._heaviest > _LARGEST_IN_SET:
-            raise ValueError(f"it makes sets, and a tuple expands to {self._heaviest} items")
+            raise UnfitContent(f"it makes sets, and a tuple expands to {self._heaviest} items")
 
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack
@@ -133,7 +137,7 @@ class _Scan:
             elif name == "SETITEMS":
                 self._check_keys(items)
         elif name not in ("PROTO", "STOP"):
-            raise ValueError(f"its pickle has the opcode {name}, which torch.save does not write")
+            raise UnfitContent(f"its pickle has the opcode {name}, which torch.save does not write")
 
     def _pop(self, count: int) -> list[int | str]:
         popped = self._stack[-count:]
@@ -153,23 +157,23 @@ class _Scan:
     def _check_keys(self, items: list[int | str]) -> None:
         for key in items[::2]:
             if _weight(key) > _LARGEST_KEY:
-                raise ValueError(f"a tuple that is a key expands to {_weight(key)} items")
+                raise UnfitContent(f"a tuple that is a key expands to {_weight(key)} items")
 
     def _count_number(self, number: int) -> None:
         # Python's hash of a number is its remainder by 2**61 - 1, so any two of these can share one.
         self._large_numbers += number.bit_length() > 64
         if self._large_numbers > _MOST_LARGE_NUMBERS:
-            raise ValueError(f"it holds more than {_MOST_LARGE_NUMBERS} numbers of more than 64 bits")
+            raise UnfitContent(f"it holds more than {_MOST_LARGE_NUMBERS} numbers of more than 64 bits")
 
     def _call(self, function: int | str, arguments: int | str) -> None:
         if function not in self._called:
-            raise ValueError(f"it calls {function if isinstance(function, str) else 'a value'!r:.200}")
+            raise UnfitContent(f"it calls {function if isinstance(function, str) else 'a value'!r:.200}")
         if function == _OF_TYPE and getattr(arguments, "first", None) not in _REBUILDERS:
-            raise ValueError(f"it calls {_OF_TYPE} of something else than a tensor")
+            raise UnfitContent(f"it calls {_OF_TYPE} of something else than a tensor")
         if function == "_codecs.encode" and arguments != _LATIN1:
-            raise ValueError("it calls _codecs.encode for another encoding than 'latin1'")
+            raise UnfitContent("it calls _codecs.encode for another encoding than 'latin1'")
         if function == "collections.OrderedDict" and _weight(arguments) > 1:
-            raise ValueError("it calls collections.OrderedDict with arguments")
+            raise UnfitContent("it calls collections.OrderedDict with arguments")
         self._makes_sets |= function == "builtins.set"
         self._stack.append(min(1 + _weight(arguments), _LARGEST_WEIGHT))
 
@@ -207,7 +211,7 @@ def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
         inner = [child for child in children if _is_container(child) and id(child) not in found]
         if inner:
             if id(item) in unfinished or any(id(child) in unfinished for child in inner):
-                raise ValueError("it contains itself")
+                raise UnfitContent("it contains itself")
             unfinished.add(id(item))
             pending.extend(inner)
             continue
@@ -215,9 +219,9 @@ def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
         pending.pop()
         extent = found[id(item)] = _joined(children, found)
         if extent.levels > _DEEPEST:
-            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+            raise UnfitContent(f"it is nested deeper than {_DEEPEST} levels")
         if extent.plain > most_plain or extent.tensors > most_tensors:
-            raise ValueError(
+            raise UnfitContent(
                 f"it repeats its parts: as a tree it takes {extent.plain} bytes and {extent.tensors} bytes "
                 f"of tensors, more than {_EXPANSION} times the file"
             )
@@ -245,14 +249,14 @@ def _leaf(value: object) -> _Extent:
 
 def _check_tensor(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise ValueError(f"it holds a tensor of {tensor.layout} on {tensor.device}, not a strided one")
+        raise UnfitContent(f"it holds a tensor of {tensor.layout} on {tensor.device}, not a strided one")
     if tensor.numel() == 0:
         return
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end, stored = (tensor.storage_offset() + reach) * tensor.element_size(), tensor.untyped_storage().nbytes()
     # Torch does not promise this for mapped files.
     if end > stored:
-        raise ValueError(
+        raise UnfitContent(
             f"a tensor of shape {tuple(tensor.shape)} reaches byte {end} of a record of {stored}"
         )
 

@@ -48,8 +48,8 @@ def _optimizer_class(checkpoint: DeepSpeedCheckpoint) -> str:
         return "Adam" if kind.lower() == "adam" and coupled else "AdamW"
     kinds = sorted({key for moments in checkpoint.first.moments for key in moments})
     raise CheckpointError(
-        f"{checkpoint.first.path}: does not tell the class of its optimizer (its state is {kinds}, the "
-        f"configuration names {kind!r:.80}); give optimizer='AdamW', or the class that you will prepare with"
+        f"{checkpoint.first.path}: expected the class of its optimizer, got none (its state is {kinds}, the "
+        f"configuration names {kind!r:.80}). Pass optimizer='AdamW', or the class that you will prepare with."
     )
 
 
@@ -57,8 +57,9 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
     group = first.groups[number]
     if group.get("bias_correction", True) is not True:
         raise CheckpointError(
-            f"{first.path}: param group {number} has bias_correction {group['bias_correction']!r}; "
-            "Adam without bias correction cannot go on here"
+            f"{first.path}: param group {number}: expected bias_correction, got "
+            f"{group['bias_correction']!r}. Use "
+            "DeepSpeed: Adam without bias correction is not supported."
         )
     found = {}
     for key, value in group.items():
@@ -70,7 +71,11 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
         if not plain and not (
             isinstance(value, list) and all(one_number(each) is not None for each in value)
         ):
-            raise CheckpointError(f"{first.path}: param group {number}: {key} is {value!r:.80}, no setting")
+            raise CheckpointError(
+                f"{first.path}: param group {number}: expected a setting for {key}, got {value!r:.80}. Use "
+                "another "
+                "checkpoint."
+            )
         found[key] = value if number_of is None else number_of
     return found
 
@@ -93,12 +98,14 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
             continue
         if set(first.moments[flat]) != _ADAM_KINDS:
             raise CheckpointError(
-                f"{first.path}: {name!r} has the optimizer state {sorted(first.moments[flat])}, "
-                f"{sorted(_ADAM_KINDS)} wanted of {optimizer}"
+                f"{first.path}: {name!r}: expected the state {sorted(_ADAM_KINDS)} of {optimizer}, got "
+                f"{sorted(first.moments[flat])}. Pass the optimizer that it was saved with."
             )
         count = one_number(scalars.get("step", first.groups[group].get("step")))
         if count is None or count != int(count) or count < 0:
-            raise CheckpointError(f"{first.path}: {name!r} has step {count!r}, a whole number from 0 wanted")
+            raise CheckpointError(
+                f"{first.path}: {name!r}: expected a step from 0, got {count!r}. Use another checkpoint."
+            )
         steps[name] = int(count)
     return {"step": steps} if fused else dict(others)
 
@@ -114,12 +121,16 @@ def _scaler(first: RankState) -> dict[str, Any]:
     }
     for key, value in numbers.items():
         if value is None or value != value or abs(value) == float("inf"):
-            raise CheckpointError(f"{first.path}: loss_scaler: its {key} is {value!r}, a number wanted")
+            raise CheckpointError(
+                f"{first.path}: loss_scaler: expected a number for {key}, got {value!r}. Use another "
+                "checkpoint."
+            )
     clean = int(numbers["iteration"] or 0) - int(numbers["overflow"] or 0) - 1
     scale, hysteresis = float(numbers["scale"] or 0), int(numbers["hysteresis"] or 0)
     if scale <= 0 or hysteresis < 1 or clean < 0:
         raise CheckpointError(
-            f"{first.path}: loss_scaler: scale {scale}, hysteresis {hysteresis} and {clean} steps since the "
-            "last overflow are those of no scaler"
+            f"{first.path}: loss_scaler: expected a scale above 0, hysteresis from 1 and steps since the "
+            "last "
+            f"overflow from 0, got {scale}, {hysteresis} and {clean}. Use another checkpoint."
         )
     return {"scale": scale, "hysteresis": hysteresis, "clean_steps": clean}

@@ -88,8 +88,8 @@ class DeepSpeedCheckpoint:
         model = ModelFile.of(read_pickled(path), path)
         if model.global_steps != self.model.global_steps:
             raise CheckpointError(
-                f"{path}: of step {model.global_steps}, {self.files.model[0].name} of step "
-                f"{self.model.global_steps}: files of two checkpoints are mixed"
+                f"{path}: expected step {self.model.global_steps} as in {self.files.model[0].name}, got "
+                f"{model.global_steps}: files of two checkpoints are mixed. Copy the files of one."
             )
         table, found = _frozen_table(self.files, model), {}
         for name, entry in self.parameters.items():
@@ -137,8 +137,8 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
     model = ModelFile.of(content, files.model[0])
     if model.dp_world_size not in (None, len(files.optimizer)):
         raise CheckpointError(
-            f"{files.model[0]}: saved by {model.dp_world_size} ranks, but there are {len(files.optimizer)} "
-            "'*_optim_states.pt' files"
+            f"{files.model[0]}: expected {model.dp_world_size} '*_optim_states.pt' files, one per rank, got "
+            f"{len(files.optimizer)}. Copy the files of all ranks."
         )
     sizes, slices = [first.sizes], [first.file.param_slice_mappings]
     for path in files.optimizer[1:]:
@@ -172,13 +172,15 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
 def _check_stage(files: CheckpointFiles, state: RankState) -> None:
     if state.file.partition_count != len(files.optimizer):
         raise CheckpointError(
-            f"{state.path}: saved by {state.file.partition_count} ranks, but {files.path} holds "
-            f"{len(files.optimizer)} '*_optim_states.pt' files; some are missing, or of another run"
+            f"{state.path}: expected {state.file.partition_count} '*_optim_states.pt' files in "
+            f"{files.path}, one "
+            f"per rank, got {len(files.optimizer)}. Copy the files of all ranks, and of this run alone."
         )
     if (state.file.zero_stage == 3) != files.model_by_rank:
         raise CheckpointError(
-            f"{state.path}: is of stage {state.file.zero_stage}, but {files.model[0].name} of stage "
-            f"{'3' if files.model_by_rank else '1 or 2'}: files of two checkpoints are mixed in {files.path}"
+            f"{state.path}: expected stage {'3' if files.model_by_rank else '1 or 2'} as of "
+            f"{files.model[0].name}, got {state.file.zero_stage}: files of two checkpoints are mixed in "
+            f"{files.path}. Copy the files of one."
         )
 
 
@@ -186,7 +188,10 @@ def _check_readable(content: Mapping[Any, Any], files: CheckpointFiles) -> None:
     for key, what in _UNREADABLE.items():
         value = content.get(key)
         if value is not None and not (type(value) is int and value == 1):
-            raise CheckpointError(f"{files.model[0]}: {key}: a checkpoint {what} cannot be imported")
+            raise CheckpointError(
+                f"{files.model[0]}: {key}: a checkpoint {what} is not supported. Use DeepSpeed to export its "
+                "weights."
+            )
 
 
 def _check_same(first: RankState, state: RankState) -> None:
@@ -194,8 +199,8 @@ def _check_same(first: RankState, state: RankState) -> None:
     for what, value in own.items():
         if value != wanted[what]:
             raise CheckpointError(
-                f"{state.path}: {what}: {value!r:.200}; {first.path.name} has {wanted[what]!r:.200}: files "
-                "of two checkpoints are mixed"
+                f"{state.path}: {what}: expected {wanted[what]!r:.200} as in {first.path.name}, got "
+                f"{value!r:.200}: files of two checkpoints are mixed. Copy the files of one."
             )
 
 
@@ -243,9 +248,9 @@ def _check_slices(
         flat = next(number for number, own in enumerate(table) if own != wanted[number])
         name = next(iter(dict(table[flat].items() ^ wanted[flat].items())))
         raise CheckpointError(
-            f"{files.optimizer[rank]}: param_slice_mappings: {name!r} of group {flat} is at "
-            f"{table[flat].get(name)} (begin, elements), by the shapes in {files.model[0].name} it is at "
-            f"{wanted[flat].get(name)}: files of two checkpoints are mixed"
+            f"{files.optimizer[rank]}: param_slice_mappings: expected {name!r} of group {flat} at "
+            f"{wanted[flat].get(name)} (begin, elements), by the shapes in {files.model[0].name}, got "
+            f"{table[flat].get(name)}: files of two checkpoints are mixed. Copy the files of one."
         )
 
 

@@ -55,7 +55,7 @@ def save(
     """
     name = _checked(tag)
     if not isinstance(client_state, Mapping):
-        raise TypeError(f"client_state: a mapping wanted, {type(client_state).__name__} given")
+        raise TypeError(f"client_state: expected a mapping, got {type(client_state).__name__}. Pass a dict.")
     encode(dict(client_state), "client_state")
     saved = save_checkpoint(
         root / name,
@@ -120,8 +120,9 @@ def _stateful(scheduler: Any) -> Any:
 def _checked(tag: str) -> str:
     if not is_tag(tag) or len(tag) > _LONGEST_TAG or tag == LATEST or tag.startswith("."):
         raise ValueError(
-            f"tag {tag!r}: a plain folder name of at most {_LONGEST_TAG} characters wanted, no slashes, "
-            f"not beginning with a dot and not {LATEST!r}"
+            f"tag: expected a folder name of at most {_LONGEST_TAG} characters without slashes, not "
+            "beginning with "
+            f"a dot and not {LATEST!r}, got {tag!r}. Choose another."
         )
     return tag
 

@@ -98,8 +98,12 @@ def load_state_dict_from_zero_checkpoint(
         if name in lazy and lazy[name].shape != value.shape
     ]
     if problems:
-        shown = "; ".join(shortened(problem, 300) for problem in sorted(problems)[:_MOST_NAMES_SHOWN])
-        raise ValueError(f"{path} does not fit this model: {shown} ({len(problems)} in all)")
+        shown = ", ".join(shortened(problem, 300) for problem in sorted(problems)[:_MOST_NAMES_SHOWN])
+        raise ValueError(
+            f"{path}: it does not fit this model: {shown} ({len(problems)} in all). Load it into the model "
+            "that was "
+            "saved."
+        )
     with torch.no_grad():
         for name, value in live.items():
             value.copy_(lazy[name].contiguous())
@@ -259,7 +263,9 @@ def _dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     name = str(dtype).lower().removeprefix("torch.")
     name = _SHORT_NAMES.get(name, name)
     if name not in _SHORT_NAMES.values():
-        raise ValueError(f"dtype is {dtype!r}; give one of {', '.join(_SHORT_NAMES.values())}")
+        raise ValueError(
+            f"dtype: expected one of {', '.join(_SHORT_NAMES.values())}, got {dtype!r}. Choose one of those."
+        )
     return dtype_named(name)
 
 

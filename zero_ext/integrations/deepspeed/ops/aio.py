@@ -165,7 +165,7 @@ class aio_handle:
         self, transfer: object, buffer: torch.Tensor, filename: str | int, offset: int, async_op: bool
     ) -> int:
         if isinstance(filename, int):
-            raise DeepSpeedFeatureError("aio_handle: open files are not served; give the path")
+            raise DeepSpeedFeatureError("aio_handle: expected a path, got an open file. Pass the path.")
         ticket = next(self._tickets)
         transfer(self._handle, ticket, os.fspath(filename), offset, buffer)  # type: ignore[operator]
         if async_op:
@@ -180,7 +180,8 @@ class aio_handle:
         there = Path(filename).stat().st_size - offset
         if there < buffer.nbytes:
             raise RuntimeError(
-                f"{filename}: {buffer.nbytes} bytes wanted from offset {offset} on, {max(there, 0)} are there"
+                f"{filename}: expected {buffer.nbytes} bytes from offset {offset} on, got {max(there, 0)}. "
+                "Read fewer."
             )
 
 

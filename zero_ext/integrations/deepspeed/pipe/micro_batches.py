@@ -16,11 +16,11 @@ def micro_batches_of(
     pair.
     """
     if data is None:
-        raise ValueError("no data: pass an iterator, or to initialize training_data")
+        raise ValueError("data: expected an iterator, got none. Pass it, or training_data to initialize.")
     if not hasattr(data, "__next__"):
         raise TypeError(
-            f"a data iterator is wanted, {type(data).__name__} given; pass iter(loader), or "
-            "iter(deepspeed.utils.RepeatingLoader(loader))"
+            f"data: expected an iterator, got {type(data).__name__}. Pass iter(loader), or "
+            "iter(deepspeed.utils.RepeatingLoader(loader))."
         )
     pairs: list[tuple[Any, Any]] = []
     while len(pairs) < count:
@@ -28,15 +28,17 @@ def micro_batches_of(
             found = next(data)
         except StopIteration:
             raise ValueError(
-                f"the data iterator ended after {len(pairs)} of {count} micro-batches; "
-                "deepspeed.utils.RepeatingLoader begins again at the end of a loader"
+                f"data: expected {count} micro-batches, got {len(pairs)} before the iterator ended. Wrap "
+                "the loader "
+                "in deepspeed.utils.RepeatingLoader, which begins again at its end."
             ) from None
         if batch_fn is not None:
             found = batch_fn(found)
         if not isinstance(found, (tuple, list)) or len(found) < 2:
             raise TypeError(
-                f"a micro-batch is {type(found).__name__}, a pair of inputs and labels wanted; set_batch_fn "
-                "makes one"
+                f"micro-batch: expected a pair of inputs and labels, got {type(found).__name__}. Make one "
+                "with "
+                "set_batch_fn."
             )
         pairs.append((found[0], found[1]))
     return pairs
@@ -52,12 +54,13 @@ def joined(micro_batches: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     for value in (value for values in inputs for value in values):
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             what = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"inputs: {what} given, tensors [samples, ...] wanted")
+            raise TypeError(f"inputs: expected tensors [samples, ...], got {what}. Convert them.")
     shapes = [[tuple(value.shape) for value in values] for values in inputs]
     for number, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
-                f"inputs of micro-batch {number} have shapes {shape}, those of the first {shapes[0]}; one "
-                "shape in a batch is wanted: drop the last samples of a loader, or pad them"
+                f"inputs of micro-batch {number}: expected shapes {shapes[0]} as of the first, got "
+                f"{shape}. Drop "
+                "the last samples of a loader, or pad them."
             )
     return tuple(torch.cat(column) for column in zip(*inputs, strict=True))

@@ -27,14 +27,15 @@ def weights_by(method: str, layers: Sequence[Layer]) -> list[float]:
         return [float(_trained(outline_of(layer))) for layer in layers]
     if kind.lower() != "type" or not pattern:
         raise ValueError(
-            f"partition_method: {method!r} given, {_METHODS} wanted. To cut by measured seconds use "
-            "zero_ext.parallel.pipeline.PipelineModule(..., split=profile_layers(layers, micro_batch))"
+            f"partition_method: expected {_METHODS}, got {method!r}. To cut by measured seconds, use "
+            "zero_ext.parallel.pipeline.PipelineModule(..., split=profile_layers(layers, micro_batch))."
         )
     names = [_name(layer) for layer in layers]
     found = [float(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]
     if not any(found):
         raise ValueError(
-            f"partition_method: {method!r} finds none of the layers, which are {sorted(set(names))}"
+            f"partition_method: {method!r} matches none of the layers {sorted(set(names))}. Name one of "
+            "those."
         )
     return found
 

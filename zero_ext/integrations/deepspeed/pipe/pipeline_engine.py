@@ -28,7 +28,7 @@ def _refused(name: str) -> Any:
     def method(*_: Any, **__: Any) -> NoReturn:
         """Raise ``PipelineError``: a pipeline runs whole batches."""
         raise PipelineError(
-            f"engine.{name}: a pipeline runs whole batches; call engine.train_batch(data_iter) or eval_batch"
+            f"engine.{name}: a pipeline runs full batches. Call engine.train_batch(data_iter) or eval_batch."
         )
 
     return method
@@ -152,7 +152,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         self._need_optimizer("train_batch")
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch under no_grad: leave that, or call eval_batch")
+            raise RuntimeError("train_batch: it was called under no_grad. Leave that, or call eval_batch.")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -179,13 +179,15 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if num_micro_batches not in (None, self.micro_batches):
             raise DeepSpeedFeatureError(
-                f"eval_batch(num_micro_batches={num_micro_batches}) is not served: a batch has "
-                f"gradient_accumulation_steps micro-batches, {self.micro_batches}"
+                f"eval_batch: expected num_micro_batches {self.micro_batches}, the "
+                "gradient_accumulation_steps, got "
+                f"{num_micro_batches}. Leave it out."
             )
         if reduce_output != ("avg" if compute_loss else None):
             raise DeepSpeedFeatureError(
-                f"eval_batch(compute_loss={compute_loss}, reduce_output={reduce_output!r}) is not served: "
-                "losses are reduced by 'avg', outputs not at all (compute_loss=False, reduce_output=None)"
+                f"eval_batch: compute_loss={compute_loss} with reduce_output={reduce_output!r} is not "
+                "supported. Use "
+                "reduce_output='avg' for losses, and None for outputs (compute_loss=False)."
             )
         collected: list[Any] = []
 
@@ -231,7 +233,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> NoReturn:
         raise DeepSpeedFeatureError(
-            "whole weights of a pipeline are on no rank: call save_checkpoint, then 'zero-ext export'"
+            "full weights: no rank of a pipeline has them. Call save_checkpoint, then 'zero-ext export'."
         )
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

@@ -112,7 +112,8 @@ class PipelineModule(pipeline.PipelineModule):
         """Change ``activation_checkpoint_interval``; ``ValueError`` for what is no number of layers."""
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise ValueError(
-                f"activation_checkpoint_interval: {interval!r} given, a number of layers wanted, 0 for none"
+                f"activation_checkpoint_interval: expected a number of layers, got {interval!r}. Pass 0 "
+                "for none."
             )
         self.activation_checkpoint_interval = interval
 
@@ -138,7 +139,9 @@ class PipelineModule(pipeline.PipelineModule):
         for stage, held in enumerate(self.ranges):
             if layer_idx in held:
                 return stage
-        raise ValueError(f"layer {layer_idx!r} of {self.ranges[-1].stop}: a number from 0 wanted")
+        raise ValueError(
+            f"layer_idx: expected 0 to {self.ranges[-1].stop - 1}, got {layer_idx!r}. Pass a layer's number."
+        )
 
 
 def _returned(loss: torch.Tensor, _labels: Any) -> torch.Tensor:
@@ -155,20 +158,23 @@ def _one_by_one(*calls: Callable[..., Any], value: Any) -> Any:
 def _mesh(num_stages: int | None, topology: ProcessTopology | None) -> DeviceMesh:
     if topology is None:
         if num_stages is None:
-            raise ValueError("PipelineModule: num_stages or topology is missing; pass one of them")
+            raise ValueError(
+                "PipelineModule: expected num_stages or topology, got neither. Pass one of them."
+            )
         return make_mesh(pp=num_stages)
     lengths = dict(zip(topology.axes, topology.dims, strict=True))
     if num_stages not in (None, lengths.get("pipe")):
         raise ValueError(
-            f"PipelineModule: num_stages is {num_stages}, but the topology {topology!r} has "
-            f"{lengths.get('pipe')} along 'pipe'; leave one of them out"
+            f"PipelineModule: expected num_stages {lengths.get('pipe')} as in the topology {topology!r}, got "
+            f"{num_stages}. Leave one of them out."
         )
     others = [axis for axis, length in lengths.items() if axis not in _AXES and length > 1]
     if others or "pipe" not in lengths:
         raise DeepSpeedFeatureError(
-            f"PipelineModule(topology={topology!r}): axes 'pipe' and 'data' are served. Layers that split "
-            "their own tensors over ranks are not: take zero_ext.parallel.make_mesh(pp=..., tp=...), "
-            "zero_ext.parallel.pipeline, and parallelize_module of torch or apply_tensor_parallel"
+            f"PipelineModule(topology={topology!r}): only the axes 'pipe' and 'data' are supported, not "
+            "layers that "
+            "split their own tensors over ranks. Use zero_ext.parallel.make_mesh(pp=..., tp=...), "
+            "zero_ext.parallel.pipeline, and parallelize_module of torch or apply_tensor_parallel."
         )
     digits = tuple((_AXES[axis], length) for axis, length in lengths.items() if axis in _AXES)
     return make_mesh(dict(digits), mapping=rank_mapping.RankMapping(("pp", "dp"), digits))

@@ -26,7 +26,9 @@ class RepeatingLoader:
         try:
             return next(self._batches)
         except StopIteration:
-            raise ValueError("RepeatingLoader: the loader has no batches") from None
+            raise ValueError(
+                "RepeatingLoader: the loader has no batches. Pass one with at least one batch."
+            ) from None
 
 
 __getattr__ = names_of("deepspeed.runtime.dataloader")

@@ -68,7 +68,7 @@ def leaf_modules_of(model: nn.Module) -> list[str]:
 def _mark(model: nn.Module, fits: Callable[[str, nn.Module], bool], words: str) -> list[nn.Module]:
     found = [module for name, module in model.named_modules() if fits(name, module)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no modules {words}; nothing was marked")
+        raise ValueError(f"{type(model).__name__}: it has no modules {words}. Name some of its modules.")
     for module in found:
         set_z3_leaf_module(module, True)
     return found

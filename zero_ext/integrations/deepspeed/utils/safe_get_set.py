@@ -83,7 +83,10 @@ def _set_local(param: nn.Parameter, kind: str, value: torch.Tensor) -> None:
     slices = [values for _, values in owned_slices(param, kind)]
     wanted = sum(count(values) for values in slices)
     if value.numel() != wanted:
-        raise ValueError(f"{kind}: this rank owns {wanted} elements of the parameter, {value.numel()} given")
+        raise ValueError(
+            f"{kind}: expected {wanted} elements, which this rank owns, got {value.numel()}. Pass this "
+            "rank's slice."
+        )
     for values, own in zip(slices, value.reshape(-1).split([count(v) for v in slices]), strict=True):
         replace(values, own.float())
 

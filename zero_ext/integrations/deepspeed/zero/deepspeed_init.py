@@ -82,7 +82,7 @@ class Init:
 
     def _require(self) -> _MarkingInit:
         if self._native is None:
-            raise RuntimeError("this zero.Init was not entered")
+            raise RuntimeError("zero.Init: this one was not entered. Use it in a with statement.")
         return self._native
 
 

@@ -63,7 +63,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a parameter that another module uses is gathered when it is read."""
     if not isinstance(parameter, nn.Parameter):
-        raise TypeError(f"parameter: an nn.Parameter wanted, {type(parameter).__name__} given")
+        raise TypeError(f"parameter: expected an nn.Parameter, got {type(parameter).__name__}. Pass one.")
 
 
 def _listed(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None]) -> list[nn.Parameter]:
@@ -74,7 +74,9 @@ def _listed(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None]) ->
     listed = [item for item in params if item is not None]
     for item in listed:
         if not isinstance(item, torch.Tensor):
-            raise TypeError(f"GatheredParameters: parameters wanted, {type(item).__name__} given")
+            raise TypeError(
+                f"GatheredParameters: expected parameters, got {type(item).__name__}. Pass only those."
+            )
     return [item for item in listed if isinstance(item, nn.Parameter)]
 
 

@@ -36,12 +36,14 @@ class TiledLinear(NativeTiledLinear):
         for name, value in others.items():
             if name not in expected:
                 raise TypeError(
-                    f"TiledLinear: expected its own arguments or {', '.join(expected)}, got {name!r}."
+                    f"TiledLinear: expected its own arguments or {', '.join(expected)}, got {name!r}. "
+                    "Leave it out."
                 )
             if value != expected[name]:
                 raise DeepSpeedFeatureError(
-                    f"TiledLinear({name}={value!r}) is not served: tiles are plain linear layers over "
-                    "the whole input; use TiledLinear.chunks(inputs) to take the output a tile at a time"
+                    f"TiledLinear({name}={value!r}): it is not supported: tiles are plain linear layers "
+                    "over the "
+                    "full input. Use TiledLinear.chunks(inputs) to take the output one tile at a time."
                 )
         if init_linear is not None:
             self.copy_params_from(init_linear)
