@@ -206,7 +206,7 @@ def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     mesh = make_mesh(pp=2, device_type="cpu")
     module = apply_pipeline_parallel(model, mesh, inputs=("input_ids", "attention_mask"))
     config = {"stage": 3, "timeout_seconds": 120.0}
-    with pytest.raises(ConfigError, match="[Cc]all sparsify_attention"):
+    with pytest.raises(ConfigError, match=r"[Cc]all sparsify_attention"):
         zero_ext.prepare(module, None, {**config, "sparse_attention": layout}, process_group=mesh)
     prepared, optimizer = zero_ext.prepare(module, optimizer_of(module), config, process_group=mesh)
     words = batches(world.seed)[0].repeat(1, 8)  # several blocks

@@ -361,7 +361,7 @@ def test_a_model_built_of_a_sparse_ones_configuration_is_refused(name: str) -> N
     else:
         asked = type(sparse)(sparse.config)
     with pytest.raises(
-        RuntimeError, match="is 'zero_ext_sparse', but it has no layout. Call sparsify_attention"
+        RuntimeError, match=r"is 'zero_ext_sparse', but it has no layout\. Call sparsify_attention"
     ):
         asked(**batch())
 
