@@ -11,7 +11,6 @@ from tests.error_templates import BUG_HELPER, ROOT, ErrorText, error_texts
 from zero_ext.config.internal_error import zero_ext_bug
 
 PACKAGE = ROOT / "zero_ext"
-NOT_CONVERTED: tuple[str, ...] = ()
 
 _SUBJECT = re.compile(r"(?P<subject>\S.{0,119}?): \S")
 _MOST_WORDS_OF_A_SUBJECT = 12
@@ -72,11 +71,7 @@ def violations(package: Path) -> list[str]:
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_every_error_names_its_subject_and_a_fix(package: str) -> None:
-    found = violations(PACKAGE / package)
-    if package in NOT_CONVERTED:
-        assert found, f"{package} follows the grammar: remove it from NOT_CONVERTED"
-    else:
-        assert found == []
+    assert violations(PACKAGE / package) == []
 
 
 MODULE = """

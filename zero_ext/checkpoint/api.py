@@ -185,7 +185,9 @@ def _saved_states(
     step: int | None,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """Return the saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
+    """Return the saved states of ``names``; none if the manifest cannot be read, which the load itself
+    tells.
+    """
     session_of(source).finish_previous()
     try:
         _, manifest = open_checkpoint(directory, step)

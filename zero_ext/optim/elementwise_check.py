@@ -179,7 +179,9 @@ def per_element(entry: object) -> bool:
 
 
 def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a parameter's state that are one value each, JSON-able; see :func:`live_scalars`."""
+    """Return the entries of a parameter's state that are one value each, JSON-able; see
+    :func:`live_scalars`.
+    """
     scalars = {name: entry for name, entry in state.items() if not per_element(entry)}
     return {
         "scalars": {

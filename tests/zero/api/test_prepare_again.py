@@ -210,7 +210,9 @@ def test_inference_training_and_models_that_changed(world: World) -> None:
         engine, _ = zero_ext.prepare(outer, None, config, process_group=world.group)
         with torch.no_grad():
             assert torch.equal(engine(ids), copied(ids))
-        with pytest.raises(ValueError, match=r"it belongs to a prepared model already\. Prepare the outermost"):
+        with pytest.raises(
+            ValueError, match=r"it belongs to a prepared model already\. Prepare the outermost"
+        ):
             zero_ext.prepare(model.blocks, None, config, process_group=world.group)
 
 
