@@ -169,7 +169,7 @@ class ActivationCheckpointing:
         memory or storage as they are saved.
 
         Args:
-            *modules: whose parameters stay.
+            *modules: their parameters stay.
 
         Returns:
             A context manager.

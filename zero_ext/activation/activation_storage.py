@@ -185,7 +185,7 @@ class MemoryActivationStorage:
         return (
             f"activation_checkpointing.number_checkpoints: the buffer of {held} bytes for {self._calls} "
             f"calls stores {live} and has no space for {nbytes} more. Raise number_checkpoints to the "
-            "calls of all forward passes whose backward is still to come (it counts calls of the first "
+            "calls of all forward passes before their backward (it counts calls of the first "
             "one's size), or set contiguous_memory_optimization to false."
         )
 

@@ -58,8 +58,8 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 class CheckpointedCall:
     """``function(*args, **kwargs)``, to be run with its arguments and again with other ``tensors``.
 
-    The tensors are those found in nested lists, tuples, dicts and what else torch's pytrees know; objects
-    that they do not know are kept as they are, with whatever they hold.
+    The tensors are those found in nested lists, tuples, dicts and what else torch's pytrees support; objects
+    that they do not support are kept as they are, with whatever they hold.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ class RecordState(Enum):
 class ActivationRecord:
     """Tensors of one call, stored while the record is referenced.
 
-    ``queue`` has the records of the thread that the call ran in, whose backward uses them one after another.
+    ``queue`` has the records of the thread that the call ran in. Its backward uses them one after another.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Tensors packed in a region of ``nbytes``, of which each of ``ranks`` ranks has an equal shard."""
+    """Tensors packed in a region of ``nbytes``. Each of ``ranks`` ranks has an equal shard of it."""
 
     spans: tuple[TensorSpan, ...]
     nbytes: int

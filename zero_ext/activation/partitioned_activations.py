@@ -25,7 +25,7 @@ class DifferentInputsError(RuntimeError):
 class ActivationPartition:
     """The ranks of ``group`` store 1/N of each call's inputs, which are the same on all of them.
 
-    A collective of the group's ranks, all of which passed :func:`check_group`. What it sends is counted in
+    A collective of the group's ranks, all after :func:`check_group`. What it sends is counted in
     ``counters``.
     """
 
@@ -72,7 +72,7 @@ class ActivationPartition:
             self._names[name] = None
 
     def gather(self, shard: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Return the region [layout.nbytes] of which this rank has ``shard`` [layout.shard_bytes].
+        """Return the region [layout.nbytes] with this rank's ``shard`` [layout.shard_bytes].
 
         Raises :class:`DifferentInputsError` on all ranks if calls since the last backward had different
         tensors.

@@ -1,4 +1,4 @@
-"""Named streams of random numbers beside the default one, such as dropout that differs between ranks."""
+"""Named streams of random numbers besides the default one, such as dropout that differs between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RandomStreams:
     functions see the same numbers of every stream when they are run again.
 
     Args:
-        device: whose default generator; default the accelerator's, else the CPU's.
+        device: of the default generator; by default the accelerator, else the CPU.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:

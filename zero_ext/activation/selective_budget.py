@@ -54,7 +54,7 @@ class MeasuringMode(TorchDispatchMode):
 
     @property
     def steps(self) -> list[MeasuredOp]:
-        """The ops whose results can be saved: no view, nothing random, nothing that was changed later."""
+        """The ops with results that can be saved: no view, nothing random, nothing that was changed later."""
         return [measured for measured, _ in self._steps.values()]
 
     def __torch_dispatch__(
@@ -100,7 +100,7 @@ def _changes(op: OpOverload) -> bool:
 
 def _can_stay(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
     """Views cost nothing to compute again, and what draws random numbers, changes its arguments or waits for
-    other ranks, whose plans are their own, has to run."""
+    other ranks, with plans of their own, has to run."""
     if not isinstance(func, OpOverload) or func.is_view or _changes(func):
         return False
     if draws(func, args, kwargs):

@@ -26,7 +26,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
     """Return the ops that ``names`` mean, such as "aten.mm" or "aten.mm.default".
 
-    Raises ``ValueError`` for a name that torch does not know, and for collectives.
+    Raises ``ValueError`` for a name that torch does not have, and for collectives.
     """
     found: set[OpOverload] = set()
     for name in names:
@@ -49,7 +49,7 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
         if each.namespace in COLLECTIVES:
             does = "changes its input tensors" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
-                f"activation_checkpointing.save_ops: expected ops whose results can be saved, got '{each}', "
+                f"activation_checkpointing.save_ops: expected ops with results that can be saved, got '{each}', "
                 f"which {does}, so backward has to run it again. Remove it, or save an op after it."
             )
     return frozenset(found)

@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are computed, as compressed rows of block columns."""
+"""The blocks of the attention matrix that are computed, as compressed rows of block columns."""
 
 from __future__ import annotations
 

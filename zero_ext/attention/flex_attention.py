@@ -1,4 +1,4 @@
-"""Attention over a layout by torch's FlexAttention, whose tables are in blocks of 128 tokens."""
+"""Attention over a layout by torch's FlexAttention. Its tables are in blocks of 128 tokens."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _randomly(
 class LayoutCache:
     """The layouts of one policy that were used last, by length, heads, direction and device.
 
-    Threads may share one: two that ask for the same layout at once may both build it.
+    Threads may share one: two that ask for the same layout simultaneously may both build it.
 
     Args:
         policy: what layouts are built by.

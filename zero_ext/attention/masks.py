@@ -1,4 +1,4 @@
-"""Masks as scaled_dot_product_attention takes them, told apart: keys that are padding, and a bias."""
+"""Masks as scaled_dot_product_attention takes them, split by kind: keys that are padding, and a bias."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0)
 
     Args:
         embedding: [positions, width]; its weight is replaced by a new parameter.
-        positions: rows wanted, without the reserved ones.
+        positions: number of rows, without the reserved ones.
         reserved: rows at the start that stay in front (RoBERTa has 2).
 
     Raises:

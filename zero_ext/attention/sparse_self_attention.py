@@ -265,7 +265,7 @@ def _scores_shape(
     (batch, heads, length, dim), (key_batch, key_heads, key_length, key_dim) = shapes["query"], shapes["key"]
     if (batch, dim) != (key_batch, key_dim):
         raise ValueError(
-            f"key: expected the batch and head dim of query, whose shape is {shapes['query']}, got "
+            f"key: expected the batch and head dim of query, shape {shapes['query']}, got "
             f"{shapes['key']}. Pass query and key of the same batch and projection."
         )
     if dim == 0:

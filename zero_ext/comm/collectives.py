@@ -277,7 +277,7 @@ class Collectives:
         *,
         reduces: bool,
     ) -> PendingCollective:
-        """Start a collective of several phases, each of which starts when the one before has ended.
+        """Start a collective of several phases. Each starts when the one before has ended.
 
         ``phases`` makes them from the transports and a tag. ``finish`` runs once after the wait for the last.
         With ``reduces`` they go in the order of reductions, else in that of gathers.

@@ -1,4 +1,4 @@
-"""How the ranks of an engine are connected: the path of a device's tensors, and connections for it."""
+"""The connections between the ranks of an engine: the path of a device's tensors, and connections for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOW_ADDED: dict[ResolvedReduction, str] = {
 
 @dataclass(frozen=True)
 class TransferPath:
-    """How tensors on ``device`` travel between the ranks of a group: over the "host" because they are there,
+    """The path of tensors on ``device`` between the ranks of a group: over the "host" because they are there,
     "staged" through it, by a ``backend`` of the device's, or nowhere because the ranks are simulated
     ("fake"). ``problem`` says why they cannot, or nothing."""
 

@@ -113,7 +113,7 @@ def fastest_host_transport(group: dist.ProcessGroup, timeout_seconds: float) -> 
 
 
 def remove_abandoned_memory(folder: Path = _MEMORY_FOLDER) -> list[str]:
-    """Remove the shared memory of this user whose process was killed before all ranks had joined.
+    """Remove the shared memory of this user left by processes that were killed before all ranks had joined.
 
     Memory younger than a minute stays: its process may be in a container, where its number is another one.
 

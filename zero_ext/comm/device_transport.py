@@ -96,7 +96,7 @@ def _shut_down(backend: Any) -> None:
 
 
 def can_make(backend: str) -> bool:
-    """Return whether :func:`make_backend` knows ``backend``."""
+    """Return whether :func:`make_backend` supports ``backend``."""
     return backend == "nccl" or backend.upper() in dist.Backend._plugins
 
 

@@ -70,7 +70,7 @@ class FlightRecorder:
     """Compares the collectives of this rank with those of the other ranks of one engine.
 
     Nothing is exchanged while collectives end in time. A rank that waits for longer than ``STALL_SECONDS``,
-    or whose transport reports an error, writes its record to ``store`` and reads those of the others. Without
+    or has an error of its transport, writes its record to ``store`` and reads those of the others. Without
     a store nothing is compared. A thread watches how long the rank waits, since a wait in gloo cannot be
     interrupted and goes on later. The thread calls ``abort``, which ends the wait with an error.
 

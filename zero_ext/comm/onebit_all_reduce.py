@@ -11,7 +11,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 
 
 class OneBitAllReduce:
-    """A 1-bit all-reduce of a flat buffer [numel], of which every rank owns an equal slice.
+    """A 1-bit all-reduce of a flat buffer [numel]. Every rank owns an equal slice of it.
 
     Each rank sends every other one the signs of its slice (:meth:`scatter`, :meth:`scattered`). The owner
     makes one payload of them, in ``own``. All ranks receive these (:meth:`gather`, :meth:`gathered`).

@@ -44,7 +44,7 @@ class PhaseChain:
 class CollectiveOrder:
     """The order of collectives of several transports that share connections.
 
-    It remembers the chain whose last phase has not started. ``beside`` enters the stream in which that chain
+    It stores the chain until its last phase has started. ``beside`` enters the stream in which that chain
     continues when another collective starts, so that the stream of the other one need not wait for it.
     """
 

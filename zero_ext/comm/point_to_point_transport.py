@@ -17,7 +17,7 @@ PeerPayload = tuple[int, torch.Tensor]  # rank within the group, contiguous tens
 
 
 class PointToPointTransport(Transport):
-    """A transport whose :meth:`start` sends to and receives from single ranks."""
+    """A transport with a :meth:`start` that sends to and receives from single ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)

@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 def join_world(timeout_seconds: float) -> None:
     """Start torch.distributed if a launcher (torchrun) set the environment and nobody did yet: with gloo,
-    and NCCL beside it where there is CUDA.
+    and NCCL alongside where there is CUDA.
 
-    NCCL then ends a job whose ranks wait for each other longer than ``timeout_seconds``, unless the
+    NCCL then ends a job if its ranks wait for each other longer than ``timeout_seconds``, unless the
     environment says something else.
     """
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -28,7 +28,7 @@ class TrafficStats:
     last_crossing_bytes: Counter[str] = field(default_factory=Counter)
 
     def record(self, kind: str, elements: int, bytes_sent: int, crossing_bytes: int) -> None:
-        """Add one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes,
+        """Add one collective over ``elements`` elements, for which this rank sent ``bytes_sent`` bytes,
         ``crossing_bytes`` of them to other nodes."""
         self.elements[kind] += elements
         self.bytes_sent[kind] += bytes_sent

@@ -1,4 +1,4 @@
-"""Training data: a sharded, shuffled, prefetching loader whose position survives a change of world size."""
+"""Training data: a sharded, shuffled, prefetching loader. Its position survives a change of world size."""
 
 from .loader import ShardedLoader
 

@@ -17,7 +17,7 @@ _STATE_FORMAT = 1
 
 
 class MapDataset(Protocol):
-    """What the loader reads from: a length, and samples by index."""
+    """The source of the loader: a length, and samples by index."""
 
     def __len__(self) -> int: ...
 

@@ -61,7 +61,7 @@ class _Channel(Generic[Item]):
         self._changed = threading.Condition(threading.RLock())
 
     def wait_for_capacity(self) -> bool:
-        """Blocks the producer until another item is wanted; False when none is any more."""
+        """Block the producer until another item is needed; return False when none is any more."""
         with self._changed:
             while not self._ended and len(self._ready) >= self._depth:
                 self._changed.wait()

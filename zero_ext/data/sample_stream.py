@@ -9,7 +9,7 @@ from .shuffle import EpochOrder
 
 
 class Position(NamedTuple):
-    """Where training stands: `sample` samples of `epoch` are consumed, over all ranks."""
+    """The position of training: `sample` samples of `epoch` are consumed, over all ranks."""
 
     epoch: int
     sample: int

@@ -1,4 +1,4 @@
-"""Which bytes of a region of memory are allocated."""
+"""The allocated bytes of a region of memory."""
 
 from __future__ import annotations
 

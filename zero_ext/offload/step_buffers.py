@@ -17,7 +17,7 @@ from zero_ext.offload.shard_storage import ShardStorage
 
 
 class StepChunk(NamedTuple):
-    """Elements [begin, end) of a range: their gradients, and a buffer for their updated parameters if wanted.
+    """Elements [begin, end) of a range: their gradients, and a buffer for their updated parameters if asked for.
 
     Both are in memory of the tier where the state is, or through which it passes. ``staged`` is ``output`` if
     that is staging memory. Its ranges in ``sent``, counted from ``begin``, are sent on, or all of it if there
@@ -62,7 +62,7 @@ class StepStaging:
         grain: int = ops.BLOCK_ELEMENTS,
         then: tuple[ShardStorage, ShardStorage | None] | None = None,
     ) -> Iterator[StepChunk]:
-        """Yield the chunks of a range [n] whose state is in memory of ``tier``.
+        """Yield the chunks of a range [n] with state in memory of ``tier``.
 
         There is one if everything else is in that memory, too. They begin at multiples of ``grain`` elements.
 
@@ -247,7 +247,7 @@ class _TierBuffers:
 
 
 def _cut(elements: int, numel: int, grain: int) -> int:
-    """Return the elements of a chunk where ``elements`` fit and ``numel`` are wanted: all, or whole grains.
+    """Return the elements of a chunk where ``elements`` fit and ``numel`` are asked for: all, or whole grains.
 
     A grain is at least a block of 8-bit moments. Buffers are whole pages, so chunks are whole blocks of
     storage as well.

@@ -26,7 +26,7 @@ class LayoutTensors(NamedTuple):
     row block r, the column blocks ``columns[row_pointers[h, r] : row_pointers[h, r + 1]]``, which ascend.
     ``column_pointers`` [layout heads, column blocks + 1] and ``rows`` [blocks] are the same blocks by column;
     the backward on CUDA devices needs them, the CPU does not read them. Lists are checked for indices out of
-    bounds or order, on CUDA devices also for heads whose lists overlap. There a bad layout gives zeros, and
+    bounds or order, on CUDA devices also for heads with lists that overlap. There a bad layout gives zeros, and
     :func:`~zero_ext.ops.raise_device_errors` raises it. Lists by column are trusted to be the same blocks:
     others give wrong gradients of keys and values. Layout heads is 1 (all alike) or the number of query
     heads.
@@ -47,7 +47,7 @@ class DropoutOptions(TypedDict, total=False):
 
 
 class AttentionOptions(DropoutOptions, total=False):
-    """What :func:`block_sparse_attention` takes beside its tensors and the block; each may be left out."""
+    """Options of :func:`block_sparse_attention` besides its tensors and the block; each may be left out."""
 
     causal: bool
     scale: float | None
@@ -78,9 +78,9 @@ def block_sparse_attention(
     that is NaN or infinite then gives NaN, as it does in the math backend of torch's
     scaled_dot_product_attention.
 
-    Memory in bytes beside the inputs: the output and 4 for each query and query head; in backward the
+    Memory in bytes besides the inputs: the output and 4 for each query and query head; in backward the
     gradients, and for each thread at most 8 * key length * head dim (rounded up to 16) and a few tiles of 64
-    by 64 or 64 by head dim. A bias whose gradient is asked for adds its size in float32.
+    by 64 or 64 by head dim. A bias that needs a gradient adds its size in float32.
 
     Args:
         query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim a multiple
@@ -98,7 +98,7 @@ def block_sparse_attention(
             [batch | 1, query heads | 1, query length | 1, key length | 1], of any strides; added to the
             scaled scores. Minus infinity hides a key.
             ``dropout`` (0): the probability that a weight is dropped, the others being divided by one minus
-            it; ``seed`` and ``offset`` (0, 0), of which, with batch, head, query and key, the choice is a
+            it; ``seed`` and ``offset`` (0, 0): with batch, head, query and key the choice is a
             function: the same on every device and for every block size.
 
     Returns:

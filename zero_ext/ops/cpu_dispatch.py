@@ -1,4 +1,4 @@
-"""Which instruction set the CPU kernels use."""
+"""The instruction set that the CPU kernels use."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def raise_device_errors(device: torch.device | int | str) -> None:
     device does no harm. It waits for the current stream.
 
     Args:
-        device: whose errors are raised; on a CPU ops raise theirs immediately.
+        device: its errors are raised; on a CPU ops raise theirs immediately.
 
     Raises:
         RuntimeError: a kernel found a value that it cannot use. The error names the op, the argument, the

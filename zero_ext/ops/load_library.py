@@ -1,6 +1,6 @@
 """Loads the C++ extension: the built module ``zero_ext._C``, or one built just in time.
 
-Importing :mod:`zero_ext.ops` loads a built ``_C`` at once, and with it ``_C_cuda``, the CUDA kernels, where
+Importing :mod:`zero_ext.ops` loads a built ``_C`` immediately, and with it ``_C_cuda``, the CUDA kernels, where
 torch has CUDA and the module was built. It starts no CUDA and compiles nothing. In a source tree without
 ``_C`` the first op that is called builds it; without a ``_C_cuda`` that loads, the first op that meets a CUDA
 tensor does, or whoever calls :func:`load_kernels` before (see :mod:`zero_ext.ops.jit.jit_build`).
@@ -100,7 +100,7 @@ def check_torch() -> None:
     if (major, minor) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise RuntimeError(
-            f"torch: expected at least {oldest}, whose stable ABI the modules of zero_ext use, got "
+            f"torch: expected at least {oldest}, as the modules of zero_ext use its stable ABI, got "
             f"{torch.__version__}. Install a newer one with pip install 'torch>={oldest}'."
         )
 

@@ -1,4 +1,4 @@
-"""Which of the user's optimizers can run on shards: element-wise ones, by list or by trial."""
+"""The check whether a user's optimizer can run on shards: element-wise ones, by list or by trial."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
 )
 NEEDS_FULL_TENSORS: dict[str, str] = {
-    "LBFGS": "its line search and inner products run over all parameters at once",
+    "LBFGS": "its line search and inner products run over all parameters together",
     "Adafactor": "it factors the second moment over rows and columns of whole matrices",
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it expects sparse gradients, sharded gradients are dense",
@@ -143,7 +143,7 @@ def initial_state(
     optimizer: optim.Optimizer, value: torch.Tensor, group: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the state of ``value`` before the first step, for the classes that make it at construction, and
-    for Lion, whose fused stepper does.
+    for Lion: its fused stepper does.
     """
     if type(optimizer) is Lion:
         return {"exp_avg": torch.zeros_like(value)}

@@ -27,7 +27,7 @@ class LambBuffers(NamedTuple):
 class Lamb(torch.optim.Optimizer):
     """LAMB: Adam's update scaled per parameter by layer-wise adaptive moments, for large batches.
 
-    With the moments m and v of Adam, of which `bias_correction` divides by 1 - beta^step, a parameter w
+    With the moments m and v of Adam, which `bias_correction` divides by 1 - beta^step, a parameter w
     has the update u = m / (sqrt(v) + eps) + weight_decay w, and steps by lr x |w| / |u| against it. The ratio
     of the norms is clamped to [min_coeff, max_coeff], and 1 where either norm is zero: param groups with both
     coefficients 1 are left out of the adaptation.

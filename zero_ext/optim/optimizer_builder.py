@@ -130,7 +130,7 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
 
 
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
-    """Return what was wanted instead of `value`, judged by a parameter's default or annotation; None when it
+    """Return what was expected instead of `value`, judged by a parameter's default or annotation; None when it
     fits."""
     default, annotation = parameter.default, str(parameter.annotation)
     if isinstance(default, bool) or (default is None and "bool" in annotation):

@@ -152,7 +152,7 @@ class Engine(Ending):
 
     @property
     def device(self) -> torch.device:
-        """The device that the model trains on, whose memory the tier "device" is."""
+        """The device that the model trains on. Its memory is the tier "device"."""
         return self.tiers.device.device
 
     @property
@@ -341,7 +341,7 @@ class Engine(Ending):
         """Scale all gradients so that their true global norm is at most `max_norm`; a collective.
 
         Args:
-            max_norm: the largest norm wanted.
+            max_norm: the largest norm allowed.
             norm_type: 2 or infinity.
 
         Returns:

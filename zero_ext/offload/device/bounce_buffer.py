@@ -79,7 +79,7 @@ class _ChunkCopy(NamedTuple):
 
 
 class _SlotQueue:
-    """Slots in turn, and the chunks whose first stage is in progress, in order."""
+    """Slots in turn, and the chunks in their first stage, in order."""
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self.slots = slots

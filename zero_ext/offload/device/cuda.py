@@ -1,4 +1,4 @@
-"""What CUDA alone can tell and do; everything else goes through ``torch.accelerator``."""
+"""Queries and calls of CUDA alone. Everything else goes through ``torch.accelerator``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unregister(pointer: int) -> None:
 
 def pci_address(device: torch.device) -> str:
     """Return where the device is on the PCI bus, as the kernel writes it (domain:bus:device.function); empty
-    where torch does not tell.
+    where torch does not report it.
     """
     facts: Any = torch.cuda.get_device_properties(device)
     if not hasattr(facts, "pci_bus_id"):

@@ -1,4 +1,4 @@
-"""The device that a model trains on: its memory by tier, and the copies that run beside its work."""
+"""The device that a model trains on: its memory by tier, and the copies that run alongside its work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Device:
         return bool(getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)())
 
     def torch_device(self, tier: Tier) -> torch.device:
-        """Whose memory ``tier`` is; of what lies in storage, the memory it goes through."""
+        """Return the device that has the memory of ``tier``; for NVMe, of the memory that its data goes through."""
         return self.device if tier == "device" else torch.device("cpu")
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:

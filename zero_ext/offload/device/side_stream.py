@@ -1,4 +1,4 @@
-"""What goes on beside the current stream of a device, and how it is waited for."""
+"""Work alongside the current stream of a device, and waiting for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMPLETED = CompletedCopy()
 
 
 class SideStream:
-    """Work that is given inside :meth:`entered` runs beside that of the stream outside.
+    """Work that is given inside :meth:`entered` runs alongside that of the stream outside.
 
     It comes after all that the outer stream was given before. The outer stream comes after it at
     :meth:`join`, or before it uses the same memory, see :meth:`position`. On a CPU there is one order, that

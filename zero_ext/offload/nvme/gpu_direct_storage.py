@@ -23,7 +23,7 @@ MODULES = Path("/proc/modules")
 class GpuDirectStorage:
     """A :class:`DeviceTransferPath` by cuFile between storage and memory of ``device``, without host memory.
 
-    cuFile knows nothing of streams. A transfer starts, on a thread kept for that, once the device has done
+    cuFile does not support streams. A transfer starts, on a thread kept for that, once the device has done
     what the current stream was given before it; then nobody but the host waits for it.
     """
 
@@ -67,7 +67,7 @@ def _start(before: torch.Event | None, memory: torch.Tensor, move: Move) -> Copy
 
 
 def open_gpu_direct_storage(store: NvmeStore, device: Device) -> GpuDirectStorage | None:
-    """Return the direct path between ``store``, none of whose extents is in use yet, and ``device``.
+    """Return the direct path between ``store``, with no extent in use yet, and ``device``.
 
     Return None, and log the reason, where there is none.
 

@@ -1,4 +1,4 @@
-"""Optimizer state on NVMe, streamed through one ring of memory whose size does not depend on the model."""
+"""Optimizer state on NVMe, streamed through one ring of memory. Its size does not depend on the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for wha
 
 
 class StateStream:
-    """The ring, and the kinds of state that pass through it: ``kinds``, beside the master weights.
+    """The ring, and the kinds of state that pass through it: ``kinds``, besides the master weights.
 
     ``staging_buffer_bytes`` of memory are allocated here. The time spent waiting for storage is published to
     ``bus``. Raises ``RuntimeError`` naming the smallest ring if it is too small.
@@ -86,7 +86,7 @@ class NvmeState(OptimizerStateStorage):
         self._shadow = stream.store.allocate(stream.extent_bytes(numel)) if shadow else None
 
     def add(self, kind: str, field: StateField) -> None:
-        """Check that a kind is one of the stream, whose state is zero from the start."""
+        """Check that a kind is one of the stream. Its state is zero from the start."""
         if self.stream.kinds.get(kind) != field:
             raise zero_ext_bug(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
@@ -178,7 +178,7 @@ class StateExtent(Protocol):
 
 
 class AdamWork(NamedTuple):
-    """What one step does to one range: its gradient [n], element ranges and the hyper-parameters of each, as
+    """One step of one range: its gradient [n], element ranges and the hyper-parameters of each, as
     of :func:`zero_ext.ops.adam_step_`. Gradient and output are in storage or in host memory."""
 
     state: StateExtent

@@ -41,7 +41,7 @@ class NvmeStore:
     Args:
         paths: one or more directories, or block devices.
         backend: 'io_uring', 'libaio', 'threads', or 'auto' for the best that works here; where that is not
-            the first of these, a log line says why, once a process.
+            the first of these, a log line says why, once per process.
         queue_depth, block_bytes, io_threads: of the I/O engine: blocks in flight per thread, bytes per block
             (a multiple of 4096), and queues with a thread each.
         stripe_bytes: a multiple of :attr:`alignment`.
@@ -100,7 +100,7 @@ class NvmeStore:
 
     @property
     def handle(self) -> int:
-        """The number under which ops know this store."""
+        """The number of this store for ops."""
         return self._handle
 
     @property
@@ -116,7 +116,7 @@ class NvmeStore:
         """Raise the capacity to ``nbytes``, allocated and written with zeros: no later write finds it full.
 
         Without ``zeros`` it is only allocated, for what is written once. Raises RuntimeError with the path,
-        the bytes wanted and the bytes free; nothing has changed then.
+        the bytes asked for and the bytes free; nothing has changed then.
         """
         ops.store_reserve(self._handle, nbytes, zeros)
 
@@ -246,7 +246,7 @@ def _warn_of_buffered(facts: ops.StoreFacts) -> None:
     for device in facts.devices:
         if device.why_not_direct:
             warnings.warn(
-                f"'{device.path}' is read and written through the page cache, which takes memory beside the "
+                f"'{device.path}' is read and written through the page cache, which takes memory besides the "
                 f"state kept there: {device.why_not_direct}",
                 RuntimeWarning,
                 stacklevel=3,

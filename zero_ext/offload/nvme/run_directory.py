@@ -1,4 +1,4 @@
-"""Where a process keeps its files on a device: a directory of its own, locked while the process lives."""
+"""The directory for a process's files on a device, locked while the process lives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunDirectory:
     """A directory ``zero_ext-<host>-pid<process>-<random>`` of this process below ``device_path``.
 
     A lock file in it is held (flock) until the process ends in whatever way, so two jobs on one path stay
-    apart, and a lock that is free tells a crashed run. Directories of crashed runs of this host and user are
+    apart, and a lock that is free marks a crashed run. Directories of crashed runs of this host and user are
     removed first. ``close`` removes this one, as do the garbage collector and the interpreter's exit; a
     forked child leaves it alone.
 

@@ -30,7 +30,7 @@ def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
     and both signs, the unsigned one f = 7 - k; codes are ranks by value. In the unsigned code a positive
     value never becomes zero (down to 3e-39 of the scale).
 
-    A block with a NaN or an infinity gets the scale NaN, and reads back as NaN throughout. One whose largest
+    A block with a NaN or an infinity gets the scale NaN, and reads back as NaN throughout. One with a largest
     magnitude is below 2^-126 reads back as zeros.
 
     Args:

@@ -9,7 +9,7 @@ lowest + round((x - lowest) / scale) * scale: constant blocks stay as they are. 
 so that the error is half a scale at most, up to float32's rounding. The layout of the codes is described in
 csrc/core/compression/integer_block_formula.h.
 
-A block with a NaN or an infinity, or whose range is beyond float32's, reads back as NaN throughout. One whose
+A block with a NaN or an infinity, or with a range beyond float32's, reads back as NaN throughout. One with a
 scale is below 2^-126 reads back as zeros (symmetric) or its lowest element (asymmetric).
 
 Everything is computed in float32, with the same bits on every device and for any number of threads.
@@ -36,7 +36,7 @@ HIGHEST_BLOCK = 4096
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How elements are quantized: `bits` 4 or 8, and `block` elements to a scale.
+    """The quantization of elements: `bits` 4 or 8, and `block` elements to a scale.
 
     Raises:
         ValueError: `bits` is neither, or `block` is no multiple of 128 from 128 to 4,096.

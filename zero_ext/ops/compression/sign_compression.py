@@ -24,7 +24,7 @@ def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: flo
 
     Args:
         payloads: uint8 [chunks * sign_payload_bytes(n / chunks)], aligned to 4 bytes; overwritten.
-        errors: float32 [n], of which element i belongs to ``values[i]``.
+        errors: float32 [n]; element i belongs to ``values[i]``.
         values: float32, bfloat16 or float16 [n].
         factor: finite, for example 1 / gradient scale.
         chunks: equal chunks of the values, each a payload of its own; it must divide n.

@@ -36,7 +36,7 @@ class _Running:
 
 
 class Progress:
-    """What a build says on stderr: its start and its end, and on a terminal how far it is."""
+    """The output of a build on stderr: its start and its end, and on a terminal how far it is."""
 
     def __init__(self, module: str, count: int) -> None:
         self._module = module
@@ -58,7 +58,7 @@ class Progress:
         )
 
     def show(self, done: int, labels: Sequence[str]) -> None:
-        """Rewrite the terminal's line, at most twice a second."""
+        """Rewrite the terminal's line, at most twice per second."""
         now = time.monotonic()
         if not self._on_terminal or now - self._shown_at < 0.5:
             return

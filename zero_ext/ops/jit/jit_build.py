@@ -34,7 +34,7 @@ STORAGE_MODULE = "_C_storage"
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """How a module is made: one compiler call up to the object file's name a source, and the linker's."""
+    """The compilation of a module: one compiler call up to the object file's name a source, and the linker's."""
 
     root: Path
     sources: list[str]
@@ -44,8 +44,7 @@ class BuildRecipe:
 
 
 def source_root(module: str) -> Path:
-    """Return the folder that holds the sources, ``csrc``: the package's own, or that of the checkout it lies
-    in.
+    """Return the folder that holds the sources, ``csrc``: the package's own, or that of its checkout.
 
     Raises:
         RuntimeError: the package was installed without its sources.
@@ -168,7 +167,7 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> BuildRecip
 
 
 def make(module: CachedModule, recipe: BuildRecipe) -> None:
-    """Compile and link `module` in its folder, whose lock the caller holds.
+    """Compile and link `module` in its folder. The caller holds its lock.
 
     Raises:
         RuntimeError: a compiler refused; the error names the log, which holds all calls and their output.
@@ -202,7 +201,7 @@ def make(module: CachedModule, recipe: BuildRecipe) -> None:
 def obtain(module: CachedModule, recipe: Callable[[], BuildRecipe], unusable: object = None) -> None:
     """Sees to it that `module` is in the cache; `recipe` is asked for only if it must be compiled.
 
-    A file whose state is `unusable` is compiled anew.
+    A file with the state `unusable` is compiled anew.
 
     Raises:
         RuntimeError: it cannot be built, in this process or in the one that was waited for.

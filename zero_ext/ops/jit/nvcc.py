@@ -20,7 +20,7 @@ _PROBE = """
 #include <bit>
 #include <span>
 #if __cplusplus < 202002L
-#error -- the host compiler does not know C++20
+#error -- the host compiler does not support C++20
 #endif
 """
 
@@ -146,12 +146,12 @@ def known_architectures(nvcc: Nvcc) -> set[tuple[int, int]]:
 def fitted_architectures(
     nvcc: Nvcc, wanted: Iterable[tuple[int, int]], oldest: tuple[int, int]
 ) -> set[tuple[int, int]]:
-    """`wanted`, and in the place of what is newer than this nvcc the newest that it knows.
+    """`wanted`, and in the place of what is newer than this nvcc the newest that it supports.
 
     A newer GPU translates that one's PTX.
 
     Raises:
-        RuntimeError: nvcc knows no architecture from `oldest` up to a wanted one.
+        RuntimeError: nvcc supports no architecture from `oldest` up to a requested one.
     """
     known = known_architectures(nvcc)
     fitted = set()

@@ -1,4 +1,4 @@
-"""How the C++ extension is compiled: sources, flags and macros.
+"""The compilation of the C++ extension: sources, flags and macros.
 
 Shared by setup.py, which loads this file by its path before the package exists, and by the
 just-in-time build. It imports nothing but the standard library.

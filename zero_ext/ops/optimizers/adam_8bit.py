@@ -1,4 +1,4 @@
-"""One-pass Adam and AdamW on flat shards whose moments are quantized block-wise to 8 bits."""
+"""One-pass Adam and AdamW on flat shards with moments quantized block-wise to 8 bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adam_step_8bit_(
     grad_scale: Tensor,
     non_finite: Tensor | None = None,
 ) -> None:
-    """:func:`adam_step_` with moments of one byte an element and four bytes a block of 256.
+    """:func:`adam_step_` with moments of one byte per element and four bytes per block of 256.
 
     The update is computed in float32 from the dequantized moments; the master weights step with the new
     moments as they are before they are quantized again. `exp_avg` is in the signed code, `exp_avg_sq` in the

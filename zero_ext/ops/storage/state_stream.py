@@ -1,7 +1,7 @@
 """Optimizer state in a store, streamed through a ring of host memory of fixed size.
 
-A stream is an int64 handle for three things: a store, the fields of the state that lies in it, and the ring.
-The state of a range of elements lies in one extent, chunk by chunk; a chunk holds all fields of its elements
+A stream is an int64 handle for three things: a store, the fields of the state that is stored in it, and the ring.
+The state of a range of elements is stored in one extent, chunk by chunk; a chunk holds all fields of its elements
 next to one another, so that it moves in one transfer. The size of chunks follows from the ring's alone.
 """
 
@@ -141,11 +141,11 @@ def state_stream_adam_(
     counters: Tensor,
     non_finite: Tensor | None = None,
 ) -> None:
-    """One step of Adam on R ranges whose state lies in the store.
+    """One step of Adam on R ranges with state in the store.
 
     Equals :func:`zero_ext.ops.adam_step_`, or for 8-bit moments ``adam_step_8bit_``, bit for bit.
 
-    Reads, computation and writes of different chunks are in flight at once; several threads compute only
+    Reads, computation and writes of different chunks are in flight simultaneously; several threads compute only
     where that is faster and storage is not what the step waits for. Chunks that no segment touches are left
     alone unless the state goes elsewhere.
 

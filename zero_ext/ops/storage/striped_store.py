@@ -22,7 +22,7 @@ class StoreDevice:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What a store is made of and what it has done; all sizes in bytes.
+    """The parts of a store and what it has done; all sizes in bytes.
 
     ``live_bytes`` is the size of the allocated extents, ``largest_free`` that of the largest which fits.
     ``bytes_read`` and ``bytes_written`` count what ``store_read_`` and ``store_write`` were asked for; the
@@ -55,7 +55,7 @@ def store_open(
     I/O threads. ``checksum`` keeps the CRC32C of every 4096 bytes written and verifies what is read.
 
     Raises RuntimeError naming the path or the option, and the kernel's reason. A file that exists is refused,
-    and so is a block device that is in use or whose first or last MiB holds anything.
+    and so is a block device that is in use or has anything in its first or last MiB.
     """
     texts = [str(path) for path in paths]
     op("store_open")(handle, texts, backend, [*engine_sizes], stripe_bytes, checksum, block_devices)
@@ -65,7 +65,7 @@ def store_reserve(handle: int, nbytes: int, zeros: bool = True) -> None:
     """Raise the capacity to ``nbytes``; the space is allocated before it returns and, unless ``zeros``
     is False, written with zeros.
 
-    Raises RuntimeError naming the path, the bytes wanted and the bytes free; nothing has changed then.
+    Raises RuntimeError naming the path, the bytes asked for and the bytes free; nothing has changed then.
     """
     op("store_reserve")(handle, nbytes, zeros)
 
@@ -78,7 +78,7 @@ def store_allocate(handle: int, nbytes: int) -> int:
 
 
 def store_release(handle: int, offset: int) -> None:
-    """Free the extent at ``offset``, none of whose transfers may be under way."""
+    """Free the extent at ``offset``. None of its transfers may be under way."""
     op("store_release")(handle, offset)
 
 
@@ -121,7 +121,7 @@ def store_close_direct(handle: int) -> None:
 def store_read_direct_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
     """As :func:`store_read_`, for a tensor in the device's own memory.
 
-    It starts at once, whatever the device's streams hold: wait for what uses the tensor before.
+    It starts immediately, whatever the device's streams hold: wait for what uses the tensor before.
     """
     op("store_read_direct_")(handle, tensor, offset, ticket)
 

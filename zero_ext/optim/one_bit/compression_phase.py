@@ -1,4 +1,4 @@
-"""What the ranks exchange in a step of an optimizer that compresses."""
+"""The exchange between ranks in a step of an optimizer that compresses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class CompressionPhase(enum.Enum):
     Attributes:
         FULL: gradients in full precision; both moments are updated.
         GRADIENT: the signs of gradients; the variance stays.
-        MOMENTUM: the signs of the momentum, of which each rank has its own; the variance stays.
-        SCALED: as `MOMENTUM`, of parameters whose momenta were scaled to one magnitude.
+        MOMENTUM: the signs of the momentum. Each rank has its own. The variance stays.
+        SCALED: as `MOMENTUM`, of parameters with momenta scaled to one magnitude.
         LOCAL: nothing; each rank steps by its own momentum, and the variance stays.
         DRIFT: as `LOCAL`, and then the signs of what all steps since the last exchange did.
     """

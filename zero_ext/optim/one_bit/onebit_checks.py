@@ -1,4 +1,4 @@
-"""Whether an optimizer that exchanges signs fits a configuration, before anything is sharded."""
+"""Checks that a 1-bit optimizer fits a configuration, before anything is sharded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class OneBitLamb(OneBitOptimizer):
     The first `freeze_step` steps are LAMB's without bias correction. Their trust ratios, clamped to
     [`min_coeff`, `max_coeff`], are averaged with `coeff_beta`. Later that average is multiplied by a
     factor: the largest ratio of the roots of the frozen variance and of one made of gradients that are
-    reconstructed from the momentum. It lies in [`factor_min`, `factor_max`] and changes by at most
+    reconstructed from the momentum. It is in [`factor_min`, `factor_max`] and changes by at most
     `factor_threshold` of itself per step. For the exchange, momenta are scaled to one magnitude. Supports
     ZeRO stage 0. The optimizer steps only after [`prepare`][zero_ext.prepare]. Names and defaults are
     DeepSpeed's.

@@ -1,4 +1,4 @@
-"""What the optimizers that exchange signs have in common as torch optimizers."""
+"""The common part of 1-bit optimizers as torch optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam without bias correction on flat ranges, and the pieces of its steps with a frozen variance."""
+"""Adam without bias correction on flat ranges, and the slices of its steps with a frozen variance."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OneBitStepper(AdamStepper):
     def raise_variance(self, index: int, payload: int) -> None:
         """The variance has just been updated, and signs will follow, in payloads of ``payload`` elements of
         the range. No element's root stays below the optimizer's ``variance_floor`` x the root mean square of
-        the momentum in its block, for all of which they will have one scale."""
+        the momentum in its block, all with one scale."""
         momentum, variance = self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
         floor = self.optimizer.variance_floor
         for elements, raised in zip(momentum.split(payload), variance.split(payload), strict=True):

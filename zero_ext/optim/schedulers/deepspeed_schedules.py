@@ -47,7 +47,7 @@ class WarmupLR(Schedule):
     """Rise from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then stay.
 
     Args:
-        optimizer: whose param_groups to drive.
+        optimizer: its param_groups are driven.
         warmup_min_lr: rate at the start; one number, or a list with one for each param group.
         warmup_max_lr: rate after the warm-up, likewise; None takes each group's own lr.
         warmup_num_steps: steps of the warm-up, at least 1 (1 counts as 2).
@@ -93,7 +93,7 @@ class WarmupDecayLR(WarmupLR):
     """WarmupLR, then fall in a line to 0 at total_num_steps.
 
     Args:
-        optimizer: whose param_groups to drive.
+        optimizer: its param_groups are driven.
         total_num_steps: steps of the whole training, warm-up included.
         warmup_min_lr: as in WarmupLR. The line falls below warmup_min_lr's part of the range to warmup_min_lr
             itself, which is the rate of a share of 0.
@@ -134,7 +134,7 @@ class WarmupCosineLR(Schedule):
     The rate is 0 before the first `step()`.
 
     Args:
-        optimizer: whose param_groups to drive.
+        optimizer: its param_groups are driven.
         total_num_steps: steps of the whole training, warm-up included.
         warmup_min_ratio: ratio at the start of the warm-up.
         warmup_num_steps: steps of the warm-up, at least 1 (1 counts as 2).
@@ -179,7 +179,7 @@ class LRRangeTest(Schedule):
     """Raise the rate without end to find where training diverges (Smith, arXiv 1803.09820, section 4.1).
 
     Args:
-        optimizer: whose param_groups to drive.
+        optimizer: its param_groups are driven.
         lr_range_test_min_lr: rate at the start; one number, or a list with one for each param group.
         lr_range_test_step_size: steps after which the rate has grown by lr_range_test_step_rate of its start.
         lr_range_test_step_rate: that growth.

@@ -22,7 +22,7 @@ class OneCycle(Schedule):
     without betas gets a warning and keeps its momentum.
 
     Args:
-        optimizer: whose param_groups to drive.
+        optimizer: its param_groups are driven.
         cycle_min_lr: lowest rate; one number, or a list with one for each param group.
         cycle_max_lr: highest rate, likewise.
         decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals).

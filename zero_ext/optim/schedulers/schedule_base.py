@@ -1,4 +1,4 @@
-"""What DeepSpeed's schedules have in common: checked arguments, counting, and a state that JSON can hold."""
+"""The common part of DeepSpeed's schedules: checked arguments, counting, and a state that JSON can hold."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def rate_of(name: str, value: Rate, optimizer: Optimizer, *, low: float = 0.0) -
 
 
 class Schedule(LRScheduler):
-    """A schedule whose rates depend on the iteration alone. Subclasses define `_learning_rate`."""
+    """A schedule with rates that depend on the iteration alone. Subclasses define `_learning_rate`."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass the "
-                "optimizer whose learning rate is scheduled."
+                "optimizer with the learning rate to schedule."
             )
         iteration = count("last_batch_iteration", last_batch_iteration, low=-1)
         if iteration != -1:

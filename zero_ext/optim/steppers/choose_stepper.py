@@ -37,7 +37,7 @@ def make_stepper(
     total: Total,
 ) -> Stepper:
     """Return the stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion and the
-    one-bit family; else the class's own code on the shards. `total` sums up what a step has to know of all
+    one-bit family; else the class's own code on the shards. `total` sums up what a step needs of all
     ranks.
 
     Raises `ValueError` if the class needs whole tensors, or is unknown and `elementwise` is False, or if
@@ -54,7 +54,7 @@ def make_stepper(
     if moments_dtype == "8bit":
         raise ValueError(
             "precision.moments_dtype: expected Adam or AdamW without amsgrad for '8bit', got "
-            f"{type(optimizer).__name__}, whose state stays in floats. Remove the key."
+            f"{type(optimizer).__name__}, which stores state in floats only. Remove the key."
         )
     if type(optimizer) is Lamb:
         return LambStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging, total)
@@ -73,7 +73,7 @@ def make_stepper(
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
-    """Return the state that `make_stepper`'s stepper keeps beside the master weights, in the order that a
+    """Return the state that `make_stepper`'s stepper keeps besides the master weights, in the order that a
     step on NVMe wants."""
     if streamable(optimizer) or is_one_bit(optimizer):
         return moment_fields(moments_dtype)

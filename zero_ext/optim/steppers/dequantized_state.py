@@ -21,7 +21,7 @@ def scales_of(kind: str) -> str:
 
 
 class _Partial(NamedTuple):
-    """What has been written of one block: values, and which of them."""
+    """The written part of one block: values, and which of them."""
 
     values: torch.Tensor
     written: torch.Tensor
@@ -71,7 +71,7 @@ class DequantizedState:
         self._state.write_kinds(self._kinds, first, last, quantized)
 
     def _complete(self, block: int, values: torch.Tensor, begin: int, end: int) -> None:
-        """Add to ``values``, those of a block of which [begin, end) were written now, what came before."""
+        """Add to ``values``, those of a block with [begin, end) written now, what came before."""
         low, high = max(begin - block, 0), min(end - block, values.numel())
         known = self._partial.pop(block, None)
         if high - low == values.numel():

@@ -215,7 +215,7 @@ class AdamStepper(FusedStepper):
         settings: tuple[list[tuple[int, int]], list[list[float]]],
         scale: torch.Tensor,
     ) -> None:
-        """Steps a range whose state streams through the host, which does not reach its gradient or its
+        """Step a range with state that streams through the host, which does not reach its gradient or its
         parameters: these are copied in chunks."""
         accessible = self._staging.can_access(gradient, "host")
         near_output = output if self._staging.can_access(output, "host") else None

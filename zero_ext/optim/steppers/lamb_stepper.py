@@ -58,8 +58,8 @@ class _Norms:
 
 
 class LambStepper(FusedStepper):
-    """LAMB on state in memory and on NVMe, its moments fp32 or bf16. State is read twice a step: for the
-    norms, whose exact sums over all ranks ``total`` makes, and for the step, which writes it.
+    """LAMB on state in memory and on NVMe, its moments fp32 or bf16. State is read twice per step: for the
+    norms, summed exactly over all ranks by ``total``, and for the step, which writes it.
 
     The norms are those of whole parameters, whatever ranges these are cut into.
     """

@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(eq=False)
 class OwnedRange:
-    """What a rank's optimizer owns of a unit: state [n] that begins as fp32 master weights, the parameters
+    """The part of a unit that a rank's optimizer owns: state [n] that begins as fp32 master weights, the parameters
     [n] that a step writes or None where it writes none, and the segments that it steps."""
 
     state: OptimizerStateStorage
@@ -87,7 +87,7 @@ class Stepper(Protocol):
         """Restore state and scalars of a range as they were at `snapshot`, bit for bit."""
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
-        """State of a range beside the master weights, by segment: torch's name for it, segment, its values
+        """State of a range besides the master weights, by segment: torch's name for it, segment, its values
         where they are stored."""
 
     def scalars(self) -> dict[str, Any]:
@@ -101,6 +101,6 @@ class Stepper(Protocol):
         this optimizer has such a kind. Returns what undoes it."""
 
     def state_bytes(self) -> Mapping[Tier, int]:
-        """Return bytes of memory of the state that this stepper keeps beside the ranges' own, by their
+        """Return bytes of memory of the state that this stepper keeps besides the ranges' own, by their
         tier.
         """

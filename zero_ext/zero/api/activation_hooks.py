@@ -43,7 +43,7 @@ def activation_group_of(
     policy: ActivationCheckpointingConfig, group: dist.ProcessGroup | None, groups: RankGroups
 ) -> dist.ProcessGroup | None:
     """Return the ranks to partition activations over: the ``group`` given, else those with other parts of the
-    same tensors. ``ValueError`` for a group that nothing is partitioned over, or whose ranks see other
+    same tensors. ``ValueError`` for a group that nothing is partitioned over, or with ranks that see other
     samples.
     """
     if group is None:

@@ -1,4 +1,4 @@
-"""Ends an engine whose model is prepared again: its shards stay, everything around them goes."""
+"""Close an engine because its model is prepared again. Its shards stay, everything around them goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_ext.zero.unshard.backward_pass import in_backward
 from zero_ext.zero.unshard.hook_installation import uninstall
 
 OBSTACLES: list[Callable[[Engine], str]] = []
-"""Say why an engine cannot be closed now, or nothing, on behalf of packages that this one does not know."""
+"""Say why an engine cannot be closed now, or nothing, on behalf of packages that this one does not import."""
 
 
 def engines_before(model: nn.Module, owned: Iterable[OwnedParameter]) -> list[Engine]:

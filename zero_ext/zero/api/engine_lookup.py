@@ -20,7 +20,7 @@ PARAMETER_ATTRIBUTE = "_zero_ext_engine_ref"
 
 
 class CheckpointSources(NamedTuple):
-    """What checkpoints of a prepared model are made from."""
+    """The parts of a prepared model that checkpoints are made from."""
 
     full: EngineState | ModelParallelState
     trained: EngineState | ModelParallelState  # without the parameters that nothing trains
@@ -69,7 +69,7 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         TypeError: `model` is not a module.
         ValueError: `model` is not prepared.
-        RuntimeError: `model` is a wrapper whose module was prepared again.
+        RuntimeError: `model` is a wrapper, and its module was prepared again.
 
     Examples:
         >>> from zero_ext.zero import engine_of

@@ -1,4 +1,4 @@
-"""The engine's state as checkpoints see it: 1-D pieces of live memory, and JSON-able scalars."""
+"""The engine's state as checkpoints see it: 1-D slices of live memory, and JSON-able scalars."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EngineState:
 
     @property
     def trains(self) -> bool:
-        """Return whether there is an optimizer, whose state a checkpoint has to give back."""
+        """Return whether there is an optimizer with state that a checkpoint has to restore."""
         return self._engine.optimizer_step.stepper is not None
 
     @property
@@ -119,7 +119,7 @@ class EngineState:
         yield from self._auxiliary_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
-        """Yield what this rank needs filled: everything it owns, of which nothing is under way any more."""
+        """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more."""
         self._engine.prefetcher.forget_values()
         for state_slice, _, _ in self._slices():
             if count(state_slice.tensor):
@@ -127,7 +127,7 @@ class EngineState:
         yield from self._auxiliary_slices(saves=False)
 
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
-        """Yield what the updates keep beside the optimizer's state: what is the same on all ranks is shared
+        """Yield the auxiliary state of the updates: what is the same on all ranks is shared
         out over them where it is saved.
         """
         updates = self._engine.updates
@@ -150,7 +150,7 @@ class EngineState:
             yield StateSlice(state_slice.kind, tile_slice.name, start, values)
 
     def _slices(self) -> Iterator[tuple[StateSlice, Unit, int]]:
-        """Yield every owned piece with its unit and its first element's place in the unit's flat buffer."""
+        """Yield every owned slice with its unit and its first element's place in the unit's flat buffer."""
         engine = self._engine
         mastered = {master.unit for master in engine.masters}
         for unit in engine.units:
@@ -262,7 +262,7 @@ class EngineState:
         return self._engine.updates.leaves(kind)
 
     def abandon_load(self) -> None:
-        """After a load that was refused: takes back what :meth:`prepare_load` made."""
+        """Undo :meth:`prepare_load` after a load that was refused."""
         if self._undo is not None:
             self._undo()
         self._undo = None

@@ -120,7 +120,7 @@ def _check_only_read(unit: Unit, before: list[int]) -> None:
         if unit.parameters[number]._version != before[number]:
             raise RuntimeError(
                 f"parameter '{unit.layout.specs[number].name}': it was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading. Name the rank whose values count: "
+                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that count: "
                 "'with zero_ext.gathered(params, modifier_rank=0):'."
             )
 
@@ -346,7 +346,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def double_backward(model: nn.Module) -> Iterator[None]:
     """Gather saved parameters when autograd unpacks them, around a step that differentiates twice.
 
-    Use it around forward and backward of a step with `create_graph=True`, or whose blocks return objects in
+    Use it around forward and backward of a step with `create_graph=True`, or if blocks return objects in
     which no tensor can be found. The order of the passes does not matter. About 10% slower on a small model.
 
     Args:

@@ -63,8 +63,8 @@ def _refuse_pickling_of_model(*_: object) -> Any:
 
 def _refuse_sharing(*_: object) -> Any:
     raise RuntimeError(
-        "share_memory(): expected a plain model, got a prepared one, whose parameters it "
-        "would move away from their shards. Share a plain copy of the model, filled from "
+        "share_memory(): expected a plain model, got a prepared one: it would move "
+        "its parameters away from their shards. Share a plain copy of the model, filled from "
         "zero_ext.full_state_dict(model)."
     )
 

@@ -1,4 +1,4 @@
-"""The state of a model whose parts are on several ranks, as one model's: what they save and load together."""
+"""The state of a model with slices on several ranks, as that of one model, to save and load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelParallelState:
 
     Names are the whole model's; ``whole_names`` are those of parameters that have another one here. Those
     that are saved ``elsewhere``, as several parts have them, are filled in all. :meth:`meet`, a collective of
-    all ranks before every save and load, tells each of them what the others have.
+    all ranks before every save and load, gives each of them what the others have.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def _checkpoint_sources(
     groups: RankGroups,
     data_group: dist.ProcessGroup | None,
 ) -> CheckpointSources:
-    """Checkpoints hold the whole model, of which this engine may have a part."""
+    """Let checkpoints hold the full model. This engine may have only a slice of it."""
     full = EngineState(engine, data_group, optimizer)
     trained = TrainedState(engine, data_group, optimizer)
     everyone = groups.mesh
@@ -331,7 +331,7 @@ def _check_parameters(
             raise ValueError(
                 f"parameter '{name}': expected one flat memory to shard, got a "
                 f"{type(value).__name__}, which is made of several tensors. Quantize with "
-                "bitsandbytes, whose 4-bit weights are bytes, keep packed weights in a uint8 "
+                "bitsandbytes, which stores 4-bit weights as bytes, keep packed weights in a uint8 "
                 "parameter of your own, or prepare the model unquantized."
             )
 
@@ -339,7 +339,7 @@ def _check_parameters(
 def _make_tiers(
     estimate: MemoryEstimate, optimizer: torch.optim.Optimizer | None, device: Device
 ) -> TierManager:
-    """Return the tiers with room for everything, or an error on all ranks with nothing changed."""
+    """Return the tiers with memory for everything, or an error on all ranks with nothing changed."""
     settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
     on_trial = updates_on_trial(settings, (plan.layout.dtype for plan in plans))
 
@@ -396,7 +396,7 @@ def _check_optimizer(
     check_step_time(optimizer, settings.offload.update_mode)
     if groups.tensor is not None and isinstance(optimizer, Lamb):
         raise ValueError(
-            "optimizer: expected another one than Lamb with a mesh whose 'tp' is longer than 1, "
+            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', "
             "as a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or "
             "'tp' 1."
         )

@@ -16,7 +16,7 @@ from zero_ext.zero.memory.lifetime import refuse_ended
 
 
 class ZeroModule(nn.Module):
-    """A prepared model, whose calls, attributes and state_dict keys are those of `module`.
+    """A prepared model with the calls, attributes and state_dict keys of `module`.
 
     [`prepare`][zero_ext.prepare] makes it. It adds what a sharded model needs: `backward` (scales the loss),
     `no_sync`, `clip_grad_norm_`, `full_state_dict`, `finish_update`. When `module` is prepared again, its
@@ -126,7 +126,7 @@ class ZeroModule(nn.Module):
         """Scale all gradients so that their true global norm is at most `max_norm`; a collective.
 
         Args:
-            max_norm: the largest norm wanted.
+            max_norm: the largest norm allowed.
             norm_type: 2 or infinity.
 
         Returns:

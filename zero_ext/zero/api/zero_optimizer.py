@@ -1,4 +1,4 @@
-"""The optimizer the user holds: a real ``torch.optim.Optimizer`` whose step runs on the shards."""
+"""The optimizer the user holds: a real ``torch.optim.Optimizer``. Its step runs on the shards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def rolled_back_steps(self) -> int:
-        """Steps whose updates were made in backward and rolled back.
+        """Steps with updates that were made in backward and rolled back.
 
         The gradients had to be clipped or had overflowed (`offload.update_mode` "in_backward").
         """
@@ -70,7 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def committed_steps(self) -> int:
-        """Steps whose speculative updates in backward turned out right and were kept."""
+        """Steps with speculative updates in backward that turned out right and were kept."""
         return self.engine.updates.committed_steps
 
     @torch.no_grad()

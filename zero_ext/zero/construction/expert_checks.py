@@ -24,7 +24,7 @@ def check_experts(
     settings: ZeroConfig,
     groups: RankGroups,
 ) -> None:
-    """Refuse experts whose ranks are not those of the mesh, and features that need equal parameters.
+    """Refuse experts on other ranks than those of the mesh, and features that need equal parameters.
 
     Raises:
         ValueError: On all ranks, with the parameter and the reason.

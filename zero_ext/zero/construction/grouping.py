@@ -252,7 +252,7 @@ def _split_optimizer(plans: list[UnitPlan], ratio: float, used_up: bool) -> list
 
 
 class _Kind(NamedTuple):
-    """What the parameters of one unit have in common."""
+    """The properties that the parameters of one unit share."""
 
     dtype: torch.dtype
     trainable: bool

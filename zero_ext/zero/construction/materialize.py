@@ -16,7 +16,7 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 def materialize(modules: Iterable[nn.Module]) -> None:
     """Replace the meta tensors of ``modules``, in order of construction, and initialize them.
 
-    Children come before their parents: a constructor makes its submodules, whose constructors initialize
+    Children come before their parents: a constructor makes its submodules, and their constructors initialize
     them, and calls its own ``reset_parameters`` at its end. Tied parameters stay tied. Raises ``ValueError``
     for meta tensors that no ``reset_parameters`` of their module initializes.
     """

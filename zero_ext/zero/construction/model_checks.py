@@ -10,7 +10,7 @@ from torch import nn
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse modules whose parameters cannot be followed.
+    """Refuse modules with parameters that cannot be followed.
 
     Raises:
         ValueError: The model is compiled as a whole, or has traced or scripted modules.
@@ -26,7 +26,7 @@ def check_modules(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ValueError(
                 f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or "
-                "scripted one, whose parameters Python does not see being used. Prepare the original "
+                "scripted one, which uses its parameters outside Python. Prepare the original "
                 "module. To trace or script it, use a copy that is filled from "
                 "zero_ext.full_state_dict(model)."
             )
@@ -54,7 +54,7 @@ def check_unchanged(
     owned: Sequence[tuple[nn.Parameter, str, weakref.ref[nn.Module]]],
     known: Mapping[nn.Parameter, object],
 ) -> None:
-    """Refuse a forward of a prepared model whose parameters are not those that were prepared.
+    """Refuse a forward of a prepared model if its parameters are not those that were prepared.
 
     Args:
         model: The prepared model.

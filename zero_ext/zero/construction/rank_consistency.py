@@ -128,7 +128,7 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
         advice: How the error ends.
 
     Raises:
-        RuntimeError: The first rank whose facts differ from rank 0's, the first of them and both values.
+        RuntimeError: The first rank with facts that differ from rank 0's, the first of them and both values.
     """
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
     totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))

@@ -53,7 +53,7 @@ class Init:
     after the block.
 
     Shards are stored in the tier that `config` names for parameters. On NVMe that is a store of the model's
-    own, whose files `prepare` reads once and removes. They are also removed if the block raises, and after
+    own. `prepare` reads its files once and removes them. They are also removed if the block raises, and after
     a crash when the next run opens the path.
 
     Nothing is sharded if the configured stage is not 3 (parameters are then ordinary ones of the device that

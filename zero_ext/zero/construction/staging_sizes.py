@@ -95,7 +95,7 @@ def staging_of(
     used_up: bool = False,
     accelerated: bool = False,
 ) -> Staging:
-    """Return the staging of one rank whose parameters form ``units``; ``config.batch`` is resolved.
+    """Return the staging of one rank with parameters in ``units``; ``config.batch`` is resolved.
 
     ``step`` is None for inference. ``used_up``: each unit's gradient ends with its update in backward;
     ``accelerated``: the device is not the processor.

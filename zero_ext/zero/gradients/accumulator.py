@@ -250,7 +250,7 @@ class UnitGradients:
         return local
 
     def _reduce_alone(self, local: torch.Tensor, sums: bool) -> None:
-        """Finish a reduction on a single rank, whose sum is the average."""
+        """Finish a reduction on a single rank, where the sum is the average."""
         if self._aliased and local.dtype == self._accumulation_dtype:
             self.storage.complete_reduction()  # and later gradients simply add to it
             return

@@ -90,7 +90,7 @@ class GradientCollector(Ending):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Accumulate this pass's gradient from ``parameter.grad``, which becomes None. Start the reductions
-        whose turn has come."""
+        that are due."""
         unit, number = self._index[parameter]
         gradient, parameter.grad = parameter.grad, None
         if unit not in self._gradients:
@@ -126,7 +126,7 @@ class GradientCollector(Ending):
 
     @contextlib.contextmanager
     def scaled_pass(self, reduces: bool, micro_batches: int = 1) -> Iterator[None]:
-        """Around a backward pass, of ``micro_batches`` at once, from gradients of a loss that some rank has
+        """Around a backward pass, of ``micro_batches`` together, from gradients of a loss that some rank has
         scaled; unless it ``reduces``, as inside :meth:`no_sync`."""
         self.loss_scaled = True
         self.passes += micro_batches - 1

@@ -25,7 +25,7 @@ class OwnSquares(NamedTuple):
 
     ``limbs`` int64 [:data:`zero_ext.ops.ACCUMULATOR_ENTRIES`] are their sum. ``non_finite`` int64 [n] counts,
     for each of ``keys`` (unit and number of a parameter), the elements that are not finite. It is None where
-    the gradients themselves will still be there for whoever wants to know.
+    the gradients themselves will still be there for the error's text.
     """
 
     limbs: torch.Tensor
@@ -168,7 +168,7 @@ class GradientNorms:
         return dict(zip(keys, values.unbind(0), strict=True))
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
-        """Return the result of ``read``; where gradients lie in storage, which may fail on one rank alone,
+        """Return the result of ``read``; where gradients are on NVMe, which may fail on one rank alone,
         once all ranks have theirs.
         """
         if any(gradients.storage.tier == "nvme" for gradients in self._gradients):

@@ -56,7 +56,7 @@ class GradientStorage(Protocol):
     """Stores one reduced gradient [numel], or none. Further gradients are added to it.
 
     Attributes:
-        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype once a second
+        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype as soon as a second
             gradient was added, or the sum of several was adopted.
         valid: Whether there is a gradient.
         alignment: Sizes of buffers for :meth:`adopt` are multiples of it.
@@ -84,7 +84,7 @@ class GradientStorage(Protocol):
         self.valid = True
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """Take ownership of a pool buffer whose first numel elements of ``dtype`` are the result."""
+        """Take ownership of a pool buffer with the result in its first numel elements of ``dtype``."""
 
     def shard(self) -> ShardStorage:
         """Return the gradient as a shard in its tier."""

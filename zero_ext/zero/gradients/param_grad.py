@@ -97,7 +97,7 @@ class GradientViews:
                 parameter.grad = shown.tensor
 
     def forget(self) -> None:
-        """The gradients end. Who has kept one has its value, or is told that it is gone."""
+        """End the gradients. A reference that the user has kept gets the value, or raises that it is gone."""
         self.factors.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in list(self._shown):
@@ -181,7 +181,7 @@ class GradientViews:
         if is_split(parameter) or expert_ranks(parameter):
             raise RuntimeError(
                 f"norm of '{gradients.unit.layout.specs[number].name}'.grad: expected a parameter "
-                "that every rank has whole, got one whose parts or experts other ranks have. Call "
+                "that every rank has in full, got one with slices or experts on other ranks. Call "
                 "model.clip_grad_norm_(max_norm), which takes the norm of the whole model."
             )
         self._synchronize()
@@ -363,7 +363,7 @@ def _is_known(placeholder: Any) -> bool:
 
 
 class _Shown(NamedTuple):
-    """What ``param.grad`` was set to, and where a plain tensor lay then."""
+    """The value that ``param.grad`` was set to, and the address of a plain tensor then."""
 
     tensor: torch.Tensor
     address: int

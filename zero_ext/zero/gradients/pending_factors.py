@@ -10,10 +10,10 @@ from zero_ext.zero.gradients.accumulator import UnitGradients
 
 
 class PendingFactors:
-    """What reduced gradients in 16 bits are still to be multiplied with, by unit and number of a parameter.
+    """Factors that reduced gradients in 16 bits are still to be multiplied with, by unit and parameter.
 
     ``torch.nn.utils.clip_grad_norm_`` multiplies each gradient in place, which rounds it once more than
-    clipping inside the step does. A first factor of at most 1 is therefore kept beside a gradient that nobody
+    clipping inside the step does. A first factor of at most 1 is therefore stored with a gradient that nobody
     sees without asking: a :class:`ShardedGradient`. The step multiplies with it where all gradients have the
     same one. Whatever else changes a gradient applies its factor first.
     """

@@ -1,4 +1,4 @@
-"""When gradients are reduced: in one order on all ranks, overlapped with backward, few in flight."""
+"""The reduction of gradients: in one order on all ranks, overlapped with backward, few in flight."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Listener(Protocol):
         """Handle a finished reduction. If its storage is asynchronous, later ones may have finished, too."""
 
     def has_failed_step(self) -> bool:
-        """Return whether this rank knows that an earlier step was not made."""
+        """Return whether this rank has read that an earlier step was not made."""
 
     def notify_failed_step(self, bad: bool) -> None:
         """Receive whether an earlier step was not made on any rank (``bad``). All ranks call this."""
 
 
 class Edits(NamedTuple):
-    """How shards of gradients were changed in place since the gradients were cleared."""
+    """Changes in place of shards of gradients since the gradients were cleared."""
 
     checksum: int = 0  # from 0 to 2**20 - 2, the same on ranks that made the same changes
     last: str = ""
 
 
 class ReductionSchedule:
-    """How many reductions begin before each gather of a backward pass.
+    """The number of reductions that begin before each gather of a backward pass.
 
     Gathers and reductions of a device share one communicator, so ranks must begin them in one order. The
     gathers have one, and so have the reductions, but where these fall among those depends on when a rank's
@@ -52,7 +52,7 @@ class ReductionSchedule:
     ``due[n]`` reductions, and no more. A reduction that is early waits. One that is late begins with what has
     arrived, and what comes later is reduced after the next agreement on gradients.
 
-    The positions are learned in a pass whose order of reductions is final. There they begin when they are
+    The positions are learned in a pass with the final order of reductions. There they begin when they are
     ready, and before each gather the ranks that are behind catch up with the one that has begun most,
     which they agree on. The same happens where a pass has more gathers than those before. ``ahead`` is
     how many reductions a rank may begin meanwhile: it must not wait on the host for one that others have
@@ -179,7 +179,7 @@ class GradientReducer:
         self._schedule = schedule
 
     def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
-        """Pack ``gradients``, which is complete, and start every reduction whose turn has come in a pass that
+        """Pack ``gradients``, which is complete, and start every reduction that is due in a pass that
         ``reduces``."""
         with self._stream.entered():
             gradients.pack()
@@ -219,7 +219,7 @@ class GradientReducer:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether every rank holds all gradients that arrived and knows which parameters have one."""
+        """Return whether every rank holds all gradients that arrived and which parameters have one is settled."""
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:

@@ -18,7 +18,7 @@ _REFUSED = (MEMORY - {"untyped_storage"}) | {"apply_", "map_", "map2_"}
 
 
 class GradientAccess(Protocol):
-    """How a placeholder reaches the gradient it stands for."""
+    """The access of a placeholder to the gradient that it stands for."""
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """Return the norm over all ranks of one parameter's gradient, 0-d float64. A collective."""
@@ -53,7 +53,7 @@ class GradientSource(NamedTuple):
 
 
 class ShardedGradient(torch.Tensor):
-    """Stands for a gradient of which this rank holds a shard, or that lies on NVMe, or for a view of it.
+    """Stands for a gradient that is sharded or stored on NVMe, or for a view of it.
 
     Scaling, clamping and zeroing in place act on the shard, without communication. Norms (2 and inf) are the
     global ones. Everything else fetches the whole gradient for that one call, and writes back what the call
@@ -94,7 +94,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def key(self) -> object:
-        """Return what the access knows the gradient by."""
+        """Return the key of the gradient in the access."""
         return self._source.key
 
     @property
@@ -248,7 +248,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a function that returns views gives: gradients that know where they lie in theirs."""
+    """Return what a function that returns views gives: gradients with their positions in the full ones."""
     gradient = next(value for value in args if isinstance(value, ShardedGradient))
 
     def layout(value: Any) -> Any:

@@ -15,7 +15,7 @@ from zero_ext.zero.units.parameter_marks import tie_of
 
 
 class _Tied(NamedTuple):
-    """A tie of ``ranks``, whose gradients are ``on_device``."""
+    """A tie of ``ranks`` with gradients that are ``on_device``."""
 
     name: str
     ranks: tuple[int, ...]

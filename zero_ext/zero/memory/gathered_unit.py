@@ -1,4 +1,4 @@
-"""What gathers and releases units knows of one: its sizes, its state and the transitions between states."""
+"""The interface of a unit to the prefetcher: its sizes, its state and the transitions between states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnitState(enum.Enum):
 
 
 class GatheredUnit(Protocol):
-    """A unit of the engine, or one of which only sizes exist, with which plans and simulations count.
+    """A unit of the engine, or one with sizes only, which plans and simulations use.
 
     Attributes:
         spec: Its sizes and placement.

@@ -62,7 +62,7 @@ class UnitSpec:
 
     @property
     def owned_numel(self) -> int:
-        """Elements whose optimizer state one rank has."""
+        """Elements with optimizer state on one rank."""
         return self.shard_numel if self.placement.optimizer else self.numel
 
     @property

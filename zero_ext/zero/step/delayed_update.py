@@ -1,4 +1,4 @@
-"""Updates that run beside the next step's forward and backward: one-step delayed parameter update."""
+"""Updates that run alongside the next step's forward and backward: one-step delayed parameter update."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _step_of(
 class _Job:
     """A call that is made once: on a thread of its own if that is started, else by who asks for the result.
 
-    The interpreter's exit waits for the thread, before it closes stores. ``bus`` hears how long the thread is
+    The interpreter's exit waits for the thread, before it closes stores. ``bus`` gets events of how long the thread is
     waited for, and of nothing on it.
     """
 

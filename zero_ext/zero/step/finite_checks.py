@@ -29,7 +29,7 @@ class NonFiniteState(CollectiveError, FloatingPointError):
 
 @dataclass(frozen=True)
 class NonFiniteNames:
-    """Parameters of this rank's part of the model, in order, whose values are not finite on any rank."""
+    """Parameters of this rank's slice of the model, in order, with values not finite on any rank."""
 
     gradients: tuple[str, ...]
     weights: tuple[str, ...]
@@ -56,7 +56,7 @@ class _Verdict:
 
 
 def _written(gradients: UnitGradients, memory: torch.Tensor) -> tuple[int, torch.dtype, int, int]:
-    """Return what changes with every write to a gradient that lies in ``memory``."""
+    """Return what changes with every write to a gradient in ``memory``."""
     return memory.data_ptr(), memory.dtype, memory._version, gradients.changes
 
 
@@ -82,7 +82,7 @@ class FiniteChecks:
     # -- looking ------------------------------------------------------------------------------------------
 
     def look_at(self, gradients: UnitGradients) -> bool:
-        """Look at a gradient whose reduction has just ended; return False if it is known not to be finite.
+        """Check a gradient after its reduction has ended; return False if it is known not to be finite.
 
         Gradients in an accelerator's memory are left to the flags of the update, which are read a step later:
         the host would have to wait. A gradient on NVMe was looked at on its way there.
@@ -149,9 +149,9 @@ class FiniteChecks:
         """Return the names of what is not finite on any rank that shares the state; a collective.
 
         Args:
-            stepper: whose moments are looked at, too; None leaves them aside.
+            stepper: its moments are checked, too; None leaves them aside.
             local: whether to look at unreduced gradients rather than reduced ones.
-            found_before: unit and number of the parameters whose gradients this rank knows not to have been
+            found_before: unit and number of the parameters with gradients that this rank found not to have been
                 finite, where these are gone; None where they are there to be looked at.
         """
         tiers = {master.state.tier for master in self._masters} | {

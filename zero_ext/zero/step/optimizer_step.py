@@ -55,7 +55,7 @@ class OptimizerStep:
     skipped for overflow too; ``damage`` says why the state is a mixture, until a checkpoint is loaded.
 
     Where state, gradients and parameters are in an accelerator's memory, kernels obey a step's verdict
-    before the host knows it. If it is bad, that step and all that were launched since change nothing. The
+    before the host reads it. If it is bad, that step and all that were launched since change nothing. The
     host looks at verdicts that have arrived when the ranks agree on a step's gradients, and waits for them
     where state is read or written. Then it takes its counts back and raises on all ranks.
     """
@@ -160,11 +160,11 @@ class OptimizerStep:
 
     @property
     def late_norm(self) -> torch.Tensor | None:
-        """:attr:`grad_norm_tensor`, None if the host knows it."""
+        """:attr:`grad_norm_tensor`, None if the host has read it."""
         return self.grad_norm_tensor if self._launched else None
 
     def has_failed_step(self) -> bool:
-        """Return whether this rank knows, without waiting, that an earlier step was not made."""
+        """Return whether this rank has read, without waiting, that an earlier step was not made."""
         self._look(wait=False)
         return self._launched.seen_bad
 
@@ -206,7 +206,7 @@ class OptimizerStep:
 
     @property
     def _judges_on_device(self) -> bool:
-        """Return whether kernels obey the verdict on a step before the host knows it."""
+        """Return whether kernels obey the verdict on a step before the host reads it."""
         return (
             self.stepper is not None
             and self.updates.obeys_scale
@@ -252,7 +252,7 @@ class OptimizerStep:
 
     @property
     def _looks_at_gradients(self) -> bool:
-        """Return whether gradients are looked at themselves: their norm, where there is one, tells it too."""
+        """Return whether gradients are looked at themselves: their norm, where there is one, shows it too."""
         normed = self._clipping or self.scales_loss or self.updates.needs_local_gradients
         return self._flag is not None and self.stepper is not None and not normed
 
@@ -279,7 +279,7 @@ class OptimizerStep:
         """Raise ``RuntimeError`` if an earlier step broke off half-way."""
         if self.damage is not None:
             raise RuntimeError(
-                "prepared model: expected one whose steps all ended, got one in which a step failed: "
+                "prepared model: expected one without a failed step, got one in which a step failed: "
                 f"{self.damage}. Build and prepare the model again, and load the last checkpoint."
             )
 
@@ -317,7 +317,7 @@ class OptimizerStep:
         return False
 
     def _run_judged(self, step: DecidedStep, used: frozenset[str]) -> bool:
-        """Make a step whose verdict the host reads first. Return whether fp16 gradients overflowed."""
+        """Make a step after the host has read its verdict. Return whether fp16 gradients overflowed."""
         findings = step.verdict.read()
         if findings.refused or (findings.overflow and not self.scales_loss):
             self._refuse(step)
@@ -412,7 +412,7 @@ class OptimizerStep:
         raise self._errors.state(step, self.stepper)
 
     def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
-        """Return the event of the step that ended. Its norm is set only if the host knows it."""
+        """Return the event of the step that ended. Its norm is set only if the host has read it."""
         return StepEnd(
             step=self.steps,
             loss=loss,

@@ -46,15 +46,15 @@ class StepErrors:
             step: their step, from 1.
             how: what else is known of them.
             local: whether they are unreduced.
-            mixed: whether updates were made in backward that cannot be taken back.
+            mixed: whether updates were made in backward that cannot be rolled back.
             known: unit and number of the parameters that have them on this rank; None where the gradients
                 are there to be looked at.
             late: see above.
         """
         names = self._checks.names(local=local, found_before=known)
         outcome = (
-            "Units whose gradients came earlier were updated during backward (offload.update_mode is "
-            f"'in_backward'). {MIXTURE} With gradient_clipping such updates are taken back."
+            "Units with earlier gradients were updated during backward (offload.update_mode is "
+            f"'in_backward'). {MIXTURE} With gradient_clipping such updates are rolled back."
             if mixed
             else f"No parameter or optimizer state was changed.{_since(late)}"
         )
@@ -124,7 +124,7 @@ class DeviceErrors:
     def poll(self) -> torch.Tensor | None:
         """Return the first error since the last call, see :func:`zero_ext.ops.pop_device_error_`.
 
-        It is on the device, which the host does not wait for. None on a CPU, whose ops raise theirs.
+        It is on the device, which the host does not wait for. None on a CPU, where ops raise theirs.
         """
         if not self._device.is_accelerator:
             return None

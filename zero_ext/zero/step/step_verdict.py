@@ -54,7 +54,7 @@ def sum_of_ranks(
     Args:
         collectives: the ranks.
         device: of this rank's model.
-        own: its facts, as far as the host knows.
+        own: its facts, as far as the host has them.
         squares: its part of the norm, None where nothing asks for it.
         flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
         error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.pop_device_error_`.
@@ -81,7 +81,7 @@ def sum_of_ranks(
 
 
 class Findings(NamedTuple):
-    """What a verdict says, alike on all ranks."""
+    """The content of a verdict, alike on all ranks."""
 
     settings_differ: bool
     edits_differ: bool
@@ -108,10 +108,10 @@ class Findings(NamedTuple):
 
 
 class Verdict:
-    """Whether a step is to be made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
+    """The decision whether a step is made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
     anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
 
-    On a device it is computed there. :meth:`scale` lets kernels obey it before the host knows it.
+    On a device it is computed there. :meth:`scale` lets kernels obey it before the host reads it.
     ``unscale`` (0-d float32 in host memory) is one over the loss scale. ``error`` is what this rank's kernels
     recorded, see :func:`zero_ext.ops.pop_device_error_`; the host reads it with the verdict.
     """
@@ -180,7 +180,7 @@ class DecidedStep(NamedTuple):
     scalars: dict[str, Any]  # the stepper's before it
 
     def non_finite(self) -> set[tuple[int, int]] | None:
-        """Unit and number of the parameters whose gradients were not finite on this rank, if it was noted."""
+        """Return unit and number of the parameters with gradients not finite on this rank, if noted."""
         if self.squares is None or self.squares.non_finite is None:
             return None
         counts = self.squares.non_finite.tolist()
@@ -188,7 +188,7 @@ class DecidedStep(NamedTuple):
 
 
 class LaunchedSteps:
-    """The steps whose verdicts the host has not seen. Once one is bad, it and all that follow change nothing,
+    """The steps with verdicts that the host has not read. Once one is bad, it and all that follow change nothing,
     until :meth:`pop_bad`.
 
     Verdicts are the same on all ranks, but come to them at different times: the ranks agree on whether any
@@ -216,7 +216,7 @@ class LaunchedSteps:
         return self._bad is not None
 
     def look(self, wait: bool) -> DecidedStep | None:
-        """Look at the verdicts that have arrived, or ``wait`` for all; return the step whose bad verdict is
+        """Look at the verdicts that have arrived, or ``wait`` for all; return the step with the bad verdict that is
         seen by this for the first time."""
         while self._steps and (wait or len(self._steps) > _STEPS_AHEAD or self._steps[0].verdict.arrived):
             step = self._steps.popleft()
@@ -228,7 +228,7 @@ class LaunchedSteps:
         return None
 
     def pop_bad(self) -> DecidedStep | None:
-        """Return the step whose bad verdict was seen, if there is one. Those launched from now on count."""
+        """Return the step with a bad verdict that was read, if there is one. Those launched from now on count."""
         bad = self._bad
         self.clear()
         return bad

@@ -172,7 +172,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self.rolled_back_steps += self.rolled_back
         try:
             raise_on_all_ranks(
-                self._collectives, self._undo, "taking back the updates made in backward", MIXTURE
+                self._collectives, self._undo, "rolling back the updates made in backward", MIXTURE
             )
         finally:
             self.drop()
@@ -203,7 +203,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             try:
                 self._undo()
             except Exception as error:
-                return f"updates made in backward could not be taken back: {error}"
+                return f"updates made in backward could not be rolled back: {error}"
             return None
         finally:
             self.drop()

@@ -24,7 +24,7 @@ MIXTURE = (
 
 
 class Ownership(enum.Enum):
-    """The elements of a unit whose auxiliary state a rank owns, in float32."""
+    """The elements of a unit with auxiliary state that a rank owns, in float32."""
 
     OWN = "own"  # all elements, different on every rank
     SHARD = "shard"  # the elements of its shard
@@ -32,7 +32,7 @@ class Ownership(enum.Enum):
 
 
 class AuxiliaryState(NamedTuple):
-    """State beside the optimizer's: values of a unit's elements from ``begin`` on.
+    """Auxiliary state: values of a unit's elements from ``begin`` on.
 
     ``number`` is that of the unit's master shard.
     """
@@ -63,7 +63,7 @@ class UpdateSchedule:
             unless the stepper does.
         flag: raised by the stepper for results that are not finite, and lowered by rollbacks. None if
             nothing checks them.
-        committed_steps, rolled_back_steps: number of steps whose trial updates were right and wrong.
+        committed_steps, rolled_back_steps: number of steps with right and with wrong trial updates.
     """
 
     pending = False
@@ -123,7 +123,7 @@ class UpdateSchedule:
         raise _no_optimizer()
 
     def begin_delayed(self) -> None:
-        """The step is counted: updates that run beside the next forward and backward may start."""
+        """Note that the step is counted: updates alongside the next forward and backward may start."""
 
     def wait(self) -> None:
         """Return when no update runs any more, the parameters as they are; raise what made it fail here."""
@@ -133,7 +133,7 @@ class UpdateSchedule:
         :class:`CollectiveError` as of :meth:`run`."""
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """Return bytes by tier that hold gradients for updates, beside the units' own."""
+        """Return bytes by tier that hold gradients for updates, besides the units' own."""
         return {}
 
     def rollback(self) -> None:
@@ -156,7 +156,7 @@ class UpdateSchedule:
         return []
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
-        """Yield the state beside the optimizer's that checkpoints store."""
+        """Yield the auxiliary state that checkpoints store."""
         return iter(())
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:

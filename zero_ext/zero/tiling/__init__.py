@@ -1,4 +1,4 @@
-"""Layers whose weight is cut into tiles. Each tile is a unit, so no more than a tile is gathered."""
+"""Layers with weights that are cut into tiles. Each tile is a unit, so no more than a tile is gathered."""
 
 from zero_ext.zero.tiling.full_tensor_map import FullTensorMap
 from zero_ext.zero.tiling.tile import Tile

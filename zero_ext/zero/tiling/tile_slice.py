@@ -11,7 +11,7 @@ import torch
 
 
 def bounds(size: int, splits: int, what: str) -> list[tuple[int, int]]:
-    """Return begin and end of each of ``splits`` slices of ``size``, whose sizes differ by one at most.
+    """Return begin and end of each of ``splits`` slices of ``size``. Their sizes differ by one at most.
 
     Raises ``ValueError`` naming ``what`` unless ``splits`` is an integer from 1 to ``size``.
     """

@@ -1,4 +1,4 @@
-"""``TiledEmbedding``: an embedding of which only the tiles that are looked up are gathered."""
+"""``TiledEmbedding``: an embedding that gathers only the tiles that are looked up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TileConsensus(Protocol):
 
 
 class TiledEmbedding(TiledModule):
-    """`nn.Embedding` whose rows are cut into `splits` tiles of nearly equal size.
+    """`nn.Embedding` with rows cut into `splits` tiles of nearly equal size.
 
     In stage 3 every tile is a unit, gathered only if some rank looks up a row of it, and never in backward.
     Values and gradients are those of `nn.Embedding`, bit for bit. So is the `state_dict`, with one

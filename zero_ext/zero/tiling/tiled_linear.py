@@ -94,10 +94,10 @@ class TiledLinear(TiledModule):
 
     @classmethod
     def tied_to(cls, embedding: TiledEmbedding, bias: bool = False) -> TiledLinear:
-        """Return a head [embedding_dim] to [num_embeddings] whose tiles are those of `embedding`.
+        """Return a head [embedding_dim] to [num_embeddings] with the tiles of `embedding`.
 
         Args:
-            embedding: the layer whose weights the head shares.
+            embedding: the layer that the head shares weights with.
             bias: give the head a bias, zero at the start.
 
         Returns:

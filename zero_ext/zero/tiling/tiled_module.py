@@ -1,4 +1,4 @@
-"""Base class of tiled layers, whose state dicts have one weight and one bias, as the plain layer's."""
+"""Base class of tiled layers. Their state dicts have one weight and one bias, as the plain layer's."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def _cut(module: TiledModule, state: dict[str, Any], prefix: str, *rest: Any) ->
         if tuple(full.shape) == tile.shape:
             state[prefix + name] = tile.view_in(full)
         else:
-            errors.append(f"{prefix}{tile.name} has shape {tuple(full.shape)}, {tile.shape} wanted")
+            errors.append(f"{prefix}{tile.name}: expected shape {tile.shape}, got {tuple(full.shape)}")
             del loaded[tile.name]

@@ -34,7 +34,7 @@ class MasterShard(OwnedRange):
     backward. Then the masters never share memory with the parameters, and :meth:`publish` updates these from
     the masters, or from host memory [owned] in compute precision if the masters are on NVMe.
 
-    ``owned`` has the segments of all parameters of which it has elements, by name. ``segments`` are those of
+    ``owned`` has the segments of all parameters with elements here, by name. ``segments`` are those of
     the parameters in the optimizer's groups.
     """
 

@@ -234,7 +234,7 @@ def _mark_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -
 
 
 def set_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
-    """Make ``parameter`` a presharded one, whose value is gathered when it is used."""
+    """Make ``parameter`` a presharded one. Its value is gathered when it is used."""
     _mark_presharded(parameter, presharded)
     release_to(parameter, _PreshardedAccess(presharded))
 

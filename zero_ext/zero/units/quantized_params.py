@@ -25,7 +25,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def refuse_packed(parameter: nn.Parameter, name: str) -> None:
-    """Raise ``RuntimeError`` for a parameter ``name`` whose class alone knows how to use its value."""
+    """Raise ``RuntimeError`` for a parameter ``name`` if only its class can use its value."""
     kind: Any = plain_class(parameter)
     if is_packed(parameter) or kind.__torch_function__ is not _NO_FUNCTIONS:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Parameters whose value is not in memory: any use of one fetches the full value, or raises by name.
+"""Parameters without a value in memory: any use of one fetches the full value, or raises by name.
 
 A module's forward finds its parameters gathered by the engine's hooks. Whatever else touches a released
 parameter reaches :meth:`ReleasedTensor.__torch_function__`. The function then runs on an independent copy of
@@ -86,7 +86,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter whose full value is in memory.
+    """A parameter with its full value in memory.
 
     ``data`` shares the version counter and the memory, so the engine notices every write through it.
     """
@@ -112,7 +112,7 @@ class GatheredParameter(nn.Parameter):
 
 
 class ReleasedTensor:
-    """Mixed into the class of a parameter whose value is not in memory, and of views of it."""
+    """Mixed into the class of a parameter without a value in memory, and of views of it."""
 
     @classmethod
     def __torch_function__(
@@ -400,7 +400,7 @@ class _Use:
         return value
 
     def _owner(self, tensor: Any) -> nn.Parameter | None:
-        """Return the parameter whose fetched value contains ``tensor``."""
+        """Return the parameter with a fetched value that contains ``tensor``."""
         if not isinstance(tensor, torch.Tensor) or is_distributed(tensor) or tensor.layout != torch.strided:
             return None
         return self._parameter_of.get(tensor.untyped_storage()._cdata)

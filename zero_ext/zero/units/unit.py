@@ -395,7 +395,7 @@ class Unit(Ending):
         if self.state not in states:
             wanted = " or ".join(state.value for state in states)
             raise zero_ext_bug(
-                f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, {wanted} wanted"
+                f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, not {wanted}"
             )
 
 

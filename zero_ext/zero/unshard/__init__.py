@@ -1,1 +1,1 @@
-"""When units are gathered and released: forward hooks, the gather order, prefetching, the backward pass."""
+"""Gathering and releasing units: forward hooks, the gather order, prefetching, the backward pass."""

@@ -20,11 +20,11 @@ def in_backward() -> bool:
 
 
 class BackwardPass:
-    """Knows whether a backward pass of the model is under way and which calls hold units in it.
+    """Tracks whether a backward pass of the model is under way and which calls hold units in it.
 
     ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
     last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
-    off. ``on_passed`` hears of a unit that no call will need in backward any more: gradients that are still
+    off. ``on_passed`` is called with a unit that no call will need in backward any more: gradients that are still
     missing will not come.
     """
 

@@ -53,7 +53,7 @@ def shares_memory(tensor: torch.Tensor, storages: Container[int]) -> bool:
 
 
 def with_own_memory(outputs: Any, storages: Container[int]) -> Any:
-    """Return ``outputs`` with copies of the tensors whose memory is one of ``storages``, as it will be
+    """Return ``outputs`` with copies of the tensors in one of ``storages``, as it will be
     released. Autograd connects each copy to its original. Mutable containers and dataclasses are changed in
     place."""
 

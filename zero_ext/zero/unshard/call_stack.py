@@ -1,4 +1,4 @@
-"""Running calls: what each call of a block touched, and when it may be let go of."""
+"""Running calls: what each call of a block touched, and when it may be released."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_ext.zero.units.unit import Unit
 class BlockCall:
     """One call of a block: a holder of units, in forward and again in its backward.
 
-    ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those whose gradient has not arrived
+    ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those without a gradient yet
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
     that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.

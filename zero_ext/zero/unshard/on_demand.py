@@ -40,7 +40,7 @@ class UpdateGuard(Protocol):
 
 
 class ShardedState(Protocol):
-    """What on-demand access needs of an engine."""
+    """The part of an engine that on-demand access needs."""
 
     index: dict[nn.Parameter, tuple[Unit, int]]
     masters: tuple[MasterShard, ...]
@@ -125,7 +125,7 @@ class OnDemandAccess:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
-                "parameter: expected one of a model that exists, got one of a deleted model, whose "
+                "parameter: expected one of a model that exists, got one of a deleted model: its "
                 "value is not in memory. Keep a reference to the prepared model."
             )
         return engine

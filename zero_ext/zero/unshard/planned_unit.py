@@ -1,4 +1,4 @@
-"""A unit of which only sizes exist: memory plans and simulated steps run the prefetcher with it."""
+"""A unit with sizes only: memory plans and simulated steps run the prefetcher with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PlannedPasses(Generic[P]):
     """Forwards and backwards of a model that uses its parameters in the order of registration.
 
     A unit is needed while the module that has it runs, from the first to the last parameter of
-    ``spec.gathered``. The prefetcher decides what is gathered besides, as in a step whose order is known.
+    ``spec.gathered``. The prefetcher decides what is gathered besides, as in a step with a known order.
     Passes yield the number of each parameter while it is in use.
     """
 

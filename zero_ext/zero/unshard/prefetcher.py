@@ -1,4 +1,4 @@
-"""Which units are gathered: on demand, ahead of need, under a cap on live parameters."""
+"""The gathering of units: on demand, ahead of need, under a cap on live parameters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Prefetcher(Generic[U]):
     alone, with one warning naming it. Between two passes of an order that repeats, what the next one needs
     first stays under way; parameters may be changed only after :meth:`forget_values`. What was written in
     place to gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are
-    released. Memory plans and simulated steps run the same code, with units of which only sizes exist; their
-    number may be large, so nothing that runs once a unit goes over all units.
+    released. Memory plans and simulated steps run the same code, with units that have sizes only. Their
+    number may be large, so nothing that runs per unit goes over all units.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Prefetcher(Generic[U]):
         """Return the order that the forward about to run follows and records.
 
         With every unit held from outside, ranks may run different numbers of forwards through different
-        blocks. What they record must not steer look-ahead, whose exchanges all ranks start alike.
+        blocks. What they record must not steer look-ahead, as all ranks start its exchanges alike.
         """
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 

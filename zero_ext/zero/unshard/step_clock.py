@@ -1,4 +1,4 @@
-"""What is told of a step's phases and of its loss: at once what the host knows, later what a device does."""
+"""Events of a step's phases and of its loss: immediately those of the host, later those of a device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Spans(NamedTuple):
 
 
 class StepClock:
-    """Tells ``bus`` of phases, and adds up the losses of a step's micro-batches.
+    """Publishes phases to ``bus``, and adds up the losses of a step's micro-batches.
 
     On an accelerator nobody waits for either: events in its stream mark the phases, the loss is copied behind
     them, and both are read at the end of the first step that finds them passed. Nothing happens while nobody
@@ -70,7 +70,7 @@ class StepClock:
             self._loss = value if self._loss is None else self._loss + value
 
     def end_step(self, step: int, norm: torch.Tensor | None = None) -> float | None:
-        """Tells what came from the device of the steps before; returns the loss of ``step``, if there is one
+        """Publish what came from the device of the steps before; return the loss of ``step``, if there is one
         and the host has it. ``norm`` (0-d float64) is the step's if the device has it alone."""
         loss, self._loss = self._loss, None
         phases, self._phases = self._phases, []

@@ -85,7 +85,7 @@ class ExchangeStrategy(ABC):
         return sum(values.nbytes for each in self._state.values() for values in each)
 
     def _updating(self) -> list[int]:
-        """Return the numbers of the masters whose units have gradients on any rank."""
+        """Return the numbers of the masters of units with gradients on any rank."""
         return [number for number, each in enumerate(self._context.gradients) if each.contributed]
 
     def _layout(self, number: int) -> FlatLayout:
