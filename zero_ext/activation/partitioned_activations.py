@@ -124,7 +124,7 @@ def check_group(group: dist.ProcessGroup | None, data_parallel_group: dist.Proce
     ranks, others = (set(dist.get_process_group_ranks(each)) for each in (group, data_parallel_group))
     if len(ranks & others) > 1:
         raise ValueError(
-            f"activation_group: expected at most one data-parallel rank, got ranks {sorted(ranks)}, of "
-            f"which {sorted(ranks & others)} are data-parallel. They process different samples, so none "
+            f"activation_group: expected at most one data-parallel rank, got "
+            f"{sorted(ranks & others)} in ranks {sorted(ranks)}. They process different samples, so none "
             f"can store a shard of another's activations. {_FIX}."
         )

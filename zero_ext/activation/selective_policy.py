@@ -49,7 +49,8 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
         if each.namespace in COLLECTIVES:
             does = "changes its input tensors" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
-                f"activation_checkpointing.save_ops: expected ops with results that can be saved, got '{each}', "
+                "activation_checkpointing.save_ops: expected ops with results that can be saved, got "
+                f"'{each}', "
                 f"which {does}, so backward has to run it again. Remove it, or save an op after it."
             )
     return frozenset(found)

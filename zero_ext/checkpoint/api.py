@@ -123,7 +123,7 @@ def load_checkpoint(
         step: number of the checkpoint; default the latest.
         scheduler: restored too; anything with `load_state_dict`.
         loader: restored too; anything with `load_state_dict`.
-        include_frozen: False for a checkpoint that was saved with it, into a model whose frozen parameters
+        include_frozen: False for a checkpoint that was saved with it, into a model if its frozen parameters
             are those it was trained with.
 
     Returns:
@@ -185,8 +185,8 @@ def _saved_states(
     step: int | None,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """Return the saved states of ``names``; none if the manifest cannot be read, which the load itself
-    tells.
+    """Return the saved states of ``names``; none if the manifest cannot be read, as the load itself
+    raises that.
     """
     session_of(source).finish_previous()
     try:
@@ -218,7 +218,7 @@ OBSTACLES.append(_background_save)
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
-    """Return the random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is
+    """Return the random states [ranks, n] of all ranks that save together; ``own`` (uint8 [n]) is
     this one's.
     """
     ranks = checkpoint_sources(engine).full.everyone

@@ -42,7 +42,7 @@ class CheckpointReport:
         tensors: every parameter and buffer with shape, dtype and bytes stored by kind.
         bytes_by_kind: bytes stored by kind of state.
         file_bytes: size of every file by name.
-        damage: a text for each piece of a file that differs from what was written; empty if nothing does.
+        damage: a text for each slice of a file that differs from what was written; empty if nothing does.
     """
 
     path: Path

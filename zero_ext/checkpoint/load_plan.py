@@ -1,4 +1,4 @@
-"""What one rank will do in a load, worked out and checked without changing anything."""
+"""The work of one rank in a load, planned and checked without changing anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SliceIndex = tuple[int, int, int]  # stored tensor (by its index in the sorted l
 
 @dataclass(frozen=True)
 class NamedStates:
-    """What the manifest itself holds, as Python values."""
+    """The content of the manifest itself, as Python values."""
 
     scalar_state: dict[str, Any]
     client_state: Any

@@ -1,6 +1,6 @@
 """Rank consensus during a save or a load: an error on one rank becomes an error on all.
 
-Collectives are called on the backend object, which torch.distributed does not know and so leaves alone.
+Collectives are called on the backend object, which torch.distributed has not registered and so leaves alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One save, from the first byte to the commit, on one rank; the other ranks run the same stages beside it."""
+"""One save, from the first byte to the commit, on one rank; the other ranks run the same stages."""
 
 from __future__ import annotations
 

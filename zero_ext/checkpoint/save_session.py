@@ -1,4 +1,6 @@
-"""What the saves and loads of one source share: the save in flight, and connections between the ranks."""
+"""The session that the saves and loads of one source share: the save in flight, and connections between the
+ranks.
+"""
 
 from __future__ import annotations
 

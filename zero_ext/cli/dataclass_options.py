@@ -11,7 +11,7 @@ Options = TypeVar("Options")
 
 
 def taking(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Turn a function of one ``options`` into a command whose arguments are its fields, for typer.
+    """Turn a function of one ``options`` into a command with its fields as arguments, for typer.
 
     The fields are annotated as typer wants arguments; those without default are required.
     """

@@ -80,15 +80,14 @@ def _check_ranks(wanted: str) -> None:
         number = determine_local_world_size(wanted)
     except ValueError as error:
         # For words it knows, the machine lacks what they ask for, and torchrun's reason says so.
-        wants = "a number of at least 1, or auto, cpu or gpu"
-        raise _wrong_usage(f"--nproc-per-node: got {wanted!r}, wanted {wants} ({error})") from None
+        choices = "a number of at least 1, or auto, cpu or gpu"
+        raise _wrong_usage(f"--nproc-per-node: expected {choices}, got {wanted!r} ({error})") from None
     if number < 1:
-        raise _wrong_usage(f"--nproc-per-node: got {wanted!r}, wanted at least 1")
+        raise _wrong_usage(f"--nproc-per-node: expected at least 1, got {wanted!r}")
 
 
 def _check_program(parsed: argparse.Namespace) -> None:
-    """``SystemExit`` for a program that is not there, before any rank starts; what a rank alone can know is
-    left to it."""
+    """Raise ``SystemExit`` for a program that is not there, before any rank starts. Ranks check the rest."""
     name = parsed.training_script
     if parsed.no_python:
         return

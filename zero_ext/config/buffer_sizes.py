@@ -1,4 +1,4 @@
-"""Sizes of what state lies in and passes through: what the engine allocates by, and what plans count with."""
+"""Sizes of the buffers for state, by which the engine allocates and plans count."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flat_offsets(
 
 
 def staging_chunk_elements(staging_buffer_bytes: int) -> int:
-    """Most elements of a room: ``staging_buffer_bytes`` hold their gradients and parameters in fp32."""
+    """Most elements of a buffer: ``staging_buffer_bytes`` hold their gradients and parameters in fp32."""
     return staging_buffer_bytes // (8 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""What an engine tells its subscribers: small frozen records, and the protocol of who may listen."""
+"""Events of an engine for its subscribers: small frozen records, and the protocol of a subscriber."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepEnd:
             `model.backward` or `model.scale_loss`, each divided by their number before, as loops do. None
             when the engine did not see it, and on an accelerator, see `DeviceStepEnd`.
         grad_norm: global gradient norm before clipping, None when nothing asked for it, and where the host
-            does not know it yet, see `DeviceStepEnd`.
+            does not have it yet, see `DeviceStepEnd`.
         lr: learning rate of each param group during the step.
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
@@ -202,14 +202,14 @@ Event = (
 
 
 class Subscriber(Protocol):
-    """Anything that wants to hear of events. Called on the thread that trains: keep it short, never block."""
+    """A subscriber to events. Called on the thread that trains: keep it short, never block."""
 
     def __call__(self, event: Event) -> None: ...
 
 
 class Bus:
     """Whoever listens to one engine. False while nobody does, so that events need not be made, and on threads
-    that work beside the training."""
+    that work alongside the training."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
@@ -224,15 +224,15 @@ class Bus:
         return bool(self._subscribers) and not self._thread.in_background
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on `subscriber` hears of every event."""
+        """Call `subscriber` with every event from now on."""
         self._subscribers += (subscriber,)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """`subscriber` hears of nothing any more; nothing to do if it never did."""
+        """Stop calling `subscriber`; do nothing if it is none."""
         self._subscribers = tuple(each for each in self._subscribers if each is not subscriber)
 
     def publish(self, event: Event) -> None:
-        """Tell everybody, in order of subscription."""
+        """Call all subscribers, in order of subscription."""
         for subscriber in self._subscribers:
             subscriber(event)
 
@@ -241,14 +241,14 @@ class Bus:
         return time.perf_counter() if self else None
 
     def waited(self, what: Wait, began: float | None, seconds: float | None = None) -> None:
-        """Tells of a wait since ``began``, a reading of :meth:`now`, of ``seconds`` if it was not all the
+        """Publish a wait since ``began``, a reading of :meth:`now`, of ``seconds`` if it was not all the
         time."""
         if began is not None:
             self.publish(WaitEnd(what, began, time.perf_counter() - began if seconds is None else seconds))
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """Inside, this thread works beside the one that trains: nothing is told of it."""
+        """Inside, this thread works alongside the one that trains: it publishes nothing."""
         self._thread.in_background = True
         try:
             yield

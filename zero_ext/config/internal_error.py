@@ -10,6 +10,6 @@ def zero_ext_bug(what: str) -> AssertionError:
     """Return the error to raise where only a bug of zero_ext can lead.
 
     Args:
-        what: What was found, with the values that tell why. Without a period at the end.
+        what: What was found, with the values that show why. Without a period at the end.
     """
     return AssertionError(f"zero_ext bug: {what}. Please report it with the traceback.")

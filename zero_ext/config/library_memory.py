@@ -15,11 +15,11 @@ def communicator_bytes(
 ) -> int:
     """Estimate the buffers of one NCCL communicator of `world_size` ranks, `ranks_per_node` on a node.
 
-    A buffer of `NCCL_BUFFSIZE` (4 MiB) belongs to each channel of a connection, of which there are at most
+    A buffer of `NCCL_BUFFSIZE` (4 MiB) belongs to each channel of a connection. There are at most
     `NCCL_MAX_NCHANNELS` (32 here, what NCCL uses at most with NVLink). Counted are one connection of a ring,
-    one for the messages to the ranks of a node, whose channels these share, and one for those to other nodes,
-    which share a pool (`NCCL_NET_SHARED_BUFFERS`). NCCL's own tables and code come on top. No GPU has been
-    measured. Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+    one for the messages to the ranks of a node, with channels that these share, and one for those to other
+    nodes, which share a pool (`NCCL_NET_SHARED_BUFFERS`). NCCL's own tables and code come on top. No GPU has
+    been measured. Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
 
     Args:
         opened: Leave out the ring, which a communicator that has been used has already.
@@ -45,7 +45,7 @@ def autograd_gradient_bytes(units: Iterable[UnitGradientBytes]) -> int:
     """Return the most bytes of gradients that autograd holds before the engine has packed them.
 
     An accelerator packs the gradients of a unit with one kernel when the last of them is there, so those of
-    one unit live together. The kernel runs beside backward, and they live until the next unit's first
+    one unit live together. The kernel runs alongside backward, and they live until the next unit's first
     gradient comes. Autograd keeps the gradient of a parameter that several modules share from its
     last use in forward to its first, and makes a third of the two there.
 

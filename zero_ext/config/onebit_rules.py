@@ -1,4 +1,4 @@
-"""What the optimizers that exchange signs ask of the rest of a configuration."""
+"""Requirements of the 1-bit optimizers on the rest of a configuration."""
 
 from __future__ import annotations
 

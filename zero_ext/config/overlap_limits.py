@@ -1,4 +1,4 @@
-"""How much of a step may be under way at once: what the engine does, and what plans count on."""
+"""Limits on how much of a step is under way simultaneously, for the engine and for plans."""
 
 REDUCTIONS_IN_FLIGHT = 2
 SHARD_TRANSFERS_IN_FLIGHT = 2  # of units whose reduction has ended, what their homes still move

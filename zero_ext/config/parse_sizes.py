@@ -30,7 +30,7 @@ def bytes_of(text: str, option: str) -> int:
 
 
 def rate_of(text: str, option: str) -> float:
-    """Return bytes a second of ``25GB/s``, ``200Gbit/s`` or a bare number. ValueError naming ``option``."""
+    """Return bytes per second of ``25GB/s``, ``200Gbit/s`` or a bare number. ValueError naming ``option``."""
     rate = text.strip().upper().removesuffix("/S")
     bits = re.sub(r"(BITS?|BPS)$", "", rate)
     value = _scaled(rate, SIZES) if bits == rate else _scaled(bits, COUNTS | {"G": 10**9})

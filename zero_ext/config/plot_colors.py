@@ -1,4 +1,4 @@
-"""Colors of every plot: those of Okabe and Ito, which people with a color vision deficiency tell apart."""
+"""Colors of every plot: those of Okabe and Ito, which people with a color vision deficiency distinguish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each state kind lives: replicated or sharded, and its tier. A ZeRO stage is a named preset."""
+"""The placement of each state kind: replicated or sharded, and its tier. A ZeRO stage is a named preset."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from zero_ext.config.sections.offload import OffloadConfig, Tier
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Which state kinds are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5), and in which
-    tier the shards lie (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1). Replicated kinds lie on the
-    device."""
+    """The state kinds that are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5), and in
+    which tier the shards are (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1). Replicated kinds are on
+    the device.
+    """
 
     params: bool
     grads: bool
@@ -63,8 +64,9 @@ class StatePlacement:
 
 
 def largest_within_ratio(sizes: Sequence[int], ratio: float) -> frozenset[int]:
-    """Indices of ``sizes`` whose sum is at most ``ratio`` of the whole: from the largest down, each that
-    fits, of equal ones the earlier. The same on every rank that asks the same."""
+    """Return indices of ``sizes`` with a sum of at most ``ratio`` of the whole: from the largest down, each
+    that fits, of equal ones the earlier. The same on every rank that asks the same.
+    """
     budget = ratio * sum(sizes)
     chosen = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

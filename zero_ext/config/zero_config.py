@@ -64,7 +64,7 @@ class ZeroConfig(ConfigSection):
         sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
             Hugging Face model. None leaves attention as it is.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
-        check_finite: refuse a step whose gradients hold NaN or infinity, before anything changes, and name
+        check_finite: refuse a step if its gradients hold NaN or infinity, before anything changes, and name
             the parameters; report a step that leaves such values in weights or moments. False checks only
             where a gradient norm is computed anyway: for clipping, and for the loss scale of fp16.
         timeout_seconds: longest wait for a collective before the job is ended with the rank's name.

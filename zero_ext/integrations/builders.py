@@ -1,4 +1,4 @@
-"""What ``initialize`` makes from a configuration: optimizer, scheduler, loader."""
+"""Objects that ``initialize`` makes from a configuration: optimizer, scheduler, loader."""
 
 from __future__ import annotations
 

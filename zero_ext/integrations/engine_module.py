@@ -19,7 +19,7 @@ from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 
 
 class TrainingModule(ZeroModule):
-    """A prepared model that knows its optimizer, scheduler and loader, and counts micro-batches.
+    """A prepared model that has its optimizer, scheduler and loader, and counts micro-batches.
 
     [`initialize`][zero_ext.initialize] makes it. `backward` divides the loss by the configured accumulation
     steps. `step` acts only on the last micro-batch of a step, then also steps the scheduler and clears the

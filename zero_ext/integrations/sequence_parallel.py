@@ -1,4 +1,4 @@
-"""Models whose sequences lie over ranks: those of transformers, and sparse attention in any model."""
+"""Models with sequences sharded over ranks: those of transformers, and sparse attention in any model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def apply_sequence_parallel(
         timeout_seconds: longest wait for the other ranks.
 
     Returns:
-        The exchange that all layers share, whose `traffic` counts.
+        The exchange that all layers share. Its `traffic` counts.
 
     Raises:
         ValueError: a mesh without "cp", a model with neither or with its sequences over ranks already, and

@@ -77,7 +77,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
 
 
 def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By path, the models of transformers that lie in no other one."""
+    """By path, the models of transformers that are in no other one."""
     if "transformers" not in sys.modules:  # a model of it cannot be there otherwise
         return {}
     from transformers import PreTrainedModel

@@ -117,7 +117,7 @@ def candidates(membership: str, mount: Path = CGROUPS) -> Iterator[tuple[Path, i
     """Yield where a control group may be made, and its version, by the text of /proc/self/cgroup.
 
     Below the own group, so that limits which hold already go on holding; under version 2, where a group with
-    processes may have no capped children, also beside it.
+    processes may have no other capped children.
     """
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)

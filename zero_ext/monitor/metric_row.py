@@ -12,13 +12,13 @@ Row = Mapping[str, Value]
 
 
 class Source(Protocol):
-    """Hears every event of an engine and tells values of the step that ended last."""
+    """Receives every event of an engine and reports values of the step that ended last."""
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
 
     def values(self, end: StepEnd) -> Row:
-        """Values of the step that ``end`` tells of, the same names for every step."""
+        """Values of the step that ``end`` reports, the same names for every step."""
 
 
 class Writer(Protocol):

@@ -27,7 +27,7 @@ class Monitor:
     and at the interpreter's exit, the monitor is closed.
 
     Args:
-        engine: whose steps are recorded.
+        engine: its steps are recorded.
         writers: get every row.
         sources: give values.
         subscribers: get all events, after the sources, and are closed with the monitor if they can be.

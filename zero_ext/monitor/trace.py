@@ -38,7 +38,7 @@ class Trace:
     of the host's monotonic clock, so traces of the ranks of one host fit together.
 
     Args:
-        engine: whose steps are recorded; held weakly.
+        engine: its steps are recorded; held weakly.
         folder: of the files.
         policy: which steps (`steps` of them from `first_step` on), and whether to plot memory.
 
@@ -47,7 +47,7 @@ class Trace:
         is_written: whether the files are written.
 
     Raises:
-        ModuleNotFoundError: a plot is wanted without matplotlib.
+        ModuleNotFoundError: a plot is asked for without matplotlib.
         OSError: the folder cannot be made. Later calls raise it where writing fails.
     """
 

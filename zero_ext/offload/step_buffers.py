@@ -17,7 +17,8 @@ from zero_ext.offload.shard_storage import ShardStorage
 
 
 class StepChunk(NamedTuple):
-    """Elements [begin, end) of a range: their gradients, and a buffer for their updated parameters if asked for.
+    """Elements [begin, end) of a range: their gradients, and a buffer for their updated parameters if asked
+    for.
 
     Both are in memory of the tier where the state is, or through which it passes. ``staged`` is ``output`` if
     that is staging memory. Its ranges in ``sent``, counted from ``begin``, are sent on, or all of it if there
@@ -247,7 +248,8 @@ class _TierBuffers:
 
 
 def _cut(elements: int, numel: int, grain: int) -> int:
-    """Return the elements of a chunk where ``elements`` fit and ``numel`` are asked for: all, or whole grains.
+    """Return the elements of a chunk where ``elements`` fit and ``numel`` are asked for: all, or whole
+    grains.
 
     A grain is at least a block of 8-bit moments. Buffers are whole pages, so chunks are whole blocks of
     storage as well.

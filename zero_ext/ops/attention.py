@@ -26,10 +26,10 @@ class LayoutTensors(NamedTuple):
     row block r, the column blocks ``columns[row_pointers[h, r] : row_pointers[h, r + 1]]``, which ascend.
     ``column_pointers`` [layout heads, column blocks + 1] and ``rows`` [blocks] are the same blocks by column;
     the backward on CUDA devices needs them, the CPU does not read them. Lists are checked for indices out of
-    bounds or order, on CUDA devices also for heads with lists that overlap. There a bad layout gives zeros, and
-    :func:`~zero_ext.ops.raise_device_errors` raises it. Lists by column are trusted to be the same blocks:
-    others give wrong gradients of keys and values. Layout heads is 1 (all alike) or the number of query
-    heads.
+    bounds or order, on CUDA devices also for heads with lists that overlap. There a bad layout gives zeros,
+    and :func:`~zero_ext.ops.raise_device_errors` raises it. Lists by column are trusted to be the same
+    blocks: others give wrong gradients of keys and values. Layout heads is 1 (all alike) or the number of
+    query heads.
     """
 
     row_pointers: Tensor

@@ -1,9 +1,10 @@
 """Loads the C++ extension: the built module ``zero_ext._C``, or one built just in time.
 
-Importing :mod:`zero_ext.ops` loads a built ``_C`` immediately, and with it ``_C_cuda``, the CUDA kernels, where
-torch has CUDA and the module was built. It starts no CUDA and compiles nothing. In a source tree without
-``_C`` the first op that is called builds it; without a ``_C_cuda`` that loads, the first op that meets a CUDA
-tensor does, or whoever calls :func:`load_kernels` before (see :mod:`zero_ext.ops.jit.jit_build`).
+Importing :mod:`zero_ext.ops` loads a built ``_C`` immediately, and with it ``_C_cuda``, the CUDA kernels,
+where torch has CUDA and the module was built. It starts no CUDA and compiles nothing. In a source tree
+without ``_C`` the first op that is called builds it; without a ``_C_cuda`` that loads, the first op that
+meets a CUDA tensor does, or whoever calls :func:`load_kernels` before (see
+:mod:`zero_ext.ops.jit.jit_build`).
 """
 
 from __future__ import annotations

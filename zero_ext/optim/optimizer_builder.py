@@ -130,8 +130,9 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
 
 
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
-    """Return what was expected instead of `value`, judged by a parameter's default or annotation; None when it
-    fits."""
+    """Return what was expected instead of `value`, judged by a parameter's default or annotation; None when
+    it fits.
+    """
     default, annotation = parameter.default, str(parameter.annotation)
     if isinstance(default, bool) or (default is None and "bool" in annotation):
         fits = isinstance(value, bool) or (value is None and default is None)

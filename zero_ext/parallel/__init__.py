@@ -1,4 +1,6 @@
-"""Several kinds of parallelism at once: which rank takes which part in each, and the meshes they run on."""
+"""Several kinds of parallelism in one run: which rank takes which part in each, and the meshes they
+run on.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a placement costs before anything runs: bytes of model state per rank, elements on the wire."""
+"""The costs of a placement before anything runs: bytes of model state per rank, elements on the wire."""
 
 from typing import TYPE_CHECKING
 

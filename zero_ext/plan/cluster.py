@@ -1,4 +1,4 @@
-"""The machines to plan for: a description by name or file, with what the user knows of his own."""
+"""The machines to plan for: a description by name or file, with the user's own figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_MACHINE = "dgx-a100"
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What replaces a figure of the machine named; None leaves it. Bytes and bytes a second.
+    """Replacements for figures of the machine named; None leaves one. Bytes and bytes per second.
 
     ``host_memory`` and ``nvme`` are those of a host (0: there is none), ``gpu_memory`` that of a GPU.
     ``link_bandwidth`` is what a rank receives in a second of a collective, inside a host and between hosts.

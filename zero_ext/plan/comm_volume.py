@@ -1,9 +1,9 @@
 """Elements that the collectives of one step carry (ZeRO, Rajbhandari et al. 2020, section 7).
 
 Per step of k micro-batches over P sharded elements: stages 0 and 1 carry 2P, stage 2 (k + 1)P, stage 3 3kP;
-with gradients reduced once a step (`no_sync`) stage 2 carries 2P and stage 3 (2k + 1)P. Stage 3 carries
+with gradients reduced once per step (`no_sync`) stage 2 carries 2P and stage 3 (2k + 1)P. Stage 3 carries
 less where one gather serves forward and backward: of the unit that forward ends with, and of embeddings,
-whose rows backward does not read.
+as backward does not read their rows.
 """
 
 from __future__ import annotations

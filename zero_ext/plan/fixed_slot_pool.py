@@ -1,4 +1,4 @@
-"""What pools of equal slots would take for the same demands, against exact extents."""
+"""The sizes of pools of equal slots for the same demands, against exact extents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def slot_pool_bytes(demands: Sequence[Demand], classes: int) -> int:
-    """Return the bytes of a pool whose slots have at most `classes` sizes, chosen for the smallest pool.
+    """Return the bytes of a pool of slots with at most `classes` sizes, chosen for the smallest pool.
 
     A slot is as large as the largest demand of its class, and a class has as many slots as it has demands at
     its busiest moment. One class is the pool of largest slots that ZeRO-Infinity implementations keep.

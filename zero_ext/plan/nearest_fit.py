@@ -51,7 +51,7 @@ def fewest_gpus(plan: Plan) -> int | None:
 
 
 def largest_model(plan: Plan) -> ModelSpec | None:
-    """Return the largest number of parameters, as a GPT, of which one sample a GPU fits; None if that is
+    """Return the largest number of parameters, as a GPT, with which one sample per GPU fits; None if that is
     none.
     """
     low, high = 1_000_000, plan.model.parameters

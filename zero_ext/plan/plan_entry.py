@@ -55,7 +55,7 @@ class PlanEntry:
 
     @property
     def excess(self) -> tuple[float, float]:
-        """Return what is asked of the tier that is shortest of room, over what it has; and all such
+        """Return what is asked of the tier that is shortest of memory, over what it has; and all such
         ratios.
         """
         return _excess(self.shortfalls)
@@ -175,7 +175,7 @@ def _with_micro_batch(
     model: ModelSpec, training: Training, hardware: Hardware, batch: Batch
 ) -> tuple[Training, int]:
     """``training`` with the micro-batch that was said, else the largest that fits and divides a rank's
-    samples; and the largest that fits. Gradients of several micro-batches take more room than those of
+    samples; and the largest that fits. Gradients of several micro-batches take more memory than those of
     one."""
     own, said = batch.of_rank, batch.micro_batch
     largest = largest_micro_batch(model, training, hardware)

@@ -19,7 +19,7 @@ from zero_ext.plan.zeropp_traffic import step_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`make_plan` found.
+    """The result of :func:`make_plan`.
 
     Attributes:
         entries: every placement, those that do not fit as well.
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def hosts(self) -> int:
-        """Hosts that the GPUs lie in."""
+        """Hosts that the GPUs are in."""
         return -(-self.gpus // self.hardware.ranks_per_node)
 
     def total_seconds(self, row: PlanEntry) -> float | None:
@@ -83,7 +83,7 @@ class Plan:
         return sum(each.crossing for each in sent.values())
 
     def fits_one_bit(self, row: PlanEntry) -> bool:
-        """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's
+        """Return whether 1-bit Adam runs in the placement of ``row``, with what it keeps besides Adam's
         state.
         """
         if not row.allows_one_bit:

@@ -20,7 +20,7 @@ def plot_plan(plan: Plan, path: Path) -> Path:
     """Draw ``plan`` to ``path`` and return it.
 
     Args:
-        plan: The placements, of which the recommended one is marked.
+        plan: The placements. The recommended one is marked.
         path: A PNG, SVG or PDF file, by its suffix.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipelined and split model should stand, and what its exchanges take there."""
+"""The placement of the ranks of a pipelined and split model, and the time of its exchanges there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
     sizes = {axis: found.get(axis, 1) for axis in _AXES}
     if math.prod(sizes.values()) != ranks:
         raise ValueError(
-            f"--3d: expected lengths whose product is the number of GPUs, {ranks}, got {text!r}, which "
+            f"--3d: expected lengths with a product equal to the number of GPUs, {ranks}, got {text!r}, "
+            "which "
             f"makes {math.prod(sizes.values())} ranks with dp={sizes['dp']}. Change the lengths, or the "
             "number of GPUs."
         )

@@ -1,4 +1,4 @@
-"""What was planned as a configuration that trains so."""
+"""A plan as a configuration that trains so."""
 
 from __future__ import annotations
 

@@ -107,8 +107,9 @@ def step_bytes(
 
 
 def _over_replicas(world_size: int, group: int, per_node: int) -> Sent:
-    """Times a rank sends its shard's gradient to those with the same shard in other groups (MiCS, Zhang et
-    al., arXiv 2205.00119)."""
+    """Return how often a rank sends its shard's gradient to those with the same shard in other groups (MiCS,
+    Zhang et al., arXiv 2205.00119).
+    """
     return Sent(world_size // group - 1, world_size // group - max(per_node // group, 1))
 
 

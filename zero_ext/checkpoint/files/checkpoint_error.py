@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
     It is raised on every rank of the group, whichever rank met the problem.
 
     Args:
-        text: the message, of which at most 2000 bytes are kept.
+        text: the message; at most 2000 bytes of it are kept.
     """
 
     def __init__(self, text: str) -> None:

@@ -24,7 +24,7 @@ def raw_view(data: torch.Tensor) -> memoryview:
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` (uint8 [n]) over ``destination`` (uint8 [n]) on this thread alone.
 
-    torch's own copy would start worker threads of its own beside those of the training step.
+    torch's own copy would start worker threads of its own besides those of the training step.
     """
     if destination.numel() != source.numel():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Python values as JSON and back, unchanged: what schedulers, loaders and users keep beside the tensors.
+"""Python values as JSON and back, unchanged: what schedulers, loaders and users keep besides the tensors.
 
 Plain JSON loses tuples, non-string keys, NaN and infinities without a word. Such values are written as an
 object with one key that starts with "$"; everything else stays plain JSON.

@@ -1,6 +1,6 @@
 """manifest.json: what a checkpoint holds, where, and the checksums that prove it.
 
-The file ends in a checksum of everything before it, which tells damage from a foreign file.
+The file ends in a checksum of everything before it, which separates damage from a foreign file.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
     """Return the manifest of a checkpoint directory and its checksum; ``check_manifest`` judges its content.
 
     CheckpointError names the file and what is wrong: missing, too large, damaged, foreign, or of a version
-    that this library does not know.
+    that this library does not support.
     """
     path = directory / MANIFEST_NAME
     data = _read(path)
@@ -171,7 +171,7 @@ def _read(path: Path) -> bytes:
 
 
 def _most_bytes(shard_bytes: int) -> int:
-    """Return the largest manifest beside shard files of `shard_bytes` bytes in all."""
+    """Return the largest manifest besides shard files of `shard_bytes` bytes in all."""
     return min(_BYTES_FOR_NAMED_STATES + _BYTES_PER_SHARD_BYTE * shard_bytes, LARGEST_MANIFEST_BYTES)
 
 
@@ -182,7 +182,9 @@ def _oversize(data: bytes, shard_bytes: int) -> str | None:
     """
     most_bytes = _most_bytes(shard_bytes)
     if len(data) > most_bytes:
-        return f"manifest: expected at most {most_bytes} bytes beside {shard_bytes} bytes of shards, got more"
+        return (
+            f"manifest: expected at most {most_bytes} bytes besides {shard_bytes} bytes of shards, got more"
+        )
     containers, most = (
         data.count(b"[") + data.count(b"{"),
         _MOST_CONTAINERS + len(data) // _BYTES_PER_CONTAINER,

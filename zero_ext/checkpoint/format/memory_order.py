@@ -1,4 +1,4 @@
-"""Where a parameter's elements lie in memory: dense layouts, and the conversion back to logical order."""
+"""The memory order of a parameter's elements: dense layouts, and the conversion back to logical order."""
 
 from __future__ import annotations
 

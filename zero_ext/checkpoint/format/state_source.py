@@ -1,4 +1,4 @@
-"""What a checkpoint needs from the object whose state it saves: the engine, seen through a protocol."""
+"""The protocol of the object with the state to save, which the engine implements."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class StateSource(Protocol):
 
 @runtime_checkable
 class LazyStateSource(Protocol):
-    """A source whose optimizer makes its state tensors late, in its first step."""
+    """A source with an optimizer that makes its state tensors late, in its first step."""
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Make the state tensors of a checkpoint, so that `load_slices` can yield them all.

@@ -142,7 +142,7 @@ class ChunkReader:
             raise CheckpointError(self.damage(chunk, found))
 
     def damage(self, chunk: Chunk, found: int | None) -> str:
-        """Return what to say about a chunk whose checksum is ``found`` and not its own."""
+        """Return what to say about a chunk with the checksum ``found``, not its own."""
         return (
             f"{self.path(chunk.file)}: damaged: bytes {chunk.offset} to {chunk.offset + chunk.size} "
             f"({chunk.label}): expected CRC32C {chunk.crc32c or 0:08x}, as the manifest says, got "

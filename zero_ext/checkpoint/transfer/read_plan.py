@@ -1,4 +1,4 @@
-"""The plan of a load: which bytes of which files fill which state. Made and checked before reading."""
+"""The plan of a load: bytes of files and the state that they fill. Made and checked before reading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FillTarget(NamedTuple):
     def put(self, begin: int, found: torch.Tensor, staging: DeviceStaging) -> None:
         """Fill the slice's elements from ``begin`` on with ``found`` (1-D, host memory; floats convert).
 
-        What lies on a device gets them through ``staging``. CheckpointError naming the slice if its store
+        What is on a device gets them through ``staging``. CheckpointError naming the slice if its store
         cannot take them.
         """
         if not isinstance(self.values, torch.Tensor):

@@ -134,7 +134,7 @@ def write_shard(
     """Write the rank's file and return what the manifest says of it; every byte is on the disk then.
 
     While a chunk is read from a store or a device and hashed, those before it are being written.
-    CheckpointError names a slice whose store cannot be read.
+    CheckpointError names a slice if its store cannot be read.
     """
     path = directory / shard_file_name(rank)
     header = encode_header(_entries(slices), {"format": "pt", "content": "zero_ext shard; see manifest.json"})

@@ -1,4 +1,6 @@
-"""The values behind a slice, in memory or in a store: size, checks, transfers whose errors name the slice."""
+"""The values behind a slice, in memory or in a store: size, checks, transfers with errors that name the
+slice.
+"""
 
 from __future__ import annotations
 

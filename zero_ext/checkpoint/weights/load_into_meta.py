@@ -53,7 +53,7 @@ def load_into_meta(
 
     Returns:
         First names of the parameters and buffers without values in the files, still on the meta device, and
-        what the files have beside the model's.
+        what the files have besides the model's.
 
     Raises:
         CheckpointError: a file is missing, damaged or hostile.
@@ -81,7 +81,9 @@ def _agreed(collectives: Collectives, action: Callable[[], _Result], what: str) 
 
 
 class _Target:
-    """Where the values of one tensor go on this rank: ``numel`` of its elements, from ``start`` on."""
+    """The destination of the values of one tensor on this rank: ``numel`` of its elements, from
+    ``start`` on.
+    """
 
     def __init__(self, start: int, numel: int, dtype: torch.dtype, into: ShardStorage | torch.Tensor) -> None:
         self.start, self.numel, self.dtype, self._into = start, numel, dtype, into

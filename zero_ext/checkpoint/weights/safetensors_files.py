@@ -25,7 +25,7 @@ class WeightFiles:
     tensors: Mapping[str, tuple[int, StoredTensor]]
 
     def digest(self) -> str:
-        """Return a hash of all tables, by which ranks tell whether they see the same files."""
+        """Return a hash of all tables, by which ranks check that they read the same files."""
         text = repr([[path.name for path in self.paths], sorted(self.tensors.items())])
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -35,11 +35,11 @@ def load_safetensors(
 ) -> tuple[list[str], list[str]]:
     """Load Hugging Face weights into a prepared model of any stage, tiers and ranks; a collective.
 
-    Every rank reads the bytes of its own shards and nothing else, in chunks, straight into their tiers, so
-    no rank ever holds the full model. After `prepare(model_on_meta, init="skip")` it never did.
-    Floating-point tensors are converted. Master weights get the values of the file, in float32. Optimizer
-    state stays as it is, gradients are dropped. A tensor whose parameter is not row-major in memory is read
-    in full by every rank that has a slice of it, one at a time.
+    Every rank reads the bytes of its own shards and nothing else, in chunks, straight into their tiers, so no
+    rank ever holds the full model. After `prepare(model_on_meta, init="skip")` it never did. Floating-point
+    tensors are converted. Master weights get the values of the file, in float32. Optimizer state stays as it
+    is, gradients are dropped. A tensor of a parameter that is not row-major in memory is read in full by
+    every rank that has a slice of it, one at a time.
 
     Args:
         model: what [`prepare`][zero_ext.prepare] returned.

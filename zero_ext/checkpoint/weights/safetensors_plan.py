@@ -1,4 +1,4 @@
-"""Which tensors of foreign weight files fill which parameters and buffers of a model; all checked."""
+"""The plan that assigns tensors of foreign weight files to parameters and buffers of a model, checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """What this rank fills: the slices of every parameter and buffer, by its first name in the model.
+    """The plan of this rank: the slices of every parameter and buffer, by its first name in the model.
 
     ``keys`` are the names in the files, ``orders`` shape and stride in the model. ``buffers`` are live ones,
     each with the copy that is filled first.

@@ -29,7 +29,7 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor whose values are read when they are asked for.
+    """A tensor with values that are read when they are asked for.
 
     ``chunks`` gives them in row-major order, a chunk at a time, each valid until the next one. They become
     ``dtype``.
@@ -62,7 +62,7 @@ def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = 
         out: the folder, made if there is none.
         most_bytes: how much of tensors a file holds, but one tensor at least.
         pickled: write ``pytorch_model.bin``, to be read with ``torch.load``, instead of
-            ``model.safetensors``. Where there are several files an index is written beside them.
+            ``model.safetensors``. Where there are several files an index is written next to them.
 
     Returns:
         The new files.

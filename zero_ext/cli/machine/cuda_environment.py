@@ -1,4 +1,4 @@
-"""What of CUDA and other accelerators there is, for ``zero-ext env``."""
+"""CUDA and other accelerators of this machine, for ``zero-ext env``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _kernels() -> str:
 
 
 def _cache() -> str:
-    """Return the folder of the just-in-time builds and what lies there."""
+    """Return the folder of the just-in-time builds and its content."""
     lines = [str(cache_folder())]
     for module in cached_modules():
         name = module.folder.relative_to(cache_folder())

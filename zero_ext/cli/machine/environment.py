@@ -1,4 +1,4 @@
-"""What a bug report and tuning need to know of this machine, gathered without changing it."""
+"""Facts about this machine for bug reports and tuning, gathered without changing it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if target.raw != b"zero_ext":
 
 
 def describe_environment(folder: Path) -> dict[str, Section]:
-    """Facts by section and name, as text; ``folder`` is the place whose file system is looked at.
+    """Facts by section and name, as text; ``folder`` is on the file system to look at.
 
     A fact that cannot be had says why; nothing here raises for a machine in a bad state.
     """
@@ -99,7 +99,7 @@ def _extension() -> str:
 
 
 def _storage_swap() -> str:
-    """Whose it is, and what is missing to compile it where torch has none."""
+    """Return its source, and what is missing to compile it where torch has none."""
     if ops.torch_swaps_storages():
         return "torch's own"
     module = jit_build.cached_storage_swap()
@@ -183,7 +183,7 @@ def _free(folder: Path) -> str:
 
 
 def direct_transfers(folder: Path) -> str:
-    """Return whether a store in ``folder`` would pass by the page cache; tried with a file, removed at
+    """Return whether a store in ``folder`` would pass by the page cache; tried with a file that is removed
     once.
     """
     with warnings.catch_warnings():

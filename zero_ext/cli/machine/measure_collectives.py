@@ -39,7 +39,9 @@ def gather_seconds(collectives: Collectives, elements: int, device: torch.device
 
 
 def main(result: Path, nbytes: int) -> None:
-    """Measure a large and a small gather; rank 0 writes bytes a second that a rank receives, and latency."""
+    """Measure a large and a small gather; rank 0 writes bytes per second that a rank receives, and
+    latency.
+    """
     join_world(_TIMEOUT_SECONDS)
     device = torch.device("cpu")
     if torch.accelerator.is_available():

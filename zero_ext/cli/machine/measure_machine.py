@@ -1,4 +1,4 @@
-"""What this machine reaches, measured in half a minute: the figures that plans and simulations work with."""
+"""The rates of this machine, measured in half a minute: the figures for plans and simulations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is moved and computed: sizes in bytes, ``product`` the side of square matrices."""
+    """The amounts to move and compute: sizes in bytes, ``product`` the side of square matrices."""
 
     memory: int = 256 * _MIB
     file: int = 512 * _MIB
@@ -57,8 +57,8 @@ def measure_machine(
     """Measure this host: memory, products, the optimizer's update, copies to and from an accelerator, a
     directory ``folder`` on NVMe, and collectives of ``ranks`` processes (default: one a device, two without).
 
-    What there is none of gets a byte of room. Rates between hosts are those inside this one. ``tick`` hears
-    what is being measured. RuntimeError with the reason if the ranks or the device fail.
+    A tier that is missing gets one byte. Rates between hosts are those inside this one. ``tick`` is called
+    with what is being measured. RuntimeError with the reason if the ranks or the device fail.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator if accelerator is not None else torch.device("cpu")
@@ -101,7 +101,7 @@ def product_rate(device: torch.device, side: int) -> float:
 
 
 def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
-    """Return bytes a second of a copy."""
+    """Return bytes per second of a copy."""
     pinned = source.type != target.type
     tensors = [
         torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned and device.type == "cpu")
@@ -112,7 +112,7 @@ def copy_rate(source: torch.device, target: torch.device, nbytes: int) -> float:
 
 
 def update_rate(nbytes: int) -> float:
-    """Return bytes a second of an Adam step over state of ``nbytes`` in host memory, as the engine
+    """Return bytes per second of an Adam step over state of ``nbytes`` in host memory, as the engine
     makes it.
     """
     elements = nbytes // 12

@@ -19,7 +19,7 @@ class FioJob:
     ``backend`` is ours; "threads" becomes as many synchronous threads as the queue is deep, which go through
     the file side by side, block by block, as ours do. Further ``io_threads`` of the other backends have each
     a part of the file. ``huge_pages`` asks glibc for them, for fio's buffers: devices take longer contiguous
-    pieces then, as they do from ours.
+    chunks then, as they do from ours.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class FioJob:
 
 @dataclass(frozen=True)
 class FioResult:
-    """What fio measured: bytes, wall and processor seconds, the 99th percentile of a block's latency."""
+    """The figures of fio: bytes, wall and processor seconds, the 99th percentile of a block's latency."""
 
     nbytes: int
     seconds: float

@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Most bytes under way at once."""
+        """Most bytes under way simultaneously."""
         return self.block_bytes * self.queue_depth * self.io_threads
 
     def section(self) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""Which engine settings suit a device: each measured in turn against plain system calls and fio."""
+"""The sweep over engine settings for a device: each is measured in turn against plain system calls
+and fio.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def best_of(contenders: Sequence[Contender]) -> Contender:
 def in_turn(contenders: Sequence[Contender], repeats: int, tick: Callable[[str], None]) -> None:
     """One write and one read of each contender a repeat, forwards and backwards alternately.
 
-    ``tick`` hears the contender's name before each pass.
+    ``tick`` is called with the contender's name before each pass.
     """
     for repeat in range(repeats):
         for contender in contenders if repeat % 2 == 0 else contenders[::-1]:
@@ -174,7 +176,7 @@ def fio_contenders(file: DeviceFile, settings: Sequence[Setting]) -> list[Conten
 def device_file(path: Path, nbytes: int) -> Iterator[tuple[DeviceFile, str]]:
     """A private file of ``nbytes``, allocated and written, and the reason why it is not direct, if any.
 
-    It lies in a store's run directory, so even after SIGKILL the next store or sweep on the path removes it.
+    It is in a store's run directory, so even after SIGKILL the next store or sweep on the path removes it.
     RuntimeError naming the path if it is missing, read-only or short of space.
     """
     if nbytes < _PAGE or nbytes % _PAGE:

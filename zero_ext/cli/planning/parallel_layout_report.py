@@ -95,7 +95,7 @@ def _said(config: ZeroConfig) -> dict[str, Any]:
 
 
 def _calls(layout: ParallelLayout) -> str:
-    """Return what a script calls beside ``prepare``."""
+    """Return what a script calls besides ``prepare``."""
     lengths = ", ".join(f"{axis}={length}" for axis, length in layout.sizes.items())
     calls = f"mesh = make_mesh({lengths})"
     if layout.tp > 1:

@@ -26,7 +26,7 @@ _AIO_KEYS = ("block_bytes", "queue_depth", "io_threads")
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of ``zero-ext tune``; they come before the script, whose own arguments follow it."""
+    """The options of ``zero-ext tune``; they come before the script and its own arguments."""
 
     script: Annotated[
         Path, typer.Argument(metavar="SCRIPT", help="A training script that uses zero_ext.plan.Trial.")

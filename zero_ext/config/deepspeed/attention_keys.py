@@ -14,7 +14,7 @@ _COUNTS = ValueType(
 )
 _BLOCK = ValueType("16, 32, 64 or 128", lambda value: is_number(value) and value in BLOCK_SIZES)
 _KINDS: dict[str, tuple[ValueType, str]] = {
-    "mode": (choice(*MODE_KEYS), "'fixed' when that is missing beside other keys"),
+    "mode": (choice(*MODE_KEYS), "'fixed' when that is missing and other keys are given"),
     "block": (_BLOCK, "sequences need not be whole blocks"),
     "attention": (
         choice("unidirectional", "bidirectional"),

@@ -26,7 +26,7 @@ def _absent(section: str, why: str) -> Key:
 
 _LOGGING = "no writer exists here; use tensorboard, wandb or csv_monitor"
 _RUN = {"output_path": TEXT, "job_name": TEXT}
-_PRINTED = "the line of steps_per_print, every 10 steps when that is missing, tells"
+_PRINTED = "the line of steps_per_print, every 10 steps when that is missing, reports"
 
 REPORT_KEYS = (
     *_switched("tensorboard", "supported", "monitor.tensorboard becomes output_path/job_name", _RUN),
@@ -59,7 +59,7 @@ REPORT_KEYS = (
     *_switched(
         "flops_profiler",
         "supported",
-        f"monitor.flops becomes {{}}; {_PRINTED} operations a second",
+        f"monitor.flops becomes {{}}; {_PRINTED} operations per second",
         dict.fromkeys(
             (
                 "recompute_fwd_factor",
@@ -154,7 +154,7 @@ ACTIVATION_KEYS = (
         "contiguous_memory_optimization",
     ),
     _activation("synchronize_checkpoint_boundary", FLAG, _AT_CALLS),
-    _activation("profile", FLAG, f"{_AT_CALLS}: monitors hear of each"),
+    _activation("profile", FLAG, f"{_AT_CALLS}: monitors get an event of each"),
 )
 
 ABSENT_KEYS = (

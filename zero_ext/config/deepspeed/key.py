@@ -1,4 +1,4 @@
-"""What one key of DeepSpeed's JSON accepts, and what becomes of it here."""
+"""The values that one key of DeepSpeed's JSON accepts, and their translation."""
 
 from __future__ import annotations
 

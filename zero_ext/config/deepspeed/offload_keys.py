@@ -10,7 +10,7 @@ AIO = "aio"
 
 _PATH = ValueType("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_PINNED = "beside an accelerator host memory is always pinned; without one there is nothing to pin it for"
+_PINNED = "with an accelerator, host memory is always pinned; without one there is nothing to pin it for"
 _STAGING = "staging is sized by what a step needs"
 _OVERLAP = "reads, updates and writes of different chunks always overlap"
 
@@ -130,7 +130,7 @@ OLD_KEYS = (
 # The section of each old flag.
 OLD_FORMS = {OLD_KEYS[0].path: OPTIMIZER, OLD_KEYS[1].path: PARAM}
 
-_BATCHED = "blocks are handed over as the queue has room"
+_BATCHED = "blocks are handed over as the queue has space"
 
 AIO_KEYS = (
     _aio(

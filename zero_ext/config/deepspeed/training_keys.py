@@ -49,7 +49,7 @@ BATCH_KEYS = (
         "managed_gradient_accumulation",
         FLAG,
         "unsupported",
-        "The engine of zero_ext.initialize counts micro-batches itself. Use deepspeed.initialize, whose "
+        "The engine of zero_ext.initialize counts micro-batches itself. Use deepspeed.initialize: its "
         "engine accepts false and then updates at every step()",
         harmless=(True,),
     ),

@@ -42,7 +42,7 @@ _TRUE_PARAMS = {
 
 @dataclass(frozen=True)
 class Translation:
-    """A native configuration, and what to tell the user about how it came from DeepSpeed's.
+    """A native configuration, with notes for the user about its translation from DeepSpeed's.
 
     Attributes:
         config: the native configuration.
@@ -61,7 +61,7 @@ def load_deepspeed_config(
     Args:
         source: the configuration.
         resolve: values for keys that say "auto", by key path ("optimizer.params.lr"). Entries for keys that
-            do not say "auto" are ignored, so a caller may offer all it knows.
+            do not say "auto" are ignored, so a caller may offer all that it has.
 
     Returns:
         The native configuration and its notes.
@@ -192,8 +192,9 @@ def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object], notes: lis
 
 
 def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
-    """Take out of an optimizer's params what the class here does not know, and fill in DeepSpeed's defaults
-    for Adam and Lion."""
+    """Take out of an optimizer's params what the class here does not support, and fill in DeepSpeed's
+    defaults for Adam and Lion.
+    """
     if "max_grad_norm" in settings:
         resolved.problems.append(
             Problem(
@@ -222,7 +223,7 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, note
 
 
 def _set_one_bit(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
-    """Take out of the params of an optimizer that exchanges signs what the class here does not know."""
+    """Take out of the params of an optimizer that exchanges signs what the class here does not support."""
     for name in _ONE_BIT_NO_EFFECT:
         if name in settings:
             settings.pop(name)

@@ -1,4 +1,4 @@
-"""What a translation has to say about a key."""
+"""A note of a translation about a key."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ _SUPPORTED = (
 
 # Name without its optional "stage3_", the value that asks for what happens here anyway, the reason.
 _FLAGS_WITHOUT_EFFECT = (
-    ("contiguous_gradients", True, "a unit's gradients always lie in one buffer"),
+    ("contiguous_gradients", True, "a unit's gradients always are in one buffer"),
     ("reduce_scatter", True, "the stage decides which collective runs"),
     ("use_multi_rank_bucket_allreduce", True, "no bucket belongs to one rank"),
     ("allgather_partitions", True, "parameters always come by all-gather"),

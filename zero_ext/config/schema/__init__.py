@@ -1,1 +1,1 @@
-"""What every configuration section is built on: the base model, errors by key path, JSON, generated docs."""
+"""The base of every configuration section: the base model, errors by key path, JSON, generated docs."""

@@ -1,7 +1,7 @@
 """Base of all configuration models: frozen, strict, and refusing by key path what it cannot use.
 
 Numbers are strict: a bool is no number, a string is no number, NaN and infinities are refused. A float with a
-integral value (JSON's 5e8) is accepted where an integer is wanted.
+integral value (JSON's 5e8) is accepted where an integer is expected.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def key_paths(model: type[ConfigSection], prefix: str = "") -> dict[str, FieldIn
 
 
 class KeyProblem(ValueError):
-    """Raised by validators to name a key below (or beside) the one they check; an empty path is that one."""
+    """Raised by validators to name a key below (or next to) the one they check; an empty path is that one."""
 
     def __init__(self, path: str, text: str) -> None:
         self.problem = Problem(path, text)

@@ -1,4 +1,4 @@
-"""Configuration errors: every problem of a configuration at once, each named by its key path."""
+"""Configuration errors: all problems of a configuration together, each named by its key path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `name` in spelling, else one that contains it or lies in it, else
+    """Return the known name closest to `name` in spelling, else one that contains it or is in it, else
     None.
     """
     if len(name) > _LONGEST_NAME_COMPARED:
@@ -61,7 +61,7 @@ def join_path(*segments: object) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the key path it sits at and what is wrong, wanted and to be done."""
+    """One mistake: its key path, what is wrong, what is expected and what to do."""
 
     path: str
     text: str
@@ -131,15 +131,16 @@ def _listed(source: str, problems: Sequence[Problem]) -> str:
 
 
 def wrong_value(expected: str, value: object) -> str:
-    """Text of the problem of a key whose value is not what is `expected`."""
+    """Text of the problem of a key with another value than `expected`."""
     return f"expected {expected}, got {show(value)}. {CORRECT_IT}"
 
 
 def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Problem:
-    """Return the problem of a key nobody knows, with the nearest known key of the same level if it `suggests`
+    """Return the problem of an unknown key, with the nearest known key of the same level if it `suggests`
     one.
 
-    `known` are the full paths of the keys that exist beside it (or anywhere, where the level has none close).
+    `known` are the full paths of the keys that exist on its level (or anywhere, where the level has none
+    close).
     """
     if not suggests:
         return Problem(path, "unknown key. Remove it.")

@@ -1,4 +1,4 @@
-"""What counts as a number in a configuration."""
+"""Checks of numbers in a configuration."""
 
 from __future__ import annotations
 

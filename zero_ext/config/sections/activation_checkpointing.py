@@ -27,17 +27,17 @@ class ActivationCheckpointingConfig(ConfigSection):
         tier: where it is stored: on the "device", in "host" memory, or on "nvme".
         cpu_checkpointing: DeepSpeed's name for tier "host".
         nvme_paths: folders on the NVMe devices, required by tier "nvme".
-        partition_activations: each rank of the group given to `prepare` as `activation_group`, whose ranks
-            hold identical inputs (tensor parallelism), stores 1/N of them (ZeRO, section 6.1). The ranks'
-            inputs are compared: in all calls until the first backward begins, then in the first call
-            after each backward. Those of all other calls are compared when the next backward begins.
+        partition_activations: each rank of the group given to `prepare` as `activation_group`. Its ranks hold
+            identical inputs (tensor parallelism), and each stores 1/N of them (ZeRO, section 6.1). The ranks'
+            inputs are compared: in all calls until the first backward begins, then in the first call after
+            each backward. Those of all other calls are compared when the next backward begins.
         contiguous_memory_optimization: stored inputs share one buffer that is allocated once, of
             `number_checkpoints` times the first call's bytes.
-        number_checkpoints: calls whose inputs are stored simultaneously, with contiguous_memory_optimization.
+        number_checkpoints: calls with inputs stored simultaneously, with contiguous_memory_optimization.
         synchronize_checkpoint_boundary: wait for the device before and after each call and recomputation.
         profile: publish how long offloading, fetching and recomputing take.
         prefetch: stored calls that are fetched ahead of their use in backward.
-        save_ops: ops such as "aten.mm" whose results are saved on the device and not recomputed.
+        save_ops: ops such as "aten.mm" with results that are saved on the device and not recomputed.
         save_budget_bytes: bytes of results that each call may save on the device. The call's first run is
             timed, and the results that save the most time per byte are chosen.
         min_offload_bytes: smaller tensors are not offloaded.
@@ -115,8 +115,8 @@ class ActivationCheckpointingConfig(ConfigSection):
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
             raise KeyProblem(
                 "number_checkpoints",
-                "expected a number with contiguous_memory_optimization true, whose buffer stores the "
-                "inputs of so many calls, got none. Set it to the number of calls of a forward pass.",
+                "expected a number with contiguous_memory_optimization true, got none. The buffer "
+                "stores the inputs of so many calls. Set it to the number of calls of a forward pass.",
             )
         if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
             raise KeyProblem(

@@ -1,4 +1,4 @@
-"""What the ranks exchange in fewer bytes, and which of them share a node."""
+"""Exchanges between ranks in fewer bytes, and the ranks that share a node."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def resolve_reduction(
 ) -> ResolvedReduction:
     """Return how gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
 
-    `most` is how many ranks' gradients one sum has room for, `backend_adds` whether the transport can add
+    `most` is how many ranks' gradients one sum can hold, `backend_adds` whether the transport can add
     them on the strategy. Raises ValueError where what is `wanted` cannot be done.
     """
     nodes = world_size // ranks_per_node

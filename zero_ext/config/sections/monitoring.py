@@ -1,4 +1,4 @@
-"""What is written down of a run while it trains: nothing, unless the section is there."""
+"""Records of a run while it trains: none, unless the section is there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProgressConfig(ConfigSection):
 
     Attributes:
         steps: steps of the whole run.
-        tokens_per_step: tokens that all ranks together see in a step; null shows steps a second.
+        tokens_per_step: tokens that all ranks together see in a step; null shows steps per second.
     """
 
     steps: Positive
@@ -55,7 +55,7 @@ class FlopsConfig(ConfigSection):
     """Floating-point operations of the model, and which part of the device's peak they are (MFU).
 
     Attributes:
-        peak: operations a second that one device can do, such as 989e12; null takes a table by the device's
+        peak: operations per second that one device can do, such as 989e12; null takes a table by the device's
             name, and leaves MFU out where it is not there.
         per_step: operations of one step on one rank; null measures the first training forward with torch's
             flop counter and adds twice as many for backward (fewer where parameters are frozen).
@@ -91,11 +91,11 @@ class MonitorConfig(ConfigSection):
         csv: one CSV row each; true for steps.csv in the folder, or a path.
         tensorboard: event files, package tensorboard; true for the folder itself, or another folder.
         wandb: a run of Weights & Biases.
-        timing: rows, and the line of `steps_per_print`, tell how a step's time divides.
-        memory: they tell the bytes in each tier and of the process.
+        timing: rows, and the line of `steps_per_print`, show how a step's time divides.
+        memory: they show the bytes in each tier and of the process.
         comms: bytes sent and time waited by kind of collective and step; true for comms.jsonl in the folder,
             or a path.
-        flops: rows tell operations a second and MFU.
+        flops: rows show operations per second and MFU.
         trace: a timeline of some steps.
         progress: a progress bar.
     """

@@ -1,4 +1,4 @@
-"""Where the shards of each state kind live, and how bytes reach the NVMe devices. Default: on the device."""
+"""The tier of the shards of each state kind, and the path of bytes to NVMe. Default: the device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OffloadConfig(ConfigSection):
             "delayed": alongside the forward and backward of the next step, which use the parameters from
             before them (one-step delayed parameter update, ZeRO-Offload). The optimizer is on "host" or
             "nvme".
-        delay_start_step: steps at the start whose update is not delayed, with update_mode "delayed".
+        delay_start_step: steps at the start with an update that is not delayed, with update_mode "delayed".
         checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
     """
 

@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are computed, by the keys of DeepSpeed's `sparse_attention`."""
+"""The blocks of the attention matrix that are computed, by the keys of DeepSpeed's `sparse_attention`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SparseAttentionConfig(ConfigSection):
         global_block_end_indices: variable, bslongformer: makes each index the start of a range that ends
             before its entry here; null means single blocks.
         num_sliding_window_blocks: bigbird, bslongformer, local_sliding_window: width of the window around a
-            block, of which half, rounded down, lies on either side.
+            block, half of them, rounded down, on either side.
         seed: variable, bigbird: of the random blocks, which are the same on every rank and for every length
             of a unidirectional layout.
         backend: "kernel" computes attention with this package's kernels; "flex" with torch's FlexAttention,

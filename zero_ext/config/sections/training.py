@@ -80,12 +80,12 @@ class UnitConfig(ConfigSection):
     """Grouping of parameters into units, and limits of gathered ones, in elements.
 
     Attributes:
-        block_classes: class names whose modules each form a unit in stage 3; empty takes the entries of
+        block_classes: class names with modules that each form a unit in stage 3; empty takes the entries of
             ModuleList and Sequential stacks.
         leaf_modules: class or module names that are gathered whole, with all they contain (mixture of
             experts).
         tiles: number of tiles for nn.Linear and nn.Embedding modules, by module or class name: in stage 3
-            each is replaced by a tiled one, of which one tile after another is gathered. Saved under the
+            each is replaced by a tiled one, and one tile after another is gathered. Saved under the
             same names.
         bucket_elements: size of a unit in stages 1 and 2.
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.

@@ -111,7 +111,7 @@ class DeepSpeedAccelerator:
         return self.device_name(None if self._is_cpu else self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on this kind of device."""
+        """Return whether a tensor is on this kind of device."""
         return tensor.device.type == self.type
 
     def communication_backend_name(self) -> str:
@@ -168,7 +168,7 @@ class DeepSpeedAccelerator:
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in page-locked memory."""
+        """Return whether the tensor is in page-locked memory."""
         return tensor.is_pinned()
 
     # -- dtypes and tools ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What callers give: DeepSpeed's JSON in its forms, and the command-line flags that name it."""
+"""Arguments of callers: DeepSpeed's JSON in its forms, and the command-line flags that name it."""
 
 from __future__ import annotations
 

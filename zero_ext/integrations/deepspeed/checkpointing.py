@@ -26,7 +26,7 @@ CudaRNGStatesTracker = RandomStreams
 
 
 class _Configured:
-    """What the module's functions, which DeepSpeed has no object for, know of one another."""
+    """The state that the module's functions share. DeepSpeed has no object for it."""
 
     def __init__(self) -> None:
         self.streams = RandomStreams()
@@ -69,11 +69,11 @@ def configure(
 ) -> None:
     """Set what :func:`checkpoint` does.
 
-    ``deepspeed_config`` is DeepSpeed's JSON, its path or a ``DeepSpeedConfig``, whose section
+    ``deepspeed_config`` is DeepSpeed's JSON, its path or a ``DeepSpeedConfig``. Its section
     ``activation_checkpointing`` counts; the arguments after it override that. ``mpu_`` has
     get_tensor_model_parallel_group (or get_model_parallel_group) and get_data_parallel_group. Raises
     ``ConfigError`` for values that contradict each other, ``ValueError`` for ``partition_activations``
-    without ``mpu_`` or with a group whose ranks are data-parallel.
+    without ``mpu_`` or with a group of data-parallel ranks.
     """
     arguments = dict(locals())
     json = {} if deepspeed_config is None else json_values("deepspeed_config", deepspeed_config)

@@ -71,7 +71,7 @@ def init_distributed(
     world_size: int = -1,
     **others: Any,
 ) -> None:
-    """Start torch.distributed unless it runs: with gloo, and NCCL beside it where there is CUDA, as the
+    """Start torch.distributed unless it runs: with gloo, and NCCL where there is CUDA, as the
     engine wants it. ``dist_backend`` names another.
 
     ``auto_mpi_discovery``, ``distributed_port``, ``verbose`` and ``config`` change nothing: ranks are those

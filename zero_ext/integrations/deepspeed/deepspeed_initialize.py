@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineModule
 
 _MISSING = {
-    "mpu": "there is no model parallelism beside data parallelism",
+    "mpu": "there is no model parallelism besides data parallelism",
     "mesh_param": "there is no mesh of data and sequence parallelism",
 }
 _WITHOUT_EFFECT = ("distributed_port", "dist_init_required")
@@ -57,7 +57,7 @@ def initialize(
     """Return an engine with DeepSpeed's methods over ``model``; a collective of all ranks.
 
     Args:
-        args: an object whose ``deepspeed_config`` names the JSON file, if no ``config`` is given.
+        args: an object with a ``deepspeed_config`` that names the JSON file, if no ``config`` is given.
         model: the module to train; of a ``PipelineModule`` the engine is a ``PipelineEngine``.
         optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``; else
             the JSON's ``optimizer`` section counts. With neither the engine only runs the model.

@@ -14,7 +14,7 @@ from zero_ext.zero.construction.grouping import DTYPES
 
 
 def _question(doc: str, answer: Callable[[ZeroConfig], Any]) -> Callable[[Any], Any]:
-    """Return a method without arguments that tells something of the native configuration."""
+    """Return a method without arguments that returns a value of the native configuration."""
 
     def ask(self: SettingsQuestions) -> Any:
         return answer(self.native)

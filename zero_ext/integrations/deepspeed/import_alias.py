@@ -43,7 +43,7 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """From now on ``import deepspeed`` gives this package; once a process.
+    """From now on ``import deepspeed`` gives this package; once per process.
 
     Raises ``RuntimeError`` if another DeepSpeed was imported already.
     """

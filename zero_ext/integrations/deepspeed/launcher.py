@@ -1,4 +1,4 @@
-"""What scripts and Accelerate read of DeepSpeed's launcher. Ranks are started by other means."""
+"""The names of DeepSpeed's launcher that scripts and Accelerate read. Ranks are started by other means."""
 
 from __future__ import annotations
 

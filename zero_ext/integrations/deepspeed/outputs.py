@@ -1,4 +1,4 @@
-"""Outputs of the engine whose gradients are divided by the accumulation steps, as in DeepSpeed since 0.18."""
+"""Outputs of the engine with gradients divided by the accumulation steps, as in DeepSpeed since 0.18."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What DeepSpeed's users and Hugging Face read from parameters of ZeRO-3: ``ds_id`` and its companions."""
+"""Attributes of ZeRO-3 parameters that DeepSpeed's users and Hugging Face read: ``ds_id`` and its
+companions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
 
 
 class ZeroParamStatus(Enum):
-    """Whether the whole parameter is there."""
+    """The states of a parameter: present in full or not."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -23,7 +25,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """How a parameter is kept."""
+    """The storage of a parameter."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -75,7 +75,7 @@ class ProcessTopology:
         return self._grid.groups(axis) if axis in self.axes else []
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Return the ranks whose coordinates agree with all that are given. ``ValueError`` for an unknown
+        """Return the ranks with coordinates that agree with all that are given. ``ValueError`` for an unknown
         axis.
         """
         return self._grid.matching(**coord)

@@ -20,7 +20,7 @@ _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ZeroPrecision(Precision):
-    """What a precision plugin does for a sharded model.
+    """A precision plugin for a sharded model.
 
     Parameters are in the compute dtype with fp32 master weights, in "mixed" and "true" alike. "mixed" runs
     the steps under autocast, "true" converts batches. The engine scales the loss of fp16 and unscales in its
@@ -45,7 +45,7 @@ class ZeroPrecision(Precision):
         self._inputs: torch.dtype | None = None
 
     def computes_in(self, dtype: str) -> None:
-        """Tells the configuration's ``precision.dtype``, where batches without autocast are converted to."""
+        """Return the configuration's ``precision.dtype``, to which batches without autocast are converted."""
         self._inputs = _TORCH.get(dtype) if not isinstance(self._plugin, MixedPrecision) else None
 
     def convert_module(self, module: nn.Module) -> nn.Module:

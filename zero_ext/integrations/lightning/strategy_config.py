@@ -30,7 +30,7 @@ def own_settings(stage: int | None, source: ConfigSource) -> ZeroConfig:
     """Return what the strategy's own arguments say, stage 3 by default.
 
     Raises:
-        ConfigError: ``stage`` and the configuration's differ, or a key is set whose work Lightning does.
+        ConfigError: ``stage`` and the configuration's differ, or a key is set for work that Lightning does.
         TypeError: a source of another type.
     """
     config = load_config(source)

@@ -20,7 +20,7 @@ logger = logging.getLogger("zero_ext")
 
 
 def save_training(folder: str, model: PeftModel, scheduler: Any, step: int) -> None:
-    """Add to the Trainer's checkpoint ``folder`` what resuming needs beside the adapter; a collective. The
+    """Add to the Trainer's checkpoint ``folder`` what resuming needs besides the adapter; a collective. The
     frozen base model is left out."""
     save_checkpoint(
         Path(folder) / STATE_FOLDER,
@@ -34,7 +34,7 @@ def save_training(folder: str, model: PeftModel, scheduler: Any, step: int) -> N
 
 def check_resume(folder: str, model: PeftModel) -> None:
     """Refuse a folder that is no whole checkpoint of these adapters, before anything changes: ``ValueError``
-    names what differs, ``CheckpointError`` tells of damage."""
+    names what differs, ``CheckpointError`` reports damage."""
     path = Path(folder)
     for name, meaning in ((_TRAINER_STATE, "a Trainer"), (_ADAPTER, "a model with adapters")):
         if not (path / name).is_file():

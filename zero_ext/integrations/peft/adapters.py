@@ -30,7 +30,7 @@ def adapter_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the full values of all that PEFT saves of `model`'s adapters; a collective.
 
-    Only units of which an adapter has a slice are gathered.
+    Only units with a slice of an adapter are gathered.
 
     Args:
         model: a prepared model with adapters.
@@ -142,7 +142,7 @@ def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: A
 def _merge(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
     if any(is_packed(parameter) for parameter in model.parameters()):
         raise RuntimeError(
-            f"{name}(): quantised weights would be replaced by others, which their shards do not know. Save "
+            f"{name}(): quantized weights would be replaced, and their shards would stay as they are. Save "
             "the adapter (model.save_pretrained), load it onto the plain base model with "
             "PeftModel.from_pretrained, and merge there."
         )
@@ -176,7 +176,7 @@ def _stored_keys(
     """Return the model's own keys of the state that PEFT saves for ``adapters``, by the keys it stores them
     under.
 
-    PEFT itself tells, from a state dict of empty tensors.
+    PEFT itself names them, from a state dict of empty tensors.
     """
     engine = engine_of(model)
     names = [engine.full_tensors.name(name) for name, _ in model.named_parameters(remove_duplicate=False)]

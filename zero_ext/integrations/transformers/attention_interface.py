@@ -80,7 +80,7 @@ def sparsify_attention(
 
 
 def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> None:
-    """Has all layers of a model, whose configuration no other model holds, attend by `sparse`."""
+    """Have all layers of a model attend by `sparse`. No other model may hold its configuration."""
     attentions, blooms = exchangeable_attention(model)
     if attentions:
         model.set_attn_implementation(NAME)
@@ -267,7 +267,7 @@ def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
         positions: tokens that it shall take; see `zero_ext.attention.extend_positions`.
 
     Raises:
-        ValueError: it has none (rotary embeddings and ALiBi need no lengthening), or fewer are wanted.
+        ValueError: it has none (rotary embeddings and ALiBi need no lengthening), or fewer are asked for.
     """
     owners = [
         (module, name, child)

@@ -16,7 +16,7 @@ ALIBI_NAME = "zero_ext_sparse_alibi"
 
 
 class SparseBloomAttention(BloomAttention):
-    """A BloomAttention whose `sparse_attention` attends; made by `sparsify_attention`, never built.
+    """A BloomAttention that attends by its `sparse_attention`; made by `sparsify_attention`, never built.
 
     It is dense again where the model's configuration names another implementation.
     ALiBi (Press et al., arXiv 2108.12409) is a bias of [batch, heads, 1, key length].
@@ -79,7 +79,7 @@ class SparseBloomAttention(BloomAttention):
 def exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the attention modules of BLOOM in `model`; changes nothing.
 
-    Raises ValueError where one lies in no model of BLOOM, or adds its output up in slices.
+    Raises ValueError where one is in no model of BLOOM, or adds its output up in slices.
     """
     name = type(model).__name__
     attentions = [module for module in model.modules() if isinstance(module, BloomAttention)]

@@ -1,4 +1,4 @@
-"""Which of two formats a configuration is written in: zero_ext's keys, or DeepSpeed's JSON."""
+"""The format of a configuration: zero_ext's keys, or DeepSpeed's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face model needs beside its engine: marks that its libraries look for, and saving."""
+"""The additions of a Hugging Face model besides its engine: marks that its libraries look for, and saving."""
 
 from __future__ import annotations
 

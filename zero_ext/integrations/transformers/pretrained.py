@@ -116,7 +116,7 @@ def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
 
 
 def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> Any:
-    """Return the folder's configuration with ``settings``; ``TypeError`` for those it does not know."""
+    """Return the folder's configuration with ``settings``; ``TypeError`` for those it does not support."""
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(
             f"{os.fspath(folder)}: expected a config.json, got none. Pass a folder that save_pretrained "
@@ -208,7 +208,7 @@ class _Naming:
 
 
 def _report(model: Any, missing: list[str], unexpected: list[str], folder: str | os.PathLike[str]) -> None:
-    """Says what was not found and what was not used, but for what the model's class knows to be so."""
+    """Log what was not found and what was not used, except what the model's class expects."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     if info.missing_keys:

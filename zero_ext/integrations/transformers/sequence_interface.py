@@ -91,7 +91,7 @@ def _padding_positions(model: torch.nn.Module) -> int | None:
 
 
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
-    """Put ``exchange`` around the attention of a model whose configuration no other model holds."""
+    """Put ``exchange`` around the attention of a model. No other model may hold its configuration."""
     inner = model.config._attn_implementation
     name = f"zero_ext_sequence_{exchange.size}_{inner}"
     ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_attend, inner))
@@ -149,7 +149,7 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
     seen = () if mask is None else tuple(mask.shape)
     square, problem = len(seen) == 4, ""
     if positions is None:
-        problem = "position_ids are missing, so that the model would take every part for the first one"
+        problem = "position_ids are missing, so that the model would take every shard for the first one"
     elif padding is not None and int(positions.min()) < padding:
         problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give shard_batch "
         problem += f"padding_idx={padding}, from which this model counts"
@@ -157,19 +157,19 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
         problem = "labels: expected those of the tokens themselves, got shift_labels. Give shard_batch "
         problem += "shift_labels=False"
     elif "labels" in inputs and not masked and "shift_labels" not in inputs:
-        problem = "labels given without shift_labels: a part does not know the first label of the next one"
+        problem = "labels given without shift_labels: a shard does not have the first label of the next one"
     elif "labels" in inputs and "num_items_in_batch" not in inputs:
-        problem = "labels given without num_items_in_batch: a mean over a part's own labels is another loss"
+        problem = "labels given without num_items_in_batch: a mean over a shard's own labels is another loss"
     elif seen and seen[-1] != length:
-        problem = f"attention_mask is {seen}, wanted that of all {length} tokens of the sequence"
+        problem = f"attention_mask: expected all {length} tokens of the sequence, got {seen}"
     elif square and seen[1:3] != (1, length):
-        problem = f"attention_mask is {seen}, wanted [batch, 1, {length}, {length}]"
+        problem = f"attention_mask: expected [batch, 1, {length}, {length}], got {seen}"
     elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
         problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
     elif cache is not None and cache.get_seq_length():
         problem = f"past_key_values hold {cache.get_seq_length()} tokens; over ranks there is no generation"
     if problem:
-        problem += ". zero_ext.parallel.shard_batch makes what is wanted of a whole batch"
+        problem += ". zero_ext.parallel.shard_batch makes the inputs from a whole batch"
     exchange.agree(tokens.shape[:2], "batch and length", problem)
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("zero_ext")
 
 
 def save_training(folder: str, model: nn.Module, scheduler: Any, step: int) -> None:
-    """Add to the Trainer's checkpoint ``folder`` what resuming needs beside the weights; a collective."""
+    """Add to the Trainer's checkpoint ``folder`` what resuming needs besides the weights; a collective."""
     save_checkpoint(Path(folder) / STATE_FOLDER, model, step=step, scheduler=scheduler, async_save=False)
 
 
@@ -80,7 +80,7 @@ def check_resume(folder: str, model: nn.Module) -> None:
     if foreign:
         raise ValueError(
             f"{folder}: was saved by another kind of trainer ('{foreign[0]}' is there, '{STATE_FOLDER}/' is "
-            "not), whose optimizer state cannot be loaded into shards. Start from its weights: load the "
+            "not), and that optimizer state cannot be loaded into shards. Start from its weights: load the "
             f"model with from_pretrained({folder!r}) and call train() without resume_from_checkpoint."
         )
     tensors = find_weights(path).tensors

@@ -1,4 +1,4 @@
-"""What a Trainer's configuration is: ``zero_config``, completed by and held against TrainingArguments."""
+"""The configuration of a Trainer: ``zero_config``, completed by and compared with TrainingArguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resolve_settings(
     """Return the configuration in force, and notes on keys of DeepSpeed's JSON without effect.
 
     What ``source`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
-    the number of optimizer steps of the run, None while nobody knows.
+    the number of optimizer steps of the run, None while it is unknown.
 
     Raises:
         ConfigError: lists every contradiction with both sides, and all that the readers of the two formats
@@ -263,7 +263,9 @@ def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
 
 
 def refuse_duplicates(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
-    """Raise ``ConfigError`` for an optimizer or a scheduler that was passed beside one of ``config``."""
+    """Raise ``ConfigError`` for an optimizer or a scheduler that was passed in addition to one of
+    ``config``.
+    """
     problems = []
     for section, policy, value in (
         ("optimizer", config.optimizer, optimizer),

@@ -59,8 +59,9 @@ def refuse_arguments(trainer: Trainer) -> None:
 
 
 def refuse_adapters(trainer: Trainer) -> None:
-    """Raise ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer that knows none
-    would hold the whole base model and miss ``modules_to_save``."""
+    """Raise ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer without support for
+    them would hold the whole base model and miss ``modules_to_save``.
+    """
     from_peft = getattr(sys.modules.get("peft"), "PeftModel", None)
     if from_peft is not None and isinstance(trainer.model, from_peft):
         raise ValueError(
@@ -78,7 +79,7 @@ def refuse_adapters(trainer: Trainer) -> None:
 
 
 def refuse_tokenizer(model: Any, processing_class: Any) -> None:
-    """Raise ``ValueError`` if the tokenizer knows tokens for which ``model`` has no embedding."""
+    """Raise ``ValueError`` if the tokenizer has tokens without an embedding in ``model``."""
     if not isinstance(processing_class, PreTrainedTokenizerBase) or not hasattr(
         model, "get_input_embeddings"
     ):

@@ -1,1 +1,1 @@
-"""Where metrics come from: memory, traffic, step times, floating-point operations."""
+"""Sources of metrics: memory, traffic, step times, floating-point operations."""

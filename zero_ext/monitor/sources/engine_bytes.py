@@ -24,7 +24,7 @@ class EngineBytes:
     all kinds sent to other nodes, where there are several. `transfer/A_to_B` are bytes moved between tiers.
 
     Args:
-        engine: whose bytes they are; held weakly.
+        engine: the owner of the bytes; held weakly.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -137,7 +137,7 @@ class Flops:
     count alike, so inputs of varying shape need `per_step`.
 
     Args:
-        engine: whose model it is, held weakly.
+        engine: the engine of the model, held weakly.
         peak: operations per second of the device; None looks its name up as `peak_of`.
         per_step: operations of one step on this rank.
     """
@@ -199,7 +199,7 @@ def _peak_of_device(device: torch.device) -> float | None:
     if peak is None:
         _log.warning(
             "MFU is left out: the peak of device '%s' is not known; set monitor.flops.peak to its "
-            "operations a second",
+            "operations per second",
             name,
         )
     return peak

@@ -1,4 +1,4 @@
-"""What a rank holds over time: bytes by tier and kind, of gathered units, and of the process."""
+"""The memory of a rank over time: bytes by tier and kind, of gathered units, and of the process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from zero_ext.zero.engine import Engine
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes at ``seconds`` (of ``time.perf_counter``): the engine's ledger by tier and kind, the process's
-    resident set, and what torch's allocator has given out on an accelerator (None on a CPU)."""
+    """Bytes at ``seconds`` (of ``time.perf_counter``): the engine's memory breakdown by tier and kind, the
+    process's resident set, and what torch's allocator has given out on an accelerator (None on a CPU).
+    """
 
     seconds: float
     held: dict[Tier, dict[str, int]]

@@ -1,4 +1,4 @@
-"""What a process holds of the machine's memory, and what files take on their device."""
+"""The memory of a process, and the bytes of files on their device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the time of a step divides: phases, and what was waited for in them."""
+"""The parts of a step's time: phases, and waits in them."""
 
 from __future__ import annotations
 

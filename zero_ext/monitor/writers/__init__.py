@@ -1,1 +1,1 @@
-"""Where metrics go: files, terminals, TensorBoard, Weights & Biases."""
+"""Writers of metrics: files, terminals, TensorBoard, Weights & Biases."""

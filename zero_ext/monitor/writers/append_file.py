@@ -9,10 +9,10 @@ _READ_BYTES = 1 << 16
 
 
 class LineFile:
-    """Appends lines, each handed to the system in one piece: all lines but the last are always whole.
+    """Appends lines, each handed to the system in one call: all lines but the last are always whole.
 
     An existing file is continued. The system may end a write between two pages when the process is
-    killed; the piece of a last line that this, or a crash of the machine, left is cut off. Raises
+    killed; the start of a last line that this, or a crash of the machine, left is cut off. Raises
     ``OSError`` where writing fails.
     """
 

@@ -12,7 +12,7 @@ from zero_ext.monitor.writers.json_lines import JsonLines
 
 @dataclass
 class CommsTotals:
-    """What collectives of one kind over a group of ``ranks`` add up to, in one step or in all.
+    """The sums of collectives of one kind over a group of ``ranks``, in one step or in all.
 
     ``elements`` are those of the full buffers, ``bytes_sent`` this rank's, ``seconds`` those that the host
     waited.

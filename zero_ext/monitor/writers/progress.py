@@ -1,4 +1,4 @@
-"""A progress line: step, loss, tokens a second, memory, time left."""
+"""A progress line: step, loss, tokens per second, memory, time left."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class StepLog:
         self._seconds, self._skipped = 0.0, 0
 
     def _late(self, what: Literal["loss", "gradient norm"], event: StepEnd, value: float | None) -> list[str]:
-        """Return a number of the step that ``event`` tells of, or of the last one that the device has
+        """Return a number of the step that ``event`` reports, or of the last one that the device has
         ended.
         """
         if value is not None:

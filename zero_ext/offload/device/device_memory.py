@@ -56,7 +56,9 @@ class Device:
         return bool(getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)())
 
     def torch_device(self, tier: Tier) -> torch.device:
-        """Return the device that has the memory of ``tier``; for NVMe, of the memory that its data goes through."""
+        """Return the device that has the memory of ``tier``; for NVMe, of the memory that its data goes
+        through.
+        """
         return self.device if tier == "device" else torch.device("cpu")
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:

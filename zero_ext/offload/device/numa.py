@@ -17,8 +17,8 @@ _SYS = Path("/sys")
 @contextlib.contextmanager
 def numa_affinity(device: torch.device) -> Iterator[None]:
     """Inside, this thread runs on the processors of the memory node that ``device`` is attached to, as far as
-    it may; so do the threads that are started inside, for good, and host memory touched first inside is allocated on
-    that node. Nothing happens where the kernel names no node or refuses.
+    it may; so do the threads that are started inside, for good, and host memory touched first inside is
+    allocated on that node. Nothing happens where the kernel names no node or refuses.
     """
     cpus = node_cpus(cuda.pci_address(device)) if device.type == "cuda" else frozenset()
     before = os.sched_getaffinity(0)

@@ -18,7 +18,7 @@ def pinned(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     gone; then the device is waited for first.
 
     Pages are registered as they are: torch's own pinned memory comes in powers of two. A device that cannot
-    register pages copies all the same. Raises ``RuntimeError`` if the driver refuses.
+    register pages copies anyway. Raises ``RuntimeError`` if the driver refuses.
     """
     if not memory.nbytes:
         return memory

@@ -34,7 +34,9 @@ STORAGE_MODULE = "_C_storage"
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """The compilation of a module: one compiler call up to the object file's name a source, and the linker's."""
+    """The compilation of a module: one compiler call up to the object file's name a source, and the
+    linker's.
+    """
 
     root: Path
     sources: list[str]

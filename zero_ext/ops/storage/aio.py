@@ -74,7 +74,8 @@ def aio_write_(handle: int, ticket: int, path: str, offset: int, tensor: Tensor)
 
 
 def aio_wait(handle: int, ticket: int) -> None:
-    """Return once every byte of the ticket's transfers has moved, and forget them; immediately if it has none.
+    """Return once every byte of the ticket's transfers has moved, and forget them; immediately if it has
+    none.
 
     Raises:
         RuntimeError: a transfer failed; path, offset, length and the kernel's reason are named. No part of

@@ -1,8 +1,9 @@
 """Optimizer state in a store, streamed through a ring of host memory of fixed size.
 
-A stream is an int64 handle for three things: a store, the fields of the state that is stored in it, and the ring.
-The state of a range of elements is stored in one extent, chunk by chunk; a chunk holds all fields of its elements
-next to one another, so that it moves in one transfer. The size of chunks follows from the ring's alone.
+A stream is an int64 handle for three things: a store, the fields of the state that is stored in it, and the
+ring. The state of a range of elements is stored in one extent, chunk by chunk; a chunk holds all fields of
+its elements next to one another, so that it moves in one transfer. The size of chunks follows from the ring's
+alone.
 """
 
 from __future__ import annotations
@@ -145,9 +146,9 @@ def state_stream_adam_(
 
     Equals :func:`zero_ext.ops.adam_step_`, or for 8-bit moments ``adam_step_8bit_``, bit for bit.
 
-    Reads, computation and writes of different chunks are in flight simultaneously; several threads compute only
-    where that is faster and storage is not what the step waits for. Chunks that no segment touches are left
-    alone unless the state goes elsewhere.
+    Reads, computation and writes of different chunks are in flight simultaneously; several threads compute
+    only where that is faster and storage is not what the step waits for. Chunks that no segment touches are
+    left alone unless the state goes elsewhere.
 
     Args:
         ranges: int64 [R, 6]: elements, offset in the store of the state, of the gradient, of the parameters

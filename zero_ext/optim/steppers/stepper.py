@@ -31,8 +31,9 @@ class Segment:
 
 @dataclass(eq=False)
 class OwnedRange:
-    """The part of a unit that a rank's optimizer owns: state [n] that begins as fp32 master weights, the parameters
-    [n] that a step writes or None where it writes none, and the segments that it steps."""
+    """The part of a unit that a rank's optimizer owns: state [n] that begins as fp32 master weights, the
+    parameters [n] that a step writes or None where it writes none, and the segments that it steps.
+    """
 
     state: OptimizerStateStorage
     output: ShardStorage | None

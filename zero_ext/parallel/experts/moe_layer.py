@@ -1,4 +1,4 @@
-"""A mixture of experts as a module, of which every rank builds its own experts only."""
+"""A mixture of experts as a module. Every rank builds its own experts only."""
 
 from __future__ import annotations
 

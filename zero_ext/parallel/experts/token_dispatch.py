@@ -15,7 +15,7 @@ def through_experts(
     rows: torch.Tensor, counts: torch.Tensor, experts: Sequence[Expert], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Return what the experts make of ``rows`` [R, width], which are sorted by expert, ``counts`` [E] int64
-    of each; a collective of ``group``, whose ranks have E / N experts each, ``experts`` those of this one.
+    of each; a collective of ``group`` with E / N experts per rank, ``experts`` those of this one.
 
     An expert is called once, with the rows of all ranks in their order, also where there are none, so that
     its parameters have a gradient on every rank. Without a group all experts are here. Two all-to-all

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
+"""Pipeline parallelism: a model cut into stages on torch's schedules. ZeRO shards the state of each stage."""
 
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot, plot_timeline

@@ -1,4 +1,4 @@
-"""Steps and evaluations of a model whose stages are on several ranks."""
+"""Steps and evaluations of a model with stages on several ranks."""
 
 from __future__ import annotations
 

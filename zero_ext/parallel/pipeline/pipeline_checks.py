@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is sent."""
+"""Checks of a pipeline before anything is sent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def batch_problem(inputs: tuple[Any, ...] | None, targets: tuple[Any, ...] | Non
         if values is None:
             continue
         if not values or values == (None,):
-            return f"batch: expected {name} on a rank whose stage reads them, got none. Pass them there."
+            return (
+                f"batch: expected {name} on a rank with a stage that reads them, got none. Pass them there."
+            )
         for each in values:
             if not isinstance(each, torch.Tensor):
                 return f"{name}: expected a tensor [batch, ...], got {type(each).__name__}. Pass a tensor."

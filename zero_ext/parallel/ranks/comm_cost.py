@@ -1,4 +1,4 @@
-"""What the ranks of each axis send one another in a step."""
+"""The traffic between the ranks of each axis in a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AxisTraffic:
     """The exchanges along one axis in one step.
 
     Attributes:
-        pattern: "collective": operations over all ranks of the axis, on `nbytes` bytes in total, each of
-            which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and
+        pattern: "collective": operations over all ranks of the axis, on `nbytes` bytes in total; every
+            rank ends up with each byte or contributes to it (an all-reduce counts twice: a reduce-scatter and
             a gather). "neighbor": every rank but the last sends `nbytes` bytes to the one that follows it,
             and as many come back.
         nbytes: bytes.

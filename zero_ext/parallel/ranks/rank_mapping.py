@@ -31,7 +31,7 @@ class RankMapping:
 
     Attributes:
         axes: names, in the order of the mesh.
-        digits: pairs of axis and length, whose lengths multiply to the number of ranks.
+        digits: pairs of axis and length. The lengths multiply to the number of ranks.
     """
 
     axes: tuple[str, ...]
@@ -207,7 +207,7 @@ def _check(sizes: Sizes[str, int], topology: LinkTopology) -> None:
 
 
 def _filling(sizes: Sizes[str, int], topology: LinkTopology) -> Iterator[RankMapping]:
-    """Mappings whose digits fill each level exactly, from the innermost outwards."""
+    """Yield mappings with digits that fill each level exactly, from the innermost outwards."""
     widths = []
     for inner, outer in zip(topology.levels, topology.levels[1:], strict=False):
         widths.append(min(outer.ranks, topology.world_size) // inner.ranks)

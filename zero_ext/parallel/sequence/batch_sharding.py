@@ -33,13 +33,13 @@ def shard_batch(
         mesh: A mesh with the dimension "cp".
         shift_labels: Whether "labels" are moved to the token before theirs, as causal models need. They are
             "shift_labels" then, too. "shift_labels" in `batch` are never moved. Give False for models that
-            predict masked tokens, whose labels are at the token itself.
+            predict masked tokens, with labels at the token itself.
         padding_idx: The token of padding where a model counts positions from it, as RoBERTa does
             (`model.config.pad_token_id`). Tokens of padding have it as their position, and others count on
             from the number behind it.
 
     Returns:
-        The chunks, and beside them "position_ids" of the full sequence where they are missing, int64 [1 or
+        The chunks, and also "position_ids" of the full sequence where they are missing, int64 [1 or
         batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
         are not -100 (or the "num_items_in_batch" of `batch`), divided by cp.
 

@@ -166,7 +166,7 @@ class SequenceExchange:
 
         Args:
             tensor: of one shape on all ranks.
-            gathered: dimension of which the result has all ranks' shards, in rank order.
+            gathered: dimension along which the result has all ranks' shards, in rank order.
             split: dimension that is sharded over the ranks.
 
         Returns:

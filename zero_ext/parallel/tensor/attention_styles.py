@@ -76,9 +76,9 @@ class MultiQueryOutputs(ParallelStyle):
 
 
 class LatentKeys(ParallelStyle):
-    """Sums the gradients of the rotary keys that multi-head latent attention projects for all heads at once.
+    """Sums the gradients of the rotary keys that multi-head latent attention projects for all heads together.
 
-    The outputs are latent keys and values, whose projection to heads sums their gradients itself, and behind
+    The outputs are latent keys and values. Their projection to heads sums their gradients itself, and behind
     them the ``rotary`` numbers of a key, which each rank's heads use as they are (DeepSeek-V2, arXiv
     2405.04434, section 2.1.3).
     """

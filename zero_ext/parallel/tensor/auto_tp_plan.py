@@ -94,7 +94,8 @@ def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> 
     for block in blocks:
         if block.heads and not block.name:
             raise ValueError(
-                f"{type(model).__name__}: it is attention itself, whose heads no plan can name. Put it into "
+                f"{type(model).__name__}: it is attention itself, and no plan can name its heads. Put it "
+                "into "
                 "a module."
             )
         if block.name not in seen:

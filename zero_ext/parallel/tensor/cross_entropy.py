@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over ranks: nobody has all of a position's logits."""
+"""Cross entropy of logits with a vocabulary split over ranks. No rank has all logits of a position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 def vocabulary_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Return the mean cross entropy of logits whose vocabulary is split over ranks; a collective of these.
+    """Return the mean cross entropy of logits with a vocabulary split over ranks; a collective of these.
 
     Computed in float32 at least. Three numbers per position are exchanged instead of its logits.
 

@@ -39,7 +39,7 @@ class ExpertsParallel(ParallelStyle):
     """Runs experts on this rank's slice of every expert's width, and sums the ranks' partial outputs.
 
     Inputs, routing weights among them, are the same on all ranks, and their gradients are summed. Only
-    modules whose output is a sum over that width may have this style.
+    modules with an output summed over that width may have this style.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -74,7 +74,7 @@ class IdentityExpert(ParallelStyle):
 class VocabularyParallel(ParallelStyle):
     """Looks words up in this rank's rows of an ``nn.Embedding``, and sums the ranks' vectors.
 
-    For subclasses that change each vector, by a factor or a norm, which torch's style does not know.
+    For subclasses that change each vector, by a factor or a norm, which torch's style does not support.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:

@@ -249,7 +249,7 @@ def _check_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _number(config: Any, name: str) -> Any:
-    """Return a setting of a configuration; 0 where layers have different ones, whose access transformers
+    """Return a setting of a configuration; 0 where layers have different ones, as their access transformers
     refuses.
     """
     try:

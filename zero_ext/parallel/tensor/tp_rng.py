@@ -23,7 +23,7 @@ LOOKS_EVERY = 16
 
 def split_randomness(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
     """Has dropout and other random ops of ``model`` in training draw numbers of a rank's own from a module
-    whose outputs ``styles`` split to the next one whose inputs they split, as Megatron-LM's two streams do
+    with outputs split by ``styles`` to the next one with split inputs, as Megatron-LM's two streams do
     (Shoeybi et al., arXiv 1909.08053, appendix B.2); everywhere else the default generator goes on, alike
     on all ranks of ``mesh``.
 
@@ -57,7 +57,7 @@ def _has_split_inputs(style: ParallelStyle) -> bool:
 
 
 class _SplitRegion:
-    """Whether the default generator gives this rank's own numbers now, and how it gets there and back."""
+    """The state of a default generator: whether it gives this rank's own numbers, and both its states."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._rank = mesh, mesh.get_local_rank()
@@ -90,7 +90,7 @@ class _SplitRegion:
         return self._seed is not None and self._generator.initial_seed() == self._seed
 
     def after_outputs(self) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-        """Return a hook for a module whose outputs are split."""
+        """Return a hook for a module with split outputs."""
 
         @torch._dynamo.disable
         def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class _SplitRegion:
         return hook
 
     def before_inputs(self) -> Callable[[nn.Module, Any], None]:
-        """Return a hook for a module whose inputs are."""
+        """Return a hook for a module with split inputs."""
 
         @torch._dynamo.disable
         def hook(module: nn.Module, inputs: Any) -> None:

@@ -17,7 +17,7 @@ from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether ``module`` is transformers' ``Conv1D``: a projection whose weight is [in, out]."""
+    """Return whether ``module`` is transformers' ``Conv1D``: a projection with a weight of [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -60,7 +60,7 @@ class InputsParallel(ParallelStyle):
 
 
 class ParameterSplit(NamedTuple):
-    """How a parameter that a plan names itself is split: along ``axis``, each of ``fused`` tensors side by
+    """The split of a parameter that a plan names itself: along ``axis``, each of ``fused`` tensors side by
     side."""
 
     axis: int
@@ -116,7 +116,7 @@ def sum_over_ranks(term: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the ranks' terms, whose gradient is that of every term."""
+    """The sum of the ranks' terms. Its gradient is that of every term."""
 
     @staticmethod
     def forward(context: Any, term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which lengths of pipeline, tensor and data parallelism to train a model with (docs/how_to/parallel.md)."""
+"""The choice of pipeline, tensor and data parallelism for a model (docs/how_to/parallel.md)."""
 
 from .layout_candidates import LayoutRequest, layouts
 from .layout_memory import RankNeeds, fullest_rank, rank_needs

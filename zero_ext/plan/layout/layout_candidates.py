@@ -16,7 +16,7 @@ from zero_ext.plan.state_memory import check_count
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """What to find a layout for: ``model`` on ``gpus`` GPUs of nodes ``hardware``, ``samples`` a step over
+    """The request for a layout: ``model`` on ``gpus`` GPUs of nodes ``hardware``, ``samples`` a step over
     all of them, ``micro_batch`` samples of a replica's forward (None: any number).
 
     Raises ``ValueError`` for a number below 1.

@@ -27,7 +27,7 @@ class RankNeeds:
 
     @property
     def excess(self) -> float:
-        """Return what is asked of the tier that is shortest of room, over what it has; 0 if all fits."""
+        """Return what is asked of the tier that is shortest of memory, over what it has; 0 if all fits."""
         return max((short.times for short in self.shortfalls), default=0.0)
 
 

@@ -87,7 +87,7 @@ def fewest_gpus(wanted: LayoutRequest) -> int | None:
 
 
 def _smallest(wanted: LayoutRequest) -> Iterator[ParallelLayout]:
-    """Return the layouts with the fewest samples at a time, which need least room."""
+    """Return the layouts with the fewest samples at a time, which need least memory."""
     least = replace(wanted, micro_batch=wanted.micro_batch or 1)
     return chain(layouts(least), layouts(least, beyond_nodes=True))
 

@@ -1,4 +1,4 @@
-"""How long a step of a layout takes, and what the time goes to."""
+"""The time of a step of a layout, and what it is spent on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _updates(kind: Stage, costs: Costs) -> float:
 
 
 def _exchanges(model: ModelSpec, layout: ParallelLayout, hardware: Hardware) -> dict[str, float]:
-    """Return seconds of a micro-batch on the axes whose exchanges computing waits for."""
+    """Return seconds of a micro-batch on the axes with exchanges that computing waits for."""
     shape, training = model.shape, layout.training
     layers = layout.pp * max(kind.layers for kind in stages_of(model, layout.pp, layout.tp))
     step = TransformerStep(

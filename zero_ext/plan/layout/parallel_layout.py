@@ -1,4 +1,6 @@
-"""How the GPUs of a cluster share a model: pipeline stages, parts of tensors, replicas under ZeRO."""
+"""The division of a model over the GPUs of a cluster: pipeline stages, parts of tensors, replicas
+under ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ class ParallelLayout:
     ranks: those are the replicas that ZeRO shards over. Ranks count with ``tp`` fastest, then the replicas.
 
     ``training.accumulation_steps`` are the micro-batches of a step (1F1B). Stages 0 and 1 reduce gradients
-    once a step, stages 2 and 3 after every micro-batch. ``ValueError`` for lengths below 1 and fewer
+    once per step, stages 2 and 3 after every micro-batch. ``ValueError`` for lengths below 1 and fewer
     micro-batches than stages.
     """
 

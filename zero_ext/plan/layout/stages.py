@@ -1,4 +1,4 @@
-"""What one rank of each pipeline stage has of a model, as a model of its own."""
+"""The share of a model that one rank of each pipeline stage has, as a model of its own."""
 
 from __future__ import annotations
 

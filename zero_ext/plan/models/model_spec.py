@@ -12,10 +12,10 @@ LARGEST_TILE = 1_000_000_000  # elements; 2 GB in 16 bits
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is planned for.
+    """The model that is planned for.
 
     Attributes:
-        shape: its sizes; ``tiles`` says into how many units a layer is cut in stage 3.
+        shape: its sizes; ``tiles`` is the number of units that a layer is cut into in stage 3.
         parameters: elements in all. Where the shape has others, every unit is scaled.
         source: what the model was read from, in words.
     """

@@ -1,4 +1,4 @@
-"""Which model a word on the command line means."""
+"""The model that a word on the command line means."""
 
 from __future__ import annotations
 

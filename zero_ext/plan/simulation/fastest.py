@@ -1,4 +1,4 @@
-"""Which placement to train with: those that fit simulated, in the order of their speed."""
+"""The fastest placements: those that fit are simulated and sorted by speed."""
 
 from __future__ import annotations
 

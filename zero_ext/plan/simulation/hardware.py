@@ -1,4 +1,4 @@
-"""What a machine can do: memory sizes and rates that programs reach, not those of data sheets."""
+"""The capabilities of a machine: memory sizes and rates that programs reach, not those of data sheets."""
 
 from __future__ import annotations
 

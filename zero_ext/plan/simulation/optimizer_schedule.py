@@ -20,7 +20,7 @@ Write = tuple[str, float, list[int]]
 
 
 class OptimizerSchedule:
-    """Adds the tasks of updates by ``add``, one unit or all at once.
+    """Adds the tasks of updates by ``add``, one unit or all together.
 
     Writes to NVMe are handed over behind the reads that run ahead of them, as the engine's ring does it.
     """
@@ -61,7 +61,7 @@ class OptimizerSchedule:
         return [*done, *self._stored]
 
     def publish_rest(self, after: Sequence[int]) -> None:
-        """What updates before the end of the step have left: parameters that follow in the step itself."""
+        """Finish the updates made before the end of the step: parameters that follow in the step itself."""
         if self._training.update_mode == "delayed" or not self._placement.params:
             for number in range(len(self._units)):
                 self._publish(number, [*self._done.get(number, ()), *after])
@@ -132,7 +132,7 @@ class OptimizerSchedule:
             self._written.append(task)
 
     def _publish(self, number: int, after: Sequence[int]) -> list[int]:
-        """Updated parameters: to their tier, and to all ranks where they are replicated."""
+        """Move updated parameters to their tier, and to all ranks where they are replicated."""
         unit, ready, elements = self._units[number], list(after), self._owned(number)
         if self._optimizer == "device" and self._params != "device":
             seconds = self._costs.to_host(elements, PARAMETER_BYTES)

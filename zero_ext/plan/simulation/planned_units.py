@@ -38,7 +38,7 @@ def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
     """Return elements of a unit's flat buffer, padding included: how many units are that long.
 
     A shard is a whole number of 64 bytes, and of blocks of 4096 where parameters are in storage: nothing
-    beside a large unit, but all of it for the norm at a model's end, which is a unit of its own.
+    besides a large unit, but all of it for the norm at a model's end, which is a unit of its own.
     """
     key = (
         "units",
@@ -93,7 +93,7 @@ def planned_units(
 
 
 def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
-    """See :func:`unit_elements`; groups that are alike are looked at once."""
+    """See :func:`unit_elements`; groups that are alike are looked at together."""
     placement, ranks = training.placement, training.world_size
     found: Counter[int] = Counter()
     if not placement.params:

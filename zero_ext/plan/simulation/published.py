@@ -1,4 +1,4 @@
-"""Published runs, simulated: what the papers and posts of ZeRO report beside what the model says."""
+"""Published runs, simulated: figures of ZeRO's papers and posts next to the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What works at the same time on a rank, and what of it is one thing on a machine without accelerator."""
+"""The resources of a rank that work simultaneously, and those that are one without an accelerator."""
 
 from __future__ import annotations
 

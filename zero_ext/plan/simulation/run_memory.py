@@ -139,7 +139,7 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
     state_bytes = asdict(model_state_bytes(training.stage, training.world_size, state))
     if training.uses_up_gradients:
         state_bytes["grads"] = 0
-    elif tier_of["grads"] == "nvme":  # has room for sums in fp32, also if none are made
+    elif tier_of["grads"] == "nvme":  # has memory for sums in fp32, also if none are made
         state_bytes["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
     if tier_of["optimizer"] == "nvme":
         owned = training.owned(elements, training.placement.optimizer)
@@ -150,7 +150,7 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
 
 
 def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    """Update beside the next step read gradients of their own; what they make of parameters waits in host
+    """Updates alongside the next step read gradients of their own; what they make of parameters waits in host
     memory where the masters would have to be read from storage for it."""
     owned = padded_elements(model, training) // training.world_size
     found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes

@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def hidden(self) -> float:
-        """The share of all work beside computing that ran while something else did, 0 to 1."""
+        """The share of all work alongside computing that ran while something else did, 0 to 1."""
         serial = sum(self.busy.values())
         beside = serial - self.busy[COMPUTE]
         return max(0.0, min(1.0, (serial - self.seconds) / beside)) if beside > 0 else 1.0

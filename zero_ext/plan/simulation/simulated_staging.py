@@ -1,4 +1,4 @@
-"""What passes through a rank's memory: the engine's own formula, over the tensors of a planned model."""
+"""The staging buffers of a rank: the engine's own formula, over the tensors of a planned model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
 
 
 class _SimulatedUnit(PlannedUnit):
-    """A unit whose fetches and gathers are tasks of a schedule."""
+    """A unit with fetches and gathers that are tasks of a schedule."""
 
     def __init__(self, spec: UnitSpec, number: int, schedule: StepSchedule) -> None:
         super().__init__(spec)
@@ -156,7 +156,7 @@ class StepSchedule:
         self._awaited += self._gathered[number]
 
     def _add_up(self, number: int) -> None:
-        """A gradient that stays local goes into what earlier micro-batches left."""
+        """Add a gradient that stays local to that of earlier micro-batches."""
         seconds = self.costs.accumulate(self.units[number].parameters, self.costs.rates.device)
         self._now = [*self._now, self._add(f"accumulate {number}", COMPUTE, seconds, self._now)]
 

@@ -31,7 +31,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last task ends."""
+        """The time when the last task ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def add(self, name: str, resource: str, seconds: float, after: Iterable[int] = ()) -> int:

@@ -94,17 +94,17 @@ class ModelCost:
 
     @cached_property
     def activations(self) -> float:
-        """Bytes a token that autograd keeps of all units."""
+        """Bytes per token that autograd keeps of all units."""
         return sum(unit.activations for unit in self.units)
 
     @cached_property
     def outputs(self) -> float:
-        """Bytes a token that all units hand on."""
+        """Bytes per token that all units hand on."""
         return sum(unit.output for unit in self.units)
 
     @cached_property
     def widest_block(self) -> float:
-        """Bytes a token that autograd keeps of one block: as many tiles as make it one."""
+        """Bytes per token that autograd keeps of one block: as many tiles as make it one."""
         return max(unit.activations / unit.share for unit in self.units)
 
 

@@ -1,4 +1,4 @@
-"""What the planner says of a point before it is tried."""
+"""The planner's prediction for a point before it is tried."""
 
 from __future__ import annotations
 

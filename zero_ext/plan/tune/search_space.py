@@ -15,7 +15,7 @@ class Point:
     """One configuration of a :class:`Space`.
 
     ``unit_elements`` are ``units.prefetch_elements`` in stage 3, else ``units.bucket_elements``. ``aio`` are
-    keys and values of that section; empty where nothing lies on NVMe.
+    keys and values of that section; empty where nothing is on NVMe.
     """
 
     placement: Candidate
@@ -31,7 +31,7 @@ class Point:
 
     @property
     def stored(self) -> bool:
-        """Return whether anything lies on NVMe."""
+        """Return whether anything is on NVMe."""
         return "nvme" in self.placement.options.values()
 
 
@@ -102,7 +102,7 @@ class Space:
 
 
 def placements_of(stages: tuple[int, ...], tiers: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """Return the candidates of these stages whose state lies in these tiers only. ValueError if there are
+    """Return the candidates of these stages with state in these tiers only. ValueError if there are
     none.
     """
     found = tuple(

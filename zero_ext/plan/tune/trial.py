@@ -1,4 +1,4 @@
-"""What a training script says to `zero-ext tune`: two lines, which do nothing in an ordinary run."""
+"""The interface of a training script to `zero-ext tune`: two lines, which do nothing in an ordinary run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A trial as a process of its own: started, watched, ended in time, its fate told from what it left."""
+"""A trial as a process of its own: started, watched, ended in time, with its outcome read from what
+it left.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ _TAIL_BYTES = 65536
 
 @dataclass(frozen=True)
 class Launch:
-    """How the script is started: ``script`` with ``arguments`` on ``ranks`` processes, each trial for at most
-    ``timeout`` seconds, of which it measures ``steps`` steps."""
+    """The start of the script: ``script`` with ``arguments`` on ``ranks`` processes, each trial for at most
+    ``timeout`` seconds. It measures ``steps`` steps."""
 
     script: Path
     arguments: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What became of a trial: samples a second over all ranks if it was measured, else 0 and the reason."""
+    """The outcome of a trial: samples per second over all ranks if it was measured, else 0 and the reason."""
 
     fate: Fate
     samples_per_second: float = 0.0

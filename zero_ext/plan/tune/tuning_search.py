@@ -1,4 +1,4 @@
-"""Which points are tried, in which order: far fewer than all, and the best of them."""
+"""The search over points: far fewer than all are tried, and the best is found."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def search(
 
     Every placement is tried with rising micro-batches until one runs out of memory or is slower than the one
     before; then those within 15% of the best with every size of units and every I/O section; then the fastest
-    three within 10% of the best twice more in turn, as one run does not tell them apart. A ``prediction``
+    three within 10% of the best twice more in turn, as one run does not separate them. A ``prediction``
     leaves out what would not fit, and what would reach less than 40% of the best prediction. ``tick`` is
     called with every run. At most ``most_trials`` are made, those of the most promising placements first.
     """
@@ -154,7 +154,7 @@ class _Search:
             best = max(best, rate)
 
     def _rate(self, point: Point) -> float:
-        """Return samples a second of ``point``, tried if it is worth it; 0 if there are none."""
+        """Return samples per second of ``point``, tried if it is worth it; 0 if there are none."""
         if point in self._known:
             return self._known[point].samples_per_second
         try:

@@ -1,1 +1,3 @@
-"""The objects that users hold: prepare, module, optimizer, full parameters, ``param.grad``, state for checkpoints."""
+"""The objects that users hold: prepare, module, optimizer, full parameters, ``param.grad``, state for
+checkpoints.
+"""

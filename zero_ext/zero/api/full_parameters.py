@@ -120,7 +120,8 @@ def _check_only_read(unit: Unit, before: list[int]) -> None:
         if unit.parameters[number]._version != before[number]:
             raise RuntimeError(
                 f"parameter '{unit.layout.specs[number].name}': it was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that count: "
+                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that "
+                "count: "
                 "'with zero_ext.gathered(params, modifier_rank=0):'."
             )
 

@@ -77,7 +77,8 @@ def _check_only_read(parameters: Sequence[nn.Parameter], before: Sequence[int]) 
         if parameter._version != version:
             raise RuntimeError(
                 f"parameter of shape {tuple(parameter.shape)}: it was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that count: "
+                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that "
+                "count: "
                 "'with zero_ext.gathered(params, modifier_rank=0):'."
             )
 

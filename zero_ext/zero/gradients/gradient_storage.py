@@ -56,8 +56,8 @@ class GradientStorage(Protocol):
     """Stores one reduced gradient [numel], or none. Further gradients are added to it.
 
     Attributes:
-        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype as soon as a second
-            gradient was added, or the sum of several was adopted.
+        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype as soon as a
+            second gradient was added, or the sum of several was adopted.
         valid: Whether there is a gradient.
         alignment: Sizes of buffers for :meth:`adopt` are multiples of it.
         is_async: The copy is still in flight when :meth:`adopt` returns.

@@ -219,7 +219,9 @@ class GradientReducer:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether every rank holds all gradients that arrived and which parameters have one is settled."""
+        """Return whether every rank holds all gradients that arrived and which parameters have one is
+        settled.
+        """
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:

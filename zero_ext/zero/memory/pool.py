@@ -21,9 +21,9 @@ from zero_ext.zero.memory.pool_plan import PoolPlan, Purpose
 class BufferPool:
     """One region of memory of a tier, from which exact extents are acquired and released.
 
-    The region is allocated once, as ``plan`` says. If the planned offset of a buffer is in use, it gets another
-    free extent. If there is none it gets overflow memory, reused by size, with one warning that names the
-    unit. See ``docs/explanation/design.md`` for why the units do not simply resize their storage.
+    The region is allocated once, as ``plan`` says. If the planned offset of a buffer is in use, it gets
+    another free extent. If there is none it gets overflow memory, reused by size, with one warning that names
+    the unit. See ``docs/explanation/design.md`` for why the units do not simply resize their storage.
     """
 
     def __init__(self, plan: PoolPlan, device: Device = CPU, tier: Tier = "device") -> None:
@@ -60,7 +60,8 @@ class BufferPool:
             self._warns = False
             warnings.warn(
                 f"unit '{unit}' needs {nbytes} bytes for its {purpose}, which {self._plan.nbytes} bytes of "
-                "staging have not left: more is in use simultaneously than by a model that uses its parameters in "
+                "staging have not left: more is in use simultaneously than by a model that uses its "
+                "parameters in "
                 "the order of their registration, block by block. Staging grows for it; smaller "
                 "'units.prefetch_elements' and 'units.max_live_elements' bound what is gathered ahead.",
                 RuntimeWarning,

@@ -108,8 +108,8 @@ class Findings(NamedTuple):
 
 
 class Verdict:
-    """The decision whether a step is made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
-    anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
+    """The decision whether a step is made, from ``sums``: the facts of all ``ranks`` and the limbs of their
+    norm, if anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
 
     On a device it is computed there. :meth:`scale` lets kernels obey it before the host reads it.
     ``unscale`` (0-d float32 in host memory) is one over the loss scale. ``error`` is what this rank's kernels
@@ -188,8 +188,8 @@ class DecidedStep(NamedTuple):
 
 
 class LaunchedSteps:
-    """The steps with verdicts that the host has not read. Once one is bad, it and all that follow change nothing,
-    until :meth:`pop_bad`.
+    """The steps with verdicts that the host has not read. Once one is bad, it and all that follow change
+    nothing, until :meth:`pop_bad`.
 
     Verdicts are the same on all ranks, but come to them at different times: the ranks agree on whether any
     has seen a bad one (see :class:`~zero_ext.zero.gradients.reducer.Listener`) before they raise it together.
@@ -216,8 +216,9 @@ class LaunchedSteps:
         return self._bad is not None
 
     def look(self, wait: bool) -> DecidedStep | None:
-        """Look at the verdicts that have arrived, or ``wait`` for all; return the step with the bad verdict that is
-        seen by this for the first time."""
+        """Look at the verdicts that have arrived, or ``wait`` for all; return the step with the bad verdict
+        that is seen by this for the first time.
+        """
         while self._steps and (wait or len(self._steps) > _STEPS_AHEAD or self._steps[0].verdict.arrived):
             step = self._steps.popleft()
             findings = step.verdict.read()
@@ -228,7 +229,9 @@ class LaunchedSteps:
         return None
 
     def pop_bad(self) -> DecidedStep | None:
-        """Return the step with a bad verdict that was read, if there is one. Those launched from now on count."""
+        """Return the step with a bad verdict that was read, if there is one. Those launched from now on
+        count.
+        """
         bad = self._bad
         self.clear()
         return bad

@@ -24,8 +24,8 @@ class BackwardPass:
 
     ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
     last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
-    off. ``on_passed`` is called with a unit that no call will need in backward any more: gradients that are still
-    missing will not come.
+    off. ``on_passed`` is called with a unit that no call will need in backward any more: gradients that are
+    still missing will not come.
     """
 
     def __init__(

@@ -253,8 +253,8 @@ class Prefetcher(Generic[U]):
             self._warned.add(unit.spec.name)
             self._warn(
                 f"{unit.describe()} has {unit.spec.numel} elements and {self.live_elements} others are in "
-                f"use: more than 'units.max_live_elements' = {self._live_limit}. It is gathered all the "
-                "same, without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'."
+                f"use: more than 'units.max_live_elements' = {self._live_limit}. It is gathered "
+                "anyway, without look-ahead. Raise the limit or name smaller blocks in 'units.block_classes'."
             )
 
     def _prefetch(self, order: GatherOrder[U]) -> None:

@@ -1,4 +1,4 @@
-"""What is read of DeepSpeed's files, with its types; errors name the file and the field."""
+"""The fields of DeepSpeed's files that are read, with their types. Errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _with_groups(optimizer: Any) -> Any:
 
 
 def _items(check: Check) -> Check:
-    """Return a check of lists up to the first wrong item: pydantic would tell of all, in far more memory."""
+    """Return a check of lists up to the first wrong item: pydantic would report all, in far more memory."""
 
     def checked(items: Any) -> list[Any]:
         if not isinstance(items, list):

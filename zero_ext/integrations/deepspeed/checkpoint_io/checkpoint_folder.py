@@ -134,7 +134,7 @@ def find_files(path: Path) -> CheckpointFiles:
 
 
 def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
-    """Return the files of all ranks, each of which has to be there."""
+    """Return the files of all ranks. Each has to be there."""
     missing = next((rank for rank in range(len(found)) if rank not in found), None)
     if missing is not None:
         raise CheckpointError(

@@ -105,8 +105,8 @@ def import_deepspeed_checkpoint(
 
     Raises:
         CheckpointError: names the file and what is missing, damaged, foreign or does not add up.
-        TypeError: a piece of the client state is of a type that cannot be stored.
-        ValueError: a piece of the client state cannot be stored.
+        TypeError: a value of the client state is of a type that cannot be stored.
+        ValueError: a value of the client state cannot be stored.
     """
     checkpoint = read_checkpoint(tag_folder(Path(folder).absolute(), tag), verify)
     scalars = scalar_state(checkpoint, optimizer)

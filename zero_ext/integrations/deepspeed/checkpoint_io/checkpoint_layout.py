@@ -1,4 +1,4 @@
-"""Where the elements of a parameter lie in the flat partitions of DeepSpeed's ranks.
+"""The positions of a parameter's elements in the flat partitions of DeepSpeed's ranks.
 
 Stages 1 and 2 lay the parameters of a group end to end (with gaps where the start of each is aligned), and
 cut the whole into one partition a rank. Stage 3 cuts every parameter into equal parts, the last one padded,
@@ -72,7 +72,8 @@ def stage3_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, 
     for rank, size in enumerate(sizes):
         if size != needed:
             raise UnfitContent(
-                f"sub-group {flat}: its {len(shapes)} parameters take {needed} elements a rank, rank {rank} "
+                f"sub-group {flat}: its {len(shapes)} parameters take {needed} elements per rank, rank "
+                f"{rank} "
                 f"holds {size}"
             )
     found: dict[str, list[Fragment]] = {}

@@ -108,7 +108,7 @@ def _archive(path: Path, advice: str = "Use another checkpoint.") -> Iterator[zi
 
 @contextmanager
 def _only_stubs() -> Iterator[None]:
-    """Let torch build the stubs and what it knows itself, and nothing that others have registered."""
+    """Let torch build the stubs and its own classes, and nothing that others have registered."""
     with _allowing:
         before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()

@@ -68,7 +68,7 @@ def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:
 
 
 class _Arguments(int):
-    """The weight of a tuple whose first item is the class or function `first`."""
+    """The weight of a tuple with the class or function `first` as its first item."""
 
     first: str
 

@@ -1,4 +1,4 @@
-"""What one rank's optimizer file holds: flat masters, the optimizer's state of each, settings."""
+"""The content of one rank's optimizer file: flat masters, the optimizer's state of each, settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read
 @dataclass(frozen=True)
 class RankState:
     """One rank's ``file`` at ``path``. Its masters are one for each param group (stages 1 and 2) or sub-group
-    (stage 3), ``moments`` the tensors of the optimizer's state beside each, as long or longer by padding,
+    (stage 3), ``moments`` the tensors of the optimizer's state besides each, as long or longer by padding,
     ``scalars`` the rest of that state. ``groups`` are settings, ``flat_groups`` the group of every flat."""
 
     path: Path

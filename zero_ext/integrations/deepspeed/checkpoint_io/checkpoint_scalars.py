@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds beside tensors, in the words of zero_ext's own."""
+"""The scalars of a DeepSpeed checkpoint, in the form of zero_ext's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_SETTINGS = ("step", "bias_correction", "foreach", "fused", "capturable", "di
 
 def scalar_state(checkpoint: DeepSpeedCheckpoint, optimizer: str | None) -> dict[str, Any]:
     """Return the ``scalar_state`` of a zero_ext checkpoint for the class ``optimizer``, by default the one
-    that the checkpoint tells. CheckpointError or ValueError if that is unknown or its state incomplete.
+    that the checkpoint names. CheckpointError or ValueError if that is unknown or its state incomplete.
     """
     first = checkpoint.first
     known = optimizer or _optimizer_class(checkpoint)
@@ -81,7 +81,7 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
 
 
 def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str, Any]:
-    """Return what each parameter's optimizer state holds beside its tensors, as zero_ext's steppers
+    """Return what each parameter's optimizer state holds besides its tensors, as zero_ext's steppers
     keep it.
     """
     first = checkpoint.first

@@ -1,4 +1,6 @@
-"""A DeepSpeed checkpoint as a whole: its parameters, where their elements lie, and everything beside them."""
+"""A DeepSpeed checkpoint as a whole: its parameters, where their elements lie, and everything
+besides them.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class StoredParameter:
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
     """Tables of one checkpoint; ``rank`` reads the tensors. ``aliases`` are the further names of tied
-    parameters by their first name; ``buffers`` are whole; ``first`` is rank 0's optimizer file, whose
-    settings are those of all ranks; ``model`` is what the model's file says besides, ``client_state`` what
+    parameters by their first name; ``buffers`` are whole; ``first`` is rank 0's optimizer file, with
+    the settings of all ranks; ``model`` has the other values of the model's file, ``client_state`` what
     the user gave to ``save_checkpoint``."""
 
     files: CheckpointFiles
@@ -105,7 +107,7 @@ class DeepSpeedCheckpoint:
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What lies in the files of one rank."""
+    """The content of the files of one rank."""
 
     state: RankState
     frozen: Mapping[str, torch.Tensor]
@@ -221,7 +223,7 @@ def _trained(
                 gaps = [0] * len(shapes) if paddings is None else paddings[flat]
                 fragments = stage1_and_2_layout(flat, shapes, gaps, of_ranks)
         except ValueError as error:
-            raise damaged(path, "param_shapes", f"does not fit the files beside it: {error}") from None
+            raise damaged(path, "param_shapes", f"does not fit the files next to it: {error}") from None
         for name, of_name in fragments.items():
             if name in found:
                 raise damaged(path, "param_shapes", f"lists {name!r} twice")

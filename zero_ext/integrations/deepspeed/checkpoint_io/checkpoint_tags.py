@@ -1,7 +1,7 @@
 """Checkpoints under DeepSpeed's names: ``save_dir/global_step{N}`` and a file ``latest`` with the newest tag.
 
 Each tag is a directory of zero_ext checkpoints with one step in it, so it is written, committed and checked
-as all of them are. Once it is committed, DeepSpeed's scripts that convert weights are put beside it, and
+as all of them are. Once it is committed, DeepSpeed's scripts that convert weights are put next to it, and
 ``latest`` is replaced.
 """
 
@@ -33,7 +33,7 @@ _COUNTERS = "counters"
 
 
 class EngineExtras(NamedTuple):
-    """What a checkpoint of a DeepSpeed engine holds beside the model and its optimizer."""
+    """The content of a DeepSpeed engine's checkpoint besides the model and its optimizer."""
 
     scheduler: Any
     loader: Any

@@ -41,7 +41,7 @@ from zero_ext.zero.api.full_parameters import load_full_state_dict
 
 SCRIPT_NAMES = ("zero_to_fp32.py", "zero_to_torch.py")
 SCRIPT = '''#!/usr/bin/env python
-"""Writes the weights of the checkpoint beside this file: python zero_to_fp32.py . output_dir; see --help."""
+"""Writes the weights of the checkpoint next to this file: python zero_to_fp32.py . output_dir; see --help."""
 
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import main
 
@@ -145,7 +145,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
-    """Return the optimizer's files of the checkpoint whose folder this is, one for each rank, for
+    """Return the optimizer's files of the checkpoint in this folder, one for each rank, for
     ``torch.load``.
 
     Of zero_ext's checkpoints they are in memory and say the stage and the number of ranks, no more.
@@ -160,7 +160,7 @@ def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
 
 
 def get_model_state_file(checkpoint_dir: Checkpoint, zero_stage: int) -> str | io.BytesIO:
-    """Return the model's file of the checkpoint whose folder this is, for ``torch.load``.
+    """Return the model's file of the checkpoint in this folder, for ``torch.load``.
 
     Of zero_ext's checkpoints it is in memory and holds the client state and the counters. ``zero_stage`` does
     not matter: the folder says it.

@@ -1,4 +1,4 @@
-"""``deepspeed.checkpoint.utils``: state dicts whose tensors own exactly their memory."""
+"""``deepspeed.checkpoint.utils``: state dicts with tensors that own exactly their memory."""
 
 from __future__ import annotations
 

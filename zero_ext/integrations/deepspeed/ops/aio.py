@@ -59,7 +59,7 @@ class aio_handle:
     ``intra_op_parallelism`` I/O threads. ``single_submit`` and ``overlap_events`` change nothing.
 
     Transfers take a contiguous CPU tensor and a path; ``wait`` ends those begun with ``async_`` and returns
-    their number. Not for use by several threads at once.
+    their number. Not for use by several threads simultaneously.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class aio_handle:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in page-locked memory."""
+        """Return whether the tensor is in page-locked memory."""
         return tensor.is_pinned()
 
     def _begin(

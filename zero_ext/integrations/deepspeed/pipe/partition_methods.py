@@ -16,7 +16,7 @@ _METHODS = "'parameters', 'uniform' or 'type:' and a regular expression for name
 def weights_by(method: str, layers: Sequence[Layer]) -> list[float]:
     """Return what each layer weighs under ``method``, which is read without regard to case.
 
-    "parameters": elements that are trained. "uniform": 1. "type:REGEX": 1 for layers whose class, or
+    "parameters": elements that are trained. "uniform": 1. "type:REGEX": 1 for layers with a class, or
     function, has a name in which the expression is found, 0 for the others. ``ValueError`` for another method
     and where nothing is found.
     """

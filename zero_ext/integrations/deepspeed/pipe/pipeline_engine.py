@@ -110,7 +110,7 @@ class PipelineEngine(DeepSpeedEngine):
     # -- data ---------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where :meth:`train_batch` takes its micro-batches from now on."""
+        """Set the source of micro-batches for :meth:`train_batch` from now on."""
         self.data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:

@@ -37,7 +37,7 @@ _REFUSED = {
 
 
 class PipelineError(RuntimeError):
-    """What cannot be asked of a pipeline."""
+    """A call that a pipeline does not support."""
 
 
 class PipelineModule(pipeline.PipelineModule):

@@ -1,4 +1,6 @@
-"""Where this package has the names of DeepSpeed's modules: under the same path, unless it is listed here."""
+"""The modules of this package for the names of DeepSpeed's modules: under the same path, unless it is listed
+here.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def mirror_of(module: str) -> str | None:
 @cache
 def nearest_mirror(module: str) -> str | None:
     """Return the module here in which to look for what ``module`` defines: its own mirror, or that of the
-    package that it lies in."""
+    package that it is in."""
     while module != ROOT:
         found = mirror_of(module)
         if found is not None:

@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("names.json")
 
 
 class Definition(NamedTuple):
-    """Where DeepSpeed defines a name. ``name`` is empty if the name is a module."""
+    """The place where DeepSpeed defines a name. ``name`` is empty if the name is a module."""
 
     module: str
     name: str

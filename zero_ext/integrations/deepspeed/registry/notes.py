@@ -1,4 +1,4 @@
-"""What differs where names of DeepSpeed are served, and why others are not and what to do instead.
+"""Differences of supported names of DeepSpeed, and alternatives for unsupported ones.
 
 Keys are patterns of full names as fnmatch reads them. The first that fits counts.
 """

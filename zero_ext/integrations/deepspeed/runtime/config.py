@@ -31,7 +31,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where state may be offloaded to."""
+    """The devices that state may be offloaded to."""
 
     none = "none"
     cpu = "cpu"

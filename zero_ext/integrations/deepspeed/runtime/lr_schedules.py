@@ -117,7 +117,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
     """Return the rate that a ``scheduler`` section leads to, and ""; (None, why not) if it names none."""
     kind, params = config.get("type"), config.get("params")
     if kind not in _RATE_OF or not isinstance(params, Mapping):
-        return None, f"a section with params and a type among {sorted(_RATE_OF)} wanted, got type {kind!r}"
+        return None, f"expected a section with params and a type among {sorted(_RATE_OF)}, got type {kind!r}"
     rate = params.get(_RATE_OF[str(kind)])
     return (None, f"{_RATE_OF[str(kind)]} is missing") if rate is None else (float(rate), "")
 

@@ -21,14 +21,14 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of parts whose sizes differ by at most 1, larger ones first: ``num_parts`` + 1 of
+    """Return the bounds of parts with sizes that differ by at most 1, larger ones first: ``num_parts`` + 1 of
     them."""
     size, larger = divmod(num_items, num_parts)
     return [index * size + min(index, larger) for index in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the bounds of parts, the heaviest of which is as light as can be: ``num_parts`` + 1 of them."""
+    """Return the bounds of parts. The heaviest is as light as can be: ``num_parts`` + 1 of them."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return [0, *(index.stop for index in split_stages(weights, num_parts))]

@@ -32,9 +32,9 @@ def set_z3_leaf_modules_by_name(model: nn.Module, leaf_module_names: Iterable[st
 
 
 def set_z3_leaf_modules_by_suffix(model: nn.Module, leaf_module_suffixes: Iterable[str]) -> list[nn.Module]:
-    """Mark the modules whose names end so; see :func:`set_z3_leaf_modules`."""
+    """Mark the modules with names that end so; see :func:`set_z3_leaf_modules`."""
     wanted = tuple(leaf_module_suffixes)
-    return _mark(model, lambda name, _: name.endswith(wanted), f"whose names end in {list(wanted)}")
+    return _mark(model, lambda name, _: name.endswith(wanted), f"with names that end in {list(wanted)}")
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:

@@ -1,4 +1,4 @@
-"""What Hugging Face replaces for a moment around ``zero.Init``: DeepSpeed's wrapper of tensor
+"""The functions that Hugging Face replaces for a moment around ``zero.Init``: DeepSpeed's wrapper of tensor
 constructors."""
 
 from __future__ import annotations

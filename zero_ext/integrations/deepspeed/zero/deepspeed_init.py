@@ -34,7 +34,7 @@ class Init:
 
     See :class:`zero_ext.Init`. Values "auto" in the JSON do not matter here. ``dtype`` is the default dtype
     inside the block; without it parameters are initialized in the dtype that they are built in and become the
-    JSON's in ``initialize``. ``module`` is a built model whose parameters
+    JSON's in ``initialize``. ``module`` is a built model. Its parameters
     are sharded now. ``remote_device`` "cpu" is ``offload_param.device``. Like DeepSpeed's it starts
     torch.distributed, also for one process.
     """

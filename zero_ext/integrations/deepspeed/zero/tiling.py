@@ -12,7 +12,7 @@ from zero_ext.zero.tiling import TiledLinear as NativeTiledLinear
 
 
 class TiledLinear(NativeTiledLinear):
-    """:class:`zero_ext.TiledLinear`, whose state dict is the plain layer's, with DeepSpeed's ``init_linear``.
+    """:class:`zero_ext.TiledLinear` with the plain layer's state dict and DeepSpeed's ``init_linear``.
 
     ``input_is_already_split``, ``combine_out_splits=False`` and another ``linear_cls`` than ``nn.Linear``
     raise :class:`DeepSpeedFeatureError`.

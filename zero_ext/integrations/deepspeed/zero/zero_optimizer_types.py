@@ -67,7 +67,7 @@ class DeepSpeedZeRoOffload:
         return self._engine.model
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Put the hooks of ``module`` back, none of which were taken off."""
+        """Do nothing: no hooks of ``module`` were taken off."""
 
 
 def external_parameters() -> tuple[()]:

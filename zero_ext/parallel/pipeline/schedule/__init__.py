@@ -1,1 +1,1 @@
-"""How a pipeline runs: schedules, their runners, timelines and replays."""
+"""Running a pipeline: schedules, their runners, timelines and replays."""

@@ -21,8 +21,9 @@ class Crossing:
 
 
 def cross(values: Any) -> tuple[Any, list[Crossing]]:
-    """``values``, tensors in whatever torch's pytrees know, as the next layer gets them: the same memory, and
-    a graph that begins there."""
+    """``values``, tensors in whatever torch's pytrees support, as the next layer gets them: the same memory,
+    and a graph that begins there.
+    """
     leaves, structure = pytree.tree_flatten(values)
     crossings = []
     for index, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""All micro-batches through one layer before the next: its weights move once a pass."""
+"""All micro-batches through one layer before the next: its weights move once per pass."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from zero_ext.config.plot_colors import SERIES
 
 @dataclass(frozen=True)
 class Slot:
-    """One piece of work of a pipeline's stage.
+    """One task of a pipeline's stage.
 
     Attributes:
         what: "forward", "backward" or "weights" (weight gradients).

@@ -25,7 +25,7 @@ class PipelineRunner(ABC):
     def train(
         self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None, shape: int
     ) -> list[torch.Tensor]:
-        """Forward and backward of a batch, whose shapes ``shape`` stands for; each micro-batch's share of the
+        """Run forward and backward of a batch of the shapes ``shape``; each micro-batch's share of the
         mean loss, scaled as its gradients are, on the rank with the last stage."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A stage of torch's schedules whose passes go through a prepared model."""
+"""A stage of torch's schedules with passes through a prepared model."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class ZeroStage(PipelineStage):
 
 
 class _Outline(nn.Module):
-    """What torch calls to learn the shapes and dtypes of a stage's outputs: a forward without autograd,
-    dropout or statistics, and outputs whose gradients reach the inputs."""
+    """The call by which torch finds the shapes and dtypes of a stage's outputs: a forward without autograd,
+    dropout or statistics, and outputs with gradients that reach the inputs."""
 
     _prepared: nn.Module
 

@@ -1,1 +1,1 @@
-"""What a pipeline stage is made of: layers, splits of models, shared parameters."""
+"""The parts of a pipeline stage: layers, splits of models, shared parameters."""

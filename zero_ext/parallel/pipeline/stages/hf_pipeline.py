@@ -200,6 +200,6 @@ def _check(model: nn.Module, mesh: DeviceMesh, loss: Loss | None, inputs: Sequen
     if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
         what = f"'cp' of the mesh is {mesh['cp'].size()}, and the model's own loss needs full sequences"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        what = "the configuration has output_router_logits, whose loss needs the routers of all stages"
+        what = "the configuration has output_router_logits, and that loss needs the routers of all stages"
     if what:
         raise ValueError(f"apply_pipeline_parallel: {what}. Give a 'loss' of your own.")

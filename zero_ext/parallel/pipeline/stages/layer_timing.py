@@ -31,7 +31,7 @@ def profile_layers(
     Args:
         layers: as for [`PipelineModule`][zero_ext.parallel.pipeline.PipelineModule].
         *inputs: one micro-batch on the device to measure on.
-        repeats: measurements, of which the shortest counts, after one that warms up.
+        repeats: measurements after one that warms up. The shortest counts.
         clock: returns seconds.
 
     Returns:

@@ -41,7 +41,7 @@ class PipelineModule(StageModule):
         split: "parameters" (as many elements of parameters in each stage as can be), "uniform" (as many
             layers), or a weight for every layer, as its measured seconds.
         ties: a parameter in stages on several ranks is one parameter if it is named here: groups of such
-            names, whose gradients are summed. Those of `TiedLayerSpec` need no naming.
+            names, and their gradients are summed. Those of `TiedLayerSpec` need no naming.
 
     Raises:
         ValueError: on all ranks alike, fewer layers than stages, a mesh without "pp", an unknown schedule
