@@ -340,10 +340,10 @@ def latest(text: str) -> Callable[[Path], object]:
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rank missing": (move(OPTIM.format(0), "x"), "that of rank 0 is missing"),
-    "the last rank missing": (move(OPTIM.format(1), "x"), "saved by 2 ranks, but .* holds 1"),
-    "a rank too many": (copy(OPTIM.format(1), OPTIM.format(2)), "saved by 2 ranks, but .* holds 3"),
+    "the last rank missing": (move(OPTIM.format(1), "x"), "expected 2 .*got 1"),
+    "a rank too many": (copy(OPTIM.format(1), OPTIM.format(2)), "expected 2 .*got 3"),
     "a rank twice": (copy(OPTIM.format(1), "bf16_" + OPTIM.format(1)), "both of rank 1"),
-    "no model": (move(MODEL, "x"), "has 0 files"),
+    "no model": (move(MODEL, "x"), "got 0 "),
     "a model of stage 3 beside it": (
         copy(MODEL, "zero_pp_rank_0_" + MODEL),
         "expected model files of one kind",

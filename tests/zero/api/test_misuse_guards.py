@@ -174,7 +174,7 @@ def test_a_write_in_gathered_for_reading_raises(world: World) -> None:
     with pytest.raises(RuntimeError, match=r"'layer.weight' was written to(?s:.*)gathered"):  # noqa: SIM117
         with zero_ext.gathered(model.layer.weight), torch.no_grad():
             model.layer.weight.fill_(1.0)
-    with pytest.raises(ValueError, match=r"modifier_rank: 5 given, a rank from 0 to 1 wanted"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"modifier_rank: expected 0 to 1, got 5"):  # noqa: SIM117
         with zero_ext.gathered(model.parameters(), modifier_rank=5):
             pass
     with pytest.raises(ValueError, match="expected one of a prepared model, got another"):  # noqa: SIM117
@@ -438,7 +438,7 @@ def test_full_state_dict_round_trip(world: World, stage: int) -> None:
         model.load_state_dict(
             {**{k: v for k, v in state.items() if k != "norm.bias"}, "other": torch.ones(1)}
         )
-    with pytest.raises(ValueError, match=r"'norm.bias' has shape \(3,\), \(12,\) wanted"):
+    with pytest.raises(ValueError, match=r"'norm.bias': expected shape \(12,\), got \(3,\)"):
         model.load_state_dict({**state, "norm.bias": torch.ones(3)})
     language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
     optimizer.step()

@@ -187,7 +187,7 @@ def test_state_dicts_are_those_of_the_plain_layers() -> None:
     fresh = {name: torch.randn_like(value) for name, value in state.items()}
     assert not any(tiled.load_state_dict(fresh))
     assert all(torch.equal(value, fresh[name]) for name, value in tiled.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"embedding.weight has shape \(2, 2\), \(23, 12\) wanted"):
+    with pytest.raises(RuntimeError, match=r"embedding.weight: expected shape \(23, 12\), got \(2, 2\)"):
         tiled.load_state_dict({**fresh, "embedding.weight": torch.zeros(2, 2)})
 
 

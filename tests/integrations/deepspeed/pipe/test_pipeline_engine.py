@@ -65,7 +65,7 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
     assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (world.rank, ALL, 2)
     assert engine.get_data_parallel_rank() == world.rank % 2
     for refused in (engine, engine.forward, engine.backward, engine.step, engine.coalesce_grad_reduction):
-        with pytest.raises(RuntimeError, match=r"whole batches; call engine\.train_batch"):
+        with pytest.raises(RuntimeError, match=r"full batches\. Call engine\.train_batch"):
             refused()
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="zero-ext export"):
         engine.save_16bit_model("nowhere")
@@ -91,7 +91,7 @@ def test_outputs_of_an_evaluation(world: World) -> None:
         assert outputs is None and logits is None
     assert engine.data_iterator is training and torch.isfinite(loss)
     for asked in ({"num_micro_batches": 1}, {"reduce_output": None}, {"compute_loss": False}):
-        with pytest.raises(deepspeed.DeepSpeedFeatureError, match=r"eval_batch\(.* is not served"):
+        with pytest.raises(deepspeed.DeepSpeedFeatureError, match=r"eval_batch: "):
             engine.eval_batch(training, **asked)
 
 
