@@ -74,7 +74,7 @@ def test_files(tmp_path: Path) -> None:
     middle = handle.new_cpu_locked_tensor(17, buffer)
     assert handle.async_pread(middle, path, 12_000) == 0 and handle.wait() == 1
     assert torch.equal(middle, tensors[1])
-    with pytest.raises(RuntimeError, match="32068 bytes wanted from offset 4 on, 32064 are there"):
+    with pytest.raises(RuntimeError, match="expected 32068 bytes from offset 4 on, got 32064"):
         handle.read(buffer, path, file_offset=4)
     with pytest.raises(RuntimeError, match="no-such-folder"):
         handle.write(buffer, str(tmp_path / "no-such-folder" / "x"))

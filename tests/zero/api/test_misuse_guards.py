@@ -171,7 +171,7 @@ def test_edits_inside_gathered_hold_on_every_rank_and_survive_a_step(world: Worl
 @on_ranks(2)
 def test_a_write_in_gathered_for_reading_raises(world: World) -> None:
     model, _ = prepared(world, Scalars())
-    with pytest.raises(RuntimeError, match=r"'layer.weight' was written to(?s:.*)gathered"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match=r"'layer.weight': it was written to(?s:.*)gathered"):  # noqa: SIM117
         with zero_ext.gathered(model.layer.weight), torch.no_grad():
             model.layer.weight.fill_(1.0)
     with pytest.raises(ValueError, match=r"modifier_rank: expected 0 to 1, got 5"):  # noqa: SIM117
