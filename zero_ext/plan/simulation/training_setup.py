@@ -30,11 +30,16 @@ class Training:
     """One run: 16-bit parameters, fp32 master weights, Adam.
 
     Attributes:
-        world_size: ranks. stage: ZeRO stage, 0 to 3. micro_batch: samples of a rank's forward.
-        accumulation_steps: micro-batches of a step. in_flight: micro-batches with activations that wait for
-        backward simultaneously; several in a pipeline. params: tier of parameters, as in `offload`. grads:
-        tier of gradients, as in `offload`. optimizer: tier of the optimizer, as in `offload`. update_mode:
-        when updates run, as `offload.update_mode`. Those in backward are final, never rolled
+        world_size: ranks.
+        stage: ZeRO stage, 0 to 3.
+        micro_batch: samples of a rank's forward.
+        accumulation_steps: micro-batches of a step.
+        in_flight: micro-batches with activations that wait for backward simultaneously; several in a
+            pipeline.
+        params: tier of parameters, as in `offload`.
+        grads: tier of gradients, as in `offload`.
+        optimizer: tier of the optimizer, as in `offload`.
+        update_mode: when updates run, as `offload.update_mode`. Those in backward are final, never rolled
             back.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
             meanwhile (ZeRO-Infinity, section 5.1.2).

@@ -50,8 +50,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last step was skipped because fp16 gradients overflowed; a schedule then
-        waits.
+        """Return whether the last step was skipped because fp16 gradients overflowed.
+
+        A schedule then waits.
         """
         return self._last_skipped
 

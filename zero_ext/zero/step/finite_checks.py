@@ -149,9 +149,9 @@ class FiniteChecks:
         """Return the names of what is not finite on any rank that shares the state; a collective.
 
         Args:
-            stepper: its moments are checked, too; None leaves them aside. local: whether to look at unreduced
-            gradients rather than reduced ones. found_before: unit and number of the parameters with gradients
-            that this rank found not to have been
+            stepper: its moments are checked, too; None leaves them aside.
+            local: whether to look at unreduced gradients rather than reduced ones.
+            found_before: unit and number of the parameters with gradients that this rank found not to have been
                 finite, where these are gone; None where they are there to be looked at.
         """
         tiers = {master.state.tier for master in self._masters} | {
