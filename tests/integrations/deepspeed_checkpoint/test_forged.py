@@ -252,7 +252,11 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
     "tensor parallel": (2, {"edit_model": set_in("mp_world_size", to=2)}, "tensor parallelism"),
     "experts": (3, {"edit_model": set_in("num_experts", to=[4])}, "expert parallelism"),
     "elastic": (1, {"edit_optimizer": set_in("base_optimizer_state", to=[{}])}, "elastic_checkpoint"),
-    "another step on one rank": (3, {"edit_model": on_rank(1, set_in("global_steps", to=6))}, "expected step 7 .*got 6"),
+    "another step on one rank": (
+        3,
+        {"edit_model": on_rank(1, set_in("global_steps", to=6))},
+        "expected step 7 .*got 6",
+    ),
     "a frozen part too short": (
         3,
         {"edit_model": on_rank(1, set_in("frozen_param_fragments", "frozen", to=torch.ones(2)))},

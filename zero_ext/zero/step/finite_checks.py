@@ -151,7 +151,7 @@ class FiniteChecks:
         Args:
             stepper: its moments are checked, too; None leaves them aside.
             local: whether to look at unreduced gradients rather than reduced ones.
-            found_before: unit and number of the parameters with gradients that this rank found not to have been
+            found_before: unit and number of the parameters with gradients that this rank found not to be
                 finite, where these are gone; None where they are there to be looked at.
         """
         tiers = {master.state.tier for master in self._masters} | {

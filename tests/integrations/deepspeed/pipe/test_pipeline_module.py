@@ -61,7 +61,11 @@ def test_specifications_have_deepspeeds_attributes() -> None:
         ({"partition_method": "profile"}, ValueError, "partition_method: 'profile' given, 'parameters'"),
         ({"partition_method": "type:Bloc$"}, ValueError, "finds none of the layers, which are ['Block', 'W"),
         ({"activation_checkpoint_interval": -1}, ValueError, "activation_checkpoint_interval: -1 given"),
-        ({"seed_layers": True}, DeepSpeedFeatureError, "PipelineModule(seed_layers=...): it is not supported"),
+        (
+            {"seed_layers": True},
+            DeepSpeedFeatureError,
+            "PipelineModule(seed_layers=...): it is not supported",
+        ),
         ({"seed_fn": print}, DeepSpeedFeatureError, "leave it out"),
         ({"activation_checkpoint_func": print}, DeepSpeedFeatureError, "checkpointing.configure sets up"),
         ({"partition": "uniform"}, TypeError, "got 'partition'"),
