@@ -124,7 +124,7 @@ def test_configurations_and_worlds_that_do_not_exist() -> None:
             FlatLayout.build([ParameterSpec("a", (2,), (1,), torch.float32)], world_size)
     with pytest.raises(ValueError, match="expected one with parameters, got ReLU"):
         zero_ext.prepare(nn.ReLU(), None, {"stage": 3})
-    with pytest.raises(ValueError, match=r"'weight' is on device 'meta', which has no values"):
+    with pytest.raises(ValueError, match=r"'weight': expected values, got device 'meta'"):
         zero_ext.prepare(nn.Linear(2, 2, device="meta"), None, {"stage": 3})
     zero_ext.prepare(model, None, {"stage": 3})
 
@@ -353,7 +353,7 @@ def test_a_model_inside_a_prepared_one_is_refused(world: World) -> None:
     for stage in (0, 3):
         outer = TinyModel(layers=1)
         prepared(world, outer, stage)
-        with pytest.raises(ValueError, match=r"'0\.norm\.weight' belongs to a prepared model already"):
+        with pytest.raises(ValueError, match=r"'0\.norm\.weight': it belongs to a prepared model already"):
             prepared(world, outer.blocks, stage)
 
 

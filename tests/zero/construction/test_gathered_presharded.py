@@ -56,7 +56,7 @@ def test_misuse(world: World) -> None:
         model = built(world.seed)
     with torch.no_grad(), pytest.raises(RuntimeError, match="written to inside"), zero_ext.gathered(model):
         model[0].weight.zero_()
-    wrong_rank = pytest.raises(ValueError, match="modifier_rank: 2 given, a rank from 0 to 1")
+    wrong_rank = pytest.raises(ValueError, match="modifier_rank: expected 0 to 1, got 2")
     with wrong_rank, zero_ext.gathered(model, modifier_rank=2):
         pass
     with pytest.raises(KeyError), zero_ext.gathered(model, modifier_rank=0):

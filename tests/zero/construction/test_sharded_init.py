@@ -373,7 +373,9 @@ def test_misuse_between_init_and_prepare(world: World) -> None:
 def test_init_skip_prepares_meta_and_presharded_parameters(world: World) -> None:
     with torch.device("meta"):
         meta = TinyModel()
-    with pytest.raises(ValueError, match=r"'embedding.weight' is on device 'meta'.*zero_ext.Init"):
+    with pytest.raises(
+        ValueError, match=r"'embedding.weight': expected values, got device 'meta'.*zero_ext.Init"
+    ):
         zero_ext.prepare(meta, None, configuration(3), process_group=world.group)
     with zero_ext.Init(process_group=world.group):
         presharded = TinyModel()
