@@ -442,7 +442,7 @@ def test_what_cannot_be_tiled_is_refused_by_name_and_nothing_changes(world: Worl
         ({"norm": 2}, "units.tiles.norm: a LayerNorm"),
         ({"own": 2}, "units.tiles.own: a Own"),
         ({"renormed": 2}, "units.tiles.renormed: max_norm = 1.0"),
-        ({"hooked": 2}, "units.tiles.hooked: has hooks"),
+        ({"hooked": 2}, "units.tiles.hooked: it has hooks"),
     ):
         with pytest.raises(ValueError, match=message):
             zero_ext.prepare(model, None, configuration(3, units={"tiles": tiles}), process_group=world.group)
