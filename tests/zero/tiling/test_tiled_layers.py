@@ -437,11 +437,11 @@ def test_what_cannot_be_tiled_is_refused_by_name_and_nothing_changes(world: Worl
     for tiles, message in (
         ({"heads": 2}, r"\['heads'\] match no module"),
         ({"head": 2}, r"tied parameters \['embedding.weight', 'head.weight'\].*\[None, 2\]"),
-        ({"head": 2, "embedding": 3}, r"\[3, 2\] tiles"),
+        ({"head": 2, "embedding": 3}, r"got \[3, 2\]"),
         ({"head": VOCABULARY + 1, "embedding": 2}, rf"units.tiles.head: expected .*, got {VOCABULARY + 1}"),
-        ({"norm": 2}, "units.tiles.norm: a LayerNorm"),
-        ({"own": 2}, "units.tiles.own: a Own"),
-        ({"renormed": 2}, "units.tiles.renormed: max_norm = 1.0"),
+        ({"norm": 2}, "units.tiles.norm: expected .*got LayerNorm"),
+        ({"own": 2}, "units.tiles.own: expected .*got Own"),
+        ({"renormed": 2}, "units.tiles.renormed: tiles do not support max_norm, got 1.0"),
         ({"hooked": 2}, "units.tiles.hooked: it has hooks"),
     ):
         with pytest.raises(ValueError, match=message):
