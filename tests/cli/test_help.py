@@ -25,7 +25,7 @@ from zero_ext.cli import app
 from zero_ext.cli.machine import measure_machine, prebuild
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
+SCRIPT = r"""
 import json, os, sys
 assert sys.argv[1:] == ["--lr", "0.1"], sys.argv
 if "ZERO_EXT_TRIAL_RESULT" in os.environ:

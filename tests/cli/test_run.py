@@ -87,8 +87,8 @@ def test_wrong_use(started: list[Any], capsys: pytest.CaptureFixture[str]) -> No
             (["nope.py"], "nope.py: no such script .looked from .*check the path"),
             (["own_package"], "own_package: a folder without __main__.py"),
             (["-m", "no_such_package.train"], "no module 'no_such_package'"),
-            (["--nproc-per-node", "two", "train.py"], "--nproc-per-node: got 'two', wanted a number"),
-            (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: got '0', wanted at least 1"),
+            (["--nproc-per-node", "two", "train.py"], "--nproc-per-node: expected a number .*got 'two'"),
+            (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: expected at least 1, got '0'"),
         ):
             refuses([*compat, *arguments], words)
     assert started == []

@@ -217,11 +217,14 @@ def test_models_that_cannot_be_split(world: World) -> None:
     sparsify_attention(per_head, {"mode": "bigbird", "block": 16, "different_layout_per_head": True})
     for model, message in (
         (llama(world.seed, num_attention_heads=1, num_key_value_heads=1), "expected heads divisible by"),
-        (eager, "has attention 'eager'"),
-        (bert(world.seed), "has a head that may look at several tokens"),
-        (bert(world.seed).base_model, "has a head that may look at several tokens"),
-        (llama(world.seed, rope_parameters=LONG), "has rotary embeddings of the type 'dynamic'"),
-        (llama(world.seed, output_router_logits=True), "has output_router_logits"),
+        (eager, "attention: expected one of transformers' registries, got 'eager'"),
+        (bert(world.seed), "its head may look at several tokens"),
+        (bert(world.seed).base_model, "its head may look at several tokens"),
+        (llama(world.seed, rope_parameters=LONG), "its rotary embeddings of type 'dynamic'"),
+        (
+            llama(world.seed, output_router_logits=True),
+            "output_router_logits: its loss needs the tokens of all ranks",
+        ),
         (gpt2(world.seed, add_cross_attention=True), "it has cross-attention"),
         (nn.Linear(2, 2), "expected a model of transformers or one with SparseSelfAttention"),
         (per_head, "expected one layout for all heads"),
@@ -246,11 +249,14 @@ def test_shards_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
     again = {**inputs, "position_ids": inputs["position_ids"] % 10, "attention_mask": None}
     without = {name: value for name, value in inputs.items() if name != "shift_labels"}
     for wrong, message in (
-        ({**inputs, "position_ids": None}, "position_ids are missing"),
-        (without, "labels given without shift_labels"),
-        ({**inputs, "num_items_in_batch": None}, "labels given without num_items_in_batch"),
-        ({**inputs, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
-        (again, "position_ids begin anew"),
+        ({**inputs, "position_ids": None}, "position_ids: expected those of this shard, got none"),
+        (without, "labels: expected shift_labels with them, got none"),
+        ({**inputs, "num_items_in_batch": None}, "labels: expected num_items_in_batch with them, got none"),
+        (
+            {**inputs, "attention_mask": half},
+            "attention_mask: expected all 64 tokens of the sequence, got (4, 32)",
+        ),
+        (again, "position_ids: they begin anew"),
     ):
         theirs = "rank 1 of 'cp': it refused its shard of the sequence"
         with pytest.raises(ValueError, match=re.escape(theirs if world.rank == 0 else message)):

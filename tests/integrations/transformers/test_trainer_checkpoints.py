@@ -192,7 +192,7 @@ def test_a_foreign_or_damaged_checkpoint_is_refused_before_anything_changes(worl
             ("bert", model, "checkpoint of a 'llama' model, got one of 'bert'"),
             ("plain", model, "optimizer.pt.*from_pretrained"),
             ("missing", model, "no such checkpoint folder"),
-            ("unfinished", model, "has no trainer_state.json"),
+            ("unfinished", model, "a complete Trainer checkpoint, got no trainer_state.json"),
             ("cut", model, "model.safetensors"),
             ("garbage", model, "model.safetensors"),
             ("manifest", model, "manifest.json"),

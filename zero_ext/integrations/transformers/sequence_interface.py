@@ -52,7 +52,10 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         problem = "expected position_ids in forward, got none. Use a model that takes them."
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
-        problem = f"attention: got {attention!r}. Call model.set_attn_implementation('sdpa') first."
+        problem = (
+            f"attention: expected one of transformers' registries, got {attention!r}. Call "
+            "model.set_attn_implementation('sdpa') first."
+        )
     ranks = sequence_rank(mesh)[1]
     tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
     heads = getattr(config, "num_attention_heads", None)
@@ -140,7 +143,8 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
     tokens where they are, and some count positions from that of ``padding``."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
-        exchange.agree((0, 0), "batch and length", "neither input_ids nor inputs_embeds given")
+        problem = "inputs: expected input_ids or inputs_embeds, got neither. Pass one of them."
+        exchange.agree((0, 0), "batch and length", problem)
         return
     length = exchange.size * tokens.shape[1]
     positions, mask, cache = (
@@ -148,28 +152,41 @@ def _agree(exchange: SequenceExchange, inputs: dict[str, Any], masked: bool, pad
     )
     seen = () if mask is None else tuple(mask.shape)
     square, problem = len(seen) == 4, ""
+    fix = "Make the inputs from a whole batch with zero_ext.parallel.shard_batch."
     if positions is None:
-        problem = "position_ids are missing, so that the model would take every shard for the first one"
+        problem = (
+            "position_ids: expected those of this shard, got none, so every shard would be the first one"
+        )
     elif padding is not None and int(positions.min()) < padding:
-        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give shard_batch "
-        problem += f"padding_idx={padding}, from which this model counts"
+        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}"
+        fix = f"Give shard_batch padding_idx={padding}, from which this model counts."
     elif masked and "shift_labels" in inputs:
-        problem = "labels: expected those of the tokens themselves, got shift_labels. Give shard_batch "
-        problem += "shift_labels=False"
+        problem = "labels: expected those of the tokens themselves, got shift_labels"
+        fix = "Give shard_batch shift_labels=False."
     elif "labels" in inputs and not masked and "shift_labels" not in inputs:
-        problem = "labels given without shift_labels: a shard does not have the first label of the next one"
+        problem = (
+            "labels: expected shift_labels with them, got none, and a shard lacks the next one's first label"
+        )
     elif "labels" in inputs and "num_items_in_batch" not in inputs:
-        problem = "labels given without num_items_in_batch: a mean over a shard's own labels is another loss"
+        problem = (
+            "labels: expected num_items_in_batch with them, got none, and a shard's mean is another loss"
+        )
     elif seen and seen[-1] != length:
         problem = f"attention_mask: expected all {length} tokens of the sequence, got {seen}"
     elif square and seen[1:3] != (1, length):
         problem = f"attention_mask: expected [batch, 1, {length}, {length}], got {seen}"
     elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
-        problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
+        problem = (
+            "position_ids: they begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
+        )
     elif cache is not None and cache.get_seq_length():
-        problem = f"past_key_values hold {cache.get_seq_length()} tokens; over ranks there is no generation"
+        problem = (
+            f"past_key_values: expected no tokens, got {cache.get_seq_length()}, and sharded sequences do "
+        )
+        problem += "not support generation"
+        fix = "Generate with the model before its sequences are sharded."
     if problem:
-        problem += ". zero_ext.parallel.shard_batch makes the inputs from a whole batch"
+        problem += f". {fix}"
     exchange.agree(tokens.shape[:2], "batch and length", problem)
 
 
