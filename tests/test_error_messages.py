@@ -7,24 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpp_error_templates import cpp_error_texts
 from tests.error_templates import BUG_HELPER, ROOT, ErrorText, error_texts
 from zero_ext.config.internal_error import zero_ext_bug
 
 PACKAGE = ROOT / "zero_ext"
+CPP = ROOT / "csrc"
+# Why a kind of I/O is not available: `IoEngine::make` and the fallback of cuFile complete these texts.
+CPP_REASONS = CPP / "core/aio/queues"
 
 _SUBJECT = re.compile(r"(?P<subject>\S.{0,119}?): \S")
 _MOST_WORDS_OF_A_SUBJECT = 12
 # A fix may say first when it applies: "To keep the file, pass overwrite=False."
 _CONDITION = r"(?:(?:To|If|For|With|Where|While|Before|After|Otherwise)\b[^.]*?, |Or )?"
 _VERBS = (
-    r"add|allow|ask|assign|attach|average|build|call|capture|change|check|choose|clip|clone|close|"
-    r"combine|compile|compute|construct|convert|copy|correct|create|cut|declare|delete|detach|"
-    r"disable|do|download|drop|enable|export|feed|fill|find|fix|flatten|free|give|import|install|"
-    r"keep|leave|let|limit|list|load|look|lower|make|mark|move|name|nest|open|pad|pass|pickle|"
-    r"place|prepare|pull|put|quantize|raise|read|rebuild|recompute|reduce|register|release|remove|"
-    r"rename|repair|repeat|replace|report|rescale|reshape|resize|restart|resume|return|round|run|"
-    r"save|scale|see|select|send|set|shard|share|shorten|shrink|skip|sort|split|start|stop|store|"
-    r"switch|take|trace|train|turn|unset|update|upgrade|use|wait|widen|work|wrap|write"
+    r"add|allocate|allow|ask|assign|attach|average|begin|build|call|capture|change|check|"
+    r"choose|clip|clone|close|combine|compile|compute|construct|convert|copy|correct|"
+    r"create|cut|declare|delete|detach|disable|do|download|drop|enable|export|feed|fill|"
+    r"find|fix|flatten|free|give|import|install|keep|leave|let|limit|list|load|look|"
+    r"lower|make|mark|move|name|nest|open|pad|pass|pickle|place|prepare|pull|put|"
+    r"quantize|raise|read|rebuild|recompute|reduce|register|release|remove|rename|repair|"
+    r"repeat|replace|report|rescale|reserve|reshape|resize|restart|resume|return|round|run|"
+    r"save|scale|see|select|send|set|shard|share|shorten|shrink|skip|sort|split|start|"
+    r"stop|store|switch|take|trace|train|turn|unset|update|upgrade|use|wait|widen|work|"
+    r"wrap|write"
 )
 _IMPERATIVE = re.compile(rf"{_CONDITION}(?:please |do not |never )?(?:{_VERBS})\b", re.IGNORECASE)
 _QUESTION = re.compile(r"Did you mean .*\?$")
@@ -72,6 +78,40 @@ def violations(package: Path) -> list[str]:
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
 def test_every_error_names_its_subject_and_a_fix(package: str) -> None:
     assert violations(PACKAGE / package) == []
+
+
+def test_every_error_of_the_kernels_names_its_subject_and_a_fix() -> None:
+    files = [each for each in sorted(CPP.rglob("*")) if each.suffix in {".cpp", ".cu", ".cuh", ".h"}]
+    texts = [
+        text
+        for file in files
+        if not {CPP / "tests", CPP_REASONS} & set(file.parents)
+        for text in cpp_error_texts(file)
+    ]
+    assert len(texts) > 150
+    assert [f"{text.file}:{text.line}: {said}" for text in texts if (said := complaint(text))] == []
+
+
+CPP_FILE = """
+std::runtime_error failure(const std::string& path, const std::string& reason) {
+  return std::runtime_error("store: '" + path + "': " + reason);
+}
+
+void check(std::int64_t n, const Tensor& t) {
+  STD_TORCH_CHECK(f(n, 2) > 0, label({op, "t"}), "expected ", "1, got ", g(n), ". "
+                  "Pass it.");  // throw std::runtime_error("not code")
+  throw failure(name(n, 1), std::to_string(n) + " is too many. Pass less.");
+}
+"""
+
+
+def test_errors_of_cpp_files_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "check.cpp"
+    file.write_text(CPP_FILE)
+    assert [(text.line, text.template) for text in cpp_error_texts(file, tmp_path)] == [
+        (7, "{}: argument '{}': expected 1, got {}. Pass it."),
+        (9, "store: '{}': {} is too many. Pass less."),
+    ]
 
 
 MODULE = """

@@ -5,7 +5,7 @@
 namespace zero_ext::ops {
 
 std::string label(const Argument& argument) {
-  return std::string(argument.op) + ": argument '" + argument.name + "' ";
+  return std::string(argument.op) + ": argument '" + argument.name + "': ";
 }
 
 std::string shape_text(const Tensor& tensor) {
@@ -18,15 +18,16 @@ std::string shape_text(const Tensor& tensor) {
 
 void check_layout(const Tensor& tensor, const Argument& argument) {
   check_device(tensor, argument);
-  STD_TORCH_CHECK(tensor.is_contiguous(), label(argument), "of shape ", shape_text(tensor),
-                  " is not contiguous; pass tensor.contiguous() or a contiguous view");
+  STD_TORCH_CHECK(tensor.is_contiguous(), label(argument),
+                  "expected a contiguous tensor, got shape ", shape_text(tensor),
+                  " with other strides. Pass tensor.contiguous() or a contiguous view.");
 }
 
 void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType expected) {
   check_layout(tensor, argument);
-  STD_TORCH_CHECK(tensor.scalar_type() == expected, label(argument), "has dtype ",
-                  torch::headeronly::toString(tensor.scalar_type()), "; it must be ",
-                  torch::headeronly::toString(expected));
+  STD_TORCH_CHECK(tensor.scalar_type() == expected, label(argument), "expected dtype ",
+                  torch::headeronly::toString(expected), ", got ",
+                  torch::headeronly::toString(tensor.scalar_type()), ". Convert it.");
 }
 
 core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) {
@@ -39,15 +40,15 @@ core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) 
     case ScalarType::Half:
       return core::NumericType::float16;
     default:
-      STD_TORCH_CHECK(false, label(argument), "has dtype ",
-                      torch::headeronly::toString(tensor.scalar_type()),
-                      "; it must be Float, BFloat16 or Half");
+      STD_TORCH_CHECK(false, label(argument), "expected dtype Float, BFloat16 or Half, got ",
+                      torch::headeronly::toString(tensor.scalar_type()), ". Convert it.");
   }
 }
 
 void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t numel) {
-  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.numel() == numel, label(argument), "has shape ",
-                  shape_text(tensor), "; it must be one-dimensional with ", numel, " elements");
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.numel() == numel, label(argument),
+                  "expected one dimension with ", numel, " elements, got shape ",
+                  shape_text(tensor), ". Reshape it or pass another.");
 }
 
 MemoryRange memory_range(const Tensor& tensor, const Argument& argument) {
@@ -62,8 +63,8 @@ void check_disjoint(std::vector<MemoryRange> ranges) {
             [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; });
   for (std::size_t i = 1; i < ranges.size(); ++i) {
     STD_TORCH_CHECK(ranges[i].begin >= ranges[i - 1].end, label(ranges[i].argument),
-                    "overlaps the memory of argument '", ranges[i - 1].argument.name,
-                    "'; give each its own memory");
+                    "expected its own memory, got some of argument '", ranges[i - 1].argument.name,
+                    "'. Pass tensors that do not overlap.");
   }
 }
 

@@ -22,10 +22,11 @@ std::size_t nbytes(const Tensor& tensor) {
 
 void cross_process_open(std::int64_t handle, const std::string& name, std::int64_t rank,
                         std::int64_t world_size, bool create) {
-  STD_TORCH_CHECK(world_size >= 1 && world_size <= 1024, "cross_process_open: world_size is ",
-                  world_size, "; 1 to 1024 wanted");
-  STD_TORCH_CHECK(rank >= 0 && rank < world_size, "cross_process_open: rank is ", rank, " of ",
-                  world_size);
+  STD_TORCH_CHECK(world_size >= 1 && world_size <= 1024,
+                  "cross_process_open: world_size: expected 1 to 1024, got ", world_size,
+                  ". Start at most 1024 ranks on a host.");
+  STD_TORCH_CHECK(rank >= 0 && rank < world_size, "cross_process_open: rank: expected 0 to ",
+                  world_size - 1, ", got ", rank, ". Pass the rank in the group.");
   registry().put(handle, std::make_shared<core::CrossProcessTransport>(
                              name, static_cast<int>(rank), static_cast<int>(world_size), create));
 }

@@ -10,10 +10,10 @@ std::int64_t cpu_dispatch_level() { return static_cast<std::int64_t>(core::activ
 
 void set_cpu_dispatch_level(std::int64_t level) {
   const auto widest = static_cast<std::int64_t>(core::widest_isa());
-  STD_TORCH_CHECK(level >= 0 && level <= widest, "set_cpu_dispatch_level: level is ", level,
-                  "; this machine has the levels 0 to ", widest,
-                  " (0 scalar, 1 AVX2, 2 AVX-512, "
-                  "3 AVX-512 with bfloat16)");
+  STD_TORCH_CHECK(level >= 0 && level <= widest, "set_cpu_dispatch_level: level: expected 0 to ",
+                  widest,
+                  " on this machine (0 scalar, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16), got ",
+                  level, ". Pass one of these.");
   core::select_isa(static_cast<core::Isa>(level));
 }
 

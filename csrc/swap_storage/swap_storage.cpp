@@ -15,11 +15,11 @@ namespace {
 void swap_memory(c10::StorageImpl& one, c10::StorageImpl& other) {
   const size_t one_nbytes = one.nbytes();
   const size_t other_nbytes = other.nbytes();
-  TORCH_CHECK(one.device() == other.device(), "swap: storages on ", one.device(), " and ",
-              other.device(), "; both must be on one device");
+  TORCH_CHECK(one.device() == other.device(), "swap: expected storages on one device, got ",
+              one.device(), " and ", other.device(), ". Move one of them.");
   TORCH_CHECK(one_nbytes == other_nbytes || one_nbytes == 0 || other_nbytes == 0,
-              "swap: storages of ", one_nbytes, " and ", other_nbytes,
-              " bytes; they must be equal, or one of them empty");
+              "swap: expected storages of equal size, or one empty, got ", one_nbytes, " and ",
+              other_nbytes, " bytes. Resize one of them.");
   c10::DataPtr saved = one.set_data_ptr(c10::DataPtr());
   one.set_data_ptr_noswap(other.set_data_ptr(std::move(saved)));
   one.set_nbytes(other_nbytes);

@@ -228,11 +228,11 @@ def test_groups_that_are_refused(world: World) -> None:
     inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
     with pytest.raises(ValueError, match="partition_activations: expected an activation_group, got none"):
         ActivationCheckpointing(policy)(torch.sin, inputs)
-    with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
+    with pytest.raises(ValueError, match=r"at most one data-parallel rank, got \[0, 1\]"):
         ActivationCheckpointing(policy, world.group, data_parallel_group=world.group)
     model = nn.Linear(4, 4)
     config = {"activation_checkpointing": {"partition_activations": True}}
-    with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
+    with pytest.raises(ValueError, match=r"at most one data-parallel rank, got \[0, 1\]"):
         zero_ext.prepare(
             model, None, config, process_group=world.group, activation_group=world.group, wrap=False
         )

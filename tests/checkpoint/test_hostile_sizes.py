@@ -130,7 +130,7 @@ def test_the_manifest_follows_the_shards(folder: Path, monkeypatch: pytest.Monke
     shard = path.with_name("rank-00000.safetensors")
     with path.open("ab") as file:
         file.truncate((64 << 20) + 4 * shard.stat().st_size + 1)
-    assert f"beside {shard.stat().st_size} bytes of shards, got more" in refuse(folder)
+    assert f"{shard.stat().st_size} bytes of shards, got more" in refuse(folder)
     save_state(folder, FakeSource(SMALL, 1))
     edit(folder, lambda fields: fields.update(client_state=[[]] * 1_600_000))
     assert "lists and objects, got 16000" in refuse(folder)

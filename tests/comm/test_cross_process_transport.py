@@ -237,7 +237,7 @@ def test_the_next_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match="handle -1 is not open"):
         ops.cross_process_send(-1, 0, torch.zeros(1), 0)
-    with pytest.raises(RuntimeError, match="rank is 2 of 2"):
+    with pytest.raises(RuntimeError, match="rank: expected 0 to 1, got 2"):
         ops.cross_process_open(-2, "/zero_ext-never", 2, 2, False)
     with pytest.raises(RuntimeError, match=r"zero_ext-never.*No such file"):
         ops.cross_process_open(-2, "/zero_ext-never", 1, 2, False)

@@ -28,39 +28,37 @@ def refused(case: Case, message: str) -> None:
 
 
 def test_inputs(case: Case) -> None:
+    refused(replace(case, key=case.key.half()), "'key': expected dtype Float as of query, got Half")
     refused(
-        replace(case, key=case.key.half()), "'key' has dtype Half and query has Float; they must be equal"
+        replace(case, query=case.query.double()),
+        "'query': expected dtype Float, BFloat16 or Half, got Double",
+    )
+    refused(replace(case, query=case.query[0]), r"'query': expected shape \[batch, heads.*got \[4, 40, 16\]")
+    refused(
+        replace(case, value=case.value[:, :, 1:]), r"'value': expected key's shape .*got \[2, 2, 39, 16\]"
     )
     refused(
-        replace(case, query=case.query.double()), "'query' has dtype Double; it must be Float, BFloat16 or"
+        replace(case, key=case.key[:1], value=case.value[:1]),
+        "'key': expected batch and head dim of query's shape",
     )
-    refused(replace(case, query=case.query[0]), r"'query' has shape \[4, 40, 16\]; it must be \[batch, heads")
-    refused(
-        replace(case, value=case.value[:, :, 1:]), r"'value' has shape \[2, 2, 39, 16\]; it must be key's"
-    )
-    refused(
-        replace(case, key=case.key[:1], value=case.value[:1]), "'key' has shape .* batch and head dim must"
-    )
-    refused(replace(case, query=torch.tensor(1.0)), r"'query' has shape \[\]; it must be \[batch, heads")
+    refused(replace(case, query=torch.tensor(1.0)), r"'query': expected shape \[batch, heads.*got \[\]")
     three = torch.randn(2, 3, 40, 16)
-    refused(
-        replace(case, key=three, value=three), "has 3 heads and query has 4; the number of key heads must"
-    )
+    refused(replace(case, key=three, value=three), "a number of heads that divides query's 4, got 3")
     refused(replace(case, query=case.query.to("meta")), "expected all tensors on one device, got cpu, meta")
 
 
 @pytest.mark.parametrize("dim", [0, 8, 20, 264])
 def test_head_dims(case: Case, dim: int) -> None:
     rows = [torch.randn(1, 1, 40, dim) for _ in range(3)]
-    refused(Case(*rows, case.mask[:1], 16), f"head dim is {dim}; it must be a multiple of 8 from 16 to 256")
+    refused(Case(*rows, case.mask[:1], 16), f"head dim: expected a multiple of 8 from 16 to 256, got {dim}")
 
 
 def test_options(case: Case) -> None:
-    refused(replace(case, block=24), "block is 24; it must be 16, 32, 64 or 128")
-    refused(replace(case, scale=float("inf")), "scale is inf; it must be finite")
-    refused(replace(case, dropout=1.0), "dropout is 1; it must be at least 0 and below 1")
-    refused(replace(case, dropout=-0.1), "dropout is -0.1")
-    refused(replace(case, offset=2**32), r"offset is 4294967296; it must be at least 0 and below 2\^32")
+    refused(replace(case, block=24), "block: expected 16, 32, 64 or 128, got 24")
+    refused(replace(case, scale=float("inf")), "scale: .*finite.*got inf")
+    refused(replace(case, dropout=1.0), "dropout: expected at least 0 and below 1, got 1")
+    refused(replace(case, dropout=-0.1), "dropout: .*got -0.1")
+    refused(replace(case, offset=2**32), r"offset: expected at least 0 and below 2\^32, got 4294967296")
     with pytest.raises(TypeError, match=r"expected keywords among .*, got 'drop'"):
         ops.block_sparse_attention(
             case.query,
@@ -82,28 +80,30 @@ def test_every_argument_has_a_type() -> None:
 
 
 def test_masks(case: Case) -> None:
-    refused(replace(case, key_padding=torch.ones(2, 40)), "'key_padding' has dtype Float; it must be Bool")
+    refused(replace(case, key_padding=torch.ones(2, 40)), "'key_padding': expected dtype Bool.*got Float")
     padding = torch.ones(2, 39, dtype=torch.bool)
-    refused(replace(case, key_padding=padding), r"'key_padding' has shape \[2, 39\]; it must be \[2, 40\]")
+    refused(replace(case, key_padding=padding), r"'key_padding': expected shape \[2, 40\].*got \[2, 39\]")
     refused(
-        replace(case, key_padding=torch.tensor(True)), r"'key_padding' has shape \[\]; it must be \[2, 40\]"
+        replace(case, key_padding=torch.tensor(True)), r"'key_padding': expected shape \[2, 40\].*got \[\]"
     )
     refused(
         replace(case, bias=torch.zeros(1, 4, 40, 39)),
-        r"'bias' has shape \[1, 4, 40, 39\]; it must be \[2 or 1",
+        r"'bias': expected shape \[2 or 1.*got \[1, 4, 40, 39\]",
     )
-    refused(replace(case, bias=torch.zeros(40, 40)), r"'bias' has shape \[40, 40\]; it must be")
-    refused(replace(case, bias=torch.zeros(1, 1, 40, 40).int()), "'bias' has dtype Int; it must be Float")
+    refused(replace(case, bias=torch.zeros(40, 40)), r"'bias': expected shape .*got \[40, 40\]")
+    refused(replace(case, bias=torch.zeros(1, 1, 40, 40).int()), "'bias': expected dtype Float.*got Int")
 
 
 def test_a_layout_for_another_length(case: Case) -> None:
     refused(
         replace(case, mask=case.mask[:, :2]),
-        r"'row_pointers' has shape \[4, 3\]; for 4 query heads, 40 queries",
+        r"'row_pointers': .*for 4 query heads, 40 queries.*got \[4, 3\]",
     )
-    refused(replace(case, mask=case.mask[:2]), r"it must be \[1 or 4, 4\]: build the layout for this length")
+    refused(
+        replace(case, mask=case.mask[:2]), r"expected shape \[1 or 4, 4\].*Build the layout for this length"
+    )
     more = torch.ones(4, 3, 4, dtype=torch.bool)
-    refused(replace(case, mask=more), "'columns' has 3 at 3, in row .* below 3, the number of column blocks")
+    refused(replace(case, mask=more), "'columns': .*below 3, the number of column blocks, got 3 at 3, in row")
 
 
 def pointers(layout: ops.LayoutTensors, position: tuple[int, int], value: int) -> ops.LayoutTensors:
@@ -119,16 +119,16 @@ def columns(layout: ops.LayoutTensors, position: int, value: int) -> ops.LayoutT
 
 
 HOSTILE: list[tuple[Callable[[ops.LayoutTensors], Any], str]] = [
-    (lambda good: pointers(good, (0, 0), -1), r"'row_pointers' has -1 at \[0, 0\]"),
-    (lambda good: pointers(good, (3, 3), 1000), "'row_pointers' has 33 at .* and 1000 after it"),
-    (lambda good: pointers(good, (1, 2), 3), "'row_pointers' has 12 at .* and 3 after it; they must ascend"),
-    (lambda good: columns(good, 2, 3), r"'columns' has 3 at 2, in row \[0, 0\]"),
-    (lambda good: columns(good, 0, -2), "'columns' has -2 at 0"),
-    (lambda good: columns(good, 4, 0), "'columns' has 0 at 4, in row .* must ascend"),
-    (lambda good: good._replace(columns=good.columns.long()), "'columns' has dtype Long; it must be Int"),
+    (lambda good: pointers(good, (0, 0), -1), r"'row_pointers': .*got -1 at \[0, 0\]"),
+    (lambda good: pointers(good, (3, 3), 1000), "'row_pointers': .*got 33 at .* and 1000 after it"),
+    (lambda good: pointers(good, (1, 2), 3), "'row_pointers': .*ascend.*got 12 at .* and 3 after it"),
+    (lambda good: columns(good, 2, 3), r"'columns': .*got 3 at 2, in row \[0, 0\]"),
+    (lambda good: columns(good, 0, -2), "'columns': .*got -2 at 0"),
+    (lambda good: columns(good, 4, 0), "'columns': .*ascend.*got 0 at 4, in row"),
+    (lambda good: good._replace(columns=good.columns.long()), "'columns': expected dtype Int, got Long"),
     (
         lambda good: good._replace(row_pointers=good.row_pointers[:, ::2]),
-        "'row_pointers' of shape .* contiguous",
+        "'row_pointers': expected a contiguous tensor",
     ),
 ]
 
@@ -152,12 +152,12 @@ def test_backward_checks_its_arguments(case: Case) -> None:
         torch.ops.zero_ext.block_sparse_attention_backward(*rows, wants)
 
     for arguments_of_call, message in (
-        ((output[:, :2], output, logsumexp), "'grad_output' has shape .* it must be query's"),
-        ((output.half(), output, logsumexp), "'grad_output' has dtype Half and query has Float"),
-        ((output, output[:, :2], logsumexp), "'output' has shape .* it must be query's"),
-        ((output, output, logsumexp[:1]), r"'logsumexp' has shape \[1, 4, 40\]; it must be \[2, 4, 40\]"),
-        ((output, output, logsumexp.double()), "'logsumexp' has dtype Double; it must be Float"),
-        ((output, output, logsumexp, True), "a gradient is asked for the argument 'bias', which is None"),
+        ((output[:, :2], output, logsumexp), "'grad_output': expected query's shape"),
+        ((output.half(), output, logsumexp), "'grad_output': expected dtype Float as of query, got Half"),
+        ((output, output[:, :2], logsumexp), "'output': expected query's shape"),
+        ((output, output, logsumexp[:1]), r"'logsumexp': expected shape \[2, 4, 40\], got \[1, 4, 40\]"),
+        ((output, output, logsumexp.double()), "'logsumexp': expected dtype Float, got Double"),
+        ((output, output, logsumexp, True), "'bias': .*its gradient is needed, got None"),
     ):
         with pytest.raises(RuntimeError, match=message):
             backward(*arguments_of_call)

@@ -62,11 +62,11 @@ def test_continues_from_a_seed(generator: random.Random) -> None:
 @pytest.mark.parametrize(
     ("bytes_", "seed", "named"),
     [
-        (torch.zeros(8), 0, "'bytes' has dtype Float"),
-        (torch.zeros(2, 4, dtype=torch.uint8), 0, "'bytes' has shape"),
-        (torch.zeros(8, dtype=torch.uint8)[::2], 0, "'bytes' of shape"),
-        (torch.zeros(8, dtype=torch.uint8), -1, "'seed' is -1"),
-        (torch.zeros(8, dtype=torch.uint8), 2**32, "'seed' is 4294967296"),
+        (torch.zeros(8), 0, "'bytes': expected dtype .*, got Float"),
+        (torch.zeros(2, 4, dtype=torch.uint8), 0, "'bytes': .*got shape"),
+        (torch.zeros(8, dtype=torch.uint8)[::2], 0, "'bytes': expected a contiguous tensor"),
+        (torch.zeros(8, dtype=torch.uint8), -1, "'seed': .*got -1"),
+        (torch.zeros(8, dtype=torch.uint8), 2**32, "'seed': .*got 4294967296"),
     ],
 )
 def test_refuses_by_name(bytes_: torch.Tensor, seed: int, named: str) -> None:

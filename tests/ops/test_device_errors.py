@@ -170,7 +170,7 @@ def test_a_layout_on_a_device_is_checked_where_the_host_reads_it(world: World) -
 
 
 def test_the_cpu_raises_immediately() -> None:
-    with pytest.raises(RuntimeError, match=r"beta1 of hyper\[0\] is 1\.5; it must be in \[0, 1\)"):
+    with pytest.raises(RuntimeError, match=r"beta1 of hyper\[0\]: expected in \[0, 1\), got 1\.5"):
         adam([with_value(ADAM, 1, 1.5)], [[0, 64]], "cpu")
     ops.raise_device_errors("cpu")
     record = torch.full((ops.DEVICE_ERROR_WORDS,), 7)

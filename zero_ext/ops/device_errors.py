@@ -63,7 +63,7 @@ def raise_device_errors(device: torch.device | int | str) -> None:
     pop_device_error_(record)
     text = device_error_text(record.cpu())
     if text:
-        raise RuntimeError(f"{record.device}: {text}")
+        raise RuntimeError(f"{record.device}: {text} Check what computes the value.")
 
 
 @fake_kernel("pop_device_error_")

@@ -8,10 +8,10 @@ namespace zero_ext::core {
 
 void FaultPlan::add(const FaultRule& rule) {
   if (rule.after < 0 || rule.times < 1 || rule.result < -4095) {
-    throw std::runtime_error("fault rule has after " + std::to_string(rule.after) + ", times " +
-                             std::to_string(rule.times) + ", result " +
-                             std::to_string(rule.result) +
-                             "; after >= 0, times >= 1 and result >= -4095 wanted");
+    throw std::runtime_error(
+        "fault rule: expected after >= 0, times >= 1 and result >= -4095, got " +
+        std::to_string(rule.after) + ", " + std::to_string(rule.times) + " and " +
+        std::to_string(rule.result) + ". Correct the rule.");
   }
   const std::lock_guard lock(mutex_);
   rules_.push_back(rule);

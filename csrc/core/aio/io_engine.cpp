@@ -39,15 +39,17 @@ constexpr std::array<BackendKind, 3> kBackends = {{
 const BackendKind& kind_of(Backend backend) {
   const auto* const found =
       std::ranges::find_if(kBackends, [&](const auto& kind) { return kind.backend == backend; });
-  if (found == kBackends.end()) throw std::runtime_error("no such I/O backend");
+  if (found == kBackends.end())
+    throw std::runtime_error("I/O engine: backend " + std::to_string(static_cast<int>(backend)) +
+                             " is unknown. Pass one of io_backends().");
   return *found;
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
   if (value < least || value > most) {
-    throw std::runtime_error("I/O engine: " + std::string(name) + " is " + std::to_string(value) +
-                             "; " + std::to_string(least) + " to " + std::to_string(most) +
-                             " wanted");
+    throw std::runtime_error(std::string(name) + ": expected " + std::to_string(least) + " to " +
+                             std::to_string(most) + ", got " + std::to_string(value) +
+                             ". Pass one of these.");
   }
 }
 
@@ -82,8 +84,9 @@ void check_options(const IoEngineOptions& options) {
   check_range("io_threads", options.io_threads, 1, 16);
   check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
   if (options.block_bytes % kBlockMultiple != 0) {
-    throw std::runtime_error("I/O engine: block_bytes is " + std::to_string(options.block_bytes) +
-                             "; a multiple of " + std::to_string(kBlockMultiple) + " wanted");
+    throw std::runtime_error("block_bytes: expected a multiple of " +
+                             std::to_string(kBlockMultiple) + ", got " +
+                             std::to_string(options.block_bytes) + ". Round it up.");
   }
 }
 
@@ -93,8 +96,8 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
   try {
     return make_of(options, kind.make_queue);
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error("I/O backend " + std::string(kind.name) +
-                             " is not available: " + error.what());
+    throw std::runtime_error("I/O backend " + std::string(kind.name) + ": it is not available (" +
+                             error.what() + "). Use 'auto' to take another.");
   }
 }
 
@@ -135,7 +138,8 @@ std::shared_ptr<TransferHandle> IoEngine::write(std::shared_ptr<IoFile> file, st
                                                 std::span<const std::byte> from,
                                                 std::shared_ptr<void> owner) {
   if (file && !file->writable()) {
-    throw std::runtime_error("writing '" + file->path() + "': it was opened for reading only");
+    throw std::runtime_error("writing '" + file->path() +
+                             "': it was opened for reading only. Open it for writing.");
   }
   const std::span<std::byte> memory{const_cast<std::byte*>(from.data()), from.size()};
   return start({std::move(file), IoDirection::kWrite, offset, memory, std::move(owner)});
@@ -143,13 +147,15 @@ std::shared_ptr<TransferHandle> IoEngine::write(std::shared_ptr<IoFile> file, st
 
 std::shared_ptr<TransferHandle> IoEngine::start(TransferRequest&& request) {
   check_process();
-  if (!request.file) throw std::runtime_error("I/O engine: a transfer needs a file");
+  if (!request.file)
+    throw std::runtime_error("I/O engine: expected a file to transfer, got none. Open one.");
   const auto most = std::numeric_limits<std::int64_t>::max() - kLargestBlock;
   if (request.offset < 0 || static_cast<std::int64_t>(request.memory.size()) > most ||
       request.offset > most - static_cast<std::int64_t>(request.memory.size())) {
     throw std::runtime_error("transfer of " + std::to_string(request.memory.size()) +
                              " bytes at offset " + std::to_string(request.offset) + " of '" +
-                             request.file->path() + "': no file reaches there");
+                             request.file->path() +
+                             "': no file reaches there. Pass a smaller offset.");
   }
   auto transfer = std::make_shared<Transfer>(std::move(request), options_.block_bytes);
   const auto count = static_cast<std::uint32_t>(submitters_.size());
@@ -168,9 +174,9 @@ void IoEngine::inject_fault(FaultRule rule) {
 
 void IoEngine::check_process() const {
   if (::getpid() != process_) {
-    throw std::runtime_error("this I/O engine belongs to process " + std::to_string(process_) +
-                             ", and its threads did not follow into the forked child " +
-                             std::to_string(::getpid()) + "; make an engine there");
+    throw std::runtime_error("I/O engine: expected process " + std::to_string(process_) +
+                             ", where its threads are, got its forked child " +
+                             std::to_string(::getpid()) + ". Make an engine there.");
   }
 }
 

@@ -28,7 +28,8 @@ namespace {
 
 std::runtime_error failure(const std::string& action, const std::string& path, int reason) {
   return std::runtime_error(action + " '" + path + "': " + std::generic_category().message(reason) +
-                            " (errno " + std::to_string(reason) + ")");
+                            " (errno " + std::to_string(reason) +
+                            "). Check the path, its permissions and its disk.");
 }
 
 bool holds_bytes(const struct stat& status) {
@@ -36,7 +37,9 @@ bool holds_bytes(const struct stat& status) {
 }
 
 std::runtime_error wrong_kind(const std::string& path) {
-  return std::runtime_error("opening '" + path + "': a regular file or a block device is wanted");
+  return std::runtime_error(
+      "opening '" + path +
+      "': expected a regular file or a block device, got something else. Pass another path.");
 }
 
 // Looked at before it is opened: opening a pipe would wait for its other end.
@@ -117,7 +120,9 @@ std::shared_ptr<IoFile> IoFile::open(const std::string& path, Mode mode, bool pr
     return std::make_shared<IoFile>(std::move(opened));
   }
   if (!same_file(status_of(direct, path), status)) {
-    throw std::runtime_error("opening '" + path + "': it was replaced by another file meanwhile");
+    throw std::runtime_error(
+        "opening '" + path +
+        "': it was replaced by another file meanwhile. Let one process at a time use it.");
   }
   Alignments alignments = direct_alignments(direct);
   if (!alignments.refusal.empty()) {

@@ -24,8 +24,9 @@ IoThread::IoThread(std::function<void()> body) : body_(std::move(body)), thread_
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   ::pthread_attr_destroy(&attributes);
   if (error != 0) {
-    throw std::runtime_error("starting a thread for I/O: " +
-                             std::generic_category().message(error));
+    throw std::runtime_error("I/O engine: the kernel refused a thread (" +
+                             std::generic_category().message(error) +
+                             "). Raise the limit of processes (ulimit -u).");
   }
 }
 

@@ -83,8 +83,9 @@ std::string Transfer::failure_text(const Block& block, const std::string& reason
 
 void Transfer::wait() {
   if (::getpid() != process_) {
-    throw std::runtime_error("a transfer of '" + file().path() + "' was begun by process " +
-                             std::to_string(process_) + "; only that one can wait for it");
+    throw std::runtime_error("transfer of '" + file().path() + "': expected process " +
+                             std::to_string(process_) + ", which began it, got " +
+                             std::to_string(::getpid()) + ". Wait for it there.");
   }
   // The owner goes here, on the thread of the caller, rather than on one of the engine.
   std::shared_ptr<void> owner;

@@ -13,18 +13,18 @@ std::string layout_error(const BlockRows& layout, std::int64_t total_blocks,
       const std::int64_t begin = pointers[row];
       const std::int64_t end = pointers[row + 1];
       if (begin < 0 || begin > end || end > total_blocks) {
-        error << "argument 'row_pointers' has " << begin << " at [" << head << ", " << row
-              << "] and " << end << " after it; they must ascend from 0 to at most the "
-              << total_blocks << " entries of 'columns'";
+        error << "argument 'row_pointers': expected numbers that ascend from 0 to at most the "
+              << total_blocks << " entries of 'columns', got " << begin << " at [" << head << ", "
+              << row << "] and " << end << " after it. Build the layout anew.";
         return error.str();
       }
       std::int64_t before = -1;
       for (std::int64_t at = begin; at < end; ++at) {
         const std::int64_t column = layout.columns[at];
         if (column <= before || column >= column_blocks) {
-          error << "argument 'columns' has " << column << " at " << at << ", in row [" << head
-                << ", " << row << "]; columns of a row must ascend and lie below " << column_blocks
-                << ", the number of column blocks";
+          error << "argument 'columns': expected columns of a row that ascend and lie below "
+                << column_blocks << ", the number of column blocks, got " << column << " at " << at
+                << ", in row [" << head << ", " << row << "]. Build the layout anew.";
           return error.str();
         }
         before = column;

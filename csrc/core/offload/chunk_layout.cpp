@@ -26,14 +26,16 @@ std::int64_t bytes_of(std::span<const StateField> fields, std::int64_t count) {
 }
 
 void check_fields(std::span<const StateField> fields, std::int64_t chunk_elements) {
-  if (fields.empty()) throw std::runtime_error("chunk layout: a state of no fields");
+  if (fields.empty())
+    throw std::runtime_error(
+        "chunk layout: expected at least one field, got none. Name the fields of the state.");
   for (const StateField& field : fields) {
     if (field.bytes < 1 || field.elements < 1 || chunk_elements % field.elements != 0) {
       throw std::runtime_error(
-          "chunk layout: a field of " + std::to_string(field.bytes) + " bytes for every " +
-          std::to_string(field.elements) +
-          " elements; both must be positive and the elements divide the chunk's " +
-          std::to_string(chunk_elements));
+          "chunk layout: expected fields of positive bytes for a number of elements that divides "
+          "the chunk's " +
+          std::to_string(chunk_elements) + ", got " + std::to_string(field.bytes) +
+          " bytes for every " + std::to_string(field.elements) + " elements. Correct the field.");
     }
   }
 }
@@ -48,10 +50,10 @@ std::int64_t chunk_elements_for(std::int64_t staging_buffer_bytes,
   const std::int64_t unit_bytes = bytes_of(fields, unit) + kGradientAndParam * unit;
   const std::int64_t units = staging_buffer_bytes / kChunksInRing / unit_bytes;
   if (units < 1) {
-    throw std::runtime_error("staging_buffer_bytes is " + std::to_string(staging_buffer_bytes) +
-                             "; chunks would be smaller than one aligned block: the smallest "
-                             "ring for this state has " +
-                             std::to_string(kChunksInRing * unit_bytes) + " bytes");
+    throw std::runtime_error("staging_buffer_bytes: expected at least " +
+                             std::to_string(kChunksInRing * unit_bytes) +
+                             ", so that a chunk of this state fills an aligned block, got " +
+                             std::to_string(staging_buffer_bytes) + ". Raise it.");
   }
   return units * unit;
 }
@@ -63,16 +65,15 @@ ChunkLayout::ChunkLayout(std::int64_t elements, std::vector<StateField> fields,
       chunk_elements_(chunk_elements),
       alignment_(alignment) {
   if (elements < 0) {
-    throw std::runtime_error("chunk layout: a range of " + std::to_string(elements) +
-                             " elements; it must not be negative");
+    throw std::runtime_error("chunk layout: expected a range of at least 0 elements, got " +
+                             std::to_string(elements) + ". Pass another range.");
   }
   if (alignment < 1 || chunk_elements < 1 || chunk_elements * kSmallestElement % alignment != 0) {
     throw std::runtime_error(
-        "chunk layout: chunks of " + std::to_string(chunk_elements) +
-        " elements with an alignment of " + std::to_string(alignment) +
-        " bytes; the smallest chunk has " +
+        "chunk layout: expected chunks of a multiple of " +
         std::to_string(std::max<std::int64_t>(alignment / kSmallestElement, 1)) +
-        " elements, larger ones a multiple of that");
+        " elements with an alignment of " + std::to_string(alignment) + " bytes, got " +
+        std::to_string(chunk_elements) + ". Round it up.");
   }
   check_fields(fields_, chunk_elements);
   full_chunk_bytes_ = round_up(bytes_of(fields_, chunk_elements), alignment);

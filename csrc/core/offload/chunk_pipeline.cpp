@@ -39,9 +39,9 @@ ChunkPipeline::ChunkPipeline(ByteStore& store, RingBuffer& ring,
                              std::function<std::optional<ChunkJob>()> source)
     : store_(store), ring_(ring), exclusive_(ring.exclusive()), source_(std::move(source)) {
   if (RingBuffer::kAlignment % store.alignment() != 0) {
-    throw std::runtime_error("ring: the store wants memory at multiples of " +
-                             std::to_string(store.alignment()) + " bytes; the ring has " +
-                             std::to_string(RingBuffer::kAlignment));
+    throw std::runtime_error("ring: expected an alignment of " + std::to_string(store.alignment()) +
+                             " bytes for the store, got " + std::to_string(RingBuffer::kAlignment) +
+                             ". Use a device with smaller sectors.");
   }
 }
 
@@ -91,9 +91,9 @@ void ChunkPipeline::read_ahead() {
     const std::optional<std::span<std::byte>> memory = ring_.acquire(pending_->bytes);
     if (!memory) {
       if (!slots_.empty()) return;
-      throw std::runtime_error("ring: a chunk needs " + std::to_string(pending_->bytes) +
-                               " bytes and the ring has " + std::to_string(ring_.bytes()) +
-                               "; raise staging_buffer_bytes to at least the former");
+      throw std::runtime_error("ring: expected at least the " + std::to_string(pending_->bytes) +
+                               " bytes of a chunk, got " + std::to_string(ring_.bytes()) +
+                               ". Raise staging_buffer_bytes to the former.");
     }
     Slot& slot = slots_.emplace_back(Slot{*pending_, *memory, {}});
     pending_.reset();

@@ -11,14 +11,15 @@ namespace zero_ext::core {
 
 RingBuffer::RingBuffer(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
   if (bytes < kAlignment) {
-    throw std::runtime_error("ring: staging_buffer_bytes is " + std::to_string(bytes) +
-                             "; the smallest ring has " + std::to_string(kAlignment) + " bytes");
+    throw std::runtime_error("staging_buffer_bytes: expected at least " +
+                             std::to_string(kAlignment) + ", got " + std::to_string(bytes) +
+                             ". Raise it.");
   }
   memory_.reset(static_cast<std::byte*>(allocate_host(bytes_)));
   if (memory_ == nullptr) {
-    throw std::runtime_error("ring: the kernel refused " + std::to_string(bytes) +
-                             " bytes: " + std::generic_category().message(errno) +
-                             "; ask for a smaller ring or free memory");
+    throw std::runtime_error("staging_buffer_bytes: the kernel refused " + std::to_string(bytes) +
+                             " bytes (" + std::generic_category().message(errno) +
+                             "). Free memory or lower it.");
   }
 }
 

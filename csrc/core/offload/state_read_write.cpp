@@ -65,22 +65,23 @@ void check_slice(const ByteStore& store, const StateSlice& slice) {
   const ChunkLayout& layout = slice.layout;
   check_extents({{slice.offset, layout.extent_bytes()}}, store.alignment());
   if (slice.begin < 0 || slice.begin > slice.end || slice.end > layout.elements()) {
-    throw std::runtime_error("state: elements [" + std::to_string(slice.begin) + ", " +
-                             std::to_string(slice.end) + ") of a range of " +
-                             std::to_string(layout.elements()));
+    throw std::runtime_error(
+        "state: expected elements inside [0, " + std::to_string(layout.elements()) + "), got [" +
+        std::to_string(slice.begin) + ", " + std::to_string(slice.end) + "). Pass other bounds.");
   }
   if (slice.fields.size() != layout.fields().size()) {
-    throw std::runtime_error("state: " + std::to_string(slice.fields.size()) + " fields of " +
-                             std::to_string(layout.fields().size()));
+    throw std::runtime_error("state: expected " + std::to_string(layout.fields().size()) +
+                             " fields, got " + std::to_string(slice.fields.size()) +
+                             ". Pass memory or nothing for each.");
   }
   for (std::size_t i = 0; i < slice.fields.size(); ++i) {
     const std::int64_t unit = layout.fields()[i].elements;
     const bool ends_well = slice.end % unit == 0 || slice.end == layout.elements();
     if (slice.fields[i] != nullptr && (slice.begin % unit != 0 || !ends_well)) {
-      throw std::runtime_error("state: elements [" + std::to_string(slice.begin) + ", " +
-                               std::to_string(slice.end) + ") cut the entries of field " +
-                               std::to_string(i) + ", one for every " + std::to_string(unit) +
-                               " elements");
+      throw std::runtime_error("state: expected bounds at multiples of " + std::to_string(unit) +
+                               " elements, which an entry of field " + std::to_string(i) +
+                               " covers, got [" + std::to_string(slice.begin) + ", " +
+                               std::to_string(slice.end) + "). Round them.");
     }
   }
 }
@@ -160,9 +161,10 @@ PipelineCounters fill_state(ByteStore& store, RingBuffer& ring, const ChunkLayou
   check_extents({{offset, layout.extent_bytes()}}, store.alignment());
   const StateField& first = layout.fields()[0];
   if (first.bytes != 4 || first.elements != 1) {
-    throw std::runtime_error("state: the first field has " + std::to_string(first.bytes) +
-                             " bytes for every " + std::to_string(first.elements) +
-                             " elements; master weights are float32");
+    throw std::runtime_error("state: expected float32 master weights as the first field, got " +
+                             std::to_string(first.bytes) + " bytes for every " +
+                             std::to_string(first.elements) +
+                             " elements. Open the stream with the fields of an optimizer.");
   }
   std::int64_t chunk = 0;
   ChunkPipeline pipeline(store, ring, [&]() -> std::optional<ChunkJob> {

@@ -19,8 +19,8 @@ std::runtime_error failure(const std::string& path, const std::string& reason) {
 
 std::runtime_error kernel_failure(const std::string& path, const std::string& action) {
   const int reason = errno;
-  return failure(path, action + ": " + std::generic_category().message(reason) + " (errno " +
-                           std::to_string(reason) + ")");
+  return failure(path, action + " failed, " + std::generic_category().message(reason) + " (errno " +
+                           std::to_string(reason) + "). Check the path and its permissions.");
 }
 
 // With O_EXCL the kernel lets one holder in, and none while it uses the device itself.
@@ -28,13 +28,14 @@ UniqueFd claim(const std::string& path) {
   struct stat status{};
   if (::stat(path.c_str(), &status) != 0) throw kernel_failure(path, "looking at it");
   if (!S_ISBLK(status.st_mode)) {
-    throw failure(path, "is not a block device; give the path of one, or use files");
+    throw failure(
+        path, "expected a block device, got something else. Pass the path of one, or use files.");
   }
   UniqueFd claimed(::open(path.c_str(), O_RDWR | O_EXCL | O_CLOEXEC));
   if (!claimed.valid() && errno == EBUSY) {
     throw failure(path,
-                  "is in use (mounted, swap, part of another device, or another job's); give one "
-                  "that nothing uses");
+                  "it is in use (mounted, swap, part of another device, or another job's). Pass "
+                  "one that nothing uses.");
   }
   if (!claimed.valid()) throw kernel_failure(path, "opening it");
   return claimed;
@@ -63,9 +64,9 @@ class BlockDeviceBackend final : public StorageBackend {
 
   void resize(std::int64_t, std::int64_t to) override {
     if (to > capacity_) {
-      throw failure(file_->path(), std::to_string(to) + " bytes wanted, it has room for " +
+      throw failure(file_->path(), "expected room for " + std::to_string(to) + " bytes, got " +
                                        std::to_string(capacity_) +
-                                       "; give a larger one, or offload less");
+                                       ". Use a larger one, or offload less.");
     }
   }
 

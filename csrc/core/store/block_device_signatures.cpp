@@ -43,10 +43,11 @@ void read_fully(const std::string& path, int descriptor, std::int64_t offset,
     const ssize_t got = ::pread(descriptor, into.data(), into.size(), offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      throw failure(path, "reading it at offset " + std::to_string(offset) + ": " +
-                              std::generic_category().message(errno));
+      throw failure(path, "reading it at offset " + std::to_string(offset) + " failed, " +
+                              std::generic_category().message(errno) + ". Check the device.");
     }
-    if (got == 0) throw failure(path, "ends at offset " + std::to_string(offset));
+    if (got == 0)
+      throw failure(path, "it ends at offset " + std::to_string(offset) + ". Check the device.");
     offset += got;
     into = into.subspan(static_cast<std::size_t>(got));
   }
@@ -56,17 +57,19 @@ void check_zeros(const std::string& path, std::int64_t offset, std::span<const s
   const auto other = std::find_if(bytes.begin(), bytes.end(),
                                   [](const std::byte value) { return value != std::byte{0}; });
   if (other == bytes.end()) return;
-  throw failure(path, "holds data at offset " + std::to_string(offset + (other - bytes.begin())) +
-                          ", perhaps a file system or a partition table; if it may be lost, write "
-                          "zeros over the first and the last MiB (wipefs, blkdiscard --zeroout)");
+  throw failure(
+      path,
+      "it holds data at offset " + std::to_string(offset + (other - bytes.begin())) +
+          ", perhaps a file system or a partition table. If that may be lost, write zeros over the "
+          "first and the last MiB (wipefs, blkdiscard --zeroout).");
 }
 
 }  // namespace
 
 void check_signatures(const std::string& path, int descriptor, std::int64_t device_bytes) {
   if (device_bytes < 3 * kSignatureBytes) {
-    throw failure(path, "has " + std::to_string(device_bytes) + " bytes; " +
-                            std::to_string(3 * kSignatureBytes) + " or more wanted");
+    throw failure(path, "expected at least " + std::to_string(3 * kSignatureBytes) +
+                            " bytes, got " + std::to_string(device_bytes) + ". Use a larger one.");
   }
   std::vector<std::byte> region(static_cast<std::size_t>(kSignatureBytes));
   read_fully(path, descriptor, device_bytes - kSignatureBytes, region);

@@ -15,22 +15,26 @@ std::runtime_error failure(const std::string& text) {
 
 ExtentArena::ExtentArena(std::int64_t capacity, std::int64_t alignment) : alignment_(alignment) {
   if (alignment < 1) {
-    throw failure("the alignment is " + std::to_string(alignment) + "; 1 or more wanted");
+    throw failure("expected an alignment of at least 1, got " + std::to_string(alignment) +
+                  ". Pass a multiple of the sector.");
   }
   grow(capacity);
 }
 
 std::int64_t ExtentArena::allocate(std::int64_t bytes) {
-  if (bytes < 1) throw failure(std::to_string(bytes) + " bytes wanted; 1 or more can be had");
+  if (bytes < 1)
+    throw failure("expected at least 1 byte to allocate, got " + std::to_string(bytes) +
+                  ". Leave empty ranges out.");
   // What cannot fit anyway is not rounded up: that could overflow.
   const std::int64_t rounded = bytes > capacity_ / alignment_ * alignment_
                                    ? bytes
                                    : ((bytes - 1) / alignment_ + 1) * alignment_;
   const auto best = by_size_.lower_bound({rounded, 0});
   if (best == by_size_.end()) {
-    throw failure(std::to_string(bytes) + " bytes wanted, the largest free range has " +
-                  std::to_string(largest_free()) + "; " + std::to_string(live_bytes_) + " of " +
-                  std::to_string(capacity_) + " bytes are taken: reserve more, or release extents");
+    throw failure("expected a free range of " + std::to_string(bytes) + " bytes, got " +
+                  std::to_string(largest_free()) + " as the largest, with " +
+                  std::to_string(live_bytes_) + " of " + std::to_string(capacity_) +
+                  " bytes taken. Reserve more, or release extents.");
   }
   const auto [found, offset] = *best;
   remove_free(offset, found);
@@ -44,7 +48,7 @@ void ExtentArena::release(std::int64_t offset) {
   const auto extent = live_.find(offset);
   if (extent == live_.end()) {
     throw failure("no extent starts at offset " + std::to_string(offset) +
-                  "; release an offset that allocate returned, once");
+                  ". Release an offset that allocate returned, once.");
   }
   std::int64_t begin = offset;
   std::int64_t bytes = extent->second;
@@ -70,8 +74,8 @@ void ExtentArena::release(std::int64_t offset) {
 
 void ExtentArena::grow(std::int64_t capacity) {
   if (capacity < capacity_) {
-    throw failure("the capacity is " + std::to_string(capacity_) + " bytes and cannot become " +
-                  std::to_string(capacity));
+    throw failure("expected a capacity of at least the present " + std::to_string(capacity_) +
+                  " bytes, got " + std::to_string(capacity) + ". Pass a larger one.");
   }
   const std::int64_t old_end = capacity_ / alignment_ * alignment_;
   const std::int64_t new_end = capacity / alignment_ * alignment_;

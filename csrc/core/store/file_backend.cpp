@@ -57,8 +57,8 @@ class FileBackend final : public StorageBackend {
     }
     return "store: reserving " + std::to_string(bytes) + " bytes in '" + file_->path() +
            "': " + std::generic_category().message(reason) + " (errno " + std::to_string(reason) +
-           "); " + free +
-           " bytes are free there: free some, give a path with more, or offload less";
+           "), and " + free +
+           " bytes are free there. Free some, pass a path with more, or offload less.";
   }
 
   std::shared_ptr<IoFile> file_;

@@ -44,13 +44,13 @@ struct StripedStore::Layout {
     const StripeExtent extent = striping.extents(mismatch.offset, 1).front();
     const Device& device = devices[extent.device];
     char values[64];
-    std::snprintf(values, sizeof values, "0x%08x expected, 0x%08x found", mismatch.expected,
+    std::snprintf(values, sizeof values, "expected CRC32C 0x%08x, got 0x%08x", mismatch.expected,
                   mismatch.found);
-    return "store: the bytes read from '" + device.file->path() + "' at offset " +
-           std::to_string(device.base + extent.device_offset) +
-           " are not those that were written: CRC32C " + values + " (store offset " +
+    return "store: bytes of '" + device.file->path() + "' at offset " +
+           std::to_string(device.base + extent.device_offset) + ": " + values + " (store offset " +
            std::to_string(mismatch.offset) +
-           "); the device or its driver damaged them: go back to a checkpoint";
+           "), so the device or its driver damaged what was written. Load a checkpoint and replace "
+           "the device.";
   }
 };
 
@@ -63,8 +63,9 @@ std::int64_t checked_alignment(const std::vector<std::unique_ptr<StorageBackend>
     alignment = std::max(alignment, backend->file()->alignment());
   }
   if (stripe_bytes < 1 || stripe_bytes % alignment != 0) {
-    throw std::runtime_error("store: stripe_bytes is " + std::to_string(stripe_bytes) +
-                             "; a positive multiple of " + std::to_string(alignment) + " wanted");
+    throw std::runtime_error("store: stripe_bytes: expected a positive multiple of " +
+                             std::to_string(alignment) + ", got " + std::to_string(stripe_bytes) +
+                             ". Round it up.");
   }
   return alignment;
 }
@@ -99,9 +100,9 @@ void StripedStore::reserve(std::int64_t total_bytes, bool zeros) {
   // Sizes that no device has are not rounded up: that could overflow.
   constexpr std::int64_t kLargest = std::int64_t{1} << 56;
   if (total_bytes < from || total_bytes > kLargest) {
-    throw std::runtime_error("store: a capacity of " + std::to_string(total_bytes) +
-                             " bytes wanted; it is " + std::to_string(from) +
-                             " and can only grow, to 2^56 at most");
+    throw std::runtime_error("store: expected a capacity between the present " +
+                             std::to_string(from) + " bytes and 2^56, got " +
+                             std::to_string(total_bytes) + ". Pass a larger one.");
   }
   const std::int64_t to = (total_bytes + alignment_ - 1) / alignment_ * alignment_;
   try {
@@ -150,7 +151,9 @@ void StripedStore::release(std::int64_t offset) {
 
 void StripedStore::open_direct(std::shared_ptr<CuFileDriver> driver) {
   if (checksums_ != nullptr) {
-    throw std::runtime_error("checksums are verified in host memory (offload.checksum)");
+    throw std::runtime_error(
+        "store: checksums are verified in host memory, which direct transfers leave out. Set "
+        "offload.checksum to false.");
   }
   std::vector<std::shared_ptr<IoFile>> files;
   for (const auto& backend : backends_) files.push_back(backend->file());
@@ -169,7 +172,8 @@ std::shared_ptr<IoEngine> StripedStore::engine_of(MemoryKind kind) const {
   if (kind == MemoryKind::kHost) return engine_;
   const std::lock_guard lock(mutex_);
   if (direct_ == nullptr) {
-    throw std::runtime_error("store: a transfer of device memory; the store is not open for it");
+    throw std::runtime_error(
+        "store: expected host memory, got device memory. Open the store for direct transfers.");
   }
   return direct_;
 }
@@ -210,16 +214,17 @@ std::shared_ptr<TransferHandle> StripedStore::write(std::int64_t offset,
 }
 
 void StripedStore::check_range(const char* action, std::int64_t offset, std::size_t bytes) const {
-  const std::string prefix = std::string("store: ") + action + " of " + std::to_string(bytes) +
-                             " bytes at offset " + std::to_string(offset) + ": ";
+  const std::string range =
+      " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset);
   const auto length = static_cast<std::int64_t>(bytes);
   if (offset % alignment_ != 0 || length % alignment_ != 0) {
-    throw std::runtime_error(prefix + "offset and length must be multiples of " +
-                             std::to_string(alignment_));
+    throw std::runtime_error(std::string("store: ") + action + range + ": expected multiples of " +
+                             std::to_string(alignment_) + ". Round both.");
   }
   const std::lock_guard lock(mutex_);
   if (!arena_.contains(offset, length)) {
-    throw std::runtime_error(prefix + "it does not lie inside one allocated extent");
+    throw std::runtime_error(std::string("store: ") + action + range +
+                             ": expected a range inside one allocated extent. Allocate it before.");
   }
 }
 

@@ -8,10 +8,12 @@ namespace zero_ext::core {
 
 Striping::Striping(std::size_t devices, std::int64_t stripe_bytes)
     : devices_(static_cast<std::int64_t>(devices)), stripe_bytes_(stripe_bytes) {
-  if (devices == 0) throw std::runtime_error("store: no path is given; 1 or more wanted");
+  if (devices == 0)
+    throw std::runtime_error(
+        "store: expected at least one path, got none. Pass one for each device.");
   if (stripe_bytes < 1) {
-    throw std::runtime_error("store: stripe_bytes is " + std::to_string(stripe_bytes) +
-                             "; 1 or more wanted");
+    throw std::runtime_error("store: stripe_bytes: expected at least 1, got " +
+                             std::to_string(stripe_bytes) + ". Raise it.");
   }
 }
 

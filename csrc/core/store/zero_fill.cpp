@@ -52,7 +52,7 @@ void write_zeros(IoEngine& engine, const std::shared_ptr<IoFile>& file, std::int
   });
   if (zeros == nullptr) {
     throw std::runtime_error("store: no memory for " + std::to_string(chunk_bytes) +
-                             " bytes of zeros");
+                             " bytes of zeros. Free some.");
   }
   const auto* const data = static_cast<const std::byte*>(zeros.get());
   PendingTransfers pending;

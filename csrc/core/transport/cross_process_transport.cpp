@@ -309,9 +309,9 @@ void CrossProcessTransport::watch_processes() {
 
 void CrossProcessTransport::check_peer(int rank) const {
   if (rank < 0 || rank >= segment_.world_size() || rank == rank_) {
-    throw std::runtime_error("peer is " + std::to_string(rank) + "; another rank than " +
-                             std::to_string(rank_) + " of " +
-                             std::to_string(segment_.world_size()) + " wanted");
+    throw std::runtime_error("peer: expected another rank than " + std::to_string(rank_) + " of " +
+                             std::to_string(segment_.world_size()) + ", got " +
+                             std::to_string(rank) + ". Pass such a rank.");
   }
 }
 

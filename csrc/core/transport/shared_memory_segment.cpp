@@ -19,7 +19,8 @@ namespace {
 std::runtime_error failure(const std::string& action, const std::string& name) {
   const int reason = errno;
   return std::runtime_error(action + " shared memory '" + name +
-                            "': " + std::generic_category().message(reason));
+                            "': " + std::generic_category().message(reason) +
+                            ". Check that /dev/shm is mounted, writable and has space.");
 }
 
 std::size_t segment_bytes(int world_size) {
@@ -53,8 +54,9 @@ SharedMemorySegment::SharedMemorySegment(const std::string& name, int world_size
   }
   struct stat status{};
   if (::fstat(file.get(), &status) != 0 || static_cast<std::size_t>(status.st_size) != nbytes_) {
-    throw std::runtime_error("shared memory '" + name + "' is not of the size that " +
-                             std::to_string(world_size) + " ranks need");
+    throw std::runtime_error(
+        "shared memory '" + name + "': expected the size that " + std::to_string(world_size) +
+        " ranks need, got another. Start all ranks with one version of zero_ext.");
   }
   base_ = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (base_ == MAP_FAILED) throw failure("mapping", name);

@@ -131,8 +131,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const ops::AttentionOptions options{block, causal, scale, dropout, seed, offset};
   ops::read_attention(kOp, {query, key, value, row_pointers, columns, key_padding, bias}, options);
   ops::read_rows_like_query(kOp, "grad_output", grad_output, query);
-  STD_TORCH_CHECK(!need_grad_bias || bias, kOp,
-                  ": a gradient is asked for the argument 'bias', which is None; pass the bias");
+  STD_TORCH_CHECK(
+      !need_grad_bias || bias, kOp,
+      ": argument 'bias': expected a tensor, as its gradient is needed, got None. Pass the bias.");
   const Tensor inputs[] = {with_aligned_rows(query), with_aligned_rows(key),
                            with_aligned_rows(value), with_aligned_rows(grad_output)};
   const core::AttentionArgs args = ops::read_attention(

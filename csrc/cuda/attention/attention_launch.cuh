@@ -30,9 +30,9 @@ template <class Kernel>
 void launch_attention(const char* op, const Kernel& kernel) {
   const std::int64_t blocks = kernel.blocks();
   if (blocks == 0) return;
-  STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": the layout has ", blocks,
-                  " pieces over all batches and heads, and a launch takes at most ", INT32_MAX,
-                  "; split the batch");
+  STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": layout: expected at most ", INT32_MAX,
+                  " pieces over all batches and heads in a launch, got ", blocks,
+                  ". Split the batch.");
   constexpr int bytes = Kernel::template shared_bytes<DeviceThreadBlock>();
   static_assert(bytes <= kMaxSharedBytes);
   const Launcher launcher(op);

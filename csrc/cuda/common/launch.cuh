@@ -61,8 +61,10 @@ inline std::optional<LaunchError> launch_error_of(cudaError_t status) {
 inline void check(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
   const std::optional<LaunchError> error = launch_error_of(status);
-  STD_TORCH_CHECK(false, op, ": ", error ? explain(*error, gpu_properties()) : "CUDA error", " (",
-                  cudaGetErrorString(status), ")");
+  STD_TORCH_CHECK(false, op, ": ", cudaGetErrorString(status), ". ",
+                  error
+                      ? explain(*error, gpu_properties())
+                      : "Run it again with CUDA_LAUNCH_BLOCKING=1 to find the launch that fails.");
 }
 
 // Where and how wide launches of one op are.
@@ -79,7 +81,8 @@ struct Launcher {
     check(op, cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     void* current = nullptr;
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, op,
-                    ": torch has no current stream of device ", device);
+                    ": torch has no current stream of device ", device,
+                    ". Call torch.cuda.init() before.");
     processors = count;
     stream = static_cast<cudaStream_t>(current);
   }

@@ -30,21 +30,22 @@ inline std::string explain(LaunchError error, const GpuProperties& gpu) {
     case LaunchError::no_code:
       if (gpu.major < kMinMajor) {
         return name +
-               "cannot run the kernels: they need 8.0 or higher; keep the tensors on the CPU";
+               "cannot run the kernels, which need 8.0 or higher. Keep the tensors on the CPU.";
       }
       return name +
-             "finds no code for it in module _C_cuda: build the module again, with the flags " +
-             "of zero_ext/ops/toolchain.py";
+             "finds no code for it in module _C_cuda. Build the module again, with the flags of " +
+             "zero_ext/ops/toolchain.py.";
     case LaunchError::old_driver:
       return name +
-             "has a driver that cannot translate this module's PTX: update the driver to the " +
-             "CUDA version that built the module, or build it with the driver's";
+             "has a driver that cannot translate this module's PTX. Update the driver to the CUDA "
+             "version " +
+             "that built the module, or build it with the driver's.";
     case LaunchError::resources:
       break;
   }
   return name + "gives a block " + std::to_string(gpu.shared_bytes) +
          " bytes of shared memory and " + std::to_string(gpu.registers) +
-         " registers, and the kernel needs more; see docs/contributing/cuda_kernels.md for each";
+         " registers, and the kernel needs more. See docs/contributing/cuda_kernels.md for each.";
 }
 
 }  // namespace zero_ext::cuda

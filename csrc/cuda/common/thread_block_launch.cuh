@@ -27,8 +27,8 @@ template <class Kernel>
 void launch_blocks(const char* op, const Kernel& kernel) {
   const std::int64_t blocks = kernel.blocks();
   if (blocks == 0) return;
-  STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": the tensors take ", blocks,
-                  " blocks of threads, and a launch has at most ", INT32_MAX, "; split them");
+  STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": tensors: expected at most ", INT32_MAX,
+                  " blocks of threads in a launch, got ", blocks, ". Split the tensors.");
   const Launcher launcher(op);
   run_blocks<Kernel>
       <<<static_cast<unsigned>(blocks), Kernel::kThreads, 0, launcher.stream>>>(kernel);

@@ -48,9 +48,9 @@ IntegerValues<T> values_of(const ops::BlockConversion& of) {
   const std::vector<std::int64_t>& order = of.order;
   result.is_ordered = !std::is_sorted(order.begin(), order.end());
   if (!result.is_ordered) return result;
-  STD_TORCH_CHECK(order.size() <= result.kMax, "quantize_: argument 'order' names ", order.size(),
-                  " chunks; on a CUDA device it may name at most ", result.kMax,
-                  ", so order the values before");
+  STD_TORCH_CHECK(order.size() <= result.kMax, "quantize_: argument 'order': expected at most ",
+                  result.kMax, " chunks on a CUDA device, got ", order.size(),
+                  ". Put the values in order before.");
   std::transform(order.begin(), order.end(), result.order,
                  [](std::int64_t chunk) { return static_cast<std::int16_t>(chunk); });
   return result;

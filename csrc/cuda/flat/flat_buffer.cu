@@ -41,8 +41,8 @@ void unpack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::in
 void sum_shards(const Tensor& out, std::vector<Tensor> shards, double scale, bool accumulate) {
   constexpr const char* op = "sum_shards_";
   constexpr std::size_t most = SumShards<float, float>::kMax;
-  STD_TORCH_CHECK(shards.size() <= most, op, ": argument 'shards' has ", shards.size(),
-                  " tensors; give a CUDA device at most ", most, " in one call");
+  STD_TORCH_CHECK(shards.size() <= most, op, ": argument 'shards': expected at most ", most,
+                  " tensors on a CUDA device, got ", shards.size(), ". Split the call.");
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const ops::ShardSum sum = ops::read_shard_sum(op, out, shards, scale);
   with_type(sum.target_type, [&]<class Target>(std::type_identity<Target>) {

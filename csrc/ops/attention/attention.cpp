@@ -67,8 +67,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const core::AttentionArgs args =
       read_with_values(op, {query, key, value, row_pointers, columns, key_padding, bias},
                        {block, causal, scale, dropout, seed, offset});
-  STD_TORCH_CHECK(!need_grad_bias || bias, op,
-                  ": a gradient is asked for the argument 'bias', which is None; pass the bias");
+  STD_TORCH_CHECK(
+      !need_grad_bias || bias, op,
+      ": argument 'bias': expected a tensor, as its gradient is needed, got None. Pass the bias.");
   core::AttentionGradArgs gradients;
   gradients.grad_output = read_rows_like_query(op, "grad_output", grad_output, query);
   gradients.output = read_rows_like_query(op, "output", output, query);

@@ -30,8 +30,9 @@ std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_sign
   const auto* source = values.const_data_ptr<float>();
   if (!is_signed) {
     const auto* negative = std::find_if(source, source + numel, [](float x) { return x < 0; });
-    STD_TORCH_CHECK(negative == source + numel, op, ": values[", negative - source, "] is ",
-                    *negative, "; the unsigned code holds no negative values: pass signed=True");
+    STD_TORCH_CHECK(negative == source + numel, op, ": values[", negative - source,
+                    "]: expected at least 0 with the unsigned code, got ", *negative,
+                    ". Pass signed=True.");
   }
   const auto [codes, scales] = empty_quantized(values);
   auto* code = codes.mutable_data_ptr<std::uint8_t>();

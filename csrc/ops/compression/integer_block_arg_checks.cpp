@@ -50,17 +50,18 @@ BlockReduction read_requantize(const Tensor& payloads_out, const Tensor& payload
   constexpr const char* op = "requantize_";
   const Argument out{op, "payloads_out"};
   const Argument in{op, "payloads_in"};
-  STD_TORCH_CHECK(from.block == to.block, op, ": format has blocks of ", from.block,
-                  " elements and out_format of ", to.block, "; they must be equal");
+  STD_TORCH_CHECK(from.block == to.block, op, ": out_format: expected blocks of ", from.block,
+                  " elements as in format, got ", to.block, ". Pass equal blocks.");
   const std::int64_t bytes = check_chunks(op, payloads_out.numel(), chunks);
   const std::int64_t numel = to.max_elements(bytes);
-  STD_TORCH_CHECK(numel >= 0, label(out), "has ", bytes, " bytes for each of ", chunks,
-                  " chunks, which no payload has; make it of chunks * payload_bytes(elements)");
+  STD_TORCH_CHECK(numel >= 0, label(out), "expected chunks * payload_bytes(elements) bytes, got ",
+                  bytes, " for each of ", chunks, " chunks. Allocate that many.");
   BlockReduction result{read_blocks(out, payloads_out, chunks, numel, to),
                         read_blocks(in, payloads_in, -1, numel, from), numel,
                         check_factor(op, factor)};
-  STD_TORCH_CHECK(result.in.count % chunks == 0, label(in), "has ", result.in.count,
-                  " payloads; it must have a multiple of the ", chunks, " chunks");
+  STD_TORCH_CHECK(result.in.count % chunks == 0, label(in), "expected a multiple of the ", chunks,
+                  " chunks as the number of payloads, got ", result.in.count,
+                  ". Pass the payloads of all chunks.");
   check_disjoint({memory_range(payloads_out, out), memory_range(payloads_in, in)});
   return result;
 }

@@ -14,27 +14,28 @@ Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::in
   } else {
     check_flat(payloads, argument, numel);
     count = bytes == 0 ? 1 : numel / bytes;
-    STD_TORCH_CHECK(count > 0 && numel == count * bytes, label(argument), "has ", numel,
-                    " bytes; it must hold one or more payloads of ", bytes, " bytes each");
+    STD_TORCH_CHECK(count > 0 && numel == count * bytes, label(argument),
+                    "expected one or more payloads of ", bytes, " bytes each, got ", numel,
+                    " bytes. Allocate a multiple of that.");
   }
   auto* data = static_cast<std::byte*>(payloads.mutable_data_ptr());
   STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % 4 == 0, label(argument),
-                  "starts at an address that is no multiple of 4; give it memory of its own, or "
-                  "begin a view at a multiple of 4 bytes");
+                  "expected an address that is a multiple of 4, got ", data,
+                  ". Begin a view at a multiple of 4 bytes, or allocate memory for it.");
   return {data, count, bytes, words};
 }
 
 std::int64_t check_chunks(const char* op, std::int64_t numel, std::int64_t chunks) {
-  STD_TORCH_CHECK(chunks > 0 && numel % chunks == 0, op, ": ", numel,
-                  " elements cannot be divided into ", chunks,
-                  " equal chunks; pad them to a multiple of the chunks");
+  STD_TORCH_CHECK(chunks > 0 && numel % chunks == 0, op, ": elements: expected a multiple of the ",
+                  chunks, " chunks, got ", numel, ". Pad them.");
   return numel / chunks;
 }
 
 float check_factor(const char* op, double factor) {
   const auto result = static_cast<float>(factor);
-  STD_TORCH_CHECK(std::isfinite(result), op, ": factor is ", factor,
-                  "; it must be finite in float32");
+  STD_TORCH_CHECK(std::isfinite(result), op,
+                  ": factor: expected a number that is finite in float32, got ", factor,
+                  ". Pass a smaller one.");
   return result;
 }
 
@@ -46,11 +47,12 @@ float* read_floats(const Argument& argument, const Tensor& tensor, std::int64_t 
 
 core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric,
                                std::int64_t block) {
-  STD_TORCH_CHECK(bits == 4 || bits == 8, op, ": format has ", bits, " bits; it must have 4 or 8");
+  STD_TORCH_CHECK(bits == 4 || bits == 8, op, ": format: expected 4 or 8 bits, got ", bits,
+                  ". Pass one of these.");
   STD_TORCH_CHECK(
       block > 0 && block <= core::kMaxIntegerBlock && block % core::kIntegerBlockUnit == 0, op,
-      ": format has blocks of ", block, " elements; it must be a multiple of ",
-      core::kIntegerBlockUnit, " from ", core::kIntegerBlockUnit, " to ", core::kMaxIntegerBlock);
+      ": format: expected blocks of a multiple of ", core::kIntegerBlockUnit, " elements up to ",
+      core::kMaxIntegerBlock, ", got ", block, ". Pass such a block.");
   return {static_cast<int>(bits), symmetric, block};
 }
 
@@ -72,14 +74,14 @@ std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> 
     std::iota(order.begin(), order.end(), 0);
     return order;
   }
-  STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == chunks, op, ": order names ",
-                  order.size(), " chunks; it must name each of the ", chunks, " once");
+  STD_TORCH_CHECK(static_cast<std::int64_t>(order.size()) == chunks, op,
+                  ": order: expected each of the ", chunks, " chunks once, got ", order.size(),
+                  " numbers. Pass a permutation.");
   std::vector<bool> named(order.size());
   for (const std::int64_t chunk : order) {
     STD_TORCH_CHECK(chunk >= 0 && chunk < chunks && !named[static_cast<std::size_t>(chunk)], op,
-                    ": order names chunk ", chunk, ", which ",
-                    chunk >= 0 && chunk < chunks ? "it has named before" : "there is not",
-                    "; it must name each of 0 to ", chunks - 1, " once");
+                    ": order: expected each of 0 to ", chunks - 1, " once, got ", chunk,
+                    chunk >= 0 && chunk < chunks ? " twice" : "", ". Pass a permutation.");
     named[static_cast<std::size_t>(chunk)] = true;
   }
   return order;

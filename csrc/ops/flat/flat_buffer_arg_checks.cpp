@@ -10,8 +10,8 @@ core::FlatSegments read_flat_segments(const char* op, const Tensor& flat,
   core::FlatSegments segments;
   segments.flat_type = check_numeric(flat, {op, "flat"});
   check_flat(flat, {op, "flat"}, flat.numel());
-  STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": ", tensors.size(), " tensors but ",
-                  offsets.size(), " offsets; give one offset for each tensor");
+  STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": offsets: expected one for each of ",
+                  tensors.size(), " tensors, got ", offsets.size(), ". Pass that many.");
   segments.flat = static_cast<std::byte*>(flat.mutable_data_ptr());
   const auto base = reinterpret_cast<std::uintptr_t>(segments.flat);
   const auto size = static_cast<std::uintptr_t>(core::element_size(segments.flat_type));
@@ -24,8 +24,9 @@ core::FlatSegments read_flat_segments(const char* op, const Tensor& flat,
     const std::int64_t numel = tensors[i].numel();
     const std::int64_t offset = offsets[i];
     STD_TORCH_CHECK(offset >= 0 && offset <= flat.numel() && numel <= flat.numel() - offset, op,
-                    ": tensors", index, " of ", numel, " elements at offset ", offset,
-                    " does not fit into argument 'flat' of ", flat.numel(), " elements");
+                    ": tensors", index, ": expected a range inside the ", flat.numel(),
+                    " elements of argument 'flat', got ", numel, " elements at offset ", offset,
+                    ". Pass another offset or a larger buffer.");
     segments.list.push_back({tensors[i].mutable_data_ptr(), type, offset, segments.total, numel});
     segments.total += numel;
     memory.push_back(memory_range(tensors[i], {op, "tensors" + index}));
@@ -44,8 +45,11 @@ ShardSum read_shard_sum(const char* op, const Tensor& out, const std::vector<Ten
   const core::NumericType out_type = check_numeric(out, {op, "out"});
   const std::int64_t numel = out.numel();
   check_flat(out, {op, "out"}, numel);
-  STD_TORCH_CHECK(!shards.empty(), op, ": argument 'shards' is empty; give at least one tensor");
-  STD_TORCH_CHECK(std::isfinite(scale), op, ": scale is ", scale, "; it must be finite");
+  STD_TORCH_CHECK(
+      !shards.empty(), op,
+      ": argument 'shards': expected at least one tensor, got none. Pass one of each rank.");
+  STD_TORCH_CHECK(std::isfinite(scale), op, ": scale: expected a finite number, got ", scale,
+                  ". Check what it is computed from.");
   const core::NumericType shard_type = check_numeric(shards[0], {op, "shards[0]"});
   std::vector<const void*> sources;
   sources.reserve(shards.size());

@@ -34,8 +34,8 @@ Tensor squared_norm_value(const Tensor& accumulator) {
   check_accumulator(op, accumulator);
   const Entries entries(accumulator.mutable_data_ptr<std::int64_t>(), Superaccumulator::kEntries);
   STD_TORCH_CHECK(Superaccumulator::value(entries, value), op,
-                  ": argument 'accumulator' holds a negative sum; it must come from squared_norm_ "
-                  "on a tensor that started as zeros");
+                  ": argument 'accumulator': expected sums of squared_norm_, got a negative one. "
+                  "Start from a tensor of zeros.");
   const Tensor result = torch::stable::empty({}, ScalarType::Double);
   *result.mutable_data_ptr<double>() = value;
   return result;

@@ -30,8 +30,9 @@ std::int64_t* read_lamb_norms(const char* op, const Tensor& norms, const Tensor&
   const std::int64_t count = segments.size(0);
   STD_TORCH_CHECK(
       norms.dim() == 3 && norms.size(0) == count && norms.size(1) == 2 && norms.size(2) == entries,
-      label(argument), "has shape ", shape_text(norms), "; it must be [", count, ", 2, ", entries,
-      "]: sums of squares of weights and of updates for each of the segments");
+      label(argument), "expected shape [", count, ", 2, ", entries,
+      "] (segments, sums of squares of weights and of updates), got ", shape_text(norms),
+      ". Allocate it so.");
   return norms.mutable_data_ptr<std::int64_t>();
 }
 

@@ -8,7 +8,7 @@ core::NumericType check_moments(const char* op, std::span<const Moment> moments,
   const Moment& first = moments.front();
   const core::NumericType type = check_numeric(first.tensor, {op, first.name});
   STD_TORCH_CHECK(type != core::NumericType::float16, op, ": argument '", first.name,
-                  "' has dtype Half; it must be Float or BFloat16");
+                  "': expected dtype Float or BFloat16, got Half. Convert it.");
   for (const Moment& moment : moments) {
     check_dtype(moment.tensor, {op, moment.name}, first.tensor.scalar_type());
     check_flat(moment.tensor, {op, moment.name}, numel);
@@ -57,19 +57,20 @@ std::int64_t check_segments(const char* op, const Tensor& segments, const Tensor
   check_dtype(segments, {op, "segments"}, ScalarType::Long);
   check_dtype(hyper, {op, "hyper"}, ScalarType::Double);
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 2, op,
-                  ": argument 'segments' has shape ", shape_text(segments),
-                  "; it must be [S, 2] (begin, end)");
+                  ": argument 'segments': expected shape [S, 2] (begin, end), got ",
+                  shape_text(segments), ". Reshape it.");
   const std::int64_t count = segments.size(0);
   STD_TORCH_CHECK(hyper.dim() == 2 && hyper.size(0) == count && hyper.size(1) == columns, op,
-                  ": argument 'hyper' has shape ", shape_text(hyper), "; it must be [", count, ", ",
-                  columns, "] (", names, ")");
+                  ": argument 'hyper': expected shape [", count, ", ", columns, "] (", names,
+                  "), got ", shape_text(hyper), ". Pass a row for each segment.");
   return count;
 }
 
 void check_scale(const char* op, const Tensor& grad_scale) {
   check_dtype(grad_scale, {op, "grad_scale"}, ScalarType::Float);
-  STD_TORCH_CHECK(grad_scale.dim() == 0, op, ": argument 'grad_scale' has shape ",
-                  shape_text(grad_scale), "; it must be a 0-d tensor");
+  STD_TORCH_CHECK(grad_scale.dim() == 0, op,
+                  ": argument 'grad_scale': expected a 0-d tensor, got shape ",
+                  shape_text(grad_scale), ". Pass grad_scale.squeeze().");
 }
 
 }  // namespace zero_ext::ops

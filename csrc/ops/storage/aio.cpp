@@ -97,8 +97,8 @@ class OpenEngine {
 HandleRegistry<OpenEngine>& registry() { return HandleRegistry<OpenEngine>::of_process("aio"); }
 
 int checked_int(const char* name, std::int64_t value) {
-  STD_TORCH_CHECK(value >= 0 && value <= 1 << 20, "aio_open: ", name, " is ", value,
-                  ", far out of range");
+  STD_TORCH_CHECK(value >= 0 && value <= 1 << 20, "aio_open: ", name, ": expected 0 to ", 1 << 20,
+                  ", got ", value, ". Pass a smaller one.");
   return static_cast<int>(value);
 }
 
@@ -134,8 +134,9 @@ std::string aio_open(std::int64_t handle, const std::string& backend, std::int64
   options.io_threads = checked_int("io_threads", io_threads);
   core::check_options(options);
   const auto named = core::backend_by_name(backend);
-  STD_TORCH_CHECK(named || backend == kAutomatic, "aio_open: backend is '", backend,
-                  "'; 'auto', 'io_uring', 'libaio' or 'threads' wanted");
+  STD_TORCH_CHECK(named || backend == kAutomatic,
+                  "aio_open: backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '",
+                  backend, "'. Pass one of these.");
   if (named) options.backend = *named;
   auto engine = named ? core::IoEngine::make(options) : make_preferred(options);
   const auto chosen = std::string(core::backend_name(engine->options().backend));

@@ -43,8 +43,9 @@ class HandleRegistry {
   std::shared_ptr<Object> get(std::int64_t handle) {
     const std::lock_guard lock(mutex_);
     const auto found = objects_.find(handle);
-    STD_TORCH_CHECK(found != objects_.end(), kind_, ": handle ", handle,
-                    " is not open in this process");
+    STD_TORCH_CHECK(
+        found != objects_.end(), kind_, ": handle ", handle,
+        " is not open in this process, and a forked child cannot use its parent's. Open it here.");
     return found->second;
   }
 

@@ -9,21 +9,22 @@ namespace zero_ext::ops {
 namespace {
 
 Tensor tensor_at(void* address, std::int64_t nbytes, const char* op) {
-  STD_TORCH_CHECK(address != nullptr, op, ": the kernel refused ", nbytes,
-                  " bytes: ", std::generic_category().message(errno),
-                  "; ask for less or free memory");
+  STD_TORCH_CHECK(address != nullptr, op, ": nbytes: the kernel refused ", nbytes, " bytes (",
+                  std::generic_category().message(errno), "). Free memory or ask for less.");
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   return torch::stable::from_blob(address, {nbytes}, {1}, cpu, ScalarType::Byte, &core::free_host);
 }
 
 Tensor host_buffer(std::int64_t nbytes) {
-  STD_TORCH_CHECK(nbytes >= 0, "host_buffer: nbytes is ", nbytes, "; it must not be negative");
+  STD_TORCH_CHECK(nbytes >= 0, "host_buffer: nbytes: expected at least 0, got ", nbytes,
+                  ". Pass a size.");
   if (nbytes == 0) return torch::stable::empty({0}, ScalarType::Byte);
   return tensor_at(core::allocate_host(nbytes), nbytes, "host_buffer");
 }
 
 Tensor nan_filled_host_memory(std::int64_t nbytes) {
-  STD_TORCH_CHECK(nbytes >= 0, "nan_filled_host_memory: expected nbytes >= 0, got ", nbytes, ".");
+  STD_TORCH_CHECK(nbytes >= 0, "nan_filled_host_memory: nbytes: expected at least 0, got ", nbytes,
+                  ". Pass a size.");
   if (nbytes == 0) return torch::stable::empty({0}, ScalarType::Byte);
   return tensor_at(core::map_nan_filled_host(nbytes), nbytes, "nan_filled_host_memory");
 }

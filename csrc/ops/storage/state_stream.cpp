@@ -22,7 +22,8 @@ class StreamRegistry {
   std::shared_ptr<StateStream> get(std::int64_t handle) {
     const std::lock_guard lock(mutex_);
     const auto found = streams_.find(handle);
-    STD_TORCH_CHECK(found != streams_.end(), "state_stream: handle ", handle, " is not open");
+    STD_TORCH_CHECK(found != streams_.end(), "state_stream: handle ", handle,
+                    " is not open. Open the stream with state_stream_open.");
     return found->second;
   }
   std::shared_ptr<StateStream> remove(std::int64_t handle) {
@@ -45,8 +46,9 @@ void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t sta
                        const std::vector<std::int64_t>& field_bytes,
                        const std::vector<std::int64_t>& field_elements) {
   STD_TORCH_CHECK(field_bytes.size() == field_elements.size(),
-                  "state_stream_open: field_bytes has ", field_bytes.size(),
-                  " entries and field_elements ", field_elements.size(), "; both need one a field");
+                  "state_stream_open: field_elements: expected one entry for each of the ",
+                  field_bytes.size(), " fields of field_bytes, got ", field_elements.size(),
+                  ". Pass lists of one length.");
   std::vector<core::StateField> fields;
   for (std::size_t i = 0; i < field_bytes.size(); ++i) {
     fields.push_back({field_bytes[i], field_elements[i]});
@@ -81,22 +83,23 @@ void state_stream_fill(std::int64_t handle, std::int64_t offset, const Tensor& m
 std::vector<std::byte*> slice_memory(const StateStream& stream, const char* op,
                                      std::int64_t elements, const std::vector<std::int64_t>& fields,
                                      const std::vector<Tensor>& tensors) {
-  STD_TORCH_CHECK(fields.size() == tensors.size(), op, ": ", fields.size(), " fields and ",
-                  tensors.size(), " tensors; each field needs one");
+  STD_TORCH_CHECK(fields.size() == tensors.size(), op, ": tensors: expected one for each of ",
+                  fields.size(), " fields, got ", tensors.size(), ". Pass that many.");
   std::vector<std::byte*> memory(stream.fields.size(), nullptr);
   for (std::size_t i = 0; i < fields.size(); ++i) {
     const Argument argument{op, "tensors[" + std::to_string(i) + "]"};
     const auto field = static_cast<std::size_t>(fields[i]);
     STD_TORCH_CHECK(fields[i] >= 0 && field < memory.size() && memory[field] == nullptr, op,
-                    ": fields[", i, "] is ", fields[i], "; each must be one of 0 to ",
-                    memory.size() - 1, ", once");
+                    ": fields[", i, "]: expected each of 0 to ", memory.size() - 1,
+                    " at most once, got ", fields[i], ". Name other fields.");
     check_layout(tensors[i], argument);
     const core::StateField& shape = stream.fields[field];
     const std::int64_t expected = (elements + shape.elements - 1) / shape.elements * shape.bytes;
     const std::int64_t bytes =
         tensors[i].numel() * static_cast<std::int64_t>(tensors[i].element_size());
-    STD_TORCH_CHECK(bytes == expected, op, ": argument '", argument.name, "' has ", bytes,
-                    " bytes; field ", fields[i], " of ", elements, " elements has ", expected);
+    STD_TORCH_CHECK(bytes == expected, label(argument), "expected ", expected, " bytes for field ",
+                    fields[i], " of ", elements, " elements, got ", bytes,
+                    ". Pass another tensor.");
     // Empty tensors may have no memory, which would mean a field that is not asked for.
     if (bytes > 0) memory[field] = static_cast<std::byte*>(tensors[i].mutable_data_ptr());
   }
@@ -109,8 +112,9 @@ void access_slice(const char* op, std::int64_t handle, std::int64_t offset, std:
                   const std::vector<Tensor>& tensors, const Tensor& counters) {
   check_counters(counters, op);
   const std::shared_ptr<StateStream> stream = registry().get(handle);
-  STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= elements, op, ": elements [", begin, ", ",
-                  end, ") of a range of ", elements);
+  STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= elements, op,
+                  ": elements: expected a part of [0, ", elements, "), got [", begin, ", ", end,
+                  "). Pass other bounds.");
   const core::ChunkLayout layout = stream->layout(elements);
   const core::StateSlice slice{layout, offset, begin, end,
                                slice_memory(*stream, op, end - begin, fields, tensors)};

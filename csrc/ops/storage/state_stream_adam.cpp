@@ -15,34 +15,38 @@ core::AdamMoments moments_of(const StateStream& stream) {
        {core::AdamMoments::float32, core::AdamMoments::bfloat16, core::AdamMoments::blockwise8}) {
     if (stream.fields == core::adam_fields(moments)) return moments;
   }
-  STD_TORCH_CHECK(false, kOp, ": the stream's fields are not those of Adam; see state_stream_open");
+  STD_TORCH_CHECK(false, kOp,
+                  ": stream: its fields are not those of Adam. Open it with the fields of Adam, "
+                  "see state_stream_open.");
 }
 
 void check_shapes(const Tensor& ranges, const std::vector<Tensor>& params,
                   const std::vector<Tensor>& grads, const Tensor& segments, const Tensor& hyper) {
   check_dtype(ranges, {kOp, "ranges"}, ScalarType::Long);
   STD_TORCH_CHECK(ranges.dim() == 2 && ranges.size(1) == kColumns, kOp,
-                  ": argument 'ranges' has shape ", shape_text(ranges),
-                  "; it must be [R, 6] (elements, offset of the state, of the gradient, of the "
-                  "parameters, number of segments, offset of the state after the step)");
+                  ": argument 'ranges': expected shape [R, 6] (elements, offset of the state, of "
+                  "the gradient, of the "
+                  "parameters, number of segments, offset of the state after the step), got ",
+                  shape_text(ranges), ". Reshape it.");
   const auto count = static_cast<std::size_t>(ranges.size(0));
-  STD_TORCH_CHECK(params.size() == count && grads.size() == count, kOp, ": ", count, " ranges, ",
-                  params.size(), " params and ", grads.size(),
-                  " grads; every range needs one of each");
+  STD_TORCH_CHECK(params.size() == count && grads.size() == count, kOp,
+                  ": params and grads: expected one of each for ", count, " ranges, got ",
+                  params.size(), " and ", grads.size(), ". Pass that many.");
   check_layout(segments, {kOp, "segments"});
   check_layout(hyper, {kOp, "hyper"});
   const auto* const rows = ranges.const_data_ptr<std::int64_t>();
   std::int64_t total = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const std::int64_t of_range = rows[kColumns * i + 4];
-    STD_TORCH_CHECK(of_range >= 0, kOp, ": ranges[", i, "] has ", of_range, " segments");
+    STD_TORCH_CHECK(of_range >= 0, kOp, ": ranges[", i, "]: expected at least 0 segments, got ",
+                    of_range, ". Correct the column.");
     total += of_range;
   }
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(0) == total && hyper.dim() == 2 &&
                       hyper.size(0) == total,
-                  kOp, ": ranges have ", total, " segments; 'segments' has shape ",
-                  shape_text(segments), " and 'hyper' ", shape_text(hyper),
-                  "; both need a row for each");
+                  kOp, ": arguments 'segments' and 'hyper': expected a row for each of the ", total,
+                  " segments of ranges, got shapes ", shape_text(segments), " and ",
+                  shape_text(hyper), ". Pass that many rows.");
 }
 
 // Whether a tensor is the data itself; if not it is empty and says the dtype of what is stored.

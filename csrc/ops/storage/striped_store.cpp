@@ -66,7 +66,8 @@ class StoreRegistry {
   std::shared_ptr<OpenStore> get(std::int64_t handle) {
     const std::lock_guard lock(mutex_);
     const auto found = stores_.find(handle);
-    STD_TORCH_CHECK(found != stores_.end(), "store: handle ", handle, " is not open");
+    STD_TORCH_CHECK(found != stores_.end(), "store: handle ", handle,
+                    " is not open. Open the store with store_open.");
     return found->second;
   }
   std::shared_ptr<OpenStore> remove(std::int64_t handle) {
@@ -93,22 +94,25 @@ core::Backend chosen_backend(const std::string& name) {
     }
   }
   const auto backend = core::backend_by_name(name);
-  STD_TORCH_CHECK(backend.has_value(), "store_open: backend is '", name,
-                  "'; 'auto', 'io_uring', 'libaio' or 'threads' wanted");
+  STD_TORCH_CHECK(backend.has_value(),
+                  "store_open: backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '",
+                  name, "'. Pass one of these.");
   return *backend;
 }
 
 int small(const char* name, std::int64_t value) {
-  STD_TORCH_CHECK(value >= 1 && value <= 1'000'000, "store_open: ", name, " is ", value,
-                  "; 1 to 1000000 wanted");
+  STD_TORCH_CHECK(value >= 1 && value <= 1'000'000, "store_open: ", name,
+                  ": expected 1 to 1000000, got ", value, ". Pass one of these.");
   return static_cast<int>(value);
 }
 
 void store_open(std::int64_t handle, std::vector<std::string> paths, const std::string& backend,
                 std::vector<std::int64_t> engine_sizes, std::int64_t stripe_bytes, bool checksum,
                 bool block_devices) {
-  STD_TORCH_CHECK(engine_sizes.size() == 3, "store_open: engine_sizes has ", engine_sizes.size(),
-                  " entries; queue_depth, block_bytes and io_threads wanted");
+  STD_TORCH_CHECK(
+      engine_sizes.size() == 3,
+      "store_open: engine_sizes: expected 3 entries (queue_depth, block_bytes, io_threads), got ",
+      engine_sizes.size(), ". Pass these.");
   const core::IoEngineOptions options{.backend = chosen_backend(backend),
                                       .queue_depth = small("queue_depth", engine_sizes[0]),
                                       .block_bytes = engine_sizes[1],
@@ -183,7 +187,9 @@ void store_open_direct(std::int64_t handle) {
 void store_close_direct(std::int64_t handle) { registry().get(handle)->store()->close_direct(); }
 
 void check_contiguous(const char* op, const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": argument 'tensor' is not contiguous");
+  STD_TORCH_CHECK(tensor.is_contiguous(), op,
+                  ": argument 'tensor': expected a contiguous one, got one with other strides. "
+                  "Pass tensor.contiguous().");
 }
 
 void store_read_direct_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,

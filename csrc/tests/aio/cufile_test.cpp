@@ -214,7 +214,7 @@ TEST_F(CuFile, AStoreThatCannotOpenItIsAsBefore) {
   expect_in("no CUDA context", error_of(opening));
   EXPECT_TRUE(library->descriptors.empty());
   EXPECT_EQ(library->open_drivers, 0);
-  expect_in("not open for it",
+  expect_in("expected host memory, got device memory",
             error_of([&] { store->read(0, capacity_.span(), nullptr, MemoryKind::kDevice); }));
   store->read(0, capacity_.span(), nullptr)->wait();
 }

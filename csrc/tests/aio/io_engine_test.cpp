@@ -246,7 +246,8 @@ TEST_P(AioEngine, RefusesImpossibleTransfers) {
   expect_in("no file reaches there", error_of([&] { engine->read(file, -1, memory.span()); }));
   expect_in("no file reaches there",
             error_of([&] { engine->read(file, INT64_MAX - 50, memory.span()); }));
-  expect_in("needs a file", error_of([&] { engine->read(nullptr, 0, memory.span()); }));
+  expect_in("expected a file to transfer, got none",
+            error_of([&] { engine->read(nullptr, 0, memory.span()); }));
   expect_in("fault rule", error_of([&] { engine->inject_fault({IoDirection::kRead, -1, 0, 1}); }));
 }
 
@@ -281,12 +282,12 @@ TEST_P(AioEngine, RefusesOptionsOutOfRange) {
   const auto text = [&](int queue_depth, std::int64_t block_bytes, int io_threads) {
     return error_of([&] { make(queue_depth, block_bytes, io_threads); });
   };
-  expect_in("queue_depth is 0; 1 to 1024 wanted", text(0, 4096, 1));
-  expect_in("queue_depth is 1025; 1 to 1024 wanted", text(1025, 4096, 1));
-  expect_in("block_bytes is 5000; a multiple of 4096 wanted", text(1, 5000, 1));
-  expect_in("block_bytes is 0; 4096 to 1073741824 wanted", text(1, 0, 1));
-  expect_in("io_threads is 17; 1 to 16 wanted", text(1, 4096, 17));
-  expect_in("io_threads is 0; 1 to 16 wanted", text(1, 4096, 0));
+  expect_in("queue_depth: expected 1 to 1024, got 0", text(0, 4096, 1));
+  expect_in("queue_depth: expected 1 to 1024, got 1025", text(1025, 4096, 1));
+  expect_in("block_bytes: expected a multiple of 4096, got 5000", text(1, 5000, 1));
+  expect_in("block_bytes: expected 4096 to 1073741824, got 0", text(1, 0, 1));
+  expect_in("io_threads: expected 1 to 16, got 17", text(1, 4096, 17));
+  expect_in("io_threads: expected 1 to 16, got 0", text(1, 4096, 0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AioEngine, ::testing::ValuesIn(testing::available_backends()),

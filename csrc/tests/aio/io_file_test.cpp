@@ -74,7 +74,7 @@ TEST(AioFile, RefusesWhatHoldsNoBytes) {
   const std::string pipe = folder.file("pipe");
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   for (const std::string& path : {pipe, folder.file(""), std::string("/dev/null")}) {
-    expect_in("'" + path + "': a regular file or a block device is wanted",
+    expect_in("'" + path + "': expected a regular file or a block device",
               error_of([&] { IoFile::open(path, IoFile::Mode::kRead, true); }));
   }
   const std::string missing = folder.file("missing");

@@ -164,7 +164,7 @@ TEST(ExtentArena, SaysWhatWasWantedAndWhatIsFree) {
   arena.allocate(300);
   arena.release(first);
   const std::string text = reason([&] { arena.allocate(401); });
-  for (const char* chunk : {"401 bytes wanted", "largest free range has 400", "300 of 1000"}) {
+  for (const char* chunk : {"free range of 401 bytes", "got 400 as the largest", "300 of 1000"}) {
     EXPECT_NE(text.find(chunk), std::string::npos) << text;
   }
   EXPECT_EQ(arena.live_bytes(), 300);

@@ -92,9 +92,9 @@ TEST_F(StripedStoreFault, ADamagedByteIsFoundWhereItIsRead) {
     const auto [path, offset] = location(sector * kSector);
     for (const auto& [begin, count] : {std::pair<std::int64_t, std::int64_t>{0, 8}, {sector, 1}}) {
       const std::string text = error_of([&, first = begin, n = count] { read_sectors(first, n); });
-      expect_in("'" + path + "' at offset " + std::to_string(offset) + " ", text);
-      expect_in(hexadecimal(expected) + " expected", text);
-      expect_in(hexadecimal(crc32c(chunk, 0)) + " found", text);
+      expect_in("'" + path + "' at offset " + std::to_string(offset) + ": ", text);
+      expect_in("expected CRC32C " + hexadecimal(expected), text);
+      expect_in("got " + hexadecimal(crc32c(chunk, 0)), text);
     }
     if (sector > 0) read_sectors(0, sector);
     if (sector < 7) read_sectors(sector + 1, 7 - sector);
@@ -198,7 +198,7 @@ TEST_F(StripedStoreFault, OnlyBlockDevicesPassAsBlockDevices) {
   const auto engine = IoEngine::make({});
   for (const std::string& path : {paths_[0], std::string("/dev/null"), folder_.file("")}) {
     const auto text = error_of([&] { StripedStore(engine, {path}, {.block_devices = true}); });
-    expect_in("'" + path + "': is not a block device", text);
+    expect_in("'" + path + "': expected a block device", text);
   }
   const auto text = error_of([&] { StripedStore(engine, {paths_[1]}, {.block_devices = true}); });
   expect_in("No such file", text);
@@ -220,7 +220,7 @@ TEST(DeviceMargins, MustHoldZerosOrTheMark) {
   for (const std::int64_t at : {std::int64_t{4095}, std::int64_t{4096}, kSignatureBytes - 1,
                                 kBytes - kSignatureBytes, kBytes - 1}) {
     ASSERT_EQ(::pwrite(file, &one, 1, at), 1);
-    expect_in("'" + path + "': holds data at offset ",
+    expect_in("'" + path + "': it holds data at offset ",
               error_of([&] { check_signatures(path, file, kBytes); }));
     ASSERT_EQ(::pwrite(file, &zero, 1, at), 1);
     check_signatures(path, file, kBytes);
@@ -234,7 +234,8 @@ TEST(DeviceMargins, MustHoldZerosOrTheMark) {
   Bytes expected(kBytes);
   expected[kSignatureBytes] = expected[kBytes - kSignatureBytes - 1] = one;
   EXPECT_EQ(content(path), expected);
-  expect_in("3145728 or more", error_of([&] { check_signatures(path, file, 3145727); }));
+  expect_in("at least 3145728 bytes, got 3145727",
+            error_of([&] { check_signatures(path, file, 3145727); }));
   ::close(file);
 }
 

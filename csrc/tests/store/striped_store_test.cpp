@@ -245,10 +245,11 @@ TEST(StripedStore, RefusesOptionsThatMakeNoSense) {
   const auto paths = names(folder, 1);
   for (const std::int64_t stripe : {std::int64_t{0}, std::int64_t{-kSector}, kSector + 512}) {
     const auto text = error_of([&] { StripedStore(engine(), paths, {.stripe_bytes = stripe}); });
-    expect_in("stripe_bytes is " + std::to_string(stripe), text);
+    expect_in("got " + std::to_string(stripe) + ".", text);
     EXPECT_FALSE(exists(paths[0]));
   }
-  expect_in("no path", error_of([&] { StripedStore(engine(), {}, {}); }));
+  expect_in("expected at least one path, got none",
+            error_of([&] { StripedStore(engine(), {}, {}); }));
 }
 
 TEST(StripedStore, ReservesBlocksAndZeros) {
@@ -265,9 +266,9 @@ TEST(StripedStore, ReservesBlocksAndZeros) {
   }
   EXPECT_EQ(store.stats().capacity, 10 * kSector);
   EXPECT_EQ(store.stats().bytes_written, 0);
-  expect_in("can only grow", error_of([&] { store.reserve(kSector); }));
-  expect_in("can only grow", error_of([&] { store.reserve(INT64_MAX); }));
-  expect_in("largest free range", error_of([&] { store.allocate(11 * kSector); }));
+  expect_in("2^56, got 4096.", error_of([&] { store.reserve(kSector); }));
+  expect_in("2^56, got 9223372036854775807.", error_of([&] { store.reserve(INT64_MAX); }));
+  expect_in("got 40960 as the largest", error_of([&] { store.allocate(11 * kSector); }));
 }
 
 TEST(StripedStore, RefusesTransfersOutsideOneExtent) {
@@ -285,7 +286,7 @@ TEST(StripedStore, RefusesTransfersOutsideOneExtent) {
                                                         {INT64_MAX - kSector + 1, kSector}};
   for (const auto& [offset, count] : wrong) {
     const auto text = error_of([&] { store.read(offset, bytes.first(count)); });
-    expect_in("not lie inside one allocated extent", text);
+    expect_in("expected a range inside one allocated extent", text);
     expect_in("offset " + std::to_string(offset), text);
     EXPECT_THROW(store.write(offset, bytes.first(count)), std::runtime_error);
   }

@@ -268,7 +268,7 @@ def test_a_scale_that_is_not_finite_changes_nothing(generator: torch.Generator, 
         assert unchanged is not None and was is not None
         assert torch.equal(unchanged.nan_to_num(-9.0), was.nan_to_num(-9.0))
     state.hyper[2, 5] = 0.0
-    with pytest.raises(RuntimeError, match=r"adam_step_: step of hyper\[2\] is 0"):
+    with pytest.raises(RuntimeError, match=r"adam_step_: step of hyper\[2\]: expected .*got 0"):
         state.step()
 
 
@@ -297,7 +297,7 @@ BAD_HYPER = [
 def test_refuses_hyper_parameters_by_name(generator: torch.Generator, name: str, value: float) -> None:
     state = make_state(generator, 8, [(0, 4), (4, 8)], [Hyper(), replace(Hyper(), **{name: value})])
     before = state.clone()
-    with pytest.raises(RuntimeError, match=rf"adam_step_: {name} of hyper\[1\] is"):
+    with pytest.raises(RuntimeError, match=rf"adam_step_: {name} of hyper\[1\]: expected"):
         state.step()
     assert torch.equal(state.master, before.master)
 
@@ -307,31 +307,31 @@ def wrong_arguments() -> list[tuple[str, Tensor, str]]:
     cases: list[tuple[str, Tensor, str]] = []
     for name in ("master", "exp_avg", "exp_avg_sq", "grad", "param"):
         cases += [
-            (name, torch.zeros(8, dtype=torch.float64), "has dtype Double"),
-            (name, torch.zeros(16)[::2], "is not contiguous"),
+            (name, torch.zeros(8, dtype=torch.float64), "expected dtype .*, got Double"),
+            (name, torch.zeros(16)[::2], "expected a contiguous tensor"),
             (name, torch.zeros(8, device="meta"), "expected all tensors on one device, got cpu, meta"),
         ]
         if name != "master":
             cases += [
-                (name, torch.zeros(9), "one-dimensional with 8 elements"),
-                (name, torch.zeros(2, 4), "one-dimensional with 8 elements"),
+                (name, torch.zeros(9), "expected one dimension with 8 elements"),
+                (name, torch.zeros(2, 4), "expected one dimension with 8 elements"),
             ]
     return [
         *cases,
-        ("master", torch.zeros(8, dtype=torch.bfloat16), "must be Float"),
-        ("master", torch.zeros(2, 4), "one-dimensional"),
-        ("exp_avg", torch.zeros(8, dtype=torch.float16), "must be Float or BFloat16"),
-        ("exp_avg_sq", torch.zeros(8, dtype=torch.bfloat16), "must be Float"),
-        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "must be Long"),
-        ("segments", torch.tensor([0, 8]), r"must be \[S, 2\]"),
-        ("segments", torch.tensor([[0, 9]]), r"segments\[0\] is \[0, 9\)"),
-        ("segments", torch.tensor([[-1, 4]]), r"segments\[0\] is \[-1, 4\)"),
-        ("segments", torch.tensor([[5, 4]]), r"segments\[0\] is \[5, 4\)"),
-        ("hyper", torch.zeros(1, 8), "must be Double"),
-        ("hyper", torch.zeros(2, 8, dtype=torch.float64), r"must be \[1, 8\]"),
-        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"must be \[1, 8\]"),
-        ("grad_scale", torch.tensor(1.0, dtype=torch.float64), "must be Float"),
-        ("grad_scale", torch.ones(1), "must be a 0-d tensor"),
+        ("master", torch.zeros(8, dtype=torch.bfloat16), "expected dtype Float"),
+        ("master", torch.zeros(2, 4), "expected one dimension"),
+        ("exp_avg", torch.zeros(8, dtype=torch.float16), "expected dtype Float or BFloat16"),
+        ("exp_avg_sq", torch.zeros(8, dtype=torch.bfloat16), "expected dtype Float"),
+        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "expected dtype Long"),
+        ("segments", torch.tensor([0, 8]), r"expected shape \[S, 2\]"),
+        ("segments", torch.tensor([[0, 9]]), r"segments\[0\]: .*got \[0, 9\)"),
+        ("segments", torch.tensor([[-1, 4]]), r"segments\[0\]: .*got \[-1, 4\)"),
+        ("segments", torch.tensor([[5, 4]]), r"segments\[0\]: .*got \[5, 4\)"),
+        ("hyper", torch.zeros(1, 8), "expected dtype Double"),
+        ("hyper", torch.zeros(2, 8, dtype=torch.float64), r"expected shape \[1, 8\]"),
+        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"expected shape \[1, 8\]"),
+        ("grad_scale", torch.tensor(1.0, dtype=torch.float64), "expected dtype Float"),
+        ("grad_scale", torch.ones(1), "expected a 0-d tensor"),
     ]
 
 
@@ -352,7 +352,7 @@ def test_refuses_wrong_arguments_by_name(
 
 def test_refuses_segments_that_overlap(generator: torch.Generator) -> None:
     state = make_state(generator, 8, [(0, 5), (4, 8)], [Hyper(), Hyper()])
-    with pytest.raises(RuntimeError, match=r"segments\[1\] is \[4, 8\).*sorted, disjoint"):
+    with pytest.raises(RuntimeError, match=r"segments\[1\]: .*got \[4, 8\).*disjoint"):
         state.step()
 
 
@@ -360,9 +360,11 @@ def test_refuses_buffers_that_overlap(generator: torch.Generator) -> None:
     state = make_state(generator, 8, [(0, 8)], [Hyper()])
     memory = torch.zeros(12)
     state.exp_avg, state.exp_avg_sq = memory[:8], memory[4:]
-    with pytest.raises(RuntimeError, match="'exp_avg_sq' overlaps the memory of argument 'exp_avg'"):
+    with pytest.raises(
+        RuntimeError, match="'exp_avg_sq': expected its own memory, got some of argument 'exp_avg'"
+    ):
         state.step()
     state = make_state(generator, 8, [(0, 8)], [Hyper()], param=torch.float32)
     state.param = state.master
-    with pytest.raises(RuntimeError, match="overlaps the memory of argument"):
+    with pytest.raises(RuntimeError, match="expected its own memory, got some of argument"):
         state.step()

@@ -284,7 +284,7 @@ def test_nothing_to_do_is_fine(generator: torch.Generator, segments: list[tuple[
 def test_refuses_hyper_parameters_by_name(generator: torch.Generator, name: str, value: float) -> None:
     state = random_state(generator, 8, [(0, 4), (4, 8)], [Hyper(), replace(Hyper(), **{name: value})])
     before = state.clone()
-    with pytest.raises(RuntimeError, match=rf"adam_step_8bit_: {name} of hyper\[1\] is"):
+    with pytest.raises(RuntimeError, match=rf"adam_step_8bit_: {name} of hyper\[1\]: expected"):
         state.step()
     assert state.differing(before) == []
 
@@ -295,24 +295,26 @@ def wrong_arguments() -> list[tuple[str, Tensor, str]]:
     for name in ("master", "exp_avg_codes", "exp_avg_sq_codes", "grad", "param"):
         dtype = torch.uint8 if name.endswith("_codes") else torch.float32
         cases += [
-            (name, torch.zeros(300, dtype=torch.float64), f"'{name}' has dtype Double"),
-            (name, torch.zeros(600, dtype=dtype)[::2], f"'{name}'.*is not contiguous"),
+            (name, torch.zeros(300, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
+            (name, torch.zeros(600, dtype=dtype)[::2], f"'{name}'.*expected a contiguous tensor"),
             (name, torch.zeros(300, device="meta"), "expected all tensors on one device, got cpu, meta"),
-            (name, torch.zeros(3, 100, dtype=dtype), f"'{name}' has shape .*one-dimensional with 300"),
+            (name, torch.zeros(3, 100, dtype=dtype), f"'{name}': expected one dimension with 300"),
         ]
         if name != "master":
-            cases.append((name, torch.zeros(301, dtype=dtype), f"'{name}' has shape .*with 300 elements"))
+            cases.append(
+                (name, torch.zeros(301, dtype=dtype), f"'{name}': expected one dimension with 300 elements")
+            )
     for name in ("exp_avg_scales", "exp_avg_sq_scales"):
         cases += [
-            (name, torch.zeros(2, dtype=torch.float64), f"'{name}' has dtype Double"),
-            (name, torch.zeros(1), f"'{name}' has shape .*with 2 elements"),
-            (name, torch.zeros(300), f"'{name}' has shape .*with 2 elements"),
+            (name, torch.zeros(2, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
+            (name, torch.zeros(1), f"'{name}': expected one dimension with 2 elements"),
+            (name, torch.zeros(300), f"'{name}': expected one dimension with 2 elements"),
         ]
     return [
         *cases,
-        ("segments", torch.tensor([[0, 301]]), r"segments\[0\] is \[0, 301\)"),
-        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "must be Long"),
-        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"must be \[1, 8\]"),
+        ("segments", torch.tensor([[0, 301]]), r"segments\[0\]: .*got \[0, 301\)"),
+        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "expected dtype Long"),
+        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"expected shape \[1, 8\]"),
     ]
 
 
@@ -341,5 +343,5 @@ def test_refuses_shared_memory_by_name(generator: torch.Generator) -> None:
         ("grad", state.master),
         ("exp_avg_codes", state.master.view(torch.uint8)[:300]),
     ]:
-        with pytest.raises(RuntimeError, match=r"adam_step_8bit_: argument .* overlaps"):
+        with pytest.raises(RuntimeError, match=r"adam_step_8bit_: argument .*: expected its own memory"):
             replace(state, **{name: other}).step()

@@ -171,11 +171,11 @@ def test_a_full_file_system_is_an_error(engine: int, tmp_path: Path) -> None:
 def test_bad_arguments_are_named(engine: int, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     for wrong, message in (
-        ({"backend": "posix"}, "backend is 'posix'; 'auto', 'io_uring', 'libaio' or 'threads' wanted"),
-        ({"queue_depth": 0}, "queue_depth is 0; 1 to 1024 wanted"),
-        ({"queue_depth": 2**40}, "queue_depth is 1099511627776, far out of range"),
-        ({"block_bytes": 1000}, "block_bytes is 1000; 4096 to 1073741824 wanted"),
-        ({"io_threads": 17}, "io_threads is 17; 1 to 16 wanted"),
+        ({"backend": "posix"}, "backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got 'posix'"),
+        ({"queue_depth": 0}, "queue_depth: expected 1 to 1024, got 0"),
+        ({"queue_depth": 2**40}, "queue_depth: expected 0 to 1048576, got 1099511627776"),
+        ({"block_bytes": 1000}, "block_bytes: expected 4096 to 1073741824, got 1000"),
+        ({"io_threads": 17}, "io_threads: expected 1 to 16, got 17"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.aio_open(next(HANDLES), **wrong)
@@ -257,7 +257,7 @@ def test_exit_with_open_engines_completes_their_writes(left_open: tuple[Path, li
 
 
 def test_a_forked_child_reports_that_engines_are_not_inherited(left_open: tuple[Path, list[Any]]) -> None:
-    assert left_open[1][0].endswith("aio: handle 2 is not open in this process")
+    assert left_open[1][0].partition("aio: ")[2].startswith("handle 2 is not open in this process")
 
 
 def test_auto_selects_the_next_backend_where_io_uring_is_forbidden(left_open: tuple[Path, list[Any]]) -> None:
@@ -268,4 +268,4 @@ def test_auto_selects_the_next_backend_where_io_uring_is_forbidden(left_open: tu
     others.pop("io_uring")
     assert backends == others
     assert chosen == next(name for name, reason in others.items() if not reason)
-    assert refusal == f"I/O backend io_uring is not available: {reason}"
+    assert refusal.startswith(f"I/O backend io_uring: it is not available ({reason})")

@@ -48,9 +48,9 @@ def test_empty_buffer_costs_nothing() -> None:
 
 def test_refuses_bad_arguments() -> None:
     before = ops.host_buffer_bytes()
-    with pytest.raises(RuntimeError, match="nbytes is -1"):
+    with pytest.raises(RuntimeError, match="nbytes: expected at least 0, got -1"):
         ops.host_buffer(-1)
-    with pytest.raises(RuntimeError, match=rf"refused {2**60} bytes: Cannot allocate memory"):
+    with pytest.raises(RuntimeError, match=rf"refused {2**60} bytes .Cannot allocate memory"):
         ops.host_buffer(2**60)
     with pytest.raises(RuntimeError, match="refused"):
         ops.host_buffer(2**63 - 1)
@@ -71,7 +71,7 @@ def test_blank_memory_is_nan_and_uses_almost_no_memory(nbytes: int) -> None:
 
 
 def test_blank_memory_refuses_bad_arguments() -> None:
-    with pytest.raises(RuntimeError, match=r"expected nbytes >= 0, got -1"):
+    with pytest.raises(RuntimeError, match=r"nbytes: expected at least 0, got -1"):
         ops.nan_filled_host_memory(-1)
     with pytest.raises(RuntimeError, match=r"refused"):
         ops.nan_filled_host_memory(2**62)

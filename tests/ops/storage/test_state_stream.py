@@ -285,14 +285,14 @@ def test_a_failed_transfer_is_named_and_the_stream_lives_on(
 def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
     before = ops.host_buffer_bytes()
     with pytest.raises(
-        RuntimeError, match=rf"staging_buffer_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"
+        RuntimeError, match=rf"staging_buffer_bytes: .*at least {SMALLEST_RING}.*got {SMALLEST_RING - 1}"
     ):
         open_stream(store, SMALLEST_RING - 1)
-    with pytest.raises(RuntimeError, match="field of 0 bytes"):
+    with pytest.raises(RuntimeError, match="got 0 bytes for every 1 elements"):
         ops.state_stream_open(HANDLE, store, 1 << 20, (4, 0), (1, 1))
-    with pytest.raises(RuntimeError, match="no fields"):
+    with pytest.raises(RuntimeError, match="expected at least one field, got none"):
         ops.state_stream_open(HANDLE, store, 1 << 20, (), ())
-    with pytest.raises(RuntimeError, match="one a field"):
+    with pytest.raises(RuntimeError, match="one entry for each of the 2 fields of field_bytes, got 1"):
         ops.state_stream_open(HANDLE, store, 1 << 20, (4, 4), (1,))
     with pytest.raises(RuntimeError, match=f"handle {HANDLE} is not open"):
         ops.state_stream_chunk_elements(HANDLE)
@@ -304,17 +304,17 @@ def test_bad_ranges_are_refused(store: int) -> None:
     read, write = ops.state_stream_read_, ops.state_stream_write_
     values = torch.zeros(10)
     for access in (read, write):
-        with pytest.raises(RuntimeError, match=r"elements \[5, 15\) of a range of 10"):
+        with pytest.raises(RuntimeError, match=r"elements: .*\[0, 10\), got \[5, 15\)"):
             access(stream, 0, 10, 5, 15, [0], [values], counters())
-        with pytest.raises(RuntimeError, match="has 40 bytes; field 1 of 9 elements has 36"):
+        with pytest.raises(RuntimeError, match="expected 36 bytes for field 1 of 9 elements, got 40"):
             access(stream, 0, 10, 0, 9, [1], [values], counters())
-        with pytest.raises(RuntimeError, match=r"fields\[1\] is 1; each must be one of 0 to 2, once"):
+        with pytest.raises(RuntimeError, match=r"fields\[1\]: expected each of 0 to 2 at most once, got 1"):
             access(stream, 0, 10, 0, 10, [1, 1], [values, values], counters())
-        with pytest.raises(RuntimeError, match=r"fields\[0\] is 3"):
+        with pytest.raises(RuntimeError, match=r"fields\[0\]: .*got 3"):
             access(stream, 0, 10, 0, 10, [3], [values], counters())
-        with pytest.raises(RuntimeError, match="1 fields and 0 tensors"):
+        with pytest.raises(RuntimeError, match="tensors: expected one for each of 1 fields, got 0"):
             access(stream, 0, 10, 0, 10, [0], [], counters())
-        with pytest.raises(RuntimeError, match="not contiguous"):
+        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
             access(stream, 0, 10, 0, 10, [0], [torch.zeros(20)[::2]], counters())
         with pytest.raises(RuntimeError, match="multiple of"):
             access(stream, 1, 10, 0, 10, [0], [values], counters())
@@ -343,20 +343,20 @@ def test_bad_steps_are_refused(store: int) -> None:
             ops.state_stream_adam_(stream, **arguments)  # type: ignore[arg-type]
 
     good = [10, 0, -1, -1, 1, -1]
-    refused(r"range 0: segments\[0\] is \[0, 11\)", [good], [[0, 11]])
-    refused(r"must be \[R, 6\]", [[10, 0, -1, -1, 1]], [[0, 10]])
-    refused("ranges have 1 segments", [good], [[0, 5], [5, 10]])
-    refused("has -1 segments", [[10, 0, -1, -1, -1, -1]], [])
-    refused("overlap; give each range its own", [good, good], [[0, 10], [0, 10]])
-    refused("overlap; give each range its own", [[10, 0, -1, -1, 1, 0]], [[0, 10]])
+    refused(r"range 0: segments\[0\]: .*got \[0, 11\)", [good], [[0, 11]])
+    refused(r"expected shape \[R, 6\]", [[10, 0, -1, -1, 1]], [[0, 10]])
+    refused("each of the 1 segments of ranges", [good], [[0, 5], [5, 10]])
+    refused("at least 0 segments, got -1", [[10, 0, -1, -1, -1, -1]], [])
+    refused("overlap", [good, good], [[0, 10], [0, 10]])
+    refused("overlap", [[10, 0, -1, -1, 1, 0]], [[0, 10]])
     refused("multiple of", [[10, 100, -1, -1, 1, -1]], [[0, 10]])
-    refused("range of -10 elements", [[-10, 0, -1, -1, 0, -1]], [], grads=[torch.empty(0)])
-    refused("1 ranges, 2 params", [good], [[0, 10]], params=[torch.empty(0)] * 2)
-    refused(r"grads\[0\]' has shape \[9\]", [good], [[0, 10]], grads=[torch.zeros(9)])
-    refused(r"params\[0\]' has shape \[9\]", [good], [[0, 10]], params=[torch.zeros(9)])
-    refused(r"grads\[0\]' has shape \[10\]", [[10, 0, 8192, -1, 1, -1]], [[0, 10]])
+    refused("at least 0 elements, got -10", [[-10, 0, -1, -1, 0, -1]], [], grads=[torch.empty(0)])
+    refused("one of each for 1 ranges, got 2 and 1", [good], [[0, 10]], params=[torch.empty(0)] * 2)
+    refused(r"grads\[0\]': .*got shape \[9\]", [good], [[0, 10]], grads=[torch.zeros(9)])
+    refused(r"params\[0\]': .*got shape \[9\]", [good], [[0, 10]], params=[torch.zeros(9)])
+    refused(r"grads\[0\]': .*got shape \[10\]", [[10, 0, 8192, -1, 1, -1]], [[0, 10]])
     shared = torch.zeros(10)
-    refused("overlaps the memory", [good], [[0, 10]], params=[shared], grads=[shared])
+    refused("expected its own memory", [good], [[0, 10]], params=[shared], grads=[shared])
     assert not count.any()
     ops.state_stream_open(HANDLE, store, 1 << 20, (4, 4), (1, 1))
     refused("not those of Adam", [good], [[0, 10]])

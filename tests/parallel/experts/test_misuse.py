@@ -101,7 +101,7 @@ def test_experts_of_other_shapes_on_other_ranks(world: World) -> None:
 def test_what_one_rank_alone_cannot_say_of_experts(world: World) -> None:
     course = Course(world.seed, mesh_of(2), {"stage": 3, "gradient_clipping": 0.0})
     edit = zero_ext.gathered(course.model, modifier_rank=0)
-    with pytest.raises(ValueError, match="holds experts, of which rank 0 has others"), edit:
+    with pytest.raises(ValueError, match="holds experts, and rank 0 has others"), edit:
         pass
     words, wanted = (each[: SAMPLES // 4] for each in batches(world.seed, 1)[0])
     loss_of(course.model, words, wanted, True)[0].backward()

@@ -104,8 +104,8 @@ def test_batches_that_do_not_divide_are_refused_by_all_stages(world: World) -> N
     for words, targets, own in (
         (good[:6], good[:6], "expected a batch that divides into 4 micro-batches, got shape (6, 5)"),
         (good, good[:7], "targets: expected a batch that divides into 4 micro-batches, got shape (7, 5)"),
-        (good, None, "batch: expected targets on a rank whose stage reads them, got none"),
-        (None, good, "batch: expected inputs on a rank whose stage reads them, got none"),
+        (good, None, "batch: expected targets on a rank with a stage that reads them, got none"),
+        (None, good, "batch: expected inputs on a rank with a stage that reads them, got none"),
         ("text", good, "inputs: expected a tensor [batch, ...], got str"),
     ):
         with pytest.raises(ValueError, match="batch") as caught:

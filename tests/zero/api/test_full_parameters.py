@@ -135,7 +135,7 @@ def test_a_write_that_nobody_declared_raises(world: World) -> None:
         for name in ("inner.blocks.0.down.weight", "scale"):
             parameter = model.get_parameter("module." + name)
             value = None
-            refusal = pytest.raises(RuntimeError, match=rf"'{name}' was written .*modifier_rank=0")
+            refusal = pytest.raises(RuntimeError, match=rf"'{name}': it was written .*modifier_rank=0")
             with refusal, zero_ext.gathered(parameter), torch.no_grad():
                 value = parameter.detach().clone()
                 parameter.mul_(2.0)

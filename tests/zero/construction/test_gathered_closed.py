@@ -80,5 +80,5 @@ def test_experts_have_no_common_value_to_edit(world: World) -> None:
     zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh_of(2))
     close_engine_of(model, {"stage": 3}, mesh_of(2))
     edit = zero_ext.gathered(model, modifier_rank=0)
-    with pytest.raises(ValueError, match="holds experts, of which rank 0 has others"), edit:
+    with pytest.raises(ValueError, match="holds experts, and rank 0 has others"), edit:
         pass

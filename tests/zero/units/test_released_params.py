@@ -347,5 +347,5 @@ def test_a_view_stored_after_its_block_is_nan_and_detected(world: World, view: s
     optimizer.step()
     with torch.no_grad():
         stored.fill_(0.5)
-    with pytest.raises(RuntimeError, match=r"'0\.layer\.weight' was written to through a tensor"):
+    with pytest.raises(RuntimeError, match=r"'0\.layer\.weight' was written to through a view"):
         model(features)

@@ -128,13 +128,18 @@ def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
         elif key.fate == "supported":
             if key.native and value not in (None, math.inf):
                 native[key.native] = key.native_value(value)
-        elif key.asks_for_something(value) and not _says_off(key, value) and not key.why.startswith("with "):
+        elif key.asks_for_something(value) and not (_says_off(key, value) or _section_has_its_fate(key)):
             if key.fate == "no effect":
                 notes.append(Note(written, "no effect", key.why))
             else:
                 text = f"got {show(value)}, which is unsupported. {key.why}."
                 resolved.problems.append(Problem(written, text))
     return notes, native
+
+
+def _section_has_its_fate(key: Key) -> bool:
+    """Return whether the key that turns the section on is noted or refused as a whole."""
+    return bool(key.switch) and KEYS[key.switch].fate == key.fate
 
 
 def _is_on(switch: str, resolved: ResolvedKeys) -> bool:

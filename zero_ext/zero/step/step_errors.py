@@ -165,7 +165,7 @@ class DeviceErrors:
         if any(text.startswith(_UPDATES) for text in texts):
             raise CollectiveError(f"step {step - 1}: {what} It did not update all state. {MIXTURE}{since}")
         raise RuntimeError(
-            f"step {step}: {what} It was not made, and changed nothing.{since} Fix the cause first."
+            f"step {step}: {what} The step was not made, and changed nothing.{since} Fix the cause first."
         )
 
 

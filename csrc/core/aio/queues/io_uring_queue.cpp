@@ -107,7 +107,7 @@ class IoUring {
     if (!probed || (parameters_.features & IORING_FEAT_SINGLE_MMAP) == 0 ||
         (probe.ops[IORING_OP_READ].flags & IO_URING_OP_SUPPORTED) == 0 ||
         (probe.ops[IORING_OP_WRITE].flags & IO_URING_OP_SUPPORTED) == 0) {
-      throw std::runtime_error("its io_uring is too old; Linux 5.6 or later wanted");
+      throw std::runtime_error("its io_uring is older than that of Linux 5.6");
     }
   }
 

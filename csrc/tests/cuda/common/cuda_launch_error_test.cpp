@@ -16,10 +16,10 @@ TEST(CudaLaunchError, NamesTheGpuWhatItHasAndWhatToDo) {
   EXPECT_TRUE(holds(old, "cuda:1, of compute capability 7.5") && holds(old, "need 8.0 or higher"))
       << old;
   const std::string missing = explain(LaunchError::no_code, gpu(8, 6));
-  EXPECT_TRUE(holds(missing, "8.6") && holds(missing, "build the module again")) << missing;
+  EXPECT_TRUE(holds(missing, "8.6") && holds(missing, "Build the module again")) << missing;
   EXPECT_FALSE(holds(missing, "need 8.0")) << missing;
   const std::string driver = explain(LaunchError::old_driver, gpu(12, 0));
-  EXPECT_TRUE(holds(driver, "12.0") && holds(driver, "update the driver")) << driver;
+  EXPECT_TRUE(holds(driver, "12.0") && holds(driver, "Update the driver")) << driver;
   const std::string resources = explain(LaunchError::resources, gpu(8, 0));
   EXPECT_TRUE(holds(resources, "49152 bytes of shared memory")) << resources;
   EXPECT_TRUE(holds(resources, "65536 registers")) << resources;

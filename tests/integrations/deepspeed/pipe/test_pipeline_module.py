@@ -52,14 +52,22 @@ def test_specifications_have_deepspeeds_attributes() -> None:
             ValueError,
             "a product of 4, the number of ranks, got pp 3 × dp 1 × cp 1 × tp 1 = 3",
         ),
-        ({"topology": PipeDataParallelTopology(4, 1)}, ValueError, "expected num_stages 4 as in the topology"),
+        (
+            {"topology": PipeDataParallelTopology(4, 1)},
+            ValueError,
+            "expected num_stages 4 as in the topology",
+        ),
         (
             {"num_stages": None, "topology": ProcessTopology(["pipe", "data", "model"], [2, 1, 2])},
             DeepSpeedFeatureError,
             "axes 'pipe' and 'data' are supported",
         ),
         ({"partition_method": "profile"}, ValueError, "partition_method: expected 'parameters'"),
-        ({"partition_method": "type:Bloc$"}, ValueError, "'type:Bloc$' matches none of the layers ['Block', 'Words']"),
+        (
+            {"partition_method": "type:Bloc$"},
+            ValueError,
+            "'type:Bloc$' matches none of the layers ['Block', 'Words']",
+        ),
         (
             {"activation_checkpoint_interval": -1},
             ValueError,
