@@ -64,7 +64,6 @@ FILES = {
     "zero_ext": sorted((ROOT / "zero_ext").glob("*.py")),
     **{package.name: sorted(package.rglob("*.py")) for package in PACKAGES},
 }
-NOT_CONVERTED: set[str] = {"pages"}
 
 
 def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
@@ -110,7 +109,7 @@ def flagged(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("files", sorted(FILES.keys() - NOT_CONVERTED))
+@pytest.mark.parametrize("files", sorted(FILES))
 def test_words(files: str) -> None:
     assert [each for path in FILES[files] for each in flagged(path)] == []
 
@@ -119,7 +118,7 @@ def test_few_words_are_allowed() -> None:
     assert len(ALLOWED) <= 20
 
 
-@pytest.mark.parametrize("files", sorted(FILES.keys() - NOT_CONVERTED - {"pages"}))
+@pytest.mark.parametrize("files", sorted(FILES.keys() - {"pages"}))
 def test_docstrings_are_no_questions(files: str) -> None:
     assert [each for path in FILES[files] for each in questions(path)] == []
 

@@ -54,7 +54,7 @@ class ActivationRecord:
         self._tensors: list[torch.Tensor | None] = []
 
     def add_receiver(self, index: int) -> None:
-        """A tensor will be asked for once more whenever the record is fetched."""
+        """Expect one more request for a tensor whenever the record is fetched."""
         self._receivers[index] += 1
 
     def to_fetching(self, shard: torch.Tensor, copy_handle: CopyHandle) -> None:

@@ -99,8 +99,11 @@ def _changes(op: OpOverload) -> bool:
 
 
 def _can_stay(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Views cost nothing to compute again, and what draws random numbers, changes its arguments or waits for
-    other ranks, with plans of their own, has to run."""
+    """Return whether an output may stay.
+
+    Views cost nothing to compute again, and what draws random numbers, changes its arguments or waits for
+    other ranks, with plans of their own, has to run.
+    """
     if not isinstance(func, OpOverload) or func.is_view or _changes(func):
         return False
     if draws(func, args, kwargs):

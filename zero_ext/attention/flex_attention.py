@@ -58,7 +58,7 @@ class MaskedScores:
         query: torch.Tensor,
         key: torch.Tensor,
     ) -> torch.Tensor:
-        """The score, of the same dtype."""
+        """Return the score, of the same dtype."""
         if self.bias is not None:
             added = self.bias[batch, head, query, key].to(score.dtype)
             score = torch.where(added > _HIDES, score + added, float("-inf"))

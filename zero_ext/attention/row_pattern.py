@@ -70,7 +70,7 @@ def _pointers(counts: Integers) -> Integers:
 
 
 def _portions(counts: Integers) -> Iterator[slice]:
-    """Runs of rows with a bounded number of blocks, or of one row."""
+    """Return runs of rows with a bounded number of blocks, or of one row."""
     ends = np.cumsum(counts)
     start = 0
     while start < counts.shape[0]:

@@ -52,7 +52,7 @@ class SaveJob:
         return replace(self, slices=stage_slices(self.slices))
 
     def run(self) -> None:
-        """Writes, agrees, commits. An error on any rank is raised on all, and leaves nothing behind."""
+        """Write, agree, commit. An error on any rank is raised on all, and leaves nothing behind."""
         with ExitStack() as held:
             self.consensus.stage(lambda: self._open(held), UNTOUCHED)
             written: list[str] = []

@@ -47,7 +47,7 @@ def make_collectives(
     reduction: Reduction = "auto",
     ranks_per_node: int | None = None,
 ) -> Collectives:
-    """Collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
+    """Return collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
     connections of their own; a collective call.
 
     Without torch.distributed, one rank. ``reduction`` as in ``PrecisionConfig``. ``ranks_per_node``: how many

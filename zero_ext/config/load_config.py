@@ -62,7 +62,7 @@ def _native(values: object, file: str | None) -> ZeroConfig:
 
 
 def _plain(value: object, depth: int) -> object:
-    """Mappings of any class as dicts, as far down as a configuration can reach."""
+    """Return mappings of any class as dicts, as far down as a configuration can reach."""
     if isinstance(value, Mapping) and depth < DEEPEST_NESTING:
         return {key: _plain(item, depth + 1) for key, item in value.items()}
     return value

@@ -56,7 +56,7 @@ class SampleStream:
         return self.normalized(position.epoch, position.sample + self.global_batch)
 
     def indices(self, position: Position, rank: int) -> list[int]:
-        """Data set indices of `rank`'s slice of the global micro-batch at `position`."""
+        """Return the data set indices of `rank`'s slice of the global micro-batch at `position`."""
         epoch, begin = divmod(position.sample + rank * self.micro_batch_size, self.order.samples)
         wanted, found = self.micro_batch_size, list[int]()
         while len(found) < wanted:

@@ -27,7 +27,7 @@ class EpochOrder:
     shuffle: bool
 
     def indices(self, epoch: int, begin: int, end: int) -> list[int]:
-        """Data set indices at positions `begin` to `end` (excluded) of the epoch.
+        """Return the data set indices at positions `begin` to `end` (excluded) of the epoch.
 
         Raises ValueError when the range leaves the epoch.
         """

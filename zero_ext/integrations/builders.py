@@ -21,7 +21,7 @@ Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 def say(message: str) -> None:
-    """A warning in rank 0's log."""
+    """Write a warning to rank 0's log."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s", message)
 

@@ -162,7 +162,7 @@ class Lamb(torch.optim.Optimizer):
                 target.copy_(stepped.view(target.shape))
 
     def _buffers(self, parameter: torch.Tensor) -> LambBuffers:
-        """Copies only of what the ops cannot read where it lies."""
+        """Return copies only of what the ops cannot read where it lies."""
         if parameter.grad is None:
             raise zero_ext_bug("a parameter without a gradient does not step")
         state = self.state[parameter]

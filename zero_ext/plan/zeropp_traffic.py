@@ -122,7 +122,7 @@ def _of_unit(
     micro_batches: int,
     passes: int,
 ) -> dict[str, Sent]:
-    """``passes``: those of a micro-batch, of 2, that gather the unit where it is sharded."""
+    """Return what is sent; of a micro-batch's 2 passes ``passes`` gather the unit where it is sharded."""
     per_node = min(communication.ranks_per_node or ranks, ranks)
     found = {}
     once = numel * (2 - passes)

@@ -141,7 +141,7 @@ class Engine(Ending):
         return not shown and config.offload.update_mode != "in_backward"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied model is an ordinary module without an engine."""
+        """Leave the engine out of a copy: a copied model is an ordinary module."""
 
     # -- facts --------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class Filesystem:
             path.unlink(missing_ok=True)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A small file in one go, on the disk when this returns."""
+        """Write a small file in one go; it is on the disk when this returns."""
         descriptor = self.create(path)
         try:
             self.write(descriptor, memoryview(data), path)

@@ -43,7 +43,7 @@ class CheckpointDirectory:
         self.root = root
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending."""
+        """Return the steps with a committed checkpoint, ascending."""
         found = set()
         for path in self.root.iterdir() if self.root.is_dir() else ():
             name = path.name.removeprefix(_REPLACED)
@@ -211,7 +211,7 @@ class CheckpointDirectory:
             return 0
 
     def _remove(self, filesystem: Filesystem, path: Path) -> None:
-        """A half-removed directory must not pass for a checkpoint: it loses its name first."""
+        """Remove a directory, its name first: what is half removed must not pass for a checkpoint."""
         doomed = self.root / (_REMOVED + path.name.removeprefix(_REPLACED))
         filesystem.remove(doomed)
         filesystem.rename(path, doomed)

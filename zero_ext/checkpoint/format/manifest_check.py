@@ -90,7 +90,7 @@ def check_disjoint_bytes(manifest: Manifest) -> None:
 
 
 def slice_bytes(record: SliceRecord) -> int:
-    """Stored size of a slice in bytes."""
+    """Return the stored size of a slice in bytes."""
     return record.numel * dtype_named(record.dtype).itemsize
 
 

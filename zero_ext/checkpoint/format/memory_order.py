@@ -33,7 +33,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def is_logical_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True when memory order is row-major order already."""
+    """Return whether memory order is row-major order already."""
     order = memory_order(shape, stride)
     return list(order) == sorted(order)
 

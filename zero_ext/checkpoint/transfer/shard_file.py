@@ -98,7 +98,7 @@ def saved_slices(slices: Iterable[TensorSlice], buffers: Mapping[str, torch.Tens
 
 
 def stage_slices(slices: Sequence[SavedSlice]) -> list[SavedSlice]:
-    """Copies of the slices in one host buffer, which goes when they do. ValueError if one is in a store."""
+    """Return copies of the slices in one host buffer, which they keep alive; ValueError if one is stored."""
     tensors = [_in_memory(saved) for saved in slices]
     offsets, size = [], 0
     for tensor in tensors:

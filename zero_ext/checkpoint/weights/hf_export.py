@@ -114,7 +114,7 @@ def _logical_chunks(
 def _in_memory_order(
     path: Path, manifest: Manifest, records: Sequence[SliceRecord]
 ) -> Iterator[torch.Tensor]:
-    """Verified elements, a chunk at a time, each valid until the next."""
+    """Yield verified elements, a chunk at a time, each valid until the next."""
     chunks = [
         (chunk, dtype_named(record.dtype))
         for record in records

@@ -196,7 +196,7 @@ def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _publish(filesystem: Filesystem, partial: Sequence[Path]) -> list[Path]:
-    """Final names, the index last: a reader that finds it finds everything it lists."""
+    """Give the files their final names, the index last: a reader that finds it finds everything it lists."""
     published = []
     for path in partial:
         published.append(path.with_name(path.name.removeprefix(_PARTIAL)))

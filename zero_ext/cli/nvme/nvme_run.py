@@ -126,7 +126,7 @@ def _move(file: DeviceFile, memory: Tensor, buffer: int, writing: bool) -> None:
 
 @contextmanager
 def _measured(file: DeviceFile, writing: bool) -> Iterator[list[Cost]]:
-    """The cost of the block, in a list once it has ended; reads start cold, writes end on the device."""
+    """Yield a list that gets the block's cost when it ends; reads start cold, writes end on the device."""
     costs: list[Cost] = []
     if not writing:
         file.drop_page_cache()

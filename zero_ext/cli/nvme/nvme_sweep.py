@@ -174,7 +174,7 @@ def fio_contenders(file: DeviceFile, settings: Sequence[Setting]) -> list[Conten
 
 @contextmanager
 def device_file(path: Path, nbytes: int) -> Iterator[tuple[DeviceFile, str]]:
-    """A private file of ``nbytes``, allocated and written, and the reason why it is not direct, if any.
+    """Yield a private file of ``nbytes``, allocated and written, and why it is not direct, if it is not.
 
     It is in a store's run directory, so even after SIGKILL the next store or sweep on the path removes it.
     RuntimeError naming the path if it is missing, read-only or short of space.

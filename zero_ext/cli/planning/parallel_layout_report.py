@@ -20,7 +20,7 @@ from zero_ext.plan.write_config import DEFAULT_NVME_PATH, config_of
 
 
 def print_layouts(console: Console, wanted: LayoutRequest, found: Sequence[FoundLayout]) -> None:
-    """The layouts with their reasons, and what to write for the first."""
+    """Print the layouts with their reasons, and what to write for the first."""
     table = Table(title=f"{wanted.model.name} on {wanted.gpus} GPUs of {wanted.hardware.name}")
     for name in ("pp", "dp", "tp", "ZeRO", "micro-batch", "memory", "s/step", "tokens/s"):
         table.add_column(name, justify="left" if name == "ZeRO" else "right", no_wrap=True)
@@ -75,7 +75,7 @@ def layouts_as_json(wanted: LayoutRequest, found: Sequence[FoundLayout]) -> dict
 
 
 def write_layout(wanted: LayoutRequest, found: FoundLayout, path: Path, nvme_paths: tuple[str, ...]) -> None:
-    """The configuration of a layout as a file."""
+    """Write the configuration of a layout to a file."""
     config = _config(wanted, found.layout, nvme_paths or (DEFAULT_NVME_PATH,))
     path.write_text(json.dumps(_said(config), indent=2) + "\n", encoding="utf-8")
 

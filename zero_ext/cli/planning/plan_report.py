@@ -37,7 +37,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write_config(plan: Plan, path: Path, nvme_paths: tuple[str, ...]) -> None:
-    """The recommended placement as a configuration file. ValueError if nothing fits."""
+    """Write the recommended placement as a configuration file. ValueError if nothing fits."""
     if plan.recommendation is None:
         raise ValueError(why_nothing_fits(plan))
     config = config_of(plan.model, plan.recommendation.entry.training, nvme_paths or (DEFAULT_NVME_PATH,))

@@ -112,7 +112,7 @@ def print_placements(console: Console, found: Sequence[Simulation]) -> None:
 
 
 def print_published(console: Console) -> None:
-    """Published runs next to their simulations."""
+    """Print published runs next to their simulations."""
     table = Table("run", "published", "simulated", "error", "source", title="TFLOP/s per GPU")
     for comparison in compare_published():
         run = comparison.run

@@ -115,7 +115,7 @@ def tune_script(
     most_trials: int | None = None,
     tick: Callable[[TrialResult], None] = lambda one: None,
 ) -> Tuning:
-    """Searches ``space`` by trials of the script. ValueError if there is no such script."""
+    """Search ``space`` by trials of the script. ValueError if there is no such script."""
     if not launch.script.is_file():
         raise ValueError(f"SCRIPT: expected a file, got {str(launch.script)!r}. Check the path.")
     return search(

@@ -12,7 +12,7 @@ _PRINTED = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler.enabled"
 
 
 def set_monitors(resolved: ResolvedKeys, native: dict[str, object]) -> None:
-    """The native ``monitor`` section, if any of DeepSpeed's monitors or breakdowns is on: these and no
+    """Set the native ``monitor`` section, if any of DeepSpeed's monitors or breakdowns is on: these and no
     others."""
     on = {
         name

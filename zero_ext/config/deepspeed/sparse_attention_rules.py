@@ -10,7 +10,7 @@ from .translation_note import Note
 
 
 def set_sparse_attention(resolved: ResolvedKeys, native: dict[str, object], notes: list[Note]) -> None:
-    """The native `sparse_attention` section, if there is one: the keys that its mode uses, a note for others.
+    """Set the native `sparse_attention` section, if any: the keys its mode uses, a note for others.
 
     DeepSpeed's own documentation lists the keys of all modes for one mode, so that none of them is a
     mistake.

@@ -15,7 +15,7 @@ _MANY = 2**53
 
 
 def one_of(values: tuple[object, ...]) -> str:
-    """`'a', 'b' or 'c'`."""
+    """Return `'a', 'b' or 'c'`."""
     words = [repr(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 

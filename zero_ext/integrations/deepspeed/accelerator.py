@@ -174,7 +174,7 @@ class DeepSpeedAccelerator:
     # -- dtypes and tools ---------------------------------------------------------------------------------
 
     def is_fp16_supported(self) -> bool:
-        """True, as of fp64."""
+        """Return True, as of fp64."""
         return True
 
     is_fp64_supported = is_fp16_supported
@@ -241,7 +241,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """True: there is always one, if only the CPU."""
+    """Return True: there is always one, if only the CPU."""
     return get_accelerator().is_available()
 
 

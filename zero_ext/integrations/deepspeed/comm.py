@@ -105,7 +105,7 @@ def get_world_group() -> ProcessGroup | None:
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host, as the launcher says."""
+    """Return this process's rank on its host, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -121,7 +121,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 

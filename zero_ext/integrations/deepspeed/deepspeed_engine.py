@@ -106,7 +106,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return checkpoint_sources(engine_of(self)).own.group
 
     def get_data_parallel_rank(self) -> int:
-        """This process's rank among them."""
+        """Return this process's rank among them."""
         return engine_of(self).rank
 
     def get_model_parallel_rank(self) -> int:

@@ -123,7 +123,7 @@ class WeightsAlone:
         return self._state.parameter_table()
 
     def save_slices(self) -> Iterator[StateSlice]:
-        """This rank's shard of the weights."""
+        """Return this rank's shard of the weights."""
         return (shard_slice for shard_slice in self._state.save_slices() if shard_slice.kind == MASTER)
 
     def load_slices(self) -> Iterator[StateSlice]:

@@ -45,7 +45,7 @@ class ZeroPrecision(Precision):
         self._inputs: torch.dtype | None = None
 
     def computes_in(self, dtype: str) -> None:
-        """Return the configuration's ``precision.dtype``, to which batches without autocast are converted."""
+        """Set the configuration's ``precision.dtype``, to which batches without autocast are converted."""
         self._inputs = _TORCH.get(dtype) if not isinstance(self._plugin, MixedPrecision) else None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -63,7 +63,7 @@ class ZeroPrecision(Precision):
         return self._plugin.forward_context()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """The default dtype while ``configure_model`` runs."""
+        """Set the default dtype while ``configure_model`` runs."""
         return self._plugin.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:

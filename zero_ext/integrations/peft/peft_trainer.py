@@ -32,7 +32,7 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
         return self.model if isinstance(self.model, PeftModel) else None
 
     def _check_adapters(self) -> None:
-        """Served here; those that transformers' own ``add_adapter`` makes are not."""
+        """Accept adapters of PEFT; those that transformers' own ``add_adapter`` makes are not served."""
         if self._adapters is None:
             super()._check_adapters()
 

@@ -218,7 +218,7 @@ def _report(model: Any, missing: list[str], unexpected: list[str], folder: str |
 
 
 def _finish(model: Any, missing: list[str]) -> None:
-    """Initialises what the files did not have, buffers outside the state dict among it."""
+    """Initialise what the files did not have, buffers outside the state dict among it."""
     absent = set(missing)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in absent and not tensor.is_meta:

@@ -207,7 +207,7 @@ class ZeroTrainerMixin(_Base):
     # -- the step -----------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """The step clips: ``max_grad_norm`` is the configuration's ``gradient_clipping``."""
+        """Leave clipping to the step: ``max_grad_norm`` is the configuration's ``gradient_clipping``."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self._zero_settings.gradient_clipping or self._zero_settings.offload.update_mode == "in_backward":
@@ -259,7 +259,7 @@ class ZeroTrainerMixin(_Base):
         save_training(output_dir, self.model, self.lr_scheduler, self.state.global_step)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """The loss scale goes with the optimizer."""
+        """Save nothing: the loss scale goes with the optimizer."""
 
     # -- resuming -----------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class ZeroTrainerMixin(_Base):
             resume_training(checkpoint, self.model, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The loss scale comes with the optimizer."""
+        """Load nothing: the loss scale comes with the optimizer."""
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint

@@ -249,7 +249,7 @@ def _refuse_savers(config: ZeroConfig) -> None:
 
 
 def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
-    """An optimizer or a schedule that both sides name. Defaults of the arguments are silence."""
+    """Refuse an optimizer or a schedule that both sides name. Defaults of the arguments name none."""
     problems = []
     optim, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
     schedule = str(getattr(schedule, "value", schedule))

@@ -28,7 +28,7 @@ class LineFile:
         return os.pread(self._file, _READ_BYTES, 0).decode("utf-8", "replace").partition("\n")[0]
 
     def write(self, line: str) -> None:
-        """Appends ``line``, which has no end of its own. Raises ``ValueError`` after :meth:`close`."""
+        """Append ``line``, which has no end of its own. Raises ``ValueError`` after :meth:`close`."""
         if self.closed:
             raise ValueError(f"{self.path}: the file is closed. Open another writer to write more.")
         data = line.encode() + b"\n"

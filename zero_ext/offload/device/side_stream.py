@@ -81,7 +81,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """The current stream goes on after all that was entered."""
+        """Let the current stream go on after all that was entered."""
         if self._stream is not None and not self._joined:
             _current_of(self._stream).wait_event(self._stream.record_event())
             self._joined, self._held, self._read = True, [], None

@@ -224,7 +224,7 @@ class Transfer:
             self.wait()
 
     def stream_context(self) -> contextlib.AbstractContextManager[object]:
-        """Waits, and needs nothing to follow it."""
+        """Wait, and need nothing to follow it."""
         self.wait()
         return contextlib.nullcontext()
 

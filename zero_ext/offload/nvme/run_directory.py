@@ -214,7 +214,7 @@ def _close(path: Path, lock: int, process: int) -> None:
 
 @contextmanager
 def _open_folder(path: str | Path, parent: int | None = None) -> Iterator[int]:
-    """An open directory; one named below ``parent`` may not be a symbolic link."""
+    """Return an open directory; one named below ``parent`` may not be a symbolic link."""
     flags = _OPEN_FOLDER | (os.O_NOFOLLOW if parent is not None else 0)
     descriptor = os.open(path, flags, dir_fd=parent)
     try:

@@ -79,7 +79,7 @@ class OneBitLambStepper(OneBitStepper):
     def descend_along(
         self, index: int, run: HyperparameterRange, direction: torch.Tensor, ratio: float
     ) -> None:
-        """The masters of one parameter step by lr x ``ratio`` against ``direction``, which is used up."""
+        """Step the masters of one parameter by lr x ``ratio`` against ``direction``, which is used up."""
         self.check_finite(self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio)))
 
     def adapted_ratio(
@@ -124,7 +124,7 @@ class OneBitLambStepper(OneBitStepper):
         self.scalings = {name: united / size if size else 1.0 for name, size in sizes.items()}
 
     def write(self, index: int) -> int:
-        """The parameters follow the masters; returns ``index``."""
+        """Let the parameters follow the masters; return ``index``."""
         owned = self._ranges[index]
         if owned.output is not None:
             put(owned.output, 0, self.state(index, MASTER), "device")

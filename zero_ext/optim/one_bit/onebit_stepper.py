@@ -82,19 +82,19 @@ class OneBitStepper(AdamStepper):
         return found
 
     def count(self, used: frozenset[str]) -> None:
-        """A step was made for the parameters named in ``used`` by other means than :meth:`step`."""
+        """Note a step of the parameters named in ``used`` by other means than :meth:`step`."""
         for name in used & self._steps.keys():
             self._steps[name] += 1
 
     def add_rates(self, used: frozenset[str]) -> None:
-        """A local step was made for the parameters named in ``used``."""
+        """Note a local step of the parameters named in ``used``."""
         for segment in {each.name: each for owned in self._ranges for each in owned.segments}.values():
             if segment.name in used:
                 lr = float(self._groups[segment.group]["lr"])
                 self.rates[segment.name] = self.rates.get(segment.name, 0.0) + lr
 
     def raise_variance(self, index: int, payload: int) -> None:
-        """The variance has just been updated, and signs will follow, in payloads of ``payload`` elements of
+        """Raise the updated variance before signs follow, in payloads of ``payload`` elements of
         the range. No element's root stays below the optimizer's ``variance_floor`` x the root mean square of
         the momentum in its block, all with one scale."""
         momentum, variance = self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
@@ -120,7 +120,7 @@ class OneBitStepper(AdamStepper):
                 momentum[chunk].mul_(run.beta1).add_(brought)
 
     def descend(self, index: int, runs: Sequence[HyperparameterRange]) -> None:
-        """The masters decay and step along the momentum over the root of the frozen variance."""
+        """Decay the masters and step along the momentum over the root of the frozen variance."""
         master, exp_avg = self.state(index, MASTER), self.state(index, "exp_avg")
         variance = self.state(index, "exp_avg_sq")
         for run in runs:

@@ -67,7 +67,7 @@ class _SplitRegion:
         self._forwards = 0
 
     def enter(self, device: torch.device) -> None:
-        """The default generator of ``device`` gives this rank's own numbers, unless it does already."""
+        """Let the default generator of ``device`` give this rank's own numbers, unless it does already."""
         if self._is_inside():
             return
         self._generator = DefaultGenerator(device)
@@ -77,7 +77,7 @@ class _SplitRegion:
         self._begun = self._generator.state()
 
     def leave(self) -> None:
-        """The default generator goes on where it was, a number further if some were drawn inside."""
+        """Let the default generator go on where it was, a number further if some were drawn inside."""
         if not self._is_inside():
             return
         drew = not torch.equal(self._begun, self._generator.state())

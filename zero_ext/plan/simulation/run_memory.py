@@ -150,8 +150,8 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
 
 
 def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    """Updates alongside the next step read gradients of their own; what they make of parameters waits in host
-    memory where the masters would have to be read from storage for it."""
+    """Add what updates alongside the next step need: gradients of their own, and host memory for the updated
+    parameters where they would have to be read from storage."""
     owned = padded_elements(model, training) // training.world_size
     found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
     if training.optimizer == "nvme":

@@ -26,7 +26,7 @@ class CheckpointSources(NamedTuple):
     trained: EngineState | ModelParallelState  # without the parameters that nothing trains
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied model is an ordinary module without an engine."""
+        """Leave the engine out of a copy: a copied model is an ordinary module."""
 
     @property
     def own(self) -> EngineState:
@@ -44,7 +44,7 @@ def attach_engine(model: nn.Module, engine: Engine, sources: CheckpointSources) 
 
 
 def detach_engine(engine: Engine) -> None:
-    """The reverse of :func:`attach_engine`, for an engine that is about to end."""
+    """Undo :func:`attach_engine` for an engine that is about to end."""
     vars(engine.model).pop(MODULE_ATTRIBUTE)
     vars(engine.model).pop(SOURCES_ATTRIBUTE)
     for parameter in engine.index:

@@ -178,7 +178,7 @@ class EngineState:
                     )
 
     def scalar_state(self) -> dict[str, Any]:
-        """Steps, loss scaler, param groups and the optimizer's scalars."""
+        """Return steps, loss scaler, param groups and the optimizer's scalars."""
         engine, step = self._engine, self._engine.optimizer_step
         groups = []
         for group in step.groups:

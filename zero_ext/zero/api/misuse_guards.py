@@ -38,7 +38,7 @@ def guard_module(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
 
 
 def unguard(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
-    """The reverse of :func:`guard_module`."""
+    """Undo :func:`guard_module`."""
     for parameter in sharded:
         for name in ("__reduce_ex__", "share_memory_"):
             vars(parameter).pop(name, None)

@@ -68,7 +68,7 @@ class ModelParallelState:
                     self._buffers[name] = self._buffer_from(rank, name, shape, dtype)
 
     def _add(self, name: str, entry: ParameterInfo) -> None:
-        """A parameter; what is tied has all names that any part gives it."""
+        """Add a parameter; what is tied has all names that any part gives it."""
         known = self._table.get(name, entry)
         if known._replace(aliases=()) != entry._replace(aliases=()):
             raise RuntimeError(
@@ -79,7 +79,7 @@ class ModelParallelState:
         self._table[name] = entry._replace(aliases=aliases)
 
     def _buffer_from(self, rank: int, name: str, shape: list[int], dtype: str) -> torch.Tensor:
-        """The live buffer if this rank has it, else a copy of that of ``rank``."""
+        """Return the live buffer if this rank has it, else a copy of that of ``rank``."""
         live = self.own.buffers().get(name)
         value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
         if live is not None:

@@ -227,7 +227,7 @@ def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectiv
 
 
 def _resolved(settings: ZeroConfig, collectives: Collectives) -> ZeroConfig:
-    """``settings`` with what follows from the ranks."""
+    """Return ``settings`` with what follows from the ranks."""
     batch = settings.batch.resolve(collectives.world_size)
     precision = settings.precision.replace(reduction=collectives.reduction)
     return settings.replace(batch=batch, precision=precision)

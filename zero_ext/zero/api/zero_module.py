@@ -73,7 +73,7 @@ class ZeroModule(nn.Module):
         delattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """An ordinary copy of the module, with full values on every rank; a collective where they are
+        """Return an ordinary copy of the module, with full values on every rank; a collective where they are
         sharded."""
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied

@@ -83,7 +83,7 @@ class GradientNorms:
         return self._total
 
     def own(self) -> OwnSquares:
-        """This rank's part of the 2-norm; a collective where gradients are on NVMe."""
+        """Return this rank's part of the 2-norm; a collective where gradients are on NVMe."""
         if self.on_device:
             keys = [key for key in self._keys() if self._parameter(*key) not in self._uncounted]
             table = self._table_of(keys)
@@ -179,7 +179,7 @@ class GradientNorms:
         return self._gradients[unit].unit.parameters[number]
 
     def _keys(self) -> list[tuple[int, int]]:
-        """Unit and number of the parameters that have a gradient, alike on all ranks."""
+        """Return the unit and number of the parameters that have a gradient, alike on all ranks."""
         return [
             (unit, number)
             for unit, gradients in enumerate(self._gradients)

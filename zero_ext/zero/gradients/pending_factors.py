@@ -49,7 +49,7 @@ class PendingFactors:
             self.apply(gradients, number)
 
     def drop(self, gradients: UnitGradients, number: int) -> None:
-        """The gradient is replaced."""
+        """Forget the factor of a gradient that is replaced."""
         self._factors.pop((gradients, number), None)
 
     def clear(self) -> None:

@@ -68,7 +68,7 @@ class ReductionSchedule:
         self._expects: Callable[[], bool] = lambda: False
 
     def begin(self, expects: Callable[[], bool]) -> None:
-        """A backward pass begins that reduces; ``expects`` says whether gathers are still to come in it."""
+        """Begin a backward pass that reduces; ``expects`` says whether gathers are still to come in it."""
         self._trace, self._expects = [], expects
 
     @property
@@ -90,7 +90,7 @@ class ReductionSchedule:
         return due
 
     def learn(self) -> None:
-        """The pass has ended, and the next ones will be like it."""
+        """Note the end of the pass; the next ones will be like it."""
         if self._due is None or len(self._trace) > len(self._due):
             self._due = self._trace
 
@@ -164,7 +164,7 @@ class GradientReducer:
         return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
 
     def begin_backward(self, reduces: bool, expects_gathers: Callable[[], bool]) -> None:
-        """A backward pass begins, in which gradients are reduced or not, and in which parameters are still to
+        """Begin a backward pass, in which gradients are reduced or not, and in which parameters are still to
         be gathered as long as ``expects_gathers`` says so."""
         if reduces and self._schedules is not None:
             self._schedule = self._schedules
@@ -285,13 +285,13 @@ class GradientReducer:
         return alike
 
     def note_edit(self, name: str, what: str) -> None:
-        """A shard of the gradient of parameter ``name`` is changed as ``what`` says; compared between the
-        ranks by the step."""
+        """Note that a shard of the gradient of parameter ``name`` is changed as ``what`` says. The step
+        compares the notes of all ranks."""
         checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % _CHECKSUMS
         self.edits = Edits(checksum, f"'{name}'.grad by {what}")
 
     def forget_edits(self) -> None:
-        """The gradients that were changed are gone."""
+        """Forget the changes of gradients that are gone."""
         self.edits = Edits()
 
     def _adopt_order(self, ready_order: list[int]) -> None:

@@ -233,7 +233,7 @@ class OptimizerStep:
         return DecidedStep(self.steps + 1, verdict, squares, edits.last, scalars)
 
     def begin_backward(self, last: bool) -> None:
-        """A backward pass begins; ``last`` says that it is the last of its step."""
+        """Begin a backward pass; ``last`` says that it is the last of its step."""
         self._last_pass = last
         self.updates.begin_backward(last, self._unscale())
 
@@ -257,11 +257,11 @@ class OptimizerStep:
         return self._flag is not None and self.stepper is not None and not normed
 
     def forget_gradients(self) -> None:
-        """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
+        """Note that the gradients are cleared. ``RuntimeError`` if a step in backward has used them."""
         self.damage = self.updates.forget() or self.damage
 
     def abandon(self) -> None:
-        """A backward pass broke off."""
+        """Note that a backward pass broke off."""
         self.damage = self.updates.abandon() or self.damage
 
     def forget_damage(self) -> None:

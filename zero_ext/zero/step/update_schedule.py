@@ -100,7 +100,7 @@ class UpdateSchedule:
         """Raise ``RuntimeError`` while the parameters differ between the ranks."""
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """A backward pass begins; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
+        """Begin a backward pass; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
         gradients are multiplied with unless they are clipped. Raises ``RuntimeError`` to refuse the pass."""
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
@@ -140,12 +140,12 @@ class UpdateSchedule:
         """Restore state and parameters from before backward, because the step is skipped. A collective."""
 
     def forget(self) -> str | None:
-        """The gradients are cleared, as by ``optimizer.zero_grad()``; returns what is damaged by it, if
-        anything is."""
+        """Note that the gradients are cleared, as by ``optimizer.zero_grad()``; return what that damages,
+        if anything."""
         return None
 
     def abandon(self) -> str | None:
-        """Return a backward pass broke off; return what is damaged by it, if anything is."""
+        """Note that a backward pass broke off; return what is damaged by it, if anything is."""
         return None
 
     def drop(self) -> None:

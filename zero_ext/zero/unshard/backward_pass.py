@@ -51,7 +51,7 @@ class BackwardPass:
         self.running = False
 
     def enter(self) -> None:
-        """Called by every hook that fires in backward; the first call of a pass begins it."""
+        """Begin the pass at the first call; every hook that fires in backward calls this."""
         if self.running:
             return
         self._start()
@@ -66,7 +66,7 @@ class BackwardPass:
 
     @contextlib.contextmanager
     def by_hand(self) -> Iterator[None]:
-        """A pass that begins and ends here, and not with autograd's own, which are part of it."""
+        """Run a pass that begins and ends here, and not with autograd's own, which are part of it."""
         self._start()
         yield
         self.end()

@@ -106,8 +106,8 @@ def _install_owner_hooks(
     uses: tuple[_UnitUse, ...],
     again: bool,
 ) -> None:
-    """A call of ``module`` gathers the units of its own parameters, for the running block or for itself, and
-    ``again`` for its backward."""
+    """Let a call of ``module`` gather the units of its own parameters, for the running block or for itself,
+    and ``again`` for its backward."""
     weak_owner = weakref.ref(module)
     ends_alone = False
 

@@ -126,4 +126,4 @@ class PlannedPasses(Generic[P]):
 
 
 def _ignore(*_: object) -> None:
-    """A planned unit is never written to, and whoever runs the step is warned, not whoever plans it."""
+    """Do nothing: a planned unit is never written to, and whoever runs the step is warned."""

@@ -50,11 +50,11 @@ class StepClock:
         self._loss_slots: torch.Tensor | None = None  # the host's, for losses on their way
 
     def begin(self) -> Beginning | None:
-        """A phase begins; None while nobody listens."""
+        """Begin a phase; return None while nobody listens."""
         return Beginning(time.perf_counter(), self._mark()) if self._bus else None
 
     def end(self, phase: Phase, beginning: Beginning | None, trains: bool = True) -> None:
-        """A phase ended that began then."""
+        """End a phase that began then."""
         if beginning is None:
             return
         end = self._mark()

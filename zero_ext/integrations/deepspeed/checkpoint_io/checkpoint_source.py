@@ -239,7 +239,7 @@ def _check_slices(
     table: list[dict[str, tuple[int, int]]],
     trained: Mapping[str, StoredParameter],
 ) -> None:
-    """The addresses that the rank wrote down are those that the shapes give."""
+    """Check that the addresses that the rank wrote down are those that the shapes give."""
     table = [{name: address for name, address in own.items() if address[1]} for own in table]
     wanted: list[dict[str, tuple[int, int]]] = [{} for _ in table]
     for name, entry in trained.items():

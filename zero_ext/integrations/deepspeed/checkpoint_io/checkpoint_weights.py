@@ -185,7 +185,7 @@ def _in_memory(content: dict[Any, Any]) -> io.BytesIO:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of DeepSpeed's ``zero_to_fp32.py`` and ``zero_to_torch.py``."""
+    """Run the command line of DeepSpeed's ``zero_to_fp32.py`` and ``zero_to_torch.py``."""
     parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in files of their own.")
     parser.add_argument("checkpoint_dir", help="the folder that was given to save_checkpoint")
     parser.add_argument("output_dir", help="where the files are written")
@@ -234,7 +234,7 @@ def _weights(
 
 
 def _weights_of(checkpoint: DeepSpeedCheckpoint) -> dict[str, LazyTensor]:
-    """Mapped from the files of all ranks."""
+    """Map it from the files of all ranks."""
     rank = cache(checkpoint.rank)
 
     def chunks(name: str, entry: StoredParameter) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ class AsyncIOBuilder:
     NAME = "async_io"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True: without io_uring and libaio threads do the work."""
+        """Return True: without io_uring and libaio threads do the work."""
         return True
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
@@ -154,7 +154,7 @@ class aio_handle:
         return torch.empty(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pinned)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """True; the memory goes with the tensor."""
+        """Return True; the memory goes with the tensor."""
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -114,7 +114,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """The same of a loader."""
+        """Do the same of a loader."""
         self.set_dataiterator(iter(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:

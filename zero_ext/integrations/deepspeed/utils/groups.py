@@ -18,7 +18,7 @@ def _get_data_parallel_world_size() -> int:
 
 
 def _get_data_parallel_rank() -> int:
-    """This process's rank among them."""
+    """Return this process's rank among them."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -14,7 +14,7 @@ _LOGGED: set[str] = set()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs ``message`` on these ranks; None or -1 among them for all."""
+    """Log ``message`` on these ranks; None or -1 among them for all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

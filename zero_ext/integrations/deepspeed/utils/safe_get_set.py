@@ -55,7 +55,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the master weights [numel], a copy; None if it owns none."""
+    """Return this rank's part of the master weights [numel], a copy; None if it owns none."""
     return _local(param, MASTER)
 
 
@@ -65,7 +65,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of optimizer state like "exp_avg" [numel], a copy; None if it owns none."""
+    """Return this rank's part of optimizer state like "exp_avg" [numel], a copy; None if it owns none."""
     return _local(param, optim_state_key)
 
 

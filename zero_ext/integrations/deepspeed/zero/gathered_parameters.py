@@ -54,7 +54,7 @@ class GatheredParameters:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The wrapped module, all its parameters whole inside the block; a collective."""
+    """Yield the wrapped module with all its parameters gathered inside the block; a collective."""
     engine = engine_of(model)
     with gathered(engine.model):
         yield engine.model

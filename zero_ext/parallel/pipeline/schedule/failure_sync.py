@@ -51,7 +51,7 @@ class PipelineRanks:
 
     @contextlib.contextmanager
     def abort_on_error(self, drop: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """An error inside ends the pipeline on all its ranks, so that none waits for its time-out; it is
+        """End the pipeline after an error inside on all its ranks, so that none waits for its time-out; it is
         raised as ``RuntimeError``. ``drop`` releases all references to the group."""
         try:
             yield

@@ -26,7 +26,7 @@ def layer_of(name: str) -> int:
 
 
 def tied_groups(layers: Sequence[Layer], named: Sequence[Sequence[str]]) -> list[Group]:
-    """Groups of full names of one parameter each: those ``named``, and those of tied specifications.
+    """Return groups of full names of one parameter each: those ``named``, and those of tied specifications.
 
     Raises ``ValueError`` for a name that no layer has, a group of fewer than two, and parameters that are
     neither one object nor equal.

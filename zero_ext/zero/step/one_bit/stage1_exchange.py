@@ -52,7 +52,7 @@ class ShardedExchange(ExchangeStrategy):
             self._context.masters[number].unit.flat.copy_(replica[number])
 
     def _step_shard(self, number: int, exchange: OneBitAllReduce, used: frozenset[str]) -> None:
-        """The step of this rank's masters; ``exchange.own`` says how far they are ahead then."""
+        """Step this rank's masters; ``exchange.own`` says how far they are ahead then."""
         begin, end = self._layout(number).shard_range(self._context.collectives.rank)
         received = exchange.scattered()
         scratch = torch.empty(end - begin, dtype=torch.float32, device=received.device)
