@@ -38,6 +38,7 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
+BROWSER := $(VENV)/.stamp-browser
 DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
@@ -76,7 +77,12 @@ test: test-cpp test-python
 test-python: setup
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
 
-test-integrations: $(INTEGRATIONS)
+# The pages that the program writes are looked at in a browser.
+$(BROWSER): scripts/system_packages.sh
+	scripts/system_packages.sh $(PYTHON) chromium
+	touch $@
+
+test-integrations: $(INTEGRATIONS) $(BROWSER)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope tests/integrations
 
 zoo: $(INTEGRATIONS)

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Makes sure that the system packages of the build are there: a C++20 compiler, GoogleTest, and
-# Python's venv module and headers. Installs what is missing through apt where that is allowed;
-# otherwise prints the one line to type. Usage: system_packages.sh PYTHON
+# Python's venv module and headers, and the given commands. Installs what is missing through apt where
+# that is allowed; otherwise prints the one line to type. Usage: system_packages.sh PYTHON [COMMAND ...]
 set -euo pipefail
 
 python=$1
 missing=()
+for command in "${@:2}"; do
+  command -v "$command" >/dev/null || missing+=("$command")
+done
 
 cxx20_works() {
   printf '#include <bit>\n#include <span>\n#include <thread>\nint main() { std::jthread t; return std::bit_cast<int>(0.0F); }\n' |

@@ -79,13 +79,13 @@ def failures(rows: list[Row]) -> list[str]:
     if not apart <= SETTINGS.plain_tolerance:
         found.append(
             f"{first.name}: losses are {apart:.2e} (relative) from the plain loop's, "
-            f"at most {SETTINGS.plain_tolerance:g} wanted"
+            f"more than {SETTINGS.plain_tolerance:g}"
         )
     for row in rows:
         if not abs(row.excess) <= SETTINGS.memory_tolerance:
             found.append(
                 f"{row.name}: {row.measured.total} bytes of model state on a rank, {row.formula.total} by "
-                f"the formula; at most {SETTINGS.memory_tolerance:.0%} apart wanted"
+                f"the formula, more than {SETTINGS.memory_tolerance:.0%} apart"
             )
         if not abs(row.sent - row.sent_by_formula) <= SETTINGS.memory_tolerance * row.sent_by_formula:
             found.append(f"{row.name}: {row.sent} bytes sent a step, {row.sent_by_formula} by the formula")

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from demo.charts import save_chart
 from demo.comparison import MEGA, STATE_KINDS, Row
 from demo.settings import SETTINGS
 from demo.training_run import TrainingRun
@@ -33,8 +34,10 @@ def _axes(title: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path) -> None:
-    axes.figure.savefig(path, dpi=140)
-    pyplot.close(axes.figure)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    save_chart(figure, path)
+    pyplot.close(figure)
 
 
 def draw_loss(run: TrainingRun, path: Path) -> None:

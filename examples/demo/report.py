@@ -1,4 +1,4 @@
-"""The report folder: pictures, tables, sample and verdict in one Markdown page."""
+"""The report: pictures, tables, sample and verdict in one page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from demo.comparison import HEADINGS, STATE_KINDS, Row, cells, megabytes
 from demo.figures import draw_loss, draw_memory
+from demo.page import write_page
 from demo.settings import SETTINGS
 from demo.training_run import TrainingRun
 
@@ -14,12 +15,10 @@ from demo.training_run import TrainingRun
 def write_report(
     folder: Path, run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
 ) -> Path:
-    """Writes `report.md` and its pictures into `folder`; returns the page's path."""
+    """Writes the report and its pictures into `folder`; returns the page's path."""
     draw_loss(run, folder / "loss.png")
     draw_memory(rows, folder / "memory.png")
-    page = folder / "report.md"
-    page.write_text("\n".join(_page(run, rows, failures, seconds)), encoding="utf-8")
-    return page
+    return write_page(folder, _page(run, rows, failures, seconds))
 
 
 def summary(run: TrainingRun) -> list[str]:

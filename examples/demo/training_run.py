@@ -49,7 +49,7 @@ class TrainingRun:
         """Why this run has failed, in words; empty if it has not."""
         found = []
         if len(self.losses) != SETTINGS.steps:
-            found.append(f"{len(self.losses)} steps were trained, {SETTINGS.steps} wanted")
+            found.append(f"expected {SETTINGS.steps} steps, got {len(self.losses)}")
         if not self.held_out_end < self.unigram_entropy:
             found.append(
                 f"held-out loss ended at {self.held_out_end:.3f}, not below the text's byte-unigram entropy "
@@ -64,6 +64,6 @@ class TrainingRun:
         if not moved <= SETTINGS.resume_tolerance:
             found.append(
                 f"resuming on {self.ranks[1]} rank(s) moved the held-out loss from {self.held_out_saved:.5f} "
-                f"to {self.held_out_resumed:.5f}; at most {SETTINGS.resume_tolerance:g} (relative) wanted"
+                f"to {self.held_out_resumed:.5f}, by more than {SETTINGS.resume_tolerance:g} (relative)"
             )
         return found

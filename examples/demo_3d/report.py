@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo.charts import save_chart
+from demo.page import write_page
 from demo.record import read_records
 from demo.report import markdown_table
 
@@ -63,8 +65,8 @@ def failures(outcomes: dict[str, Outcome], settings: ThreeDSettings) -> dict[str
         away = difference(outcomes[name].losses, alone)
         if not away <= settings.loss_tolerance:
             found[name].append(
-                f"a loss differs from one process by {away:.2e} of it; at most "
-                f"{settings.loss_tolerance:g} wanted"
+                f"a loss differs from one process by {away:.2e} of it, which is more than "
+                f"{settings.loss_tolerance:g}"
             )
         if not outcomes[name].losses[-1] < alone[0]:
             found[name].append(f"the loss ended at {outcomes[name].losses[-1]:.3f}, above its start")
@@ -113,7 +115,7 @@ def draw_losses(outcomes: dict[str, Outcome], path: Path) -> Path:
         axes.set_xlabel("step")
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_chart(figure, path)
     pyplot.close(figure)
     return path
 
@@ -125,34 +127,30 @@ def write_report(
     broken: dict[str, list[str]],
     seconds: float,
 ) -> Path:
-    """Writes `report.md` with the pictures beside it; returns its path."""
+    """Writes the report and its pictures; returns the page's path."""
     draw_losses(outcomes, folder / "loss.png")
     first = [record for record in outcomes[TIMELINE].records if record["coordinate"]["dp"] == 0]
     slots = [[Slot(**slot) for slot in record["slots"]] for record in first]
     plot_timeline(slots, folder / "timeline.png", f"{LAYOUTS[TIMELINE].title}: one step of one replica")
     lines = [f"- {LAYOUTS[name].title}: {line}" for name, found in broken.items() for line in found]
-    page = folder / "report.md"
-    page.write_text(
-        "\n".join(
-            [
-                "# Demonstration of 3D parallelism",
-                "",
-                f"A byte-level transformer in fp32, {settings.steps} steps of {settings.batch} windows with "
-                f"clipping, on {settings.ranks} ranks",
-                f"in every layout, held to the same steps in one process. The whole took {seconds:.0f} s.",
-                "",
-                *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
-                "",
-                *markdown_table(HEADINGS, rows(outcomes, broken)),
-                "",
-                "The largest difference is that of any step's loss, as a part of it.",
-                "",
-                "![loss](loss.png)",
-                "",
-                "![timeline](timeline.png)",
-                "",
-            ]
-        ),
-        encoding="utf-8",
+    return write_page(
+        folder,
+        [
+            "# Demonstration of 3D parallelism",
+            "",
+            f"A byte-level transformer in fp32, {settings.steps} steps of {settings.batch} windows with "
+            f"clipping, on {settings.ranks} ranks",
+            f"in every layout, held to the same steps in one process. The whole took {seconds:.0f} s.",
+            "",
+            *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
+            "",
+            *markdown_table(HEADINGS, rows(outcomes, broken)),
+            "",
+            "The largest difference is that of any step's loss, as a part of it.",
+            "",
+            "![loss](loss.png)",
+            "",
+            "![timeline](timeline.png)",
+            "",
+        ],
     )
-    return page

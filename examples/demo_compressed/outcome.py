@@ -78,11 +78,11 @@ def compare(outcomes: dict[str, Outcome], settings: CompressedSettings) -> dict[
 def failures(
     outcomes: dict[str, Outcome], unigram: float, settings: CompressedSettings
 ) -> dict[str, list[str]]:
-    """Every broken promise in words, by way; a way that kept all has an empty list."""
+    """Every broken promise in words, by mode; a mode that kept all has an empty list."""
     found: dict[str, list[str]] = {name: [] for name in MODES}
     for name, outcome in outcomes.items():
         if len(outcome.losses) != settings.steps:
-            found[name].append(f"{len(outcome.losses)} steps were trained, {settings.steps} wanted")
+            found[name].append(f"expected {settings.steps} steps, got {len(outcome.losses)}")
         if not outcome.end < unigram:
             found[name].append(
                 f"the held-out loss ended at {outcome.end:.3f}, not below the {unigram:.3f} of byte "
@@ -92,12 +92,12 @@ def failures(
         mode = MODES[name]
         if not one.loss_ratio <= 1 + settings.loss_tolerance:
             found[name].append(
-                f"the held-out loss ended at {one.loss_ratio:.3f} times that of {mode.against}; at most "
-                f"{1 + settings.loss_tolerance:g} wanted"
+                f"the held-out loss ended at {one.loss_ratio:.3f} times that of {mode.against}, which is "
+                f"more than {1 + settings.loss_tolerance:g}"
             )
         if not one.fewer >= mode.bar(settings):
             found[name].append(
-                f"{one.fewer:.1f} times fewer bytes than {mode.against} crossed between nodes; "
-                f"{mode.bar(settings):g} wanted"
+                f"{one.fewer:.1f} times fewer bytes than {mode.against} crossed between nodes, "
+                f"expected {mode.bar(settings):g}"
             )
     return found

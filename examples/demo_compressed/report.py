@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from demo.charts import save_chart
+from demo.page import write_page
 from demo.report import markdown_table
 
 from demo_compressed.modes import MODES
@@ -12,7 +14,7 @@ from demo_compressed.settings import CompressedSettings
 from zero_ext.config.plot_colors import SERIES
 
 HEADINGS = (
-    "way",
+    "mode",
     "held-out loss",
     "of uncompressed",
     "kB a step, warm-up",
@@ -28,7 +30,7 @@ KILO = 1e3
 def rows(
     outcomes: dict[str, Outcome], broken: dict[str, list[str]], settings: CompressedSettings
 ) -> list[list[str]]:
-    """A row for each way, cells as HEADINGS has them."""
+    """A row for each mode, cells as HEADINGS has them."""
     compared, found = compare(outcomes, settings), []
     for name, outcome in outcomes.items():
         before = f"{outcome.mean_crossing(0, settings.warm_up) / KILO:,.0f}"
@@ -53,7 +55,7 @@ def rows(
 
 
 def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
-    """Held-out loss over steps, a line a way; returns `path`."""
+    """Held-out loss over steps, a line for each mode; returns `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,7 +77,7 @@ def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
     axes.set_title("The same text and start, full and compressed communication")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_chart(figure, path)
     pyplot.close(figure)
     return path
 
@@ -102,10 +104,10 @@ def draw_bytes(outcomes: dict[str, Outcome], settings: CompressedSettings, path:
     right.set_ylabel("MB between nodes so far")
     for axes in (left, right):
         axes.axvline(settings.warm_up, color="black", linewidth=0.8, linestyle="dotted")
-        axes.set_xlabel("step; dotted: the one-bit ways' warm-up ends")
+        axes.set_xlabel("step; dotted: the one-bit modes' warm-up ends")
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_chart(figure, path)
     pyplot.close(figure)
     return path
 
@@ -118,35 +120,31 @@ def write_report(
     broken: dict[str, list[str]],
     seconds: float,
 ) -> Path:
-    """Writes `report.md` with the pictures beside it; returns its path."""
+    """Writes the report and its pictures; returns the page's path."""
     draw_loss(outcomes, unigram, folder / "loss.png")
     draw_bytes(outcomes, settings, folder / "bytes.png")
     lines = [f"- {MODES[name].title}: {line}" for name, found in broken.items() for line in found]
-    page = folder / "report.md"
-    page.write_text(
-        "\n".join(
-            [
-                "# Demonstration of compressed communication",
-                "",
-                f"A byte-level Llama, bf16 with fp32 masters, trained for {settings.steps} steps on",
-                f"{settings.ranks} ranks, {settings.ranks_per_node} on each simulated node, in every way",
-                "from the same start on the same windows. The one-bit ways send",
-                f"{settings.warm_up} steps in full precision first. The whole took {seconds:.0f} s.",
-                "",
-                *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
-                "",
-                *markdown_table(HEADINGS, rows(outcomes, broken, settings)),
-                "",
-                "Losses are nats per byte of Python's documentation, on documents never trained on; byte",
-                f"frequencies alone reach {unigram:.3f}. Bytes are what all nodes together send to others in",
-                "a step, scales and padding included; times fewer: after the warm-up, and in the whole run.",
-                "",
-                "![loss](loss.png)",
-                "",
-                "![bytes](bytes.png)",
-                "",
-            ]
-        ),
-        encoding="utf-8",
+    return write_page(
+        folder,
+        [
+            "# Demonstration of compressed communication",
+            "",
+            f"A byte-level Llama, bf16 with fp32 masters, trained for {settings.steps} steps on",
+            f"{settings.ranks} ranks, {settings.ranks_per_node} on each simulated node, in every mode",
+            "from the same start on the same windows. The one-bit modes send",
+            f"{settings.warm_up} steps in full precision first. The whole took {seconds:.0f} s.",
+            "",
+            *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
+            "",
+            *markdown_table(HEADINGS, rows(outcomes, broken, settings)),
+            "",
+            "Losses are nats per byte of Python's documentation, on documents never trained on; byte",
+            f"frequencies alone reach {unigram:.3f}. Bytes are what all nodes together send to others in",
+            "a step, scales and padding included; times fewer: after the warm-up, and in the whole run.",
+            "",
+            "![loss](loss.png)",
+            "",
+            "![bytes](bytes.png)",
+            "",
+        ],
     )
-    return page

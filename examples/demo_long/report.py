@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo.page import write_page
 from demo.report import markdown_table
 
 from demo_long.processes import Ending
@@ -98,7 +99,7 @@ def failures(result: Result, settings: LongSettings) -> list[str]:
 def write_report(
     folder: Path, result: Result, settings: LongSettings, broken: list[str], seconds: float
 ) -> Path:
-    """Writes `report.md` with the pictures beside it; returns its path."""
+    """Writes the report and its pictures; returns the page's path."""
     shown = plots(folder, settings)
     cap, enforced_by, base = result.cap
     lines = [
@@ -128,6 +129,4 @@ def write_report(
         *(f"![{mode}]({path.name})" for mode, path in shown.items()),
         "",
     ]
-    page = folder / "report.md"
-    page.write_text("\n".join(lines), encoding="utf-8")
-    return page
+    return write_page(folder, lines)

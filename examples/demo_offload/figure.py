@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+from demo.charts import save_chart
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -43,7 +44,7 @@ def draw_timeline(result: Result, path: Path) -> None:
         axes.set_ylim(bottom=0)
     grid[0, 0].legend(frameon=False, loc="upper left")
     figure.suptitle(f"Training {result.parameters / MEGA:.0f}M parameters: memory by tier over time")
-    figure.savefig(path, dpi=130)
+    save_chart(figure, path)
     pyplot.close(figure)
 
 

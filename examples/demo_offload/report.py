@@ -1,9 +1,10 @@
-"""The report folder: picture, table, last words and verdict in one Markdown page."""
+"""The report: picture, table, last words and verdict in one page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from demo.page import write_page
 from demo.report import markdown_table
 
 from demo_offload.figure import draw_timeline
@@ -14,11 +15,9 @@ from demo_offload.verdict import HEADINGS, Result, megabytes, rows
 def write_report(
     folder: Path, result: Result, settings: OffloadSettings, failures: list[str], seconds: float
 ) -> Path:
-    """Writes `report.md` and `timeline.png` into `folder`; returns the page's path."""
+    """Writes the report and its picture into `folder`; returns the page's path."""
     draw_timeline(result, folder / "timeline.png")
-    page = folder / "report.md"
-    page.write_text("\n".join(_page(result, settings, failures, seconds)), encoding="utf-8")
-    return page
+    return write_page(folder, _page(result, settings, failures, seconds))
 
 
 def _page(result: Result, settings: OffloadSettings, failures: list[str], seconds: float) -> list[str]:

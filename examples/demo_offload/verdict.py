@@ -47,12 +47,12 @@ def failures(result: Result, settings: OffloadSettings, left_behind: list[str]) 
         if not ending.trained:
             found.append(f"{NAMES[run]}: did not train ({ending}): {_words(ending)}")
         elif len(result.losses(run)) != settings.steps:
-            found.append(f"{NAMES[run]}: {len(result.losses(run))} steps, {settings.steps} wanted")
+            found.append(f"{NAMES[run]}: expected {settings.steps} steps, got {len(result.losses(run))}")
     ours, reference = result.losses("nvme"), result.losses("memory")
     if ours and reference and ours != reference:
-        found.append(f"losses on NVMe {ours} differ from those in memory {reference}; equal ones wanted")
+        found.append(f"losses on NVMe: expected those in memory {reference}, got {ours}")
     if left_behind:
-        found.append(f"the NVMe folder still holds {', '.join(left_behind)}; nothing wanted")
+        found.append(f"the NVMe folder still holds {', '.join(left_behind)}")
     return found
 
 

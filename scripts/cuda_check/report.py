@@ -23,8 +23,8 @@ kernels with a 64-bit division in a loop.
 Stack is bytes per thread, shared memory bytes per block, without what attention is given at its launch
 (`csrc/cuda/attention/attention_tiling.h`: at most 99 KiB). The other columns are of {described}:
 
-- *occupancy*: the share of a processor's warps that run simultaneously, from registers, static shared memory and the
-  block's threads. Attention's shared memory lowers its occupancy further.
+- *occupancy*: the share of a processor's warps that run simultaneously, from registers, static shared memory
+  and the block's threads. Attention's shared memory lowers its occupancy further.
 - *bytes* and *instructions*: per element in the main loop of a streaming kernel. That is the most deeply
   nested loop with accesses of 16 bytes, and of several the one that moves most in them. All its branches
   count, also those that exclude each other. Where payloads are summed, the main loop has one payload's

@@ -69,7 +69,7 @@ def test_met_and_broken_promises(demo: Any, tmp_path: Path) -> None:
 def test_the_report_has_plots_of_every_layout(demo: Any, tmp_path: Path) -> None:
     settings = dataclasses.replace(demo.settings.LongSettings(), window=2048)
     result = result_of(demo, demo.processes.OUT_OF_MEMORY, 0, (5.6, 2.9))
-    page = demo.report.write_report(tmp_path, result, settings, [], 200.0).read_text()
+    page = demo.report.write_report(tmp_path, result, settings, [], 200.0).with_suffix(".md").read_text()
     assert "4,295 MB" in page
     assert "5.600 → 2.900" in page
     for mode in ("fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"):

@@ -79,7 +79,7 @@ def test_a_run_that_held_its_promises_passes_and_gets_its_report(demo: Any, tmp_
     assert demo.verdict.failures(held, settings, []) == []
     refused = result(demo, status={"plain": demo.train.OUT_OF_MEMORY}, kills=0)
     assert demo.verdict.failures(refused, settings, []) == []
-    page = demo.report.write_report(tmp_path, held, settings, [], 1.0).read_text()
+    page = demo.report.write_report(tmp_path, held, settings, [], 1.0).with_suffix(".md").read_text()
     assert "All checks passed" in page and "| 3 | 5.0 | 5.0 | yes |" in page
     assert "| nvme → host | 1,200 | 12.000 |" in page and "exit status -9" in page
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG") and "timeline.png" in page
@@ -93,9 +93,9 @@ def test_a_run_that_held_its_promises_passes_and_gets_its_report(demo: Any, tmp_
         ({"kills": 0}, [], "another reason than memory"),
         ({"status": {"nvme": -9}}, [], "did not train (out of memory): status -9, said"),
         ({"status": {"memory": 1}}, [], "did not train (failed, status 1)"),
-        ({"nvme": {"losses": LOSSES[:2]}}, [], "2 steps, 3 wanted"),
-        ({"nvme": {"losses": [*LOSSES[:2], 5.0 + 1e-15]}}, [], "equal ones wanted"),
-        ({"nvme": {"losses": [*LOSSES[:2], float("nan")]}}, [], "equal ones wanted"),
+        ({"nvme": {"losses": LOSSES[:2]}}, [], "expected 3 steps, got 2"),
+        ({"nvme": {"losses": [*LOSSES[:2], 5.0 + 1e-15]}}, [], "losses on NVMe: expected those in memory"),
+        ({"nvme": {"losses": [*LOSSES[:2], float("nan")]}}, [], "losses on NVMe: expected those in memory"),
         ({}, ["extents.bin"], "still holds extents.bin"),
     ],
 )

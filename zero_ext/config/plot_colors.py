@@ -17,6 +17,6 @@ KINDS = {
     "activations": PINK,
     "buffers": GRAY,
     "autograd": SKY,
-    "NCCL": "#5b4636",
+    "NCCL": "#a0703c",
 }
 """Colors of what is in memory, by kind."""

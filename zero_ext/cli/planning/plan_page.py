@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from zero_ext.cli.planning.plan_page_template import CHART, PAGE
+from zero_ext.cli.html_page import html_page
+from zero_ext.cli.planning.plan_page_template import BODY, CHART
 from zero_ext.cli.planning.plan_screen import (
     TIER_NAMES,
     assumptions,
@@ -44,8 +45,7 @@ def plan_page(plan: Plan) -> str:
         summary = speed(plan, plan.recommendation.entry)
         items = "".join(f"<li>{escape(reason)}</li>" for reason in plan.recommendation.reasons)
         reasons = f"<ul>{items}</ul>"
-    return PAGE.substitute(
-        title=escape(f"{plan.model.name} on {plan.gpus} GPUs of {plan.hardware.name}"),
+    body = BODY.substitute(
         headline=escape(headline(plan)),
         summary=escape(summary),
         reasons=reasons,
@@ -54,6 +54,7 @@ def plan_page(plan: Plan) -> str:
         rows="\n".join(_row(plan, row) for row in best_first(plan)),
         charts="".join(_chart(plan, tier) for tier in TIERS if _capacity(plan, tier) > 1),
     )
+    return html_page(f"{plan.model.name} on {plan.gpus} GPUs of {plan.hardware.name}", body)
 
 
 def _heading(name: str) -> str:
@@ -93,7 +94,8 @@ def _chart(plan: Plan, tier: Tier) -> str:
     """Stacked bars of every placement by kind of memory, with the capacity as a line."""
     rows, capacity = best_first(plan), _capacity(plan, tier)
     used = [kind for kind in COLORS if any(row.by_kind(tier)[kind] for row in rows)]
-    swatches = (f'<span style="color:{COLORS[kind]}">&#9632;</span> {escape(kind)}' for kind in used)
+    swatches = [f'<span style="color:{COLORS[kind]}">&#9632;</span> {escape(kind)}' for kind in used]
+    swatches.append(f'<span style="color:{LIMIT}">&#9478;</span> capacity {short_bytes(capacity)}')
     scale = (_WIDTH - _LABEL_WIDTH - _FIGURE_WIDTH) / (_MOST_SHOWN * capacity)
     height = _ROW_HEIGHT * len(rows)
     bars = [line for number, row in enumerate(rows) for line in _bar(row, tier, number, scale)]

@@ -1,0 +1,41 @@
+"""A demonstration's report as Markdown, and as one HTML page that loads nothing: pictures are inside it."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import markdown
+
+from zero_ext.cli.html_page import html_page
+
+PAGE = "report.html"
+
+
+def write_page(folder: Path, lines: Sequence[str]) -> Path:
+    """Writes `report.md` and `report.html` into `folder`, which has the pictures; returns the latter."""
+    text = "\n".join(lines)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    body = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    body = re.sub(r"<th([^>]*)>(.*?)</th>", r'<th scope="col"\1><button type="button">\2</button></th>', body)
+    body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
+    body = re.sub(
+        r'<img alt="([^"]*)" src="([^"]*)" ?/>',
+        lambda found: _picture(folder / found[2], found[1]),
+        body,
+    )
+    page = folder / PAGE
+    page.write_text(html_page(lines[0].lstrip("# "), body), encoding="utf-8")
+    return page
+
+
+def _picture(path: Path, name: str) -> str:
+    """The chart that shows values under the pointer where there is one, else the picture."""
+    chart = path.with_suffix(".svg")
+    if chart.exists():
+        return f'<div class="scroll picture">{chart.read_text(encoding="utf-8")}</div>'
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<div class="picture"><img alt="{escape(name)}" src="data:image/png;base64,{data}"></div>'
