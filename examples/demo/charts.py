@@ -26,8 +26,8 @@ def save_chart(figure: Figure, path: Path) -> None:
     for metadata in root.findall(f"{{{SVG}}}metadata"):
         root.remove(metadata)
     for axes in figure.axes:
-        for tag, place, title in (*_points(axes, figure), *_bars(axes, figure)):
-            shape = ElementTree.SubElement(root, f"{{{SVG}}}{tag}", {**place, "fill": "transparent"})
+        for tag, geometry, title in (*_points(axes, figure), *_bars(axes, figure)):
+            shape = ElementTree.SubElement(root, f"{{{SVG}}}{tag}", {**geometry, "fill": "transparent"})
             ElementTree.SubElement(shape, f"{{{SVG}}}title").text = title
     chart.write(path.with_suffix(".svg"), encoding="unicode")
 
@@ -49,10 +49,10 @@ def _bars(axes: Axes, figure: Figure) -> Iterator[tuple[str, dict[str, str], str
         for bar in bars:
             left, top = _at(axes, figure, bar.get_x(), bar.get_y() + bar.get_height())
             right, bottom = _at(axes, figure, bar.get_x() + bar.get_width(), bar.get_y())
-            place = {"x": left, "y": top, "width": right - left, "height": bottom - top}
+            geometry = {"x": left, "y": top, "width": right - left, "height": bottom - top}
             yield (
                 "rect",
-                {name: f"{value:.1f}" for name, value in place.items()},
+                {name: f"{value:.1f}" for name, value in geometry.items()},
                 _title(axes, bars, bar.get_height()),
             )
 

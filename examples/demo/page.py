@@ -24,7 +24,7 @@ def write_page(folder: Path, lines: Sequence[str]) -> Path:
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
     body = re.sub(
         r'<img alt="([^"]*)" src="([^"]*)" ?/>',
-        lambda found: _picture(folder / found[2], found[1]),
+        lambda found: _embedded(folder / found[2], found[1]),
         body,
     )
     page = folder / PAGE
@@ -32,10 +32,10 @@ def write_page(folder: Path, lines: Sequence[str]) -> Path:
     return page
 
 
-def _picture(path: Path, name: str) -> str:
+def _embedded(path: Path, name: str) -> str:
     """The chart that shows values under the pointer where there is one, else the picture."""
     chart = path.with_suffix(".svg")
     if chart.exists():
-        return f'<div class="scroll picture">{chart.read_text(encoding="utf-8")}</div>'
+        return f'<div class="scroll chart">{chart.read_text(encoding="utf-8")}</div>'
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<div class="picture"><img alt="{escape(name)}" src="data:image/png;base64,{data}"></div>'
+    return f'<div class="chart"><img alt="{escape(name)}" src="data:image/png;base64,{data}"></div>'

@@ -76,8 +76,8 @@ def test_points_and_bars_say_their_values_where_they_are(demo: Any, tmp_path: Pa
     drawn = next(path for path in root.iter(f"{SVG}path") if "#1f77b4" in (path.get("style") or ""))
     corners = [tuple(map(float, each)) for each in re.findall(r"[ML] (\S+) (\S+)", drawn.get("d") or "")]
     for circle, corner in zip((first, second), corners, strict=False):
-        place = float(circle.get("cx", "nan")), float(circle.get("cy", "nan"))
-        assert place == pytest.approx(corner, abs=0.06)
+        center = float(circle.get("cx", "nan")), float(circle.get("cy", "nan"))
+        assert center == pytest.approx(corner, abs=0.06)
     assert float(high.get("height", "0")) == pytest.approx(2 * float(low.get("height", "0")), abs=0.2)
     page = demo["page"].write_page(tmp_path, ["# Charts", "", "![chart](chart.png)", ""]).read_text()
     assert "<title>loss: 0.25 at step 2</title>" in page and "data:image" not in page

@@ -30,8 +30,8 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 pre { overflow-x: auto; }
 svg { width: 100%; min-width: 44rem; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: currentColor; }
-.picture, .picture svg { background: white; color: black; }
-.picture img { max-width: 100%; }
+.chart, .chart svg { background: white; color: black; }
+.chart img { max-width: 100%; }
 </style>
 </head>
 <body>

@@ -1,4 +1,4 @@
-"""What the page of ``zero-ext plan --html`` consists of."""
+"""The parts of the page of ``zero-ext plan --html``."""
 
 from string import Template
 
