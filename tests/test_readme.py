@@ -32,6 +32,12 @@ def blocks(page: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def test_the_output_of_the_readme_is_that_of_the_tutorial() -> None:
+    """Which a test runs."""
+    shown, ranks = blocks("README.md", "text"), blocks("docs/tutorials/first_training.md", "text")[1]
+    assert len(shown) == 1 and ranks.endswith(shown[0])
+
+
 class BigModel(nn.Module):
     """Called with a mapping's entries it returns an object with a loss; called with one tensor, the loss."""
 

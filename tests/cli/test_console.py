@@ -39,6 +39,14 @@ def test_a_reader_that_has_had_enough_is_no_error(options: tuple[str, ...], tmp_
     assert config.stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    "options", [("plan", "7.5B", "--gpus", "64"), ("plan", "7.5B", "--gpus", "64", "--all")]
+)
+def test_a_pipe_gets_no_trailing_spaces(options: tuple[str, ...]) -> None:
+    lines = run(*options).splitlines()
+    assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
 def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
     """Both streams of a command whose stdout and stderr are a terminal."""
     main, terminal = pty.openpty()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
@@ -30,12 +31,30 @@ def terminal(most_columns: int = _PIPE_COLUMNS, *, stderr: bool = False) -> Cons
     """Return a console with colors on terminals only, and never where NO_COLOR is set.
 
     Args:
-        most_columns: width limit. Files and pipes get lines of exactly this limit.
+        most_columns: width limit. Files and pipes get lines for exactly this limit, without trailing spaces.
         stderr: for progress and notes that are no part of the result.
     """
-    console = Console(stderr=stderr, color_system=None if os.environ.get("NO_COLOR") else "auto")
-    console.width = min(console.width, most_columns) if console.is_terminal else most_columns
-    return console
+    colors: Any = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(stderr=stderr, color_system=colors)
+    if console.is_terminal:
+        console.width = min(console.width, most_columns)
+        return console
+    file = cast(IO[str], _WithoutTrailingSpaces(console.file))
+    return Console(file=file, width=most_columns, color_system=colors)
+
+
+class _WithoutTrailingSpaces:
+    """A file or pipe that gets lines without the spaces that fill the last column of a table."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(re.sub(" +$", "", text, flags=re.MULTILINE))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def print_json(values: Any) -> None:
