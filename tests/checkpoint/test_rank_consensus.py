@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,15 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all(
     assert not list(tmp_path.glob(".saving-*"))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also where a shell in the background has the tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_last_exchange_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, last = 0, 0
     original = RankConsensus._all_gather

@@ -95,8 +95,8 @@ def test_a_bad_setting_changes_nothing_and_is_raised_on_all_ranks(world: World, 
         assert waits.found == []
         with pytest.raises(CollectiveError, match=re.escape(said)) as raised:
             until_raised(world, model, optimizer, 3, look)
-        assert str(raised.value).startswith("device of rank 0: ")
-        assert "Step 3 did not update all state." in str(raised.value)
+        assert ": device of rank 0: " in str(raised.value)
+        assert re.match("step 3: .* The step did not update all state", str(raised.value))
         after = optimizer.state_dict()["shards"]
         assert before.keys() == after.keys() and len(before) > 5
         assert all(torch.equal(value, after[key].cpu()) for key, value in before.items())
