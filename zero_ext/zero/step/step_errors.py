@@ -163,7 +163,9 @@ class DeviceErrors:
         what = found[0] if found else "device: the error is on a rank that has another slice of the model."
         since = " Steps that were launched since changed nothing." if late else ""
         if any(text.startswith(_UPDATES) for text in texts):
-            raise CollectiveError(f"step {step - 1}: {what} The step did not update all state. {MIXTURE}{since}")
+            raise CollectiveError(
+                f"step {step - 1}: {what} The step did not update all state. {MIXTURE}{since}"
+            )
         raise RuntimeError(
             f"step {step}: {what} The step was not made, and changed nothing.{since} Fix the cause first."
         )
