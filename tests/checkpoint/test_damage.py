@@ -264,7 +264,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "slice name": (in_slice("name", "nobody"), "no such parameter is listed"),
     "slice file": (in_slice("file", 2), "expected a file below 2, the number of files, got 2"),
     "slice file negative": (in_slice("file", -1), "file"),
-    "slice empty": (in_slice("numel", 0), "the end of its tensor, got 0"),
+    "slice empty": (in_slice("numel", 0), "end with its tensor of 300000, got 0"),
     "slice longer": (shift_slice("numel", 1), "big"),
     "slice shorter": (shift_slice("numel", -1), "big"),
     "slice earlier": (shift_slice("start", -1), "start"),

@@ -16,6 +16,7 @@ from zero_ext.comm.flight_recorder import (
     RecordedCollective,
 )
 from zero_ext.comm.transport import TransportSelector, Waitable
+from zero_ext.config.schema.config_errors import clause_of
 
 Phase = Callable[[], Sequence[Waitable]]  # computes what is sent, if need be, and starts to send it
 
@@ -146,8 +147,8 @@ class PendingCollective:
             self._error = mismatch
             raise
         self._error = RuntimeError(
-            f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
-            "collectives than this one. Look at the first error on the other ranks. The limit is "
+            f"rank {self._rank}: {self._label} failed: {clause_of(error)}. A peer rank has died, or it "
+            "runs other collectives than this one. Look at the first error on the other ranks. The limit is "
             "'timeout_seconds' in the configuration."
         )
         raise self._error from error

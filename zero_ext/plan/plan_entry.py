@@ -120,6 +120,7 @@ def make_plan_entry(
     _, training, largest, needs, shortfalls = min(tried, key=lambda one: one[0])
     if not shortfalls:
         training = _with_look_ahead(model, training, hardware)
+        _, largest = _with_micro_batch(model, training, hardware, batch)
         needs = memory_needs(model.full_cost, training, hardware)
     return PlanEntry(
         candidate=candidate,

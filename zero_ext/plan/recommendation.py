@@ -93,8 +93,10 @@ def _why_not_simpler(best: PlanEntry, rows: Sequence[PlanEntry]) -> list[str]:
     lacks = " and ".join(
         f"{short_bytes(short.needed - short.available)} of {_MEMORY[short.tier]}" for short in last.shortfalls
     )
-    others = f", and so do {len(simpler) - 1} other simpler placements" if len(simpler) > 1 else ""
-    return [f"{_capitalized(str(last.candidate))} does not fit: it lacks {lacks}{others}."]
+    others = f" {len(simpler) - 1} other simpler placements do not fit either." if len(simpler) > 2 else ""
+    if len(simpler) == 2:
+        others = f" Nor does {simpler[0].candidate}."
+    return [f"{_capitalized(str(last.candidate))} does not fit: it lacks {lacks}.{others}"]
 
 
 def _advantage(best: PlanEntry, other: PlanEntry) -> str:

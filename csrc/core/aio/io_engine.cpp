@@ -41,7 +41,7 @@ const BackendKind& kind_of(Backend backend) {
       std::ranges::find_if(kBackends, [&](const auto& kind) { return kind.backend == backend; });
   if (found == kBackends.end())
     throw std::runtime_error("I/O engine: backend " + std::to_string(static_cast<int>(backend)) +
-                             " is unknown. Pass one of io_backends().");
+                             " is unknown. Pass one of probe_backends().");
   return *found;
 }
 
@@ -97,7 +97,7 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
     return make_of(options, kind.make_queue);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error("I/O backend " + std::string(kind.name) + ": it is not available (" +
-                             error.what() + "). Use 'auto' to take another.");
+                             error.what() + "). See ops.aio_backends() for those that are.");
   }
 }
 

@@ -32,9 +32,8 @@ inline std::string explain(LaunchError error, const GpuProperties& gpu) {
         return name +
                "cannot run the kernels, which need 8.0 or higher. Keep the tensors on the CPU.";
       }
-      return name +
-             "finds no code for it in module _C_cuda. Build the module again, with the flags of " +
-             "zero_ext/ops/toolchain.py.";
+      return name + "finds no code for it in module _C_cuda. Build the module again for it, by " +
+             "`zero-ext build`.";
     case LaunchError::old_driver:
       return name +
              "has a driver that cannot translate this module's PTX. Update the driver to the CUDA "

@@ -112,7 +112,8 @@ std::shared_ptr<core::IoEngine> make_preferred(core::IoEngineOptions options) {
       refusals += std::string(refusals.empty() ? "" : "; ") + error.what();
     }
   }
-  throw std::runtime_error(refusals);
+  throw std::runtime_error("aio_open: no backend is available (" + refusals +
+                           "). Raise the limits that they name.");
 }
 
 // A line for each, "name" if it is available, else "name: reason".

@@ -19,6 +19,7 @@ from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
 
 _USE_ANOTHER = "Use another checkpoint."
 _SAVE_ONCE = "Save every element of it on exactly one rank, in one dtype."
+_WRITE_AGAIN = "Write the file again, or use another checkpoint."
 
 
 def shard_file_name(rank: int) -> str:
@@ -69,23 +70,22 @@ def check_cover(manifest: Manifest, fix: str = _SAVE_ONCE) -> None:
         _check_coverage(kind, name, records, tensor_elements(manifest, kind, name, fix), fix)
 
 
-def check_disjoint_bytes(manifest: Manifest) -> None:
-    """ValueError if two slices share bytes of a file, or if a file holds bytes that belong to no slice."""
+def check_disjoint_bytes(manifest: Manifest, fix: str = _WRITE_AGAIN) -> None:
+    """ValueError, ending in ``fix``, if slices share bytes of a file, or some belong to no slice."""
     ends = [entry.header_bytes for entry in manifest.files]
     for record in sorted(manifest.slices, key=lambda record: (record.file, record.offset)):
         name = manifest.files[record.file].name
         if record.offset != ends[record.file]:
             raise ValueError(
                 f"{name}: {record.kind} of {record.name!r}: expected its first byte at {ends[record.file]}, "
-                f"where the bytes before it end, got {record.offset}. Write the file again, or use another "
-                "checkpoint."
+                f"where the bytes before it end, got {record.offset}. {fix}"
             )
         ends[record.file] += slice_bytes(record)
     for entry, end in zip(manifest.files, ends, strict=True):
         if end != entry.bytes:
             raise ValueError(
                 f"{entry.name}: expected the end of its slices at byte {entry.bytes}, the end of the file, "
-                f"got {end}. Write the file again, or use another checkpoint."
+                f"got {end}. {fix}"
             )
 
 
@@ -153,8 +153,8 @@ def _check_slice(manifest: Manifest, index: int, record: SliceRecord) -> None:
     elements = tensor_elements(manifest, record.kind, record.name)
     if record.numel == 0 or record.start + record.numel > elements:
         raise ValueError(
-            f"{where}: expected one or more elements up to {elements}, the end of its tensor, got "
-            f"{record.numel}. {_USE_ANOTHER}"
+            f"{where}: expected 1 to {elements - record.start} elements, which end with its tensor of "
+            f"{elements}, got {record.numel}. {_USE_ANOTHER}"
         )
     if record.file >= len(manifest.files):
         raise ValueError(

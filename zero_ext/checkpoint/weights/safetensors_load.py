@@ -17,6 +17,7 @@ from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
 from zero_ext.checkpoint.transfer.read_plan import Fill, FillTarget
 from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.checkpoint.weights.safetensors_plan import Rename, WeightsPlan, plan_weights
+from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 
 # A file has no checksums whose size would say how much to read as one.
@@ -82,7 +83,8 @@ def load_safetensors(
         session.finish_previous()
         if engine.optimizer_step.damage not in (None, _DAMAGE):
             raise RuntimeError(
-                f"optimizer: its state is damaged: {engine.optimizer_step.damage}. Load a checkpoint first."
+                f"optimizer: its state is damaged: {clause_of(engine.optimizer_step.damage)}. Load a "
+                "checkpoint first."
             )
         files = find_weights(path)
         plans.append(plan_weights(engine, files, strict, rename))

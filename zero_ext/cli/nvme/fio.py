@@ -99,8 +99,7 @@ def run_fio(job: FioJob) -> FioResult:
     if done.returncode != 0:
         raise RuntimeError(
             f"fio: exit status {done.returncode}: {(done.stderr or done.stdout)[-1000:].strip()}. Run it "
-            "by hand, "
-            "or leave --fio out."
+            "by hand, or remove it from PATH to measure without it."
         )
     return parse_fio(done.stdout)
 
@@ -119,5 +118,6 @@ def parse_fio(text: str) -> FioResult:
         )
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RuntimeError(
-            f"fio: expected its JSON, got {text[:300]!r} ({error!r}). Install fio 3 or leave --fio out."
+            f"fio: expected its JSON, got {text[:300]!r} ({error!r}). Install fio 3, or remove "
+            "this one from PATH."
         ) from error

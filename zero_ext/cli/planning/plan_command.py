@@ -98,9 +98,10 @@ def plan(options: PlanOptions) -> None:
             _plan_layouts(options)
             return
         found = plan_of(options)
+        ranks = _rank_placement(options, found)
         # Before anything is printed, so that they are there after `| head` too.
         _write_files(options, found)
-        _print_plan(options, found)
+        _print_plan(options, found, ranks)
         if found.recommendation is None:
             raise typer.Exit(NEGATIVE)
 
@@ -120,10 +121,9 @@ def _write_files(options: PlanOptions, found: Plan) -> None:
         write_config(found, options.write, tuple(options.nvme_path or ()))
 
 
-def _print_plan(options: PlanOptions, found: Plan) -> None:
+def _print_plan(options: PlanOptions, found: Plan, ranks: RankPlacement | None) -> None:
     from zero_ext.cli.planning import plan_report, plan_screen, plan_tables
 
-    ranks = _rank_placement(options, found)
     if options.as_json:
         extra = {} if ranks is None else {"rank_placement": rank_placement_as_json(ranks)}
         print_json(plan_report.plan_as_json(found) | extra)

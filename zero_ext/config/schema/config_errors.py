@@ -27,6 +27,11 @@ def show(value: object) -> str:
     return f"{text} ({type(value).__name__})"
 
 
+def clause_of(cause: object) -> str:
+    """Return the text of an error without its last period, to go on inside another error's sentence."""
+    return str(cause).removesuffix(".")
+
+
 def shortened(text: str, longest: int) -> str:
     """Return the text with escapes for what terminals obey, cut to at most `longest` bytes."""
     head = "".join(

@@ -10,6 +10,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
+from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
@@ -279,8 +280,8 @@ class OptimizerStep:
         """Raise ``RuntimeError`` if an earlier step broke off half-way."""
         if self.damage is not None:
             raise RuntimeError(
-                "prepared model: expected one without a failed step, got one in which a step failed: "
-                f"{self.damage}. Build and prepare the model again, and load the last checkpoint."
+                f"prepared model: its state is damaged: {clause_of(self.damage)}. Load a checkpoint, which "
+                "replaces all of it."
             )
 
     def run(self, edits: Edits) -> bool:

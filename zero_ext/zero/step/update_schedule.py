@@ -19,7 +19,7 @@ from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
 MIXTURE = (
-    "State and parameters are now a mixture of before and after it; load the last checkpoint before going on."
+    "State and parameters are now a mixture of before and after it. Load the last checkpoint before going on."
 )
 
 

@@ -17,7 +17,7 @@ def bounds(size: int, splits: int, what: str) -> list[tuple[int, int]]:
     """
     if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= size:
         raise ValueError(
-            f"{what}: expected an integer from 1 to {size}, got {splits}. Choose a number of "
+            f"{what}: expected an integer from 1 to {size}, got {splits!r}. Choose a number of "
             "tiles in that range."
         )
     edges = [size * number // splits for number in range(splits + 1)]

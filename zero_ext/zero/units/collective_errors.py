@@ -9,6 +9,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
+from zero_ext.config.schema.config_errors import clause_of
 
 Result = TypeVar("Result")
 
@@ -41,7 +42,7 @@ def raise_on_all_ranks(
     flags[collectives.rank] = int(error is not None)
     failed = collectives.sum_(flags, f"agreement on {what}").nonzero().flatten().tolist()
     if failed:
-        reason = f": {error}." if error is not None else "; look at their messages."
+        reason = f": {clause_of(error)}." if error is not None else "; look at their messages."
         raise CollectiveError(
             f"rank {collectives.rank}: {what} failed on ranks {failed}{reason} {advice}".rstrip()
         ) from error

@@ -161,14 +161,23 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     words, mask = good[0]
     refused_calls: list[tuple[str, Callable[[], Any]]] = [
         ("data: expected an iterator", lambda: engine.train_batch()),
-        ("a data iterator is wanted, list given; pass iter(loader)", lambda: engine.train_batch([good] * 3)),
+        ("data: expected an iterator, got list. Pass iter(loader)", lambda: engine.train_batch([good] * 3)),
         ("data: expected an iterator", lambda: engine.eval_batch(None)),
-        ("ended after 1 of 3 micro-batches", lambda: engine.train_batch(iter([good]))),
-        ("micro-batch is dict, a pair", lambda: engine.train_batch(iter([{}]))),
-        ("inputs: str given", lambda: engine.train_batch(iter([("text", good[1])] * 3))),
+        (
+            "expected 3 micro-batches, got 1 before the iterator ended",
+            lambda: engine.train_batch(iter([good])),
+        ),
+        (
+            "micro-batch: expected a pair of inputs and labels, got dict",
+            lambda: engine.train_batch(iter([{}])),
+        ),
+        (
+            "inputs: expected tensors [samples, ...], got str",
+            lambda: engine.train_batch(iter([("text", good[1])] * 3)),
+        ),
         ("a tensor without dimensions", lambda: engine.train_batch(iter([(mask.sum(), good[1])] * 3))),
         (
-            "inputs of micro-batch 2 have shapes [(1, 5), (1, 5)], those of the first [(2, 5), (2, 5)]",
+            "inputs of micro-batch 2: expected shapes [(2, 5), (2, 5)] as of the first, got [(1, 5), (1, 5)]",
             lambda: engine.train_batch(iter([good, good, ((words[:1], mask[:1]), good[1])])),
         ),
     ]

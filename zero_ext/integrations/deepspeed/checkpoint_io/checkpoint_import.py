@@ -41,6 +41,7 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
 from zero_ext.zero.api.engine_state import StateSlice
 
 _LOCK_SECONDS = 60.0
+_IMPORT_AGAIN = "Import it again."
 _COUNTERS = {"global_samples", "dp_world_size", "ds_version"}
 
 
@@ -208,11 +209,12 @@ def _write(
                     progress(rank + 1, checkpoint.world_size)
             complete = manifest.model_copy(update={"files": files, "slices": records})
             try:
-                check_cover(complete)
-                check_disjoint_bytes(complete)
+                check_cover(complete, _IMPORT_AGAIN)
+                check_disjoint_bytes(complete, _IMPORT_AGAIN)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{checkpoint.files.path}: it changed while it was read: {error}. Import it again."
+                    f"{checkpoint.files.path}: it changed while it was read. Keep others from writing to "
+                    f"it. {error}"
                 ) from None
             filesystem.write_file(folder / MANIFEST_NAME, encode_manifest(complete))
             filesystem.sync_directory(folder)

@@ -18,6 +18,7 @@ import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files.safe_open import open_regular
+from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import (
     UnfitContent,
     check_expanded,
@@ -125,4 +126,7 @@ def _first_line(error: Exception) -> str:
     for mark in ("Unsupported global", "Trying to"):
         if mark in text:
             return text[text.index(mark) :].split(". ")[0].splitlines()[0]
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"
+    line = text.splitlines()[0] if text else "no reason given"
+    return (
+        clause_of(line) if isinstance(error, UnfitContent) else f"{type(error).__name__}: {clause_of(line)}"
+    )

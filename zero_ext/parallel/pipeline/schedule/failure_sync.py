@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.engine import Engine
 
@@ -64,9 +65,9 @@ class PipelineRanks:
             if self._model is not None:
                 self._model.abort(f"pipeline rank {self._rank} stopped: {reason}")
             raise RuntimeError(
-                f"pipeline rank {self._rank} ({self._stages}): it stopped in a batch: {reason}. Its other "
-                "ranks stop too. Look for the first message among them, and restart all of them from a "
-                "checkpoint."
+                f"pipeline rank {self._rank} ({self._stages}): it stopped in a batch: {clause_of(reason)}. "
+                "Its other ranks stop too. Look for the first message among them, and restart all of them "
+                "from a checkpoint."
             ) from error
 
 

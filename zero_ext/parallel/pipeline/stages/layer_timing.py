@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, TiedLayerSpec
 from zero_ext.parallel.pipeline.stages.stage_layers import layer_seed
 
@@ -78,8 +79,8 @@ def _measure_all(
                 seconds, values = _measure(number, layer, values, device, repeats, clock)
             except Exception as error:
                 raise RuntimeError(
-                    f"layer {number}, {layer!r}: it failed while it was timed: {error}. Give layers that fit "
-                    "together, and a micro-batch that the first one takes."
+                    f"layer {number}, {layer!r}: it failed while it was timed: {clause_of(error)}. Give "
+                    "layers that fit together, and a micro-batch that the first one takes."
                 ) from error
             found.append(seconds)
     return found
