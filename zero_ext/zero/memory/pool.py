@@ -23,7 +23,7 @@ class BufferPool:
 
     The region is allocated once, as ``plan`` says. If the planned offset of a buffer is in use, it gets
     another free extent. If there is none it gets overflow memory, reused by size, with one warning that names
-    the unit. See ``docs/explanation/design.md`` for why the units do not simply resize their storage.
+    the unit. See ``docs/explanation/parameter_path.md`` for why the units do not simply resize their storage.
     """
 
     def __init__(self, plan: PoolPlan, device: Device = CPU, tier: Tier = "device") -> None:
