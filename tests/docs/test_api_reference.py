@@ -46,7 +46,8 @@ PACKAGES = (
     "zero_ext.zero",
 )
 OWN_PAGE = "zero_ext.integrations.deepspeed"
-PALETTE = "zero_ext.config.plot_colors"  # shared by the plots of the library and of the demonstrations
+# The look of plots and pages, which the library and its demonstrations share.
+APPEARANCE = ("zero_ext.config.plot_colors", "zero_ext.cli.html_page")
 # By how often the README, the documentation and the examples use them, of those that need no further package.
 MOST_USED = (
     "apply_tensor_parallel",
@@ -206,7 +207,7 @@ def test_what_the_documentation_imports_is_on_the_page() -> None:
             r"^ *from (zero_ext[\w.]*) import \(?([\w, ]+)", file.read_text(), re.MULTILINE
         )
         for name in names.split(",")
-        if name.strip() and not f"{module}.{name.strip()}".startswith((OWN_PAGE, PALETTE))
+        if name.strip() and not f"{module}.{name.strip()}".startswith((OWN_PAGE, *APPEARANCE))
     }
     assert ("zero_ext.zero", "engine_of") in imports
     missing = [each for each in sorted(imports) if definition_of(*each).key not in on_the_page()]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.docs.run_page import ROOT, follow
+from tests.docs.snippets import snippets_of
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.schema.base_section import key_paths
 
-CHOICE = ROOT / "docs" / "how_to" / "choose_stage_and_tier.md"
+HOW_TO = ROOT / "docs" / "how_to"
+CHOICE = HOW_TO / "choose_stage_and_tier.md"
 GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 # Table 1 of arXiv 1910.02054: GB per rank of 7.5 billion parameters on 64 ranks, in stages 0 to 3.
 PUBLISHED = [120, 31.4, 16.6, 1.88]
@@ -21,6 +25,42 @@ PUBLISHED = [120, 31.4, 16.6, 1.88]
 def test_fsdp2_and_zero_ext_train_alike(tmp_path: Path) -> None:
     first, second = re.findall(r"^loss .*$", follow("how_to/migrate_from_fsdp2.md", tmp_path), re.MULTILINE)
     assert first == second
+
+
+def test_ranks_that_make_different_calls_end_as_the_page_says(tmp_path: Path) -> None:
+    follow("how_to/debug_hang.md", tmp_path)
+    log = (tmp_path / "log.txt").read_text()
+    assert "optimizer.step()) on rank 0. Make the same calls" in log or "square().mean()" in log
+
+
+def test_stacks_are_printed_on_a_signal() -> None:
+    with snippets_of("how_to/debug_hang.md") as page:
+        page.run_next()
+    assert faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_a_loss_in_chunks_is_the_same_loss(tmp_path: Path) -> None:
+    printed = re.findall(
+        r"^chunks of \d+ tokens: loss (.*)$", follow("how_to/long_sequences.md", tmp_path), re.M
+    )
+    assert len(printed) == 2 and printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("page", ["long_sequences", "tune_performance"])
+def test_configurations_of_a_page_load(page: str) -> None:
+    found = re.findall(r"^```json\n(.*?)^```", (HOW_TO / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    for text in found:
+        load_config(json.loads(text))
+
+
+def test_keys_and_values_of_the_advice_on_performance_exist() -> None:
+    text = (HOW_TO / "tune_performance.md").read_text()
+    keys = set(re.findall(r"`((?:units|offload|communication|batch|activation_checkpointing)\.\w+)`", text))
+    assert len(keys) >= 8 and keys <= set(key_paths(ZeroConfig))
+    row = (HOW_TO / "monitoring.md").read_text()
+    values = set(re.findall(r"`((?:time|wait|flops)/\w+)`", text))
+    assert len(values) > 6 and {value for value in values if f"`{value}`" not in row} == set()
 
 
 def test_bytes_of_the_stages_are_the_published_ones(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def stages_by_tiers_by_plans() -> list[Case]:
             tiers = ", ".join(f"{kind} {tier}" for kind, tier in offload.items()) or "device"
             found.append(
                 Case(
-                    "ZeRO stages 0 to 3, state on the device, in host memory or on NVMe",
+                    "ZeRO stages 0 to 3, with state on the device, in host memory or on NVMe",
                     f"stage {stage}, {tiers}, {name}",
                     f"{SHARDING}:zero",
                     2,
@@ -63,8 +63,8 @@ def sharding_cases() -> list[Case]:
     for tiers in ({}, {"optimizer": "host", "params": "host"}, {"optimizer": "nvme", "params": "nvme"}):
         name = ", ".join(f"{kind} {tier}" for kind, tier in tiers.items()) or "device"
         for feature, loads in (
-            ("`zero_ext.Init`", False),
-            ("weights streamed into a model on the meta device", True),
+            ("sharded initialization (`zero_ext.Init`)", False),
+            ("loading weights into a model on the meta device", True),
         ):
             found.append(
                 Case(
@@ -87,7 +87,7 @@ def sharding_cases() -> list[Case]:
             arguments = {"stage": 3, "plan": settings, "offload": offload}
             found.append(
                 Case(
-                    "updates in backward or delayed",
+                    "optimizer updates during backward, or delayed by one step",
                     f"{step}, {tier}, {plan}",
                     f"{SHARDING}:zero",
                     2,
@@ -100,7 +100,7 @@ def sharding_cases() -> list[Case]:
 CASES: list[Case] = [*stages_by_tiers_by_plans(), *sharding_cases()]
 CASES += [
     Case(
-        "updates in backward or delayed",
+        "optimizer updates during backward, or delayed by one step",
         "part of the optimizer on the device",
         f"{SHARDING}:zero",
         2,
@@ -108,7 +108,7 @@ CASES += [
     ),
     *(
         Case(
-            "fused optimizers",
+            "fused Adam, AdamW, Lamb and Lion",
             f"{name}, {moments} moments",
             f"{SHARDING}:zero",
             2,
@@ -129,7 +129,7 @@ CASES += [
     ),
     *(
         Case(
-            "checkpoints",
+            "checkpoints for any number of ranks",
             f"checkpoint of stage {stages[0]} into {stages[1]}, {name}",
             f"{SHARDING}:checkpoints",
             2,
@@ -177,7 +177,7 @@ CASES += [
         )
     ),
     Case(
-        "editing, clipping and accumulating by calls",
+        "gradient accumulation, clipping, editing of parameters",
         "gathered, no_sync, clip_grad_norm_",
         f"{SHARDING}:editing",
         2,
@@ -192,7 +192,7 @@ CASES += [
 
 def parallel_cases() -> list[Case]:
     clipped = {"gradient_clipping": 0.5, "timeout_seconds": 120.0}
-    feature = "pipelines (pp), with tied parameters"
+    feature = "pipeline parallelism (pp), with tied parameters"
     found = [
         Case(
             feature,
@@ -217,7 +217,7 @@ def parallel_cases() -> list[Case]:
     )
     found += [
         Case(
-            "split tensors (tp)",
+            "tensor parallelism (tp)",
             f"tp 2 x dp 2, stage {stage}{', parts of sequences' if sequence else ''}",
             f"{PARALLEL}:tensors",
             4,
@@ -227,7 +227,7 @@ def parallel_cases() -> list[Case]:
     ]
     found += [
         Case(
-            "experts over ranks (ep)",
+            "expert parallelism (ep)",
             f"ep 2 x dp 2, stage {stage}",
             f"{PARALLEL}:experts",
             4,
@@ -237,7 +237,7 @@ def parallel_cases() -> list[Case]:
     ]
     found += [
         Case(
-            "long sequences over ranks (cp)",
+            "sequence parallelism (cp, DeepSpeed-Ulysses)",
             f"{' x '.join(f'{axis} {length}' for axis, length in lengths.items())}, stage {stage}",
             f"{PARALLEL}:sequences",
             4,
@@ -251,14 +251,14 @@ def parallel_cases() -> list[Case]:
 CASES += parallel_cases()
 CASES += [
     *(
-        Case("sparse attention", name, f"{ACTIVATIONS}:sparse", 2, {"layout": layout})
+        Case("block-sparse attention", name, f"{ACTIVATIONS}:sparse", 2, {"layout": layout})
         for name, layout in (
             ("fixed, causal", {"mode": "fixed", "attention": "unidirectional", "num_local_blocks": 2}),
             ("BigBird", {"mode": "bigbird", "num_random_blocks": 1, "num_sliding_window_blocks": 3}),
         )
     ),
     *(
-        Case("activations kept for backward", name, f"{ACTIVATIONS}:checkpointed", 2, {"section": section})
+        Case("activation checkpointing and offload", name, f"{ACTIVATIONS}:checkpointed", 2, {"section": section})
         for name, section in (
             ("on the device", {}),
             ("in host memory", {"tier": "host", "min_offload_bytes": 0}),
