@@ -95,6 +95,9 @@ class Collectives:
         channel = self._recorder.channel("reductions", self._members)
         self._reductions = OrderedTransport(reductions, channel, order if in_one_order else CollectiveOrder())
         if members is None:
+            # The reference is weak because this object has the recorder. A cycle would keep the
+            # connections of a dropped engine until a garbage collection. Groups cut from this one
+            # share its recorder and connections, so this one aborts for all.
             abort = weakref.WeakMethod(self.abort)
             self._recorder.abort = lambda reason: _call(abort(), reason)
         self._groups: tuple[Collectives, Collectives] | None = None
@@ -165,6 +168,8 @@ class Collectives:
         time.
         """
         nodes = self.nodes.among(ranks)
+        # A ``SubgroupTransport`` cannot sum on the way, so groups of a world that the backend sums
+        # for add up node by node.
         wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
         group = Collectives(
             SubgroupTransport(self._gathers.unordered, ranks),
@@ -178,6 +183,8 @@ class Collectives:
             in_one_order=self.in_one_order,
         )
         group.bus = self.bus
+        # The group uses the same connections, so the phases of its collectives and of this object's
+        # are started in one order.
         group._gathers.order = self._gathers.order
         group._reductions.order = self._reductions.order
         return group
@@ -196,8 +203,11 @@ class Collectives:
         ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both. Gradients
         ``may_be_nan``: they go where gradients are reduced, which nobody checks, in the order of reductions.
         """
+        # Transports gather in place: they send this rank's slice of ``flat``.
         if flat.data_ptr() + self.rank * shard.nbytes != shard.data_ptr():
             flat.narrow(0, self.rank * shard.numel(), shard.numel()).copy_(shard)
+        # ``before_gather`` begins the reductions that are due. On a device all ranks begin gathers
+        # and reductions in one order, so the call comes before the gather is recorded and started.
         if not may_be_nan:
             self.before_gather()
         ordered = self._reductions if may_be_nan else self._gathers
@@ -228,6 +238,8 @@ class Collectives:
 
         def start() -> Sequence[Waitable]:
             if rings:
+                # The backend returns the sum. ``finish`` has this one tensor to average and add to
+                # ``out``.
                 shards.append(received[: out.numel()])
                 return transport.reduce_scatter(flat, shards[0])
             slices = list(flat.chunk(self.world_size))
@@ -336,6 +348,8 @@ class Collectives:
         # As bytes: a rank outside ``ranks`` does not know the dtype.
         receives, sends = ([each.view(torch.uint8) for each in many] for many in (tensors, [tensor] * count))
         start = functools.partial(all_to_all_among, self.reductions, ranks, receives, sends, _tag(label))
+        # A rank outside ``ranks`` has no elements. It waits for nobody. The record omits the number
+        # of elements, by which the ranks would seem to be at different collectives.
         peers = () if index is None or not tensor.numel() else [self._members[rank] for rank in ranks]
         self._start(self._reductions, label, traffic, start, None, peers, entry=label).wait()
         tensor.copy_(sum_in_order(tensors))
@@ -348,6 +362,8 @@ class Collectives:
         traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
         transport = self._gathers.unordered.for_tensor(tensor)
         start = functools.partial(transport.broadcast, tensor, source, _tag(label))
+        # A receiver ends without the other receivers. The recorder must not take two of them for
+        # ranks that wait for each other.
         peers = self._members if self.rank == source else [self._members[source]]
         self._start(self._gathers, label, traffic, start, None, peers).wait()
         return tensor
@@ -357,6 +373,8 @@ class Collectives:
 
         The other ranks, which wait for it, then fail with ``reason`` rather than by their time-out.
         """
+        # The recorder stops first, so that the waits that end here raise ``reason`` and no
+        # mismatch.
         self._recorder.stop()
         self._gathers.unordered.abort(reason)
         self._reductions.unordered.abort(reason)
@@ -379,6 +397,7 @@ class Collectives:
         kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
         self.traffic.record(kind, elements, sent, traffic.crossing_bytes)
         on_end, ranks, bus = None, self.world_size, self.bus
+        # Without a subscriber there is no callback, and ``wait`` then reads no clock.
         if bus and ranks > 1:
 
             def publish(began: float, seconds: float) -> None:

@@ -95,6 +95,7 @@ class Connections:
     def over_host(self, purpose: str) -> PointToPointTransport:
         """For tensors of the host."""
         timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        # gloo's groups meet under fixed keys of their store, so each needs a prefix of its own.
         store = dist.PrefixStore(purpose, self.store)
         gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         # torch's stubs do not say that gloo's class has the methods of a process group.
@@ -134,6 +135,8 @@ class Connections:
                 "rank a device of its own before prepare, torch.accelerator.set_device_index(LOCAL_RANK)."
             )
         try:
+            # The ranks agree over the host because the backend may have failed. Without an
+            # agreement, ranks that did connect would wait for this one until the time-out.
             self.agree(host, "connections", "", problem, RuntimeError)
         except RuntimeError as error:
             if made is not None:
@@ -145,6 +148,8 @@ class Connections:
 
     def agree(self, host: Transport, what: str, fact: str, problem: str, kind: type[Exception]) -> None:
         """Raise an error of ``kind`` on all ranks if one has a ``problem``, or not the ``fact`` of others."""
+        # N numbers are equal exactly if the square of their sum is N times the sum of their
+        # squares. With 20 bits each, the sums stay within int64.
         number = zlib.crc32(fact.encode()) % (1 << 20)
         sums = torch.tensor([number, number**2, int(bool(problem))], dtype=torch.int64, device="cpu")
         host.all_reduce(sums).wait()
@@ -152,6 +157,7 @@ class Connections:
         if not problems and total**2 == squares * self.world_size:
             return
         store = dist.PrefixStore(what, self.store)
+        # All ranks wait for the entries of all, so a rank without a problem writes an empty one.
         store.set(str(self.rank), problem or ("" if problems else fact))
         found: dict[str, list[int]] = {}
         for rank in range(self.world_size):

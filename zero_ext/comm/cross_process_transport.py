@@ -36,6 +36,7 @@ class CrossProcessTransport(PointToPointTransport):
         self._handle = handle
         self._group = group  # Closing it now could cut off the last payload to a slower rank.
         self._timeout_seconds = timeout_seconds
+        # Payloads of one peer and direction complete in order, so a number identifies each of them.
         self._started: Counter[tuple[int, bool]] = Counter()
         # Also at interpreter exit: the thread behind the handle must have ended by then.
         weakref.finalize(self, ops.cross_process_close, handle)
@@ -89,6 +90,7 @@ def fastest_host_transport(group: dist.ProcessGroup, timeout_seconds: float) -> 
     through_group = ProcessGroupTransport(group)
     rank, world_size = through_group.rank, through_group.world_size
     # The process in the name is rank 0's, on the host where rank 0 makes the memory.
+    # The other ranks add zeros to it, so the sum is a broadcast. 63 random bits fit into an int64.
     token = [uuid.uuid4().int >> 65, os.getpid()] if rank == 0 else [0, 0]
     shared = torch.tensor(token, dtype=torch.int64, device="cpu")
     through_group.all_reduce(shared).wait()
@@ -98,6 +100,8 @@ def fastest_host_transport(group: dist.ProcessGroup, timeout_seconds: float) -> 
         if rank == 0:
             remove_abandoned_memory()
             handle = _try_open(name, rank, world_size)
+        # Rank 0 makes the memory before any other rank opens it. ``_all`` comes first in each
+        # condition because every rank has to take part in every agreement, whatever failed on it.
         if _all(through_group, rank != 0 or handle is not None) and rank != 0:
             handle = _try_open(name, rank, world_size)
         joined = _all(through_group, handle is not None)
@@ -137,6 +141,7 @@ def _is_abandoned(path: Path, process: int) -> bool:
     except ProcessLookupError:
         return status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNGEST_SECONDS
     except OSError:
+        # The process belongs to another user, or the file is gone.
         return False
     return False
 

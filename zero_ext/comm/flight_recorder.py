@@ -115,12 +115,16 @@ class FlightRecorder:
         self._raise_mismatch(call, _PATIENCE_SECONDS if isinstance(error, UnexpectedPayloadError) else 0.0)
 
     def _raise_mismatch(self, call: RecordedCollective, patience: float) -> None:
+        # The thread that waits and the one that watches may both compare. The second raises the
+        # text of the first, which the other ranks may have read by then.
         with self._lock:
             if self._failure is None:
                 found = self._find_mismatch(call, patience)
                 if found is None:
                     return
                 self._failure = f"rank {self.rank}: {found}"
+                # The record is published before the connections end. A peer that fails because of
+                # their end then finds the reason in the store.
                 self._publish(call)
         self.abort(self._failure)
         raise MismatchedCollectivesError(self._failure)
@@ -157,6 +161,7 @@ class FlightRecorder:
             self._store.set(str(self.rank), record)
 
     def _record_of(self, rank: int) -> dict[str, Any] | None:
+        # ``get`` blocks until there is an entry, and a rank that never waits for long writes none.
         if self._store is None or not self._store.check([str(rank)]):
             return None
         record: dict[str, Any] = json.loads(self._store.get(str(rank)))
@@ -169,6 +174,8 @@ class FlightRecorder:
         own, theirs = f"{call.label}{own_location}", f"{label}{peer_location}"
         recent: list[tuple[int, str]] = record["begun"].get(call.channel.key, [])
         begun = recent[-1][0] if recent else 0
+        # Positions are compared first, since mutual waits and errors of peers may only follow from
+        # a difference. A position that this rank has dropped, or has not reached, is no difference.
         mine = dict(call.channel.recent)
         for position, other in recent:
             if mine.get(position, other) != other:
@@ -209,11 +216,14 @@ def _check_waits(recorder: weakref.ref[FlightRecorder], ended: threading.Event) 
         elif call is not None and time.monotonic() - since >= STALL_SECONDS:
             with contextlib.suppress(MismatchedCollectivesError):  # the thread that waits raises it
                 alive.check()
+        # A reference during the pause would keep the recorder alive forever, and the thread with
+        # it.
         del alive
 
 
 def _end_watch(ended: threading.Event, thread: threading.Thread) -> None:
     ended.set()
+    # The watching thread may drop the last reference to the recorder, and cannot join itself.
     if thread is not threading.current_thread():
         thread.join(_EXIT_PATIENCE_SECONDS)
 

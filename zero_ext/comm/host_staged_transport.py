@@ -121,6 +121,7 @@ class _Stager:
             return
         sent = self._bring(chunks[0])
         for number, chunk in enumerate(chunks):
+            # ``host`` reads the memory without regard to streams, so the host itself has to wait.
             sent.synchronize()
             works = self._host.start(
                 [(rank, host) for rank, _, host in chunk.sends],
@@ -149,6 +150,9 @@ class _Stager:
 
     def _chunks(self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload]) -> list[_StagedChunk]:
         # Tensors that are sent, by address: one slot for all ranks that get the same.
+        # Both ends of a payload must cut it into the same chunks, whose size follows from the
+        # number of slots. One slot per rank would cut a broadcast smaller at its source than at its
+        # receivers.
         slot_of: dict[int, int] = {}
         for _, tensor in sends:
             slot_of.setdefault(tensor.data_ptr(), len(slot_of))
@@ -182,6 +186,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _work_off(jobs: queue.SimpleQueue[_StagedTransfer | None], stager: _Stager) -> None:
     while (job := jobs.get()) is not None:
         job.run(stager)
+        # Its action refers to tensors, which would otherwise stay allocated until the next job
+        # comes.
         del job
 
 

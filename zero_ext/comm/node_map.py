@@ -82,6 +82,8 @@ def nodes_of(ranks: Sequence[int], rank: int, world_size: int, wanted: int | Non
     ``wanted`` of them, else those of the world that a launcher named, else a single one."""
     if wanted is not None or len(ranks) == world_size:
         return NodeMap(rank, len(ranks), ranks_of_a_node(len(ranks), wanted))
+    # The ranks of a node have to be consecutive in the group, which they may not be in any other
+    # order.
     if list(ranks) != sorted(ranks):
         return NodeMap(rank, len(ranks), len(ranks))
     return NodeMap(ranks[rank], world_size, ranks_of_a_node(world_size, None)).among(ranks)

@@ -41,6 +41,8 @@ class OneBitAllReduce:
         ranks, rank = self._collectives.world_size, self._collectives.rank
         ops.compress_1bit_(self._payloads, errors, values, factor, ranks)
         sends, receives = self._payloads.chunk(ranks), self._received.chunk(ranks)
+        # The exchange moves nothing from a rank to itself, but ``scattered`` returns the payloads
+        # of all.
         receives[rank].copy_(sends[rank])
         self._pending = self._collectives.exchange_payloads(
             receives, sends, "onebit_reduce_scatter", self._numel, f"exchange of the signs of {self._name}"

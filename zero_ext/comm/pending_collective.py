@@ -60,6 +60,8 @@ class CollectiveOrder:
         All ranks then start all phases in one order, whenever each of them waits.
         """
         if self._unfinished is not None:
+            # The chain is forgotten first, so that no later collective starts a phase again that
+            # failed.
             unfinished, self._unfinished = self._unfinished, None
             with self.beside():
                 unfinished.begin_last()

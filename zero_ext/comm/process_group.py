@@ -83,7 +83,11 @@ def make_collectives(
     store = _own_store(parent, rank, timeout_seconds)
     made = Connections(store, rank, world_size, timeout_seconds, path, ranks)
     host_gathers, host_reductions = made.over_host("gathers"), made.over_host("reductions")
+    # The ranks agree before the device's connections are made. On different paths they would wait
+    # for each other there.
     made.agree(host_reductions, "paths", path.described(), path.problem, ValueError)
+    # The number comes from each rank's environment, and nodes may have different sizes. Ranks with
+    # different maps would add gradients in different orders and exchange them with other ranks.
     if ranks_per_node is None and not _same_on_all_ranks(host_reductions, nodes.ranks_per_node):
         nodes = NodeMap(rank, world_size, world_size)
     added = path.resolve(reduction, nodes)
@@ -127,6 +131,7 @@ def _simulated(
 
 def _same_on_all_ranks(transport: Transport, value: int) -> bool:
     """Return whether all ranks give the same ``value``."""
+    # N numbers are equal exactly if the square of their sum is N times the sum of their squares.
     sums = torch.tensor([value, value * value], dtype=torch.int64, device="cpu")
     transport.all_reduce(sums).wait()
     total, squares = sums.tolist()
@@ -139,6 +144,8 @@ def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> 
     Rank 0 names it. The name goes through the store, as the group's backend may serve no tensor that is here.
     """
     shared = dist.PrefixStore("zero_ext", parent.get_group_store())
+    # All ranks of a group make its engines in the same order, so each rank's own count of them is
+    # the same number on all.
     number = shared.add(f"made by {rank}", 1)
     if rank == 0:
         shared.set(f"name {number}", uuid.uuid4().hex)

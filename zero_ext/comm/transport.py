@@ -153,6 +153,9 @@ def all_to_all_among(
     tag: int = 0,
 ) -> Sequence[Waitable]:
     """Start an all-to-all among ``ranks`` only, with one tensor per rank, in the order of ``ranks``."""
+    # All ranks take part, with empty entries for most others, so that a backend such as NCCL needs
+    # no communicator for each group. An empty entry is a slice of a real one because the device of
+    # the first entry selects the transport.
     empty = sends[0][:0]
     all_receives, all_sends = [empty] * selector.world_size, [empty] * selector.world_size
     for rank, receive, send in zip(ranks, receives, sends, strict=True):

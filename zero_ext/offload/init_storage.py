@@ -38,6 +38,8 @@ class InitStorage:
         if facts.largest_free < nbytes:
             self._store.reserve(facts.capacity + max(nbytes, _GROWTH_BYTES), zeros=False)
         shard = NvmeShard(self._store, self._store.allocate(nbytes), numel, dtype, self._transfers)
+        # The finalizer holds the store, which thus exists as long as its last shard. At exit the
+        # store's own finalizer removes everything, so this one need not run.
         weakref.finalize(shard, _free, self._store, shard.offset).atexit = False
         return shard
 

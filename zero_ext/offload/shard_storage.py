@@ -80,6 +80,7 @@ class MemoryShard(ShardStorage):
         return self._memory
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> CopyHandle:
+        # ``_tensor`` would wait for other copies out of the memory, which may run simultaneously.
         source = self._readable()
         if begin or into.numel() != self.numel:
             source = source[begin : begin + into.numel()]
@@ -88,6 +89,7 @@ class MemoryShard(ShardStorage):
         self._transfers.record(self.tier, target, into.nbytes)
         # Copies in one direction end in order, so the last one stands for all.
         copy = self._device.copy(into, source)
+        # A copy that is complete must not replace the handle of one that still reads the memory.
         if copy is not COMPLETED:
             self._fetched = copy
         return copy
@@ -98,6 +100,7 @@ class MemoryShard(ShardStorage):
         if target.data_ptr() == values.data_ptr():
             return COMPLETED
         self._transfers.record(source, self.tier, target.nbytes)
+        # ``Device.copy`` does not cast, so a conversion is made here.
         if values.dtype != target.dtype or values.device == target.device:
             self._tensor[begin : begin + values.numel()].copy_(values)
             return COMPLETED

@@ -75,6 +75,8 @@ class StepStaging:
         in_place = output.memory(tier) if output is not None else None
         staged_output = output if in_place is None else None
         elements = self._elements(tier, gradient, staged_output, grain)
+        # With a single buffer the next chunk would overwrite the one that the caller works on, so
+        # it is fetched only after that.
         early = buffers.gradients.has_halves
         stored: CopyHandle = COMPLETED
         pending = self._first_chunk(tier, gradient, min(elements, gradient.numel))
@@ -99,6 +101,8 @@ class StepStaging:
                 buffers.outputs.lend(stored)
             if end < gradient.numel and not early:
                 pending = self._start_fetch(gradient, *following, tier)
+        # Stores into memory end in order, and those to NVMe have ended when they return. So the
+        # last one stands for all.
         stored.wait()
 
     def _elements(self, tier: Tier, gradient: ShardStorage, staged: ShardStorage | None, grain: int) -> int:

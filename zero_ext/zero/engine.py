@@ -413,6 +413,7 @@ class Engine(Ending):
             self.clear_gradients()
         self._clock.end("step", began)
         self._publish_step_end(not stepped)
+        # The thread starts last because it changes state that subscribers of the step's end read.
         self.updates.begin_delayed()
         return stepped
 
@@ -489,5 +490,6 @@ class Engine(Ending):
                 )
             self._follow_writes()
         self.prefetcher.forget_values()  # what was fetched ahead has the values before the update
+        # A failed update does not matter to state that is about to be replaced.
         with contextlib.suppress(*([CollectiveError] if replaced else [])):
             step.finish()

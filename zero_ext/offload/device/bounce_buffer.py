@@ -52,6 +52,8 @@ class BounceBuffer:
 
     def read(self, into: torch.Tensor, move: Move) -> CopyHandle:
         """See :class:`DeviceTransferPath`."""
+        # The event is recorded now. A chunk may start while a caller waits for another transfer,
+        # when the current stream has later work or is another stream.
         flat, after = into.view(torch.uint8), self._device.now()
 
         def start(begin: int, chunk: torch.Tensor) -> _ChunkCopy:
@@ -105,6 +107,7 @@ class _SlotQueue:
         transfer, begin, end = self._waiting.popleft()
         slot, self._next = self._next, (self._next + 1) % len(self.slots)
         used, self._used[slot] = self._used[slot], COMPLETED
+        # The slot's last chunk may still be read by its second stage.
         used.wait_source()
         self._started.append((slot, transfer, transfer.start(begin, self.slots[slot][: end - begin])))
 
@@ -162,6 +165,8 @@ class _BounceTransfer:
 
     def wait(self) -> None:
         self._start_all_second_stages()
+        # All chunks are waited for, also after a failure, because the caller then releases their
+        # memory.
         while self._second:
             try:
                 self._second.pop(0).wait()
@@ -178,4 +183,6 @@ class _BounceTransfer:
         self._start_all_second_stages()
         if self._failure is not None:
             self.wait()  # for the later chunks too: a caller that aborts releases their memory
+        # The second stage of a read is a copy. Copies of one direction share a stream, so work that
+        # follows the last one follows all.
         return self._second[-1].stream_context()

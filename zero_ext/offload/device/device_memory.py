@@ -69,6 +69,8 @@ class Device:
         """
         if tier == "nvme":
             raise zero_ext_bug("storage is no memory")
+        # ``prepare`` or the first use may happen in inference mode. Tensors made there could not be
+        # written to in training.
         with torch.inference_mode(False):
             if tier == "device" and self.is_accelerator:
                 return torch.zeros(numel, dtype=dtype, device=self.device)

@@ -84,6 +84,7 @@ class SideStream:
         """Let the current stream go on after all that was entered."""
         if self._stream is not None and not self._joined:
             _current_of(self._stream).wait_event(self._stream.record_event())
+            # The current stream follows all reads now, so it may reuse the memory of what was held.
             self._joined, self._held, self._read = True, [], None
 
     def position(self) -> CopyHandle:
@@ -146,6 +147,8 @@ def current(stream: torch.Stream) -> Iterator[None]:
     try:
         yield
     finally:
+        # ``set_stream`` also makes the device of its stream the current one, so the index is
+        # restored after it.
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(index)
 

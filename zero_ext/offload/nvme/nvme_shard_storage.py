@@ -78,6 +78,8 @@ class NvmeShard(ShardStorage):
         first, last, blocks = self._blocks(begin, end)
         padded = values
         fits = (first, last) == (begin, end) and values.dtype == self.dtype and values.is_contiguous()
+        # Direct I/O needs whole blocks in aligned host memory. Everything else is assembled in a
+        # buffer that meets both conditions.
         if not fits or values.device.type != "cpu" or values.data_ptr() % STORAGE_ALIGNMENT:
             padded = self._buffer(last - first)
             grain = self.grain

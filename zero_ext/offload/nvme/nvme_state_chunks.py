@@ -60,6 +60,9 @@ def visit_chunks(
             if number == 0:
                 reads.append(_start(stream, extent, memory(number), writing=False))
             if number + 1 < len(extents):
+                # The next chunk is read into the buffer of the oldest write. A chunk that is not
+                # written has an entry too, so that the length of the queue says which buffers are
+                # free.
                 if len(writes) == CHUNK_BUFFERS - 1:
                     _wait(writes.popleft())
                 reads.append(_start(stream, extents[number + 1], memory(number + 1), writing=False))

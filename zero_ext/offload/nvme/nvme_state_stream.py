@@ -210,6 +210,8 @@ def stream_adam(
         outputs.append(output)
         bounds += work.bounds
         rows += work.rows
+    # State with another target moves there as a whole, also if no element of it is updated, because
+    # a commit makes the target the current state.
     if not bounds and all(work.state.target == work.state.offset for work in works):
         return
     stream = works[0].state.stream

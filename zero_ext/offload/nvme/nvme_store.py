@@ -72,6 +72,7 @@ class NvmeStore:
         self._direct = False
         self.row_bytes = stripe_bytes * len(paths)
         self.bus = Bus()
+        # The finalizer shares this list, so it also removes what a constructor that fails has made.
         directories: list[RunDirectory] = []
         self._finalizer = weakref.finalize(self, _close, self._handle, directories, os.getpid())
         try:
@@ -208,6 +209,8 @@ class Transfer:
                 read is not what was written, with path, offset and the CRC32C expected and found.
         """
         if not self._waited:
+            # A ticket's number may be used again once it was waited for, so the op is called only
+            # once, and later calls repeat its outcome.
             self._waited = True
             began = self._bus.now()
             try:
@@ -261,6 +264,7 @@ def _log_fallback(chosen: str) -> None:
 
 
 def _close(handle: int, directories: list[RunDirectory], process: int) -> None:
+    # A forked child has the finalizer too, but files and threads are its parent's.
     if os.getpid() != process:
         return
     ops.store_close(handle)

@@ -134,6 +134,8 @@ def _try_lock(descriptor: int) -> bool:
 def _remove_if_abandoned(parent: int, name: str) -> bool:
     try:
         with _open_folder(name, parent) as folder:
+            # The check uses the open descriptor because the path could be exchanged between a check
+            # and the removal.
             if os.fstat(folder).st_uid != os.geteuid():
                 return False
             try:
@@ -156,6 +158,7 @@ def _remove_if_abandoned(parent: int, name: str) -> bool:
     except (FileNotFoundError, PermissionError, NotADirectoryError):
         return False
     except OSError as error:
+        # A symbolic link or a socket stands in the place of the directory or of its lock file.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             return False
         raise
@@ -167,6 +170,7 @@ def _is_own_file(status: os.stat_result) -> bool:
 
 def _remove_files(folder: int) -> None:
     """Remove our files from the open directory, the lock file last."""
+    # If this is cut off in between, the free lock still marks the directory as one to remove.
     for name in (DATA_NAME, LOCK_NAME):
         try:
             if _is_own_file(os.stat(name, dir_fd=folder, follow_symlinks=False)):

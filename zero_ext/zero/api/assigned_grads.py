@@ -21,6 +21,7 @@ def adopt_assigned(
     holder = object()
     units = list(dict.fromkeys(engine.index[parameter][0] for parameter in parameters))
     with engine.backward_pass.by_hand():
+        # Nothing releases these units here. The end of the pass releases all units.
         for unit in units:
             engine.prefetcher.need(unit, holder, engine.prefetcher.backward_order)
         for parameter in parameters:

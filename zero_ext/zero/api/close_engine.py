@@ -60,6 +60,8 @@ def close(engines: Sequence[Engine], model: nn.Module) -> None:
         RuntimeError: An engine is in use, or what it has begun is not finished, on some rank. All ranks raise
             it, and nothing has changed.
     """
+    # All engines are checked before the first one changes, so that an error leaves them as they
+    # were.
     for engine in engines:
         check = partial(_refuse_in_use, engine)
         raise_on_all_ranks(engine.collectives, check, "preparing a model again", "Nothing was changed.")
@@ -120,6 +122,8 @@ def _close(engine: Engine, model: nn.Module) -> None:
     engine.clear_gradients()
     engine.prefetcher.forget_values()
     engine.tiers.device.synchronize()
+    # ``model`` may be built around the earlier one or of its layers, so hooks may be on modules
+    # that only one of the two has.
     roots = (model, engine.model)
     for subscriber in engine.subscribers:
         getattr(subscriber, "close", lambda: None)()
@@ -130,6 +134,7 @@ def _close(engine: Engine, model: nn.Module) -> None:
         unguard(root, engine.index)
         remove_tile_consensus(root)
     engine.collector.unwatch()
+    # Shards are handed over before ``end`` drops the references to them.
     for unit in engine.units:
         _hand_over(engine, unit)
     for ended in (*engine.wrappers, *engine.units, engine.hooks, engine.collector, engine):

@@ -39,6 +39,8 @@ def attach_engine(model: nn.Module, engine: Engine, sources: CheckpointSources) 
     object.__setattr__(model, MODULE_ATTRIBUTE, engine)
     object.__setattr__(model, SOURCES_ATTRIBUTE, sources)
     for parameter in engine.index:
+        # Units hold their parameters, so a strong reference would be a cycle that keeps a deleted
+        # model.
         setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
         set_access(parameter, engine.access)
 

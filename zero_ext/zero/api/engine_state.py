@@ -202,6 +202,7 @@ class EngineState:
         if stepper is not None:
             self._check_optimizer(state)
         step.scaler.load_state_dict(state["loss_scaler"])
+        # From here on the load uses what ``prepare_load`` made, so nothing may remove it any more.
         self._undo = None
         if stepper is not None:
             stepper.load_scalars(engine.full_tensors.to_tiles(state["optimizer"]))

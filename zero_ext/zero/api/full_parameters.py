@@ -131,6 +131,7 @@ def _adopt_writes(engine: Engine, unit: Unit, modifier_rank: int) -> None:
     try:
         store_values(unit, engine.masters, engine.collectives)
     finally:
+        # After an error, too, the release must not commit the writes once more.
         unit.accept_writes()
 
 
@@ -256,6 +257,7 @@ def load_full_state_dict(
         # The last of several names counts, as it does for torch.
         lasts = [[found[parameter][-1:] for parameter in unit.parameters] for unit in engine.units]
         values = [[state[name[0]] if name else None for name in names] for names in lasts]
+        # All units are compared before the first one is filled, so that an error changes nothing.
         for step in (refuse_different_values, fill_unit):
             for unit, own in zip(engine.units, values, strict=True):
                 step(engine, unit, own)
@@ -376,6 +378,8 @@ def double_backward(model: nn.Module) -> Iterator[None]:
             "changes "
             "parameters while backward may still need them. Set it to 'after_backward'."
         )
+    # A unit's storage object stays the same while its memory comes and goes, so it identifies the
+    # unit.
     by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
     holder = object()
 

@@ -99,6 +99,7 @@ class _DeepCopy(_Guard):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         model = self._model
+        # ``copy.deepcopy`` looks methods up on the instance, so it would call this guard again.
         guards = {name: vars(model).pop(name) for name in _GUARDED}
         try:
             copied = copy.deepcopy(model, memo)

@@ -171,6 +171,7 @@ def prepare(
         check_agreement((), settings, collectives.model)
         settings = own_settings
     _see_to_swaps(settings, collectives)
+    # The earlier engine is closed after every check, so that an error leaves it in use.
     close(before, model)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)

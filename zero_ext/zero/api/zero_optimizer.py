@@ -118,6 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the model is prepared.
         """
+        # torch's constructor calls this method for each group, before ``engine`` is set.
         if hasattr(self, "engine"):
             raise RuntimeError(
                 "add_param_group: expected every parameter before zero_ext.prepare, got a group "

@@ -126,6 +126,7 @@ def build_unit(
             _fill(unit, master, members, holders)
         else:
             unit.publish_views()
+        # The shards are dropped only now because the values above were gathered from them.
         for item in members:
             clear_presharded(item.parameter)
     if plan.spec.placement.params:
@@ -143,6 +144,8 @@ def _fill(
         for start, values in _value_chunks(item, collectives, failures):
             unit.put(index, start, values)
             if master is not None:
+                # Storage may fail on this rank alone. It then goes on with the exchange, which the
+                # others need.
                 failures.attempt(partial(master.put, index, start, values))
     failures.attempt(unit.publish)
     failures.raise_deferred(collectives, f"filling {unit.describe()}", REBUILD)

@@ -93,6 +93,7 @@ def _adopt_writes(parameter: nn.Parameter, presharded: PreshardedParameter, modi
             f"{tuple(value.shape)}. Change its values, not its shape."
         )
     collectives = presharded.everyone
+    # The broadcast writes to this copy. ``value`` may share memory with a tensor of the user's.
     flat = in_memory_order(value.to(presharded.spec.dtype), presharded.spec).clone()
     collectives.broadcast_(flat, modifier_rank, "an edited parameter of zero_ext.Init")
     failures = DeferredError()

@@ -112,6 +112,8 @@ def restrict_to_local_modules(
     A collective of ``model_ranks``. Names that no rank has stay, so that they are refused later.
     """
     units = settings.units
+    # The names are sorted because the ranks add up counts by position, and the order of a set of
+    # strings differs between processes.
     wanted = sorted({*units.tiles, *units.block_classes, *units.leaf_modules})
     if model_ranks is None or not wanted:
         return settings

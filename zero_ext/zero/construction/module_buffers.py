@@ -48,5 +48,6 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
         if buffer.numel() and not buffer.is_meta:
             value = buffer.data.contiguous()
             collectives.broadcast_(value.view(-1).view(torch.uint8), 0, f"buffer '{name}' from rank 0")
+            # Then ``contiguous`` made a copy, and the copy has received the values.
             if value.data_ptr() != buffer.data_ptr():
                 buffer.data.copy_(value)

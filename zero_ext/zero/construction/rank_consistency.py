@@ -18,6 +18,7 @@ from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.quantized_params import packed_shapes
 
 _FIELD_BYTES = 256  # of a name or a value in an error
+# A step adds up the ranks' checksums and the squares of them, which so stay within int64.
 _CHECKSUMS = (1 << 20) - 1
 
 
@@ -130,6 +131,8 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     Raises:
         RuntimeError: The first rank with facts that differ from rank 0's, the first of them and both values.
     """
+    # Models agree as a rule, so one digest per rank is compared first. Single facts follow only
+    # after a difference, which all ranks have seen by then.
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
     totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
     received = totals[totals[:, 1] > 0]  # One rank that simulates the others receives nothing from them.
@@ -144,6 +147,7 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
     first = firsts[ranks[0]]
     fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
+    # Fields have a fixed width because a gather needs equal sizes on all ranks.
     written = b"".join(_field(text) for text in fact)
     table = _of_all_ranks(collectives, torch.frombuffer(bytearray(written), dtype=torch.uint8))
     expected, got = (_fact_of(table[rank]) for rank in (0, ranks[0]))

@@ -87,6 +87,8 @@ class Init:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         settings = load_config(config)
+        # The caller may be inside ``torch.device("meta")``, where the exchange would have no
+        # values.
         with torch.device("cpu"):
             join_world(settings.timeout_seconds)
             collectives = make_collectives(process_group, settings.timeout_seconds)
@@ -96,6 +98,7 @@ class Init:
         self._parameters = (
             _InitParameters(collectives, settings) if sharding and settings.stage == 3 else None
         )
+        # A dict keeps the order of construction, in which ``materialize`` draws random numbers.
         self._modules: dict[nn.Module, None] = {}
         self._entered: contextlib.ExitStack | None = None
 
@@ -290,6 +293,7 @@ class _InitParameters:
         self._cut_elements += elements
         if presharded_of(parameter) is None and self._storage is not None:
             shard_on_init(parameter, self._collectives, self._storage, self._deferred)
+            # A single rank needs no agreement, so it stops at the first failure.
             if self._collectives.world_size == 1:
                 self._raise_deferred()
             self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)

@@ -120,6 +120,8 @@ class UnitGradients:
                 "module with sparse=False."
             )
         self._generation.received += 1
+        # Backward's stream waits here until earlier gradients are packed. They are held
+        # until then, because torch's allocator would reuse their memory immediately.
         self._tiers.device.reduction_stream.release()
         self._waiting.append((index, gradient.detach() if gradient.requires_grad else gradient))
         self._arrived.add(index)
@@ -133,7 +135,8 @@ class UnitGradients:
             return
         # A gradient after the unit's last expected one: ``local`` is still being read or gathered.
         if self.reducing and not self.unit.placement.optimizer and self.unit.collectives.in_one_order:
-            return  # the gather begins in its turn, the same on all ranks; pack again after it
+            return  # the gather begins at the same place on all ranks, and is followed by another pack
+        # Emptied first, because ``finish_gather`` packs, too, and would add these gradients twice.
         waiting, self._waiting = self._waiting, []
         self.finish_reduction()
         self.finish_gather()
@@ -168,6 +171,7 @@ class UnitGradients:
                 target = local.as_strided(spec.shape, spec.stride, offset)
                 (target.add_ if adds else target.copy_)(gradient)
             else:
+                # With the strides of the layout, elements in memory order are one contiguous range.
                 in_order = gradient.is_contiguous()
                 dense.append(gradient if in_order else gradient.as_strided((spec.numel,), (1,)))
                 offsets.append(offset)
@@ -242,6 +246,7 @@ class UnitGradients:
         layout, local = self.unit.layout, self.local
         if local is None:
             raise zero_ext_bug("no memory for local gradients")
+        # Memory of the pool has old contents, and all of it is sent.
         for index, spec in enumerate(layout.specs):
             if index not in self._filled:
                 local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()

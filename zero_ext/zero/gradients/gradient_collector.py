@@ -85,6 +85,9 @@ class GradientCollector(Ending):
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Empty ``parameter.grad`` before autograd accumulates into it."""
+        # First, because the start of a pass compares ``param.grad`` with the gradient shown
+        # before and reads what the user has assigned. Then it is emptied, because autograd
+        # would add to the shown gradient, which the flat one already contains.
         self._backward_pass.enter()
         parameter.grad = None
 
@@ -108,6 +111,8 @@ class GradientCollector(Ending):
                 "model.backward(loss), or model.scale_loss(loss).backward()."
             )
         self._collected = True
+        # Before the gradient is added. Adding may finish a running reduction, and a
+        # gradient that comes during one is too late for an update in backward.
         self._reader().gradient_arrived(gradients)
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
         if gradients.complete:
@@ -172,7 +177,7 @@ class GradientCollector(Ending):
             self._reducer.end_backward(reduces)
             self._generation.rounds += 1
             if reduces and self.ends_accumulation:
-                # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
+                # Ranks may have used other parameters, and torch.nn.utils takes norms of visible gradients.
                 self._reducer.synchronize()
             self.passes += 1
         finally:
@@ -200,6 +205,7 @@ class GradientCollector(Ending):
 
 
 def _watch(parameter: nn.Parameter, collector: GradientCollector) -> None:
+    # Also the parameter, because a hook that refers to its own parameter is a cycle.
     weak_collector, weak_parameter = weakref.ref(collector), weakref.ref(parameter)
 
     def before(_: torch.Tensor) -> None:
@@ -215,6 +221,7 @@ def _watch(parameter: nn.Parameter, collector: GradientCollector) -> None:
     trainable = parameter.requires_grad
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return
+    # Torch refuses hooks on tensors that require no gradient.
     parameter.requires_grad_(True)
     parameter.register_hook(before)
     parameter.register_post_accumulate_grad_hook(after)

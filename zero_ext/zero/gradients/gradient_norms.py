@@ -86,6 +86,8 @@ class GradientNorms:
         """Return this rank's part of the 2-norm; a collective where gradients are on NVMe."""
         if self.on_device:
             keys = [key for key in self._keys() if self._parameter(*key) not in self._uncounted]
+            # One row per parameter, because an error is raised after the gradients are
+            # gone and takes its names from the counts in these rows.
             table = self._table_of(keys)
             return OwnSquares(table.sum(0), keys, table[:, -1])
         return OwnSquares(self.read_on_all_ranks(lambda: self._own_squares().total()), [], None)
@@ -151,6 +153,7 @@ class GradientNorms:
         device = self._device.device if self.on_device else torch.device("cpu")
         none = torch.zeros(1, dtype=torch.float64, device=device)
         own = (_largest_of(self._gradients[unit], number, device) for unit, number in keys)
+        # ``torch.cat`` refuses an empty list.
         return torch.cat([none, *own])[1:]
 
     def largest_of_all(self) -> float:
@@ -183,6 +186,7 @@ class GradientNorms:
         return [
             (unit, number)
             for unit, gradients in enumerate(self._gradients)
+            # Sorted: all ranks add up tables of these rows, and a set promises no order.
             for number in sorted(gradients.contributed)
         ]
 

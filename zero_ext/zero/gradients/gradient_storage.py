@@ -156,6 +156,7 @@ class MemoryGradientStorage(GradientStorage):
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """Store the buffer itself as pooled memory, or copy or add it to the memory and release it."""
+        # Only one addition can be pending. It also has to come first, as sums keep their order.
         self.wait_transfers()
         if dtype == self._accumulation_dtype:
             self._widen()
@@ -171,6 +172,7 @@ class MemoryGradientStorage(GradientStorage):
             self._pool.release(buffer)
         elif replaces:
             self._copy = self._pool.device.copy(self._view(), values)
+            # The next user of the buffer waits for the copy. The host does not wait here.
             self._pool.release(buffer, self._copy)
         else:
             staging = self._staging_buffers.acquire(buffer.nbytes, purpose="staging")
@@ -201,12 +203,14 @@ class MemoryGradientStorage(GradientStorage):
         if self._pending_add is not None:
             pending, self._pending_add = self._pending_add, None
             pending.copy.wait()
+            # The first gradient may still be on its way into the memory that is added to.
             self._copy.wait()
             _add_or_copy(self._view(), pending.staging.view(pending.dtype), pending.adds)
             self._staging_buffers.release(pending.staging)
 
     def forget(self) -> None:
         """Discard the gradient. Pooled memory is released, other memory stays."""
+        # A pending addition holds a staging buffer, also where its result is discarded.
         self.wait_transfers()
         self.valid = False
         if self.lifetime == "pooled" and self._memory is not None:
@@ -242,6 +246,7 @@ class MemoryGradientStorage(GradientStorage):
             self._memory = self._pool.acquire(self._numel * self.dtype.itemsize)
             return
         if self.tier == "device" and self._memory is not None:
+            # The caller may run in the reduction stream, in which the old memory is still read.
             self._pool.device.reduction_stream.drop(self._memory)
         self.lifetime = "permanent"
         self._memory = self._pool.device.allocate(self.tier, self._numel, self.dtype)

@@ -81,6 +81,7 @@ class GradientChunkReader:
     def __iter__(self) -> Iterator[ShardChunk]:
         while self._ahead:
             chunk, copy = self._ahead[0]
+            # The chunk stays in the queue until it is read, so that ``close`` releases it after an error.
             copy.wait()
             self._ahead.popleft()
             self._read_ahead()
@@ -131,6 +132,7 @@ class ChunkWriter:
             copy.wait()
         except RuntimeError as error:
             self._failure = self._failure or error
+        # Also after an error, which ``wait`` raises later. Otherwise the pool would lose the buffer.
         self._pool.release(buffer)
 
 
@@ -169,6 +171,7 @@ class NvmeGradientStorage(GradientStorage):
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
         """Return None and start to read the gradient to add to."""
+        # Reads must not overtake the writes of the reduction before.
         self.wait_transfers()
         with self._noting_failure():
             if self.valid:
@@ -184,6 +187,8 @@ class NvmeGradientStorage(GradientStorage):
         reader, self._reader = self._reader, None
         if reader is not None or (not self.valid and dtype == self._accumulation_dtype):
             self.dtype = self._accumulation_dtype
+            # The reader still reads the narrow elements. It goes backwards, so that
+            # wider chunks overwrite only what has been read.
             self._storage = self._extent.with_dtype(self.dtype)
         self.valid = True
         is_stored = reader is None and dtype == self.dtype
@@ -200,6 +205,7 @@ class NvmeGradientStorage(GradientStorage):
                     ops.pack_(chunk.values, [values[first : first + count]], [0])
                     self._write(chunk)
         if not is_stored:
+            # Otherwise the writer owns the buffer and releases it when it is written.
             self._pool.release(buffer)
 
     def _sum_of(self, stored: ShardChunk, values: torch.Tensor) -> ShardChunk:
@@ -271,6 +277,7 @@ class NvmeGradientStorage(GradientStorage):
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        # ``begin_reduction`` may have widened the dtype for a reduction that never ended.
         self.dtype = self._storage.dtype
         self.valid = False
         self.failure = None

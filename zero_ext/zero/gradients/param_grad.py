@@ -165,11 +165,15 @@ class GradientViews:
     def _end(self, parameter: nn.Parameter) -> None:
         entry = self._shown.pop(parameter)
         shown, is_placeholder = entry.tensor, self._placeholders.get(parameter) is entry
+        # ``entry`` is one reference more than those that ``_references`` counts.
         referenced = sys.getrefcount(shown) - 1 > _references(parameter.grad is shown)
         if is_placeholder:
+            # The next gradient is shown by the same object, unless somebody could take it for this one.
             if referenced or _is_known(shown):
                 del self._placeholders[parameter]
         elif referenced and not is_distributed(shown):
+            # The next gradient overwrites this memory. A tensor that the user has
+            # kept gets memory of its own.
             with torch.no_grad():
                 set_data(shown, shown.clone())
 
@@ -280,6 +284,7 @@ class GradientViews:
             flat.copy_(own)
         else:
             label = f"gradient of '{layout.specs[number].name}'"
+            # NCCL ends the process over NaN in a gather of parameters, and a gradient may be NaN.
             unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
         flat.mul_(self.factors.of(gradients, number))
         spec = layout.specs[number]
@@ -359,6 +364,8 @@ def _references(is_gradient: bool) -> int:
 
 def _is_known(placeholder: Any) -> bool:
     """Return whether somebody has a view of it, or has given it attributes."""
+    # Views share ``_source``. Without any, only the attribute and the argument of ``getrefcount``
+    # refer to it. The placeholder itself has two attributes, ``_source`` and ``_view_spec``.
     return sys.getrefcount(placeholder._source) > 2 or len(vars(placeholder)) > 2
 
 

@@ -89,6 +89,8 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         # The slices of the ranks with one local rank in all nodes become contiguous.
         sent.view(local_ranks, count, numel).copy_(local.view(count, local_ranks, numel).transpose(0, 1))
         blocks = list(sent.chunk(local_ranks))
+        # ``spare`` is sent in the first phase. That phase has ended before the
+        # second one receives into it.
         own, spare = blocks[nodes.local_rank], blocks[(nodes.local_rank + 1) % local_ranks]
         # The gradient has been copied, so its memory takes what the neighbors send, if that fits.
         fits = dtype.itemsize <= local.dtype.itemsize
@@ -133,6 +135,8 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
         received = borrow(numel * most, payload.dtype, "received")
         slices = list(payload.chunk(group.world_size))
         own = slices[group.rank]
+        # Both phases receive into the same memory. The sum between them has read
+        # what the first one received.
         in_order = in_rank_order(own, group.rank, group.world_size, received)
         averages = in_rank_order(own, replicas.rank, replicas.world_size, received)
 
@@ -191,6 +195,8 @@ class QuantizedReduceScatter(GradientReduceScatter):
                 return _all_to_all(selector, nodes.neighbors, received, sent, tag)
 
             def between() -> Sequence[Waitable]:
+                # The first phase has ended, so its memory is used again: the sums are sent
+                # from ``sent``, and after that ``received`` receives those of other nodes.
                 if nodes.ranks_per_node > 1:
                     ops.requantize_(sent[:last], received, self._format, None, 1.0, nodes.nodes)
                 return _all_to_all(selector, nodes.counterparts, received[:last], sent[:last], tag)

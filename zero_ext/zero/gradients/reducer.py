@@ -20,6 +20,7 @@ from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.memory.lifetime import weakly
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
+# Small enough that the step can square sums of these over the ranks in int64.
 _CHECKSUMS = (1 << 20) - 1
 
 
@@ -95,7 +96,7 @@ class ReductionSchedule:
             self._due = self._trace
 
     def _largest(self, begun: int) -> int:
-        # Among the gathers, whose order is the same on all ranks already.
+        # On the connections for gathers, because all ranks already make these in one order.
         ranks = self._collectives.world_size
         counts = torch.zeros(ranks, dtype=torch.int64, device="cpu")
         own = counts.chunk(ranks)[self._collectives.rank].fill_(begun)
@@ -161,6 +162,7 @@ class GradientReducer:
             {each.grads_tier, each.optimizer_tier} != {"device"} for each in placements
         )
         self._collectives.before_gather = weakly(self._before_gather)
+        # Without offload the host waits for no reduction in backward, so any number may begin ahead.
         return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
 
     def begin_backward(self, reduces: bool, expects_gathers: Callable[[], bool]) -> None:
@@ -171,6 +173,8 @@ class GradientReducer:
             self._schedule.begin(expects_gathers)
 
     def _before_gather(self) -> None:
+        # Unset meanwhile, because both the agreement and a reduction may begin
+        # gathers, which come back here.
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             due = schedule.at_gather(self._next)
@@ -205,10 +209,12 @@ class GradientReducer:
 
     def end_backward(self, reduce: bool) -> None:
         """At the end of a backward pass: reduces what is left of the order and waits for everything."""
+        # No schedule from here on: after the pass all ranks begin the same collectives in the same order.
         schedule, self._schedule = self._schedule, None
         while reduce and self._next < len(self._order):
             self._start_next()
         if reduce and schedule is not None and self._ready_order is None:
+            # Positions are valid for one order of reductions, so the first order teaches none.
             schedule.learn()
         with self._stream.entered():
             for gradients in self.gradients:
@@ -241,6 +247,7 @@ class GradientReducer:
                 "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
                 "repeat it.",
             )
+        # Only after the agreement on failures: gradients that are lost on one rank are not settled.
         self._agreed_at = self._generation.of_agreement
         return alike
 
@@ -270,6 +277,7 @@ class GradientReducer:
         self._listener.notify_failed_step(bool(agreed.pop(0)))
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
+        # Not strict, because the flags of the parameters follow those of the units.
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
             count = len(gradients.unit.parameters)
             used = agreed[position : position + count]
@@ -296,6 +304,7 @@ class GradientReducer:
 
     def _adopt_order(self, ready_order: list[int]) -> None:
         rest = [index for index in self._order if index not in ready_order]
+        # A stable sort, which moves only units of no block behind all others.
         indices = sorted(ready_order + rest, key=self._outside.__contains__)
         order = torch.tensor(indices, dtype=torch.int64, device="cpu")
         self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
@@ -346,4 +355,5 @@ class GradientReducer:
                 self._finish_oldest_copy()
             for gradients in self.gradients:
                 gradients.finish_gather()
+        # Outside the stream, so that backward's stream waits for it.
         self._stream.join()

@@ -13,7 +13,7 @@ from zero_ext.zero.units.released_params import MEMORY, function_name
 from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
 
 aten = torch.ops.aten
-# torch.compile asks for the storage of param.grad, to tell tensors apart; it is empty.
+# torch.compile distinguishes tensors by their storages. That of param.grad is empty.
 _REFUSED = (MEMORY - {"untyped_storage"}) | {"apply_", "map_", "map2_"}
 
 
@@ -270,10 +270,11 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
             "use zero_ext.full_gradient(param) and assign the result to param.grad."
         )
     written = _written(func, args, kwargs)
-    # A sum of passes may be kept in more bits than it shows; what is written back keeps them.
+    # A sum of passes may be stored in more bits than its dtype shows, and a write must not lose them.
     keep_precision = bool(written) and all(
         item.dtype == item._source.view_spec.dtype for item in instances_in((args, kwargs), ShardedGradient)
     )
+    # Several views of one gradient share one value, so a write through one of them shows in the others.
     values: dict[object, torch.Tensor] = {}
     originals: dict[int, ShardedGradient] = {}
 
@@ -292,6 +293,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     result = func(*map_nested(args, value_of), **map_nested(dict(kwargs), value_of))
     for source in {item._source.key: item._source for item in written}.values():
         source.access.write(source.key, values[source.key])
+    # In-place functions return their argument, and callers expect the gradient itself.
     return map_nested(result, lambda item: originals.get(id(item), item))
 
 

@@ -48,6 +48,7 @@ class TiedGradients:
                     self._own[_Tied(found.name, found.ranks, on_device)] = each, number
         self._device = gradients[0].unit.flat.device if gradients else torch.device("cpu")
         everyones = _of_all_ranks(model, list(self._own))
+        # Each sum is a collective, so all ranks need one order, which a set does not have.
         self._ties = sorted(each for each in everyones if each.on_device or each in self._own)
 
     def sum_(self) -> None:
@@ -81,6 +82,7 @@ class TiedGradients:
                     "none in this one. Use it in every such stage, or leave it out of the tie."
                 )
             gradients.change_parameter(number, add_up)
+        # Also a rank that has the parameter adds nothing if its shard has no element of it.
         if tied.on_device and not added:
             add_up(torch.empty(0, device=self._device))
 
@@ -95,6 +97,6 @@ def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
     table = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device="cpu")
     table[model.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model.gather(table.view(-1), table[model.rank], "scalars", label).wait()
-    # Of simulated ranks nothing comes.
+    # Simulated ranks send nothing, so their rows are empty.
     rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True) if size)
     return {_Tied(name, tuple(tied), far) for row in rows for name, tied, far in json.loads(row)}

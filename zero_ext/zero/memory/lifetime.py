@@ -16,6 +16,8 @@ class Ending:
     if not TYPE_CHECKING:  # else every name would be known to the type checker
 
         def __getattr__(self, name: str) -> object:
+            # Methods come from the class and are still found, so the error is raised where one of
+            # them first reads an attribute of the object.
             refuse_ended(self)
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 

@@ -54,6 +54,7 @@ class BufferPool:
         self.live_bytes += extent_bytes(nbytes)
         if offset is not None:
             self._await_readers(offset, offset + extent_bytes(nbytes))
+            # A forward in inference mode may be the one that acquires what training uses later.
             with torch.inference_mode(False):
                 return _view_bytes(self._region, offset, nbytes)
         if self._warns:

@@ -65,6 +65,7 @@ class DelayedUpdates(UpdatesAfterBackward):
             raise zero_ext_bug("the updates of a step before were not finished")
         updates = self._copy_gradients()
         for copied, live in zip(self._settings, settings_of(self._groups), strict=True):
+            # In place, because the stepper holds these dictionaries.
             copied.clear()
             copied.update(live)
         # The call must not refer to this object: it lives on while the model goes.
@@ -160,7 +161,7 @@ def _step_of(
     stream = device.inherit_stream()
 
     def step() -> list[int]:
-        # A thread starts with gradients enabled and in a stream of its own; some state may be on the device.
+        # A thread starts with gradients enabled and in its own stream, and state may be on the device.
         with torch.no_grad(), stream:
             return list(stepper.step(updates, scale, used))
 

@@ -40,6 +40,7 @@ class LossScaler:
             self._clean_steps += 1
             if policy.consecutive_hysteresis:
                 self._hysteresis = policy.hysteresis
+            # By DeepSpeed's rule the first step without overflow does not count.
             interval = self._clean_steps - 1
             if interval > 0 and interval % policy.window == 0:
                 self._hysteresis = policy.hysteresis

@@ -222,8 +222,10 @@ class OptimizerStep:
         found = self._looks_at_gradients and self._norms.read_on_all_ranks(
             lambda: not self._checks.gradients_are_finite()
         )
+        # The flag of a delayed update is read by ``finish``, when its thread has ended.
         flag = self._flag if self._waits_for_flag and not self.updates.in_progress else None
         raised = flag is not None and flag.is_raised_on(_CPU)
+        # From 1 on, because ``Verdict`` takes ranks that send zeros for simulated ones.
         checksums = self._hyperparameters.checksum(), 1 + edits.checksum
         facts = OwnFacts(*checksums, bool(found), raised, self.updates.updated)
         error = self._device_errors.poll()
@@ -248,7 +250,7 @@ class OptimizerStep:
         if not (self._last_pass and self._looks_at_gradients):
             return True
         if gradients.storage.is_async and self._when != "in_backward":
-            return True  # the host would wait for it to come from the device; the step looks at it
+            return True  # the step checks it, because here the host would wait for the device
         return self._checks.look_at(gradients)
 
     @property
@@ -271,6 +273,7 @@ class OptimizerStep:
         self._launched.clear()
         self._verdict = None
         self._known_to_all = False
+        # An error of the state that was replaced is no error of the next step.
         self._device_errors.poll()
         if self._flag is not None:
             self._flag.lower()
@@ -289,10 +292,12 @@ class OptimizerStep:
         if fp16 gradients overflowed. Raise ``RuntimeError`` if no rank has a gradient since the last step."""
         used = self.updates.used_parameters()
         if self._known_to_all:
+            # The agreement on gradients has brought this to all ranks, so all of them raise here.
             self.judge()
         step = self._decide(edits)
         self._verdict = None if self.updates.needs_local_gradients else step.verdict
         overflow = (self._launch if self._judges_on_device else self._run_judged)(step, used)
+        # Immediately after the update, before other engines and later kernels record errors.
         self._device_errors.claim()
         self.skipped_steps += overflow
         self.steps += 1
@@ -305,6 +310,8 @@ class OptimizerStep:
         """Give the device a step that it makes if the verdict is good; then wait whether fp16 overflowed."""
         scale = step.verdict.scale(self._clipping)
         if self.scales_loss:
+            # The scale and the count of skipped steps depend on the verdict. It is
+            # read after the launch, so that the device has work meanwhile.
             self._guarded(lambda: self.updates.run(scale, used))
             findings = step.verdict.read()
             if findings.refused or findings.overflow:
@@ -326,6 +333,7 @@ class OptimizerStep:
         if findings.overflow:
             self._guarded(self.updates.rollback)
         scale = gradient_scale(self._unscale(), findings.norm_tensor(), self._clipping)
+        # A delayed update of the step before uses the copies of gradients that ``run`` overwrites.
         self.finish()
         if self.scales_loss:
             self.scaler.update(overflow, self._name_overflow)
@@ -352,6 +360,7 @@ class OptimizerStep:
     def _refuse(self, step: DecidedStep, late: bool = False) -> None:
         """Raise why ``step`` was not made; a collective. ``late`` says that others were launched since."""
         findings = step.verdict.read()
+        # First, because the other findings may follow from what the kernel left.
         if findings.device_error:
             own = step.verdict.read_error()
             self._guarded(lambda: self._device_errors.refuse(own, step.number, late))

@@ -31,13 +31,13 @@ class OwnFacts(NamedTuple):
     settings: int
     edits: int
     gradients: bool  # a reduced gradient in host memory or on NVMe is not finite
-    weights: bool  # an earlier update left NaN or infinity, as far as the host knows
-    updated: bool  # updates were made in backward that cannot be taken back
+    weights: bool  # the host has read that an earlier update left NaN or infinity
+    updated: bool  # updates were made in backward that cannot be rolled back
 
     def values(self) -> torch.Tensor:
         """Return them as int64 [``FACTS``] in host memory, checksums with their squares."""
         checksums = (self.settings, self.settings**2, self.edits, self.edits**2)
-        # Only a device knows whether its kernels recorded an error.
+        # The flag of an error in kernels is added on the device, where it is recorded.
         return torch.tensor([*checksums, *map(int, self[2:]), 0], dtype=torch.int64, device="cpu")
 
 
@@ -76,6 +76,8 @@ def sum_of_ranks(
     collectives.sum_(sums, "agreement on the step")
     if collectives.model is not None:
         sums = sums.cpu()
+        # Without the checksums, because ranks with other parts of the model have
+        # other settings and changes.
         sum_over_model(collectives.model, sums[4:], "agreement on the step over the model")
     return sums
 
@@ -89,7 +91,7 @@ class Findings(NamedTuple):
     weights: bool
     updated: bool
     device_error: bool
-    norm: float | None  # of all gradients, unscaled; None where nothing asked for it
+    norm: float | None  # of all unscaled gradients, None where nothing asked for it
 
     @property
     def overflow(self) -> bool:
@@ -126,9 +128,11 @@ class Verdict:
             self.norm = ops.squared_norm_value(limbs).sqrt() * self._unscale
         totals, squares = facts[:4].view(2, 2).unbind(1)
         square = totals * totals
-        # Alike, or the other ranks are simulated and answer nothing.
+        # Numbers are alike exactly if the square of their sum is N times the sum of
+        # their squares. Simulated ranks send zeros, so the sum is that of one rank.
         differ = (square != ranks * squares) & (square != squares)
         found = torch.cat([differ, facts[4:] != 0])
+        # Without ``found[4]``: updates made in backward are no reason to refuse the step.
         self._good = ~(found[:4].any() | found[5])
         report = [found.long()]
         if self.norm is not None:
@@ -198,7 +202,7 @@ class LaunchedSteps:
     def __init__(self) -> None:
         self._steps: deque[DecidedStep] = deque()
         self._bad: DecidedStep | None = None
-        self._halted: torch.Tensor | None = None  # 0, or NaN since a bad verdict; on the device
+        self._halted: torch.Tensor | None = None  # on the device: 0, or NaN since a bad verdict
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -206,6 +210,8 @@ class LaunchedSteps:
     def add(self, step: DecidedStep, scale: torch.Tensor) -> torch.Tensor:
         """Take a step about to be launched; return its ``scale`` (0-d float32), NaN after a bad verdict."""
         self._steps.append(step)
+        # NaN if the scale is, else 0. So the sum stays NaN from the first bad step
+        # on, without a read by the host.
         none = scale * 0
         self._halted = none if self._halted is None else self._halted + none
         return scale + self._halted

@@ -64,6 +64,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self._last, self._scale = last, scale
         self._settings = settings_of(self._groups)
         if last:
+            # An update would overwrite what the user has written to parameters since the last step.
             follow_writes(self._masters, self._collectives)
 
     @property
@@ -97,6 +98,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
 
     def _update(self, number: int, gradients: UnitGradients) -> None:
         specs = gradients.unit.layout.specs
+        # First, so that a rollback covers an update that broke off.
         self._early[number] = frozenset(specs[index].name for index in gradients.contributed)
         try:
             with torch.no_grad():
@@ -105,8 +107,10 @@ class UpdatesInBackward(UpdatesAfterBackward):
                     self._stepper.snapshot(number)
                 update = Update(number, gradients.for_optimizer())
                 list(self._stepper.step([update], self._scale, self._early[number]))
-        except Exception as error:  # all ranks hear of it in run
+        # ``run`` raises the error on all ranks. Here the others would wait for this rank in a collective.
+        except Exception as error:
             self._error = error
+        # Autograd then refuses values that it saved before the update.
         gradients.unit.forbid_saved(gradients.contributed)
         if not self._on_trial:
             gradients.use_up()
@@ -127,6 +131,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`UpdateSchedule`. Agree on the updates in backward, commit or roll back trial
         updates, make the remaining ones and publish parameters."""
+        # All ranks have the same scales, so either all of them roll back or none.
         self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
         self.rolled_back_steps += self.rolled_back
         self.committed_steps += self._on_trial and bool(self._early) and not self.rolled_back
@@ -163,6 +168,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
                 (self._stepper.rollback if self.rolled_back else self._stepper.commit)(number)
             if self.rolled_back and self.flag is not None:
                 self.flag.lower()
+        # Updates that were rolled back are made again, with the scale of the step.
         done = () if self.rolled_back else self._early
         list(self._stepper.step(self._updates(done), scale, used))
 
@@ -180,6 +186,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
     def _undo(self) -> None:
         for number in self._early:
             self._stepper.rollback(number)
+            # Rounding the masters again restores the parameters bit for bit, so no copy of them was made.
             self._masters[number].write_params()
         if self.flag is not None:
             self.flag.lower()

@@ -254,6 +254,7 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the param groups' settings as they are now, as groups without parameters."""
     return [
         {
+            # Schedulers write to settings that are tensors in place.
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in {**group, "params": []}.items()
         }
@@ -263,6 +264,8 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def publish(units: Iterable[Unit]) -> None:
     """Send the parameters of ``units`` that other ranks need; a collective, alike on all ranks."""
+    # All gathers start before the first is waited for. ``units`` may be a generator
+    # that makes the updates, so a gather overlaps with the updates after it.
     for pending in [unit.start_publishing() for unit in units]:
         if pending is not None:
             pending.wait()

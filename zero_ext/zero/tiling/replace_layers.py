@@ -141,6 +141,7 @@ def apply_tiling(
                 tiles_of[parameter] = _cut(made, inner, parameter, collectives)
             made.set_tiles(inner, tiles_of[parameter])
         made.train(layer.training)
+        # A layer that several modules share has to be replaced in each of them.
         for parent in list(model.modules()):
             for child, module in parent._modules.items():
                 if module is layer:

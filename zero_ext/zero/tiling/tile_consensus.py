@@ -22,6 +22,7 @@ class LookUpSum:
         return None
 
     def __call__(self, counts: torch.Tensor) -> torch.Tensor:
+        # The sum is made in place, and the caller still splits its ids by this rank's own counts.
         return self._collectives.sum_(counts.clone(), "look-ups in the tiles of an embedding")
 
 

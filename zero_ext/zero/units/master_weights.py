@@ -72,6 +72,7 @@ class MasterShard(OwnedRange):
         Elements that this rank does not own are ignored.
         """
         segment = self.owned.get(self.unit.layout.specs[index].name)
+        # Masters that share memory with the parameters are filled by ``Unit.put``.
         if segment is None or not self.separate:
             return
         first, last = max(start, segment.start), min(start + values.numel(), segment.start + segment.numel)
@@ -86,6 +87,8 @@ class MasterShard(OwnedRange):
         for begin, end in self.state.spans():
             with self.state.edit(MASTER, begin, end) as values:
                 live = self.params.read(begin, end).to(values.device)
+                # A master that still rounds to its parameter was not edited. NaN is never equal, so
+                # it follows.
                 edited = values.to(live.dtype) != live
                 values[edited] = live[edited].float()
 
@@ -145,6 +148,7 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
         for master in own:
             master.follow_params()
 
+    # Only storage fails on one rank alone. An agreement would cost a collective for each unit.
     if "nvme" in (unit.storage.tier, *(master.state.tier for master in own)):
         everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
         raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)

@@ -87,6 +87,7 @@ class ParameterGather:
             label: Name of the collective in errors.
             exact: Whether to gather the shards without quantization.
         """
+        # Without quantization every gather is exact, also one from secondary shards.
         exact = exact and self.is_lossy
         if exact or (self._format is None and self._secondary is None):
             return self._collectives.gather(flat, own, kind, label)
@@ -106,6 +107,9 @@ class ParameterGather:
 
     def finish(self, flat: torch.Tensor) -> None:
         """Write the gathered values to ``flat`` once the collective of :meth:`start` has ended."""
+        # An exact gather of a quantized unit has no slots and leaves the secondary shard as it is.
+        # The secondary shard has the form in which it was sent, so later gathers have the same
+        # bits.
         if self._secondary is not None and self._slots and not self._secondary_valid:
             for stored, slot in self._secondary_slots():
                 stored.copy_(slot)

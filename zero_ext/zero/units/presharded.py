@@ -97,6 +97,8 @@ class PreshardedParameter:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             return (
+                # Assigned data has another address. A write in place changes the one element that
+                # the placeholder is expanded from.
                 parameter.dtype != self._memory.dtype
                 or local_tensor(parameter).data_ptr() != self._memory.data_ptr()
                 or not bool(are_blank(self._memory).all())
@@ -130,6 +132,8 @@ class PreshardedParameter:
             last = min(first + step, self.layout.shard_numel)
             flat = buffer[: (last - first) * collectives.world_size]
             rows = flat.view(collectives.world_size, last - first)
+            # A rank that cannot read still takes part in the gather, for which the others wait. All
+            # ranks raise its error later.
             failures.attempt(partial(self._fetch, rows[collectives.rank], first))
             collectives.gather(
                 flat, rows[collectives.rank], "gather_presharded", "gather of a parameter from its shards"

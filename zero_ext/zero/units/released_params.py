@@ -178,6 +178,7 @@ def plain_class(parameter: nn.Parameter) -> type:
     """Return the class that ``parameter`` had before the engine changed it."""
     kind: type = type(parameter)
     if issubclass(kind, ReleasedTensor):
+        # ``released_class`` derives from ``ReleasedTensor`` and the former class, in this order.
         kind = kind.__mro__[2]
     return nn.Parameter if kind is GatheredParameter else kind
 
@@ -329,6 +330,8 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        # The tensor comes in a list because autograd replaces an argument that forward returns by
+        # another object, which lacks the attributes of a ``ReleasedView``.
         return held[0]
 
     @staticmethod
@@ -392,10 +395,12 @@ class _Use:
         value = self._values[parameter]
         if not is_distributed(value):
             self._parameter_of[value.untyped_storage()._cdata] = parameter
+            # Inference tensors have no version counter, by which ``_write`` finds in-place writes.
             with torch.inference_mode(False):
                 value = (view_spec or ViewSpec.of(value)).view_into(value)
         if torch.is_grad_enabled() and released.requires_grad:
             value = _Attached.apply(released, [value])
+        # The entry holds ``value``, so no other tensor gets its id.
         self._stand_ins[id(value)] = _StandIn(released, value, value._version, value.grad_fn)
         return value
 
@@ -412,6 +417,8 @@ class _Use:
         return _Saved(parameter, ViewSpec.of(tensor), _access(parameter).facts(parameter).generation)
 
     def _write(self) -> None:
+        # Everything is checked before the first write. Every write is a collective, so the order
+        # has to be the same on all ranks: a dict keeps that of the arguments.
         written: dict[nn.Parameter, None] = {}
         for released, value, version, node in self._stand_ins.values():
             if value._version == version:
@@ -442,6 +449,8 @@ class _Use:
         parameter = self._owner(result)
         if parameter is None:
             return result
+        # A ``ViewSpec`` has no conjugate or negative bit, so such a view becomes a tensor of its
+        # own.
         if result.is_conj() or result.is_neg():
             return result.resolve_conj().resolve_neg()
         return view_of_released(parameter, ViewSpec.of(result), result if result.requires_grad else None)

@@ -136,6 +136,8 @@ class Unit(Ending):
         with contextlib.ExitStack() as following:
             try:
                 if self.exact:
+                    # The gather follows the copy in the copy's stream, so that computation need not
+                    # wait for it.
                     following.enter_context(self._copy.stream_context())
                 else:
                     self._copy.wait()  # payloads are quantized in the current stream
@@ -151,6 +153,7 @@ class Unit(Ending):
         """Wait for the gather, if one is running, and make the parameters views. From GATHERING only."""
         self._require(UnitState.GATHERING)
         self._await_exchange()
+        # A write since the fetch began went to a placeholder, and the views would hide its loss.
         misuse = self._misuse()
         if misuse is not None:
             self._drop_buffer()
@@ -176,9 +179,12 @@ class Unit(Ending):
         self._require(UnitState.FETCHING, UnitState.GATHERING, UnitState.GATHERED)
         if not self.placement.params or self.holders:
             raise zero_ext_bug(f"{self.describe()}: released while replicated or still held")
+        # The error is raised after the buffer was returned, so that the pool does not lose it.
         problem = self._misuse()
         if self.state is UnitState.FETCHING:
             try:
+                # The copy still writes to the buffer, which the pool is about to give to another
+                # unit.
                 self._copy.wait()
             except RuntimeError as error:
                 problem = problem or self._abort(error)
@@ -194,6 +200,7 @@ class Unit(Ending):
             return  # set aside: it is complete
         self._pending.wait()
         self._pending = None
+        # A single rank has no collective that follows the copy, so nothing else waits for it.
         self._copy.wait()
         self.param_gather.finish(self.flat)
 
@@ -300,9 +307,12 @@ class Unit(Ending):
 
     def forbid_saved(self, indices: Iterable[int]) -> None:
         """Make autograd raise if it still needs the values that it saved of these updated parameters."""
+        # ``_mark`` would hide a write that nobody has accepted yet.
         if not self.written():
             released = self._expected is self._released_generations
             changed = frozenset(indices)
+            # A generation is the counter while gathered, and the number after it the counter while
+            # released. The step is 2 so that neither comes up again.
             self._set_generations(
                 version + 2 * (index in changed) for index, version in enumerate(self._generations)
             )
@@ -343,6 +353,8 @@ class Unit(Ending):
             kinds = [plain_class(parameter) for parameter in self.parameters]
             self._classes = tuple((gathered_class(kind), released_class(kind)) for kind in kinds)
         for parameter, tensor, classes in zip(self.parameters, tensors, self._classes, strict=True):
+            # The class changes first because setting data on a released class calls its
+            # ``__torch_function__``.
             parameter.__class__ = classes[0]
             if self._distributed:
                 point_at(parameter, tensor)

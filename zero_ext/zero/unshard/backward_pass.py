@@ -44,7 +44,8 @@ class BackwardPass:
         self._on_end = on_end
         self._on_abandon = on_abandon
         self._on_passed = on_passed
-        # Of each unit the calls whose backward is to come; one that never comes goes with its graph.
+        # The calls of each unit that a backward may still run through. The sets are weak: only
+        # hooks in the graph own a call, so a call without backward goes with its graph.
         self._expected: dict[Unit, weakref.WeakSet[BlockCall]] = {}
         self._holding: set[BlockCall] = set()
         self._awaited: weakref.WeakSet[BlockCall] = weakref.WeakSet()
@@ -55,6 +56,8 @@ class BackwardPass:
         if self.running:
             return
         self._start()
+        # Autograd owns the queued function until the pass ends. Like all hooks it
+        # must not keep an engine alive.
         weak = weakref.ref(self)
 
         def end() -> None:
@@ -68,11 +71,15 @@ class BackwardPass:
     def by_hand(self) -> Iterator[None]:
         """Run a pass that begins and ends here, and not with autograd's own, which are part of it."""
         self._start()
+        # There is no ``finally``: after an exception the pass counts as running, so that the next
+        # forward or zero_grad abandons it, as it does a pass of autograd that broke off.
         yield
         self.end()
 
     def _start(self) -> None:
         self._began = self._clock.begin()
+        # If on_begin refuses the pass, ``running`` must stay False. Otherwise the next forward
+        # would abandon a pass that never began and clear the gradients of the one before.
         self._on_begin()
         self.running = True
         self._prefetcher.begin_backward()
@@ -92,6 +99,8 @@ class BackwardPass:
         """Note that ``call`` holds units until :meth:`release` or the end."""
         self._awaited.discard(call)
         if call not in self._holding:
+            # The hook of every output of the call comes here. Only the first one sets the
+            # count, because gradients of inputs may arrive before the others run.
             call.awaited = call.inputs
             self._holding.add(call)
 
@@ -101,6 +110,8 @@ class BackwardPass:
         for unit in call.touched:
             self._prefetcher.release(unit, call)
             expected = self._expected.get(unit)
+            # The gradient of a leaf input may arrive before those of the
+            # parameters, so it does not say that these are complete.
             if call.has_leaf_inputs or expected is None or not (call.repeats or call in expected):
                 continue
             expected.discard(call)

@@ -86,6 +86,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
             item = getattr(value, field.name)
             new = _changed(item, change, depth - 1)
             if new is not item:
+                # Dataclasses may be frozen.
                 object.__setattr__(value, field.name, new)
     return value
 
@@ -96,11 +97,15 @@ class _OwnMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         if is_distributed(tensor) or tensor.is_conj() or tensor.is_neg():
+            # ``set_`` below ignores lazy conjugation and negation, so values would change.
             return tensor.clone()
-        # What is expanded stays expanded.
+        # One copy from the first to the last element keeps all strides: gaps stay,
+        # and what is expanded stays expanded.
         spans = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         extent = 1 + sum(spans) if tensor.numel() else 0
         memory = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+        # A second ``as_strided`` would return a view, and autograd forbids in-place
+        # operations on views that a custom Function returns.
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
 

@@ -53,6 +53,8 @@ class ForwardHooks(Ending):
         self._backward = backward
         self._check = check
         self._forward_order = prefetcher.forward_order
+        # A unit has one storage object throughout, so its identity says which
+        # tensors lose their memory with the unit.
         self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in prefetcher.units)
 
     def touch(self, unit: Unit, block: nn.Module | None, again: bool = True) -> None:
@@ -73,6 +75,8 @@ class ForwardHooks(Ending):
     def enter(self, block: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
         """Begin a call of ``block``: of a block, or, ``alone``, of a module that no block runs around."""
         call = BlockCall(block, name, in_backward(), alone)
+        # A recomputation in backward also begins with no call running. As a new
+        # forward it would abandon the pass that it is part of.
         outermost = not self.calls and not in_backward()
         self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
@@ -106,14 +110,16 @@ class ForwardHooks(Ending):
             return outputs
         finally:
             if recomputing:
-                # The gradients of this call are yet to come: hooks of its inputs, or the end, let go.
+                # The gradients of this call are still to come. Hooks on its inputs
+                # release it, or the end of the pass.
                 self._backward.hold(call)
             else:
                 self._release_call(call)
 
     def _release_call(self, call: BlockCall) -> None:
         for unit in call.touched:
-            # Updates may run in backward, and values of before them must not stay.
+            # Updates may run in backward. A unit that stayed for a later use would
+            # have the values from before them.
             self._prefetcher.release(unit, call, None if in_backward() else self._forward_order)
         if not (self.calls or in_backward()):
             self._inside.close()
@@ -125,6 +131,7 @@ class ForwardHooks(Ending):
         return self._prefetcher.backward_order if in_backward() else self._forward_order
 
     def _watch_inputs(self, call: BlockCall, inputs: object) -> None:
+        # By identity, because a tensor that is passed twice gets one gradient.
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
         call.inputs = len(watched)
         call.has_leaf_inputs = any(tensor.grad_fn is None for tensor in watched.values())
@@ -135,6 +142,9 @@ class ForwardHooks(Ending):
                 self._backward.release(call)
 
         for tensor in watched.values():
+            # Hooks on one tensor run in the order of registration. The hook of the block that
+            # made this tensor would gather its units before this one releases, and one unit more
+            # than the cap would be live. So the hook of that block calls this one first.
             uses = _uses_of(tensor)
             if uses is None:
                 tensor.register_hook(arrived)
@@ -152,10 +162,13 @@ class ForwardHooks(Ending):
                 )
 
         def needed(gradient: torch.Tensor, uses: list[Callable[[torch.Tensor], None]]) -> None:
-            # Who used this output is done with its backward: let go there before gathering here.
+            # The calls that used this output have ended their backward. They
+            # release before this one gathers.
             for arrived in uses:
                 arrived(gradient)
             self._backward.enter()
+            # Autograd enables gradients in a hook only for create_graph=True. Then a
+            # second backward will read these values, and no hook announces it.
             if torch.is_grad_enabled() and not self.gathers_saved_tensors:
                 self._prefetcher.retain(call.rereads, "backward with create_graph=True")
             self._backward.hold(call)
@@ -165,6 +178,9 @@ class ForwardHooks(Ending):
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 uses: list[Callable[[torch.Tensor], None]] = []
+                # A block may return the output of a block inside it. That one has the first
+                # hook, so its list stays. An in-place operation gives the tensor a new node,
+                # while hooks stay on the old one. The node is stored to detect that.
                 if _uses_of(tensor) is None:
                     setattr(tensor, _USES, (tensor.grad_fn, uses))
                 tensor.register_hook(partial(needed, uses=uses))

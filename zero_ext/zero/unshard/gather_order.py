@@ -51,6 +51,7 @@ class GatherOrder(Generic[U]):
             if self.repeats or trace == last or len(trace) > len(self._recorded):
                 self._recorded = trace
             self._trace = []
+            # Between passes nothing is expected, unless the order repeats.
             self._cursor = len(self._recorded)
 
     def expect(self, units: Iterable[U]) -> None:

@@ -29,6 +29,8 @@ class GatheringParameters(dict[str, "nn.Parameter | None"]):
         self.foreseen: set[str] = set()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        # ``nn.Module.__getattr__`` reads by ``[name]``, and so comes here. Iteration, as
+        # in ``parameters()`` or ``state_dict()``, does not and gathers nothing.
         parameter = super().__getitem__(name)
         if name in self.foreseen:
             self.foreseen.discard(name)
@@ -37,6 +39,7 @@ class GatheringParameters(dict[str, "nn.Parameter | None"]):
         return parameter
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        # A copied or pickled module gets a plain dict, because its copy does not belong to the engine.
         return (dict, (dict(self.items()),))
 
 
@@ -50,6 +53,7 @@ def install(
     Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
     """
     weak = weakref.ref(hooks)
+    # Keyed by id, which no other object gets while the unit lives, as the unit holds its parameters.
     weak_units = {
         id(parameter): (weakref.ref(unit), weakref.ref(block)) for parameter, (unit, block) in units.items()
     }
@@ -71,10 +75,15 @@ def install(
             continue
         own = {key: each for key, each in module._parameters.items() if each is not None and each in units}
         called = name or type(model).__name__
+        # The owner hook comes first. Both are prepended, so the block hook,
+        # installed later, runs before it and opens the call that it gathers for. In
+        # the other order the owner hook would open a call of its own.
         if own:
             module._parameters = GatheringParameters(module._parameters, touch)
             _install_owner_hooks(module, called, weak, _uses_of(own, units), not looks_up(module))
         if module in blocks or (own and isinstance(module, Tile)):
+            # Modules inside a compiled one have no hooks, since a gather cannot run
+            # inside a graph. The hooks of the compiled module gather for all of them.
             everything = [parameter for parameter in module.parameters() if parameter in units]
             _install_block_hooks(module, called, weak, touch, everything if _is_compiled(module) else [])
 
@@ -128,6 +137,8 @@ def _install_owner_hooks(
         if not alive.calls:
             if not ends_alone:
                 ends_alone = True
+                # Torch reads its forward hooks after the forward, so this one
+                # already ends the call that begins here.
                 owner.register_forward_hook(after, with_kwargs=True, always_call=True)
             with without_modes():
                 alive.enter(owner, name, (args, kwargs), alone=True)
@@ -140,9 +151,12 @@ def _install_owner_hooks(
             if present and needed is not None:
                 alive.touch(needed, block(), again)
                 foreseen.update(present)
+        # Names that the call before did not read must not stay here: the next read
+        # of them would gather nothing.
         if isinstance(own, GatheringParameters):
             own.foreseen = foreseen
 
+    # Prepended, because hooks of the user may read the weights, too.
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
@@ -175,6 +189,7 @@ def _watch_calls(module: nn.Module, watched: Callable[[nn.Parameter], None]) -> 
             if parameter is not None:
                 watched(parameter)
 
+    # Reads that the owner hook foresaw do not call ``touch``, so they are reported here, before the call.
     module.register_forward_pre_hook(before, prepend=True)
 
 
@@ -198,7 +213,7 @@ def _install_block_hooks(
     weak_block = weakref.ref(module)
 
     def own_hooks(block: nn.Module) -> ForwardHooks | None:
-        # A deep copy of the model carries these hooks along; they are not for it.
+        # A deep copy of the model has these hooks, too, but no engine that they could serve.
         return weak() if weak_block() is block else None
 
     @torch._dynamo.disable
@@ -229,6 +244,7 @@ def uninstall(model: nn.Module) -> None:
             module._parameters = dict(module._parameters.items())
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks, with_kwargs = getattr(module, kind), getattr(module, f"{kind}_with_kwargs")
+            # By their module instead of by handles, because a deep copy has the hooks but no handles.
             for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:
                 for table in (hooks, with_kwargs, module._forward_hooks_always_called):
                     table.pop(key, None)

@@ -90,6 +90,7 @@ class OnDemandAccess:
         engine.updates.refuse_pending(f"a use of parameter '{unit.layout.specs[number].name}'")
         engine.parameter_read(parameter)
         with plain_torch(), held(engine, [unit]):
+            # A copy, because the unit is released here and its memory gets other contents.
             return like_parameter(parameter, unit.view_of(number).clone())
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -156,6 +157,7 @@ def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
     engine.prefetcher.borrowers.add(holder)
     try:
         for unit in units:
+            # Planned staging does not contain units that are held outside the order of a step.
             with engine.pool.growing():
                 engine.prefetcher.need(unit, holder, order, exact=True)
         yield
@@ -163,6 +165,8 @@ def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
     finally:
         engine.prefetcher.borrowers.discard(holder)
         for unit in units:
+            # With another holder the unit stays gathered, and may contain writes of
+            # a forward that are still to be committed.
             if not complete and unit.holders == {holder}:
                 unit.accept_writes()
             engine.prefetcher.release(unit, holder)
@@ -179,6 +183,7 @@ def commit_writes(engine: ShardedState, unit: Unit, numbers: Iterable[int]) -> N
     if not unit.placement.params:
         raise zero_ext_bug(f"{unit.describe()}: writes to replicated parameters are followed by the step")
     try:
+        # All parameters are compared before the first is stored: if ranks differ, nothing changes.
         for number in numbers:
             spec, begin = unit.layout.specs[number], unit.layout.offsets[number]
             everyone = engine.collectives.holders(bool(expert_ranks(unit.parameters[number])))

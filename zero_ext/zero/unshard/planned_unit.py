@@ -79,6 +79,8 @@ class PlannedPasses(Generic[P]):
         self._parameters = parameters
         self._prefetcher = Prefetcher(units, policy, Bus(), commit=_ignore, warn=_ignore)
         sharded = self._prefetcher.units
+        # Of units that begin with the same parameter the longest belongs to the
+        # outer module, which runs first.
         forward = sorted(sharded, key=lambda unit: (unit.spec.gathered[0], -unit.spec.gathered[1]))
         backward = sorted(
             (unit for unit in sharded if unit.spec.rereads),

@@ -126,6 +126,9 @@ class _Replay:
                 first, last = unit.grads_end
                 grads_start[unit.grads_start].append(unit)
                 complete[first].append(unit)
+                # Units of one block may complete in any order. A reduction may
+                # begin at the last parameter of the block, which backward reaches
+                # first, so its scratch memory counts from there.
                 if any(unit.grads_end == other.grads_end for other in self._units if other is not unit) or (
                     unit.grads_end != unit.gathered
                 ):
@@ -173,6 +176,7 @@ class _Replay:
         reduction = self.config.precision.reduction if unit.replicas == 1 else "rank_order"
         if sent != local or reduction == "node_order":
             self.acquire(unit, "sent", unit.numel * sent)
+        # NodeOrderedReduceScatter receives into the gradient itself if that is wide enough.
         if reduction == "node_order":
             received = unit.numel * sent if sent > local else 0
         elif reduction == "backend":

@@ -14,7 +14,7 @@ from zero_ext.zero.unshard.gather_order import GatherOrder
 
 U = TypeVar("U", bound=GatheredUnit)
 
-_RETAINED = object()  # holds units whose values a second backward pass will need
+_RETAINED = object()  # holds units for a second backward pass
 
 
 class Prefetcher(Generic[U]):
@@ -44,7 +44,7 @@ class Prefetcher(Generic[U]):
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._seen_live = set(self.units)  # all that are not released, and some that are
         self._live_limit = policy.max_live_elements
-        self._fits = sum(unit.spec.numel for unit in self.units) <= self._live_limit  # all of them at once
+        self._fits = sum(unit.spec.numel for unit in self.units) <= self._live_limit  # all together
         self._prefetch_limit = policy.prefetch_elements
         self._reuse_limit = policy.reuse_elements
         self._retained: set[U] = set()  # for their next use, farther than one looks ahead
@@ -62,6 +62,8 @@ class Prefetcher(Generic[U]):
     def _live(self) -> list[U]:
         """Return the units that are gathered or being gathered, in their order."""
         self._seen_live = {unit for unit in self._seen_live if unit.state is not UnitState.RELEASED}
+        # Callers release in this order. A release waits for exchanges and commits writes,
+        # which is a collective, and the order of a set differs between ranks.
         return sorted(self._seen_live, key=self._numbers.__getitem__)
 
     def order_of_forward(self) -> GatherOrder[U]:
@@ -78,7 +80,7 @@ class Prefetcher(Generic[U]):
         if not unit.spec.placement.params or holder in unit.holders:
             return
         for skipped in order.needed(unit):
-            # Gathered ahead for nothing; where the order changes from step to step such units would pile up.
+            # Gathered ahead for nothing. If the order changes in every step, such units would pile up.
             if not skipped.holders and skipped is not unit:
                 self._evict(skipped)
         if exact and not unit.exact and not unit.holders:
@@ -94,6 +96,8 @@ class Prefetcher(Generic[U]):
         unit.holders.discard(holder)
         if unit.state is not UnitState.GATHERED or unit.holders or not unit.spec.placement.params:
             return
+        # ``set_aside`` sets the version counters that show writes. Only eviction
+        # commits writes to the shards.
         if order is not None and self._stays(unit, order) and not unit.written():
             unit.set_aside()
         else:
@@ -177,7 +181,7 @@ class Prefetcher(Generic[U]):
             return self._fits_in(0)
         if not self._is_reused(unit, order):
             return False
-        # What is gathered ahead has its room first.
+        # Look-ahead has priority over reuse within the limit.
         expected = order.upcoming(beyond=True)
         following = next((each for each in expected if each.state is UnitState.RELEASED), None)
         if self._fits_in(0 if following is None else following.spec.numel):
@@ -235,6 +239,7 @@ class Prefetcher(Generic[U]):
             if written:
                 self._commit(unit, written)
         finally:
+            # Also if the ranks refuse the write. Otherwise the unit would stay gathered without a holder.
             unit.to_released()
         if self._bus:
             self._bus.publish(ReleaseEvent(unit.spec.name, unit.spec.numel))

@@ -77,6 +77,7 @@ class StepClock:
         if not self._bus:
             self._coming.clear()
             return None
+        # The step 16 before may still use the slot of this loss, so it is published first.
         while self._coming and (len(self._coming) >= _STEPS_AHEAD or self._coming[0].end.query()):
             self._publish(self._coming.popleft())
         on_host = loss is None or loss.device.type == "cpu"
@@ -86,6 +87,7 @@ class StepClock:
                 self._loss_slots = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
             self._loss_slots[slot : slot + 1].copy_(loss, non_blocking=True)
         coming = None if norm is None else Readback(norm.view(1))
+        # Recorded behind both copies, so that they have arrived when this event has passed.
         end = self._mark()
         if end is not None and (phases or slot is not None or coming is not None):
             self._coming.append(_Spans(step, phases, slot, coming, end))

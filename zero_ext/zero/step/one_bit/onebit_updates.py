@@ -119,6 +119,7 @@ class OneBitUpdates(UpdatesAfterBackward):
             super().run(scale, used)
             return
         self._one_bit.count(used)
+        # The step before had full precision and updated the variance. Signs follow from here on.
         if not self._one_bit.optimizer.phase(self._made(), self._sharded).compresses:
             self._raise_variance()
         if self._collectives.world_size == 1 and not self._strategies[phase].SINGLE_RANK:

@@ -32,6 +32,8 @@ class ReplicatedExchange(ExchangeStrategy):
         own, server = (self._state[kind] for kind in self.ERRORS)
         exchanges = {number: self._exchange(number, what) for number in numbers}
         idle = {number: self._idle(number, used) for number in numbers}
+        # One loop over all units per phase, so that a payload is on its way while
+        # other units are computed.
         for number, exchange in exchanges.items():
             sent = values(number)
             with temporarily_zeroed(sent, idle[number]), temporarily_zeroed(own[number], idle[number]):
@@ -46,6 +48,7 @@ class ReplicatedExchange(ExchangeStrategy):
             with temporarily_zeroed(average, idle[number]):
                 ops.decompress_1bit_(average, messages, 1.0, False, self._ranks)
             self._averaged(number, average, used)
+            # Otherwise it would live until the buffer of the next unit has been allocated.
             del average
 
     def _average_buffer(self, number: int) -> torch.Tensor:

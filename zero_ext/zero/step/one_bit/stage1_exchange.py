@@ -64,6 +64,8 @@ class ShardedExchange(ExchangeStrategy):
             self._stepper.state(number, "master"), self._state["replica"][number][begin:end], out=scratch
         )
         with temporarily_zeroed(ahead, self._idle(number, used), begin):
+            # The errors of this direction are discarded. What the signs lose is
+            # part of the next difference.
             ops.compress_1bit_(exchange.own, torch.zeros_like(ahead), ahead, 1.0, 1)
 
     def restore(self) -> None:
@@ -78,4 +80,5 @@ class ShardedExchange(ExchangeStrategy):
             for stored, live in zip(
                 replica.split(_CHUNK_ELEMENTS), master.unit.flat.split(_CHUNK_ELEMENTS), strict=True
             ):
+                # Equal after rounding means that nobody wrote, and the float32 value keeps its low bits.
                 torch.where(stored.to(live.dtype) == live, stored, live.float(), out=stored)

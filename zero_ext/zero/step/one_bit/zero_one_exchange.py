@@ -54,6 +54,7 @@ class ZeroOneExchange(ReplicatedExchange):
             if not exchanges:
                 self._write(number)
         if exchanges:
+            # Not ``used``: parameters without a gradient in this step may have drifted in earlier ones.
             drifted = frozenset(self._stepper.rates)
             self._average(drifted, "the drift", self._drifted(drifted), self._state["drift"].__getitem__, 1.0)
             self._stepper.rates.clear()
