@@ -12,6 +12,8 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankFailure, RankPool
 from tests.multi.rank import World
+from zero_ext.comm.flight_recorder import FlightRecorder
+from zero_ext.comm.pending_collective import CollectiveOrder, PendingCollective
 from zero_ext.comm.process_group import make_collectives
 
 
@@ -162,3 +164,20 @@ def test_different_sums_are_an_error_on_both_ranks(world: World, sizes: list[int
         collectives.sum_(torch.ones(sizes[world.rank]), label)
     assert time.monotonic() - began < 5
     world.barrier()
+
+
+def test_a_local_part_that_fails_raises_in_every_wait() -> None:
+    calls: list[int] = []
+
+    def finish() -> None:
+        calls.append(1)
+        raise MemoryError("no memory for the sum")
+
+    order = CollectiveOrder()
+    recorder = FlightRecorder(0, None)
+    recorded = (recorder, recorder.channel("gathers", (0,)).begin("gather of 'a'"))
+    pending = PendingCollective("gather of 'a'", 0, recorded, order, tuple, finish)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory for the sum"):
+            pending.wait()
+    assert calls == [1]

@@ -108,6 +108,19 @@ def test_a_rank_raises_the_error_of_one_that_it_waits_for() -> None:
         wait_in(third, call)
 
 
+def test_a_rank_aborts_although_the_store_has_ended() -> None:
+    first, second = recorders()
+    reasons: list[str] = []
+    second.abort = reasons.append
+    wait_in(first, begin(first, "gathers", "a"))
+    with (
+        mock.patch.object(FlightRecorder, "_publish", side_effect=[None, RuntimeError("no store")]),
+        pytest.raises(MismatchedCollectivesError, match="rank 1: b "),
+    ):
+        wait_in(second, begin(second, "gathers", "b"))
+    assert len(reasons) == 1
+
+
 def test_call_stacks_are_listed_without_garbage_collection() -> None:
     recorder = recorders()[0]
     recorder.waiting = begin(recorder, "gathers", "a")

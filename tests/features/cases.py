@@ -258,7 +258,13 @@ CASES += [
         )
     ),
     *(
-        Case("activation checkpointing and offload", name, f"{ACTIVATIONS}:checkpointed", 2, {"section": section})
+        Case(
+            "activation checkpointing and offload",
+            name,
+            f"{ACTIVATIONS}:checkpointed",
+            2,
+            {"section": section},
+        )
         for name, section in (
             ("on the device", {}),
             ("in host memory", {"tier": "host", "min_offload_bytes": 0}),

@@ -124,8 +124,9 @@ class FlightRecorder:
                     return
                 self._failure = f"rank {self.rank}: {found}"
                 # The record is published before the connections end. A peer that fails because of
-                # their end then finds the reason in the store.
-                self._publish(call)
+                # their end then finds the reason in the store, unless the store has ended as well.
+                with contextlib.suppress(RuntimeError, OSError):
+                    self._publish(call)
         self.abort(self._failure)
         raise MismatchedCollectivesError(self._failure)
 

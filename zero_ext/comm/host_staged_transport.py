@@ -88,7 +88,8 @@ class _StagedTransfer:
             self._arrived = stager.stream.record_event()
         except Exception as error:
             self._error = error
-        self._ended.set()
+        finally:
+            self._ended.set()  # whatever ended the thread, nobody waits for it forever
 
     def wait(self) -> None:
         """See :class:`Waitable`."""

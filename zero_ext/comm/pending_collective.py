@@ -109,7 +109,7 @@ class PendingCollective:
         self._finish = finish
         self._on_end = on_end
         self._done = False
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         try:
             order.follow()
             self._works = start()
@@ -134,11 +134,15 @@ class PendingCollective:
             self._raise_named(error)
         if self._on_end is not None:
             self._on_end(began, time.perf_counter() - began)
-        self._done = True
         self._works = ()
         if self._finish is not None:
-            self._finish()
+            try:
+                self._finish()
+            except Exception as error:
+                self._error = error
+                raise
             self._finish = None
+        self._done = True
 
     def _raise_named(self, error: Exception) -> NoReturn:
         try:

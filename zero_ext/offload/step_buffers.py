@@ -140,8 +140,6 @@ class StepStaging:
         """See :meth:`Device.to_tier`; tensors that are in such memory already are returned as they are."""
         device = self._buffers[tier].device
         far = [each for each in small if each.device.type == "cpu"]
-        if len(far) == len(small):
-            return device.to_tier(tier, *far)
         moved = iter(device.to_tier(tier, *far))
         return [next(moved) if each.device.type == "cpu" else each for each in small]
 

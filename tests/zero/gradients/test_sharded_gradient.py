@@ -76,6 +76,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "clip_grad_value_ in a loop": lambda g: nn.utils.clip_grad_value_(Holder(g), 0.01, foreach=False),
     "mul_ by a mask": lambda g: g.mul_(MASK),
     "mul_ by itself": lambda g: g.mul_(g),
+    "mul_ by an inference tensor": lambda g: g.mul_(inference_number()),
     "div_ by a row": lambda g: g.div_(1 + MASK[0]),
     "copy_": lambda g: g.copy_(MASK),
     "nan_to_num_": lambda g: g.nan_to_num_(),
@@ -95,6 +96,11 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "noise": lambda g: torch.manual_seed(7) and g.add_(torch.randn_like(g)),
     "random in place": lambda g: torch.manual_seed(7) and g.normal_(),
 }
+
+
+@torch.inference_mode()
+def inference_number() -> torch.Tensor:
+    return torch.tensor(0.5)
 
 
 def second_pass(world: World, model: Any, twin: nn.Module) -> None:

@@ -399,6 +399,21 @@ def test_misuse_is_refused(world: World) -> None:
     handle.remove()
     train_step(world, model, optimizer, 1)
 
+    model, optimizer = prepared(world, 3, params="host")
+    train_step(world, model, optimizer, 0)
+    released = model.norm.weight
+
+    def write(*_: Any) -> None:
+        with torch.no_grad():
+            released.fill_(0.5)
+
+    handle = model.blocks[0].register_forward_hook(write)
+    with pytest.raises(RuntimeError, match=r"'norm\.weight': expected no write in a forward while"):
+        train_step(world, model, optimizer, 1)
+    handle.remove()
+    optimizer.zero_grad()
+    train_step(world, model, optimizer, 1)
+
     model, optimizer = prepared(world, 2)
     with torch.no_grad():
         model.norm.weight.fill_(0.5)  # before any update, as without delay
@@ -438,7 +453,7 @@ def test_a_failed_transfer_surfaces_on_all_ranks(world: World, surfaces_at: str)
                 optimizer.zero_grad() if surfaces_at == "read" else None
                 act()
             assert world.rank or "Input/output error" in str(caught.value)
-            with pytest.raises(RuntimeError, match="got one in which a step failed"):
+            with pytest.raises(RuntimeError, match="its state is damaged"):
                 zero_ext.save_checkpoint(saves, model)
         optimizer.zero_grad()
         zero_ext.load_checkpoint(saves, model)

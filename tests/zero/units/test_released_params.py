@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class UsesReturned(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         value = self.blocks[1]()
         while not isinstance(value, torch.Tensor):
-            value = next(iter(value.values() if isinstance(value, dict) else value))
+            value = next(iter(value.values() if isinstance(value, Mapping) else value))
         hidden = self.blocks[0](features) * value.sum(0).flatten()[:WIDTH] @ value.reshape(-1, WIDTH)[:3].T
         return self.blocks[2](functional.pad(hidden, (0, WIDTH - 3)))
 
@@ -58,6 +59,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "in a tuple": lambda p: (p[1:], p),
     "in a mapping": lambda p: {"table": p.view(-1, WIDTH)},
     "in a list": lambda p: [p.flip(0), p[0]],
+    "in a mapping that cannot be changed": lambda p: MappingProxyType({"view": p[1:]}),
     "detached": lambda p: p.detach(),
 }
 

@@ -83,8 +83,8 @@ def resolve_reduction(
 ) -> ResolvedReduction:
     """Return how gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
 
-    `most` is how many ranks' gradients one sum can hold, `backend_adds` whether the transport can add
-    them on the strategy. Raises ValueError where what is `wanted` cannot be done.
+    `most` is how many ranks' gradients one sum can hold, `backend_adds` whether the backend can add
+    them in its reduce-scatter. Raises ValueError if what is `wanted` cannot be done.
     """
     nodes = world_size // ranks_per_node
     is_hierarchical = nodes > 1 and ranks_per_node > 1

@@ -140,7 +140,7 @@ class EngineState:
                 yield StateSlice(auxiliary.kind, name, start, values)
 
     def _of_full_tensors(self, state_slice: StateSlice) -> Iterator[StateSlice]:
-        """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
+        """Yield ``state_slice``, or the ranges of the full tensor that it has if it belongs to a tile."""
         tile_slice = self._engine.full_tensors.tile_slice(state_slice.name)
         if tile_slice is None:
             yield state_slice

@@ -225,7 +225,7 @@ def original_optimizer(optimizer: Any) -> Any:
 
 
 def _mismatch(live: Mapping[str, Values], loaded: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
+    """Return what keeps the tensors ``loaded`` from being loaded into ``live``; None if nothing does."""
     if live.keys() != loaded.keys():
         missing, surplus = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
         return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"

@@ -14,12 +14,11 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.schema.config_errors import shortened
 from zero_ext.zero.construction.grouping import OwnedParameter
+from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.quantized_params import packed_shapes
 
 _FIELD_BYTES = 256  # of a name or a value in an error
-# A step adds up the ranks' checksums and the squares of them, which so stay within int64.
-_CHECKSUMS = (1 << 20) - 1
 
 
 class Fact(NamedTuple):
@@ -102,7 +101,7 @@ class Hyperparameters:
     def checksum(self) -> int:
         """Return a number from 1 on that is the same on ranks with the same settings."""
         values = [[_plain(group.get(name)) for name in self._names] for group in self._groups]
-        return 1 + zlib.crc32(repr(values).encode()) % _CHECKSUMS
+        return 1 + zlib.crc32(repr(values).encode()) % CHECKSUM_RANGE
 
     def facts(self) -> Iterator[Fact]:
         """Yield each setting of each group."""

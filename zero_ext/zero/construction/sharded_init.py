@@ -269,8 +269,7 @@ class _InitParameters:
             storage.close()
 
     def _raise_deferred(self) -> None:
-        if self._settings.offload.params == "nvme":
-            self._deferred.raise_deferred(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
+        self._deferred.raise_deferred(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
 
     def _add_unsharded(self, parameter: nn.Parameter) -> None:
         _, before = self._unsharded.pop(id(parameter), (parameter, 0))
@@ -311,9 +310,9 @@ def _has_views(parameter: nn.Parameter) -> bool:
 class _UnshardOnUse(TorchFunctionMode):
     """Unshards parameters before any torch function uses them, except for metadata."""
 
-    def __init__(self, births: _InitParameters) -> None:
+    def __init__(self, parameters: _InitParameters) -> None:
         super().__init__()
-        self._parameters = births
+        self._parameters = parameters
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

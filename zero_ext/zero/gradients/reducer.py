@@ -18,10 +18,7 @@ from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.memory.lifetime import weakly
-from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-
-# Small enough that the step can square sums of these over the ranks in int64.
-_CHECKSUMS = (1 << 20) - 1
+from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE, raise_on_all_ranks
 
 
 class Listener(Protocol):
@@ -295,7 +292,7 @@ class GradientReducer:
     def note_edit(self, name: str, what: str) -> None:
         """Note that a shard of the gradient of parameter ``name`` is changed as ``what`` says. The step
         compares the notes of all ranks."""
-        checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % _CHECKSUMS
+        checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % CHECKSUM_RANGE
         self.edits = Edits(checksum, f"'{name}'.grad by {what}")
 
     def forget_edits(self) -> None:

@@ -203,6 +203,8 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _number(value: torch.Tensor) -> float:
+    if value.is_inference():  # it counts no versions
+        return value.item()
     version, number = _read.get(value, (None, 0.0))
     if version != value._version:
         number = value.item()

@@ -154,8 +154,7 @@ class PreshardedParameter:
         flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
         for start, values in self.chunks(collectives, failures):
             flat[start : start + values.numel()].copy_(values)
-        if self.storage.tier == "nvme":
-            failures.raise_deferred(collectives, "reading a parameter from its shards", REBUILD)
+        failures.raise_deferred(collectives, "reading a parameter from its shards", REBUILD)
         return flat.as_strided(self.spec.shape, self.spec.stride, 0).to(self._memory.device)
 
     def store_from_full(self, flat: torch.Tensor) -> None:

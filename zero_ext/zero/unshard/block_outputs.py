@@ -55,7 +55,7 @@ def shares_memory(tensor: torch.Tensor, storages: Container[int]) -> bool:
 def with_own_memory(outputs: Any, storages: Container[int]) -> Any:
     """Return ``outputs`` with copies of the tensors in one of ``storages``, as it will be
     released. Autograd connects each copy to its original. Mutable containers and dataclasses are changed in
-    place."""
+    place, others are made anew."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         copied: torch.Tensor = tensor
@@ -76,6 +76,9 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
             new = _changed(item, change, depth - 1)
             if new is not item:
                 value[key] = new
+    elif isinstance(value, Mapping):
+        changed = {key: _changed(item, change, depth - 1) for key, item in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else _rebuilt(value, changed)
     elif isinstance(value, list):
         value[:] = [_changed(item, change, depth - 1) for item in value]
     elif isinstance(value, tuple | set | frozenset):
@@ -89,6 +92,17 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
                 # Dataclasses may be frozen.
                 object.__setattr__(value, field.name, new)
     return value
+
+
+def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return an immutable mapping of the class of ``value`` with ``items``."""
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise TypeError(
+            f"output of a block: expected a mapping that can be changed or made of a dict, got a "
+            f"'{type(value).__name__}' with a view of the block's own parameter. Return a dict."
+        ) from error
 
 
 class _OwnMemory(torch.autograd.Function):

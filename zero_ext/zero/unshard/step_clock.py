@@ -48,6 +48,7 @@ class StepClock:
         self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
         self._coming: deque[_Spans] = deque()
         self._loss_slots: torch.Tensor | None = None  # the host's, for losses on their way
+        self._next_slot = 0
 
     def begin(self) -> Beginning | None:
         """Begin a phase; return None while nobody listens."""
@@ -81,10 +82,12 @@ class StepClock:
         while self._coming and (len(self._coming) >= _STEPS_AHEAD or self._coming[0].end.query()):
             self._publish(self._coming.popleft())
         on_host = loss is None or loss.device.type == "cpu"
-        slot = None if on_host else step % _STEPS_AHEAD
+        slot = None if on_host else self._next_slot
         if loss is not None and slot is not None:
             if self._loss_slots is None:
                 self._loss_slots = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
+            # The number of the step goes back when a step is undone, so it cannot select the slot.
+            self._next_slot = (slot + 1) % _STEPS_AHEAD
             self._loss_slots[slot : slot + 1].copy_(loss, non_blocking=True)
         coming = None if norm is None else Readback(norm.view(1))
         # Recorded behind both copies, so that they have arrived when this event has passed.
