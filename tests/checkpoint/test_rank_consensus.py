@@ -19,6 +19,7 @@ from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, load_state, save_state
 from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
+from zero_ext.config.sections.training import TagValidation
 
 MODULE = "tests.checkpoint.test_rank_consensus"
 
@@ -177,6 +178,30 @@ def test_the_directory_of_rank_0_counts(rank_pool: RankPool, tmp_path: Path, hid
     source = FakeSource(SMALL, 4)
     load_state(directories[0], source)
     assert source.holds(3)
+
+
+def save_with(world: World, directory: str, validation: TagValidation) -> list[str]:
+    source = FakeSource(SMALL, 3, world.rank, world.size, world.group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            save_state(Path(directory, str(world.rank)), source, tag_validation=validation)
+        except ValueError as error:
+            return [str(error)]
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("validation", ["ignore", "fail"])
+def test_different_directories_are_validated_as_asked(
+    rank_pool: RankPool, tmp_path: Path, validation: str
+) -> None:
+    arguments = {"directory": str(tmp_path), "validation": validation}
+    zeroth, first = rank_pool.run(2, f"{MODULE}:save_with", arguments)
+    if validation == "ignore":
+        assert zeroth == first == [] and [path.name for path in tmp_path.iterdir()] == ["0"]
+    else:
+        assert f"got '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1" in first[0]
+        assert "rank 1" in zeroth[0] and not any(tmp_path.glob("*/step-*"))
 
 
 def test_a_lock_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

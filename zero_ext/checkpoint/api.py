@@ -100,6 +100,7 @@ def save_checkpoint(
         keep_last=policy.keep_last if keep_last is None else keep_last,
         async_save=policy.async_save if async_save is None else async_save,
         extra=extra,
+        tag_validation=policy.tag_validation,
     )
 
 

@@ -30,6 +30,7 @@ from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 from zero_ext.checkpoint.save_session import SaveHandle, session_of
 from zero_ext.checkpoint.transfer.shard_file import saved_slices
+from zero_ext.config.sections.training import TagValidation
 
 _NOT_IN_BACKGROUND = (
     "async_save: state on NVMe or in 8-bit blocks is not copied in memory for a save in the background. This "
@@ -47,6 +48,7 @@ def save_state(
     keep_last: int | None = None,
     async_save: bool = False,
     extra: dict[str, Any] | None = None,
+    tag_validation: TagValidation = "warn",
 ) -> SaveHandle:
     """Save the state of `source` as `directory/step-000123`; a collective.
 
@@ -54,9 +56,9 @@ def save_state(
     Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
     copies nothing, says so in a RuntimeWarning of rank 0, and has written everything when it returns.
 
-    Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others. Every rank
-    must have written its shard within `config.timeout_seconds`. Errors reach every rank. The last checkpoint
-    stays complete whatever happens, a killed process included.
+    If ranks name different directories, rank 0's is used, unless `tag_validation` is "fail". Every rank must
+    have written its shard within `config.timeout_seconds`. Errors reach every rank. The last checkpoint stays
+    complete whatever happens, a killed process included.
 
     Args:
         directory: holds the checkpoints.
@@ -69,6 +71,8 @@ def save_state(
         async_save: copy the state in host memory and return. Writing goes on in the background, and the next
             save or load of the source waits for it.
         extra: named states such as a scheduler's, of the same types as `client_state`.
+        tag_validation: what different directories lead to: "warn" a RuntimeWarning of the ranks that named
+            another one than rank 0, "fail" an error on all ranks before anything is written, "ignore" neither.
 
     Returns:
         The save.
@@ -98,7 +102,7 @@ def save_state(
 
     def check_and_stage() -> None:
         _check_same([answer["fingerprint"] for answer in answers])
-        jobs[0] = _in_directory(jobs[0], answers[0]["directory"])
+        jobs[0] = _in_directory(jobs[0], answers[0]["directory"], tag_validation)
         if in_background:
             jobs[0] = jobs[0].staged()
 
@@ -125,20 +129,21 @@ class _Request(NamedTuple):
     extra: dict[str, Any] | None
 
 
-def _in_directory(job: SaveJob, root: str) -> SaveJob:
-    """Return the same save in ``root``, the directory of rank 0, with a warning if this rank was given
-    another.
-    """
+def _in_directory(job: SaveJob, root: str, validation: TagValidation) -> SaveJob:
+    """Return the same save in ``root``, the directory of rank 0, which this rank may have been given another
+    name of."""
     own = job.directory.root
     if str(own) == root:
         return job
-    warnings.warn(
+    problem = (
         f"save_checkpoint: directory: expected the same on all ranks, got '{root}' on rank 0 and '{own}' on "
-        f"rank {job.consensus.rank}. All ranks save to that of rank 0. Pass one directory, for example "
-        "without a time or a rank in its name.",
-        RuntimeWarning,
-        stacklevel=2,
+        f"rank {job.consensus.rank}. "
     )
+    advice = "Pass one directory, for example without a time or a rank in its name."
+    if validation == "fail":
+        raise ValueError(problem + advice)
+    if validation == "warn":
+        warnings.warn(f"{problem}All ranks save to that of rank 0. {advice}", RuntimeWarning, stacklevel=2)
     return replace(job, directory=CheckpointDirectory(Path(root)))
 
 

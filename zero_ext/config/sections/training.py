@@ -15,6 +15,7 @@ from .communication import Reduction
 
 _DEEPEST_PARAMS = 8
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
+TagValidation = Literal["ignore", "warn", "fail"]
 
 
 class PrecisionConfig(ConfigSection):
@@ -171,9 +172,11 @@ class CheckpointConfig(ConfigSection):
     Attributes:
         keep_last: number of checkpoints kept; None keeps all.
         async_save: write in the background after one host copy.
-        tag_validation: what to do when ranks ask to save under different tags.
+        tag_validation: what happens if ranks save to different directories (DeepSpeed: under different tags).
+            "warn" and "ignore" use rank 0's, with and without a warning. "fail" raises on all ranks before
+            anything is written.
     """
 
     keep_last: Positive | None = None
     async_save: bool = False
-    tag_validation: Literal["ignore", "warn", "fail"] = "warn"
+    tag_validation: TagValidation = "warn"
