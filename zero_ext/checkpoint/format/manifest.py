@@ -81,7 +81,7 @@ class SliceRecord(_Record):
 
 
 class Manifest(_Record):
-    """The whole table of a checkpoint; see docs/how_to/checkpoints.md for every key."""
+    """The whole table of a checkpoint; see docs/reference/checkpoint_format.md for every key."""
 
     format: Literal["zero_ext checkpoint"]
     version: Literal[1]

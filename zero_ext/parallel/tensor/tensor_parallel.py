@@ -60,8 +60,8 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
         model: A model on every rank, with the same values.
         mesh: A mesh with the dimension "tp".
         plan: Styles by name of modules or parameters, with "*" for any part of a name. A style is one of
-            transformers' or of ours (docs/how_to/parallel.md lists them), or an object of torch's. By
-            default, `tensor_plan`.
+            transformers' or of ours (docs/reference/tensor_parallel.md lists them), or an object of
+            torch's. By default, `tensor_plan`.
 
     Returns:
         `model`.
@@ -122,7 +122,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
 def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """Return the plan that `apply_tensor_parallel` uses for `model`, to be read or changed.
 
-    It is the one that a model of transformers ships, or one of ours (see docs/how_to/parallel.md), with the
+    It is the one that a model of transformers ships, or one of ours (docs/reference/tensor_parallel.md), with the
     vocabulary.
 
     Args:
