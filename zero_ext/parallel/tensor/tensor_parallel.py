@@ -122,8 +122,8 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
 def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
     """Return the plan that `apply_tensor_parallel` uses for `model`, to be read or changed.
 
-    It is the one that a model of transformers ships, or one of ours (docs/reference/tensor_parallel.md), with the
-    vocabulary.
+    It is the one that a model of transformers ships, or one of ours (docs/reference/tensor_parallel.md), with
+    the vocabulary.
 
     Args:
         model: the full model.
