@@ -2,10 +2,10 @@
 #   make demo      run the main job          make test      C++ and Python tests
 #   make demo-offload  train under a memory cap, state on NVMe
 #   make demo-long  train on windows of 16,384 bytes under a memory cap, by sparse attention
-#   make demo-compressed  train over two simulated nodes with a fraction of the bytes, beside the same without
-#   make demo-3d   train as pipeline stages, as parts of tensors and as ZeRO's shards, held to one process
+#   make demo-compressed  train over two simulated nodes with and without compressed communication
+#   make demo-3d   train with pipelines, tensor parallelism and ZeRO, compared with one process
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
-#   make zoo       train models that nobody tuned to the library, beside plain torch; a table in build/zoo.md
+#   make zoo       train models that nobody tuned to the library, compared with plain torch; a table in build/zoo.md
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU

@@ -1,4 +1,4 @@
-"""Losses of every layout of pipeline stages, replicas and parts of tensors, in every ZeRO stage, against one
+"""Losses of every layout of pipeline stages, replicas and slices of tensors, in every ZeRO stage, against one
 process on the same batches.
 
 Run from the repository root: python -m benchmarks.parallel_equality [--steps 20] [--most-ranks 8]
@@ -36,7 +36,7 @@ MODEL = ThreeDSettings(
 
 @dataclass(frozen=True)
 class Layout:
-    """How many pipeline stages, replicas and parts of tensors."""
+    """How many pipeline stages, replicas and slices of tensors."""
 
     pp: int
     dp: int

@@ -1,10 +1,11 @@
-"""An ordinary DeepSpeed script: it imports deepspeed and knows nothing of zero_ext. It trains a byte-level
-language model on Python's own documentation under ZeRO-3, saves, resumes and checks that the loss goes on
-where it was.
+"""An ordinary DeepSpeed script, which imports deepspeed and does not mention zero_ext.
+
+It trains a byte-level language model on Python's own documentation with ZeRO-3, saves a checkpoint, resumes
+from it, and checks that the resumed run has the same losses as the uninterrupted one.
 
     zero-ext run --nproc-per-node 2 --deepspeed-compat examples/deepspeed_script.py --deepspeed
 
-`--ci` takes fewer steps. `--deepspeed_config FILE` takes another JSON than the one below.
+`--ci` trains for fewer steps. `--deepspeed_config FILE` replaces the configuration in this file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Causal attention and a feed-forward layer, each with a norm before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Block(nn.Module):
         self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] to the same."""
+        """Map hidden states [batch, time, width] to the same shape."""
         heads = self.qkv(self.norms[0](hidden)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
@@ -52,7 +53,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes [batch, time + 1] to the mean loss of predicting each from those before."""
+    """A transformer that maps bytes [batch, time + 1] to the mean loss of predicting each next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(WIDTH, BYTES)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the mean cross-entropy in nats per byte."""
         inputs, wanted = text[:, :-1], text[:, 1:]
         hidden = self.embed(inputs) + self.positions(torch.arange(LENGTH, device=text.device))
         for block in self.blocks:
@@ -71,7 +72,7 @@ class LanguageModel(nn.Module):
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of the documentation of the language, [LENGTH + 1] bytes each."""
+    """Consecutive windows of the language documentation, int64 [LENGTH + 1]."""
 
     def __init__(self) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -85,7 +86,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def start(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """A fresh engine and its loader."""
+    """Return a new engine and its data loader."""
     torch.manual_seed(0)
     options = {"args": arguments} if arguments.deepspeed_config else {"config": CONFIG}
     with deepspeed.zero.Init(config_dict_or_path=arguments.deepspeed_config or CONFIG):
@@ -95,7 +96,7 @@ def start(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def train(engine: Any, loader: Any, last_step: int) -> list[float]:
-    """Trains until ``last_step``; the loss of every step."""
+    """Train until ``last_step`` and return the loss of every step."""
     losses, micro = [], []
     batches = iter(deepspeed.utils.RepeatingLoader(loader))
     while engine.global_steps < last_step:
@@ -110,9 +111,9 @@ def train(engine: Any, loader: Any, last_step: int) -> list[float]:
 
 
 def main() -> None:
-    """Trains, saves, goes on, and does the last steps once more from the checkpoint."""
+    """Train, save, train four more steps, and repeat those four steps from the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ci", action="store_true", help="few steps")
+    parser.add_argument("--ci", action="store_true", help="train for fewer steps")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "deepspeed-script")
     parser.add_argument("--local_rank", type=int, default=0)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
@@ -131,11 +132,11 @@ def main() -> None:
     path, client = resumed.load_checkpoint(arguments.folder)
     again = train(resumed, loader, steps + 4)
     if rank == 0:
-        print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {steps} steps")
+        print(f"loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} after {steps} steps")
         print(f"resumed from {path}: losses {'equal' if again == after else f'differ: {after} {again}'}")
-    # The client state is rank 0's.
+    # Every rank loads the client state that rank 0 saved, so only rank 0 can compare it with its own losses.
     if (rank == 0 and client["losses"] != losses) or again != after or losses[-1] > 0.8 * losses[0]:
-        raise SystemExit("the run did not go on as it should")
+        raise SystemExit("FAILED: the resumed run differs from the first, or the loss did not fall enough")
 
 
 if __name__ == "__main__":

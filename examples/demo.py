@@ -1,9 +1,10 @@
-"""Trains a small language model on real text with ZeRO-3, and holds every stage against a plain loop.
+"""Train a small language model on real text with ZeRO-3, and compare every stage with a plain loop.
 
-`python examples/demo.py [FOLDER]` takes under four minutes on two cores and exits with 1 if a promise is
-broken: two ranks train, save, and a single rank resumes; held-out loss must fall below the byte-unigram
-entropy of the text and below 0.6 times its start; then stages 0 to 3 and a plain loop repeat the same steps.
-FOLDER (default runs/demo-report) receives a report with pictures; an earlier demonstration's is replaced.
+`python examples/demo.py [FOLDER]` takes under four minutes on two cores. It exits with status 1 if a check
+fails. Two ranks train and save, and a single rank resumes. The held-out loss must fall below the byte-unigram
+entropy of the text and below 0.6 times its start. Then stages 0 to 3 and a plain loop run the same steps. The
+report with its plots is written to FOLDER (default: runs/demo-report) and replaces the report of an earlier
+run.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-CAPTION = "state: what a rank keeps, by the engine's ledger; sent: by a rank in a step; both in MB"
+CAPTION = "state: model state per rank, from the memory breakdown. sent: per rank and step. Both in MB"
 DEFAULT_FOLDER = Path("runs") / "demo-report"
 
 
 def main(folder: Path) -> int:
-    """Runs all parts; returns the exit status."""
+    """Run all parts and return the exit status."""
     began = time.perf_counter()
     console = Console(highlight=False)
     clear(folder, "training.txt")
 
-    console.rule("text")
+    console.rule("gathering text")
     corpus = gather_corpus()
     corpus.write(folder)
     sizes = corpus.training.numel(), corpus.held_out.numel()
-    console.print(f"{sizes[0]:,} bytes of Python's own documentation to train on, {sizes[1]:,} held out")
+    console.print(f"{sizes[0]:,} bytes of Python's own documentation for training, {sizes[1]:,} held out")
 
     try:
         console.rule(f"training with ZeRO-3 on {SETTINGS.ranks} ranks")
@@ -49,9 +50,9 @@ def main(folder: Path) -> int:
         run = TrainingRun.read(folder)
         for line in summary(run):
             console.print(line)
-        console.print("\na sample, unjudged:", run.sample, sep="\n", markup=False)
+        console.print("\na sample of generated text (not checked):", run.sample, sep="\n", markup=False)
 
-        console.rule("the same steps under every stage")
+        console.rule("the same steps with every stage")
         launch("demo.stages", SETTINGS.ranks, folder)
         launch("demo.plain", 1, folder)
     except subprocess.CalledProcessError as error:
@@ -68,7 +69,7 @@ def main(folder: Path) -> int:
     page = write_report(folder, run, rows, failures, seconds)
     for failure in failures:
         console.print(f"FAILED: {failure}", markup=False)
-    console.print(f"{'FAILED' if failures else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    console.print(f"{'FAILED' if failures else 'passed'} in {seconds:.0f} s, report: {page}", markup=False)
     return 1 if failures else 0
 
 

@@ -1,8 +1,9 @@
-"""Trains one model as pipeline stages, as parts of tensors and as ZeRO's shards, on four ranks.
+"""Train one model with pipeline parallelism, tensor parallelism and ZeRO, in three layouts of four ranks.
 
-`python examples/demo_3d.py [FOLDER]` takes under five minutes on two cores and exits with 1 if a promise is
-broken: in every layout each step's loss must be that of one process. FOLDER (default runs/demo-3d-report)
-receives a report with the losses and a timeline of a pipeline's step; an earlier demonstration's is replaced.
+`python examples/demo_3d.py [FOLDER]` takes under five minutes on two cores. It exits with status 1 if a check
+fails. In every layout, each step's loss must match that of a single process. The report with the losses and
+the timeline of one pipeline step is written to FOLDER (default: runs/demo-3d-report) and replaces the report
+of an earlier run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_FOLDER = Path("runs") / "demo-3d-report"
 
 
 def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int:
-    """Runs all layouts; returns the exit status."""
+    """Train in all layouts, write the report and return the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
     write_settings(settings, folder)
@@ -51,7 +52,7 @@ def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int
         for line in lines:
             console.print(f"FAILED: {LAYOUTS[name].title}: {line}", markup=False)
     failed = any(broken.values())
-    console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s, report: {page}", markup=False)
     return int(failed)
 
 

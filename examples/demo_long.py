@@ -1,9 +1,9 @@
-"""Trains on windows of 16,384 bytes of real text under a memory cap that dense attention fails under.
+"""Train with sparse attention on windows of 16,384 bytes, under a memory cap that dense attention exceeds.
 
-`python examples/demo_long.py [FOLDER]` takes under five minutes on two cores and exits with 1 if a promise is
-broken: under one cap attention as a matrix of weights must run out of memory, and sparse attention must train
-and bring the held-out loss below what byte frequencies reach. FOLDER (default runs/demo-long-report) receives
-a report with pictures of the layouts; an earlier demonstration's is replaced.
+`python examples/demo_long.py [FOLDER]` takes under five minutes on two cores. It exits with status 1 if a
+check fails. Under the same cap, attention that materializes the attention matrix must run out of memory.
+Sparse attention must train and reach a held-out loss below that of byte frequencies. The report with plots of
+the layouts is written to FOLDER (default: runs/demo-long-report) and replaces the report of an earlier run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEGA = 1e6
 
 
 def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
-    """Runs all parts; returns the exit status."""
+    """Run all parts, write the report and return the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
     write_settings(settings, folder)
@@ -46,7 +46,7 @@ def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
     for failure in broken:
         console.print(f"FAILED: {failure}", markup=False)
     seconds = time.perf_counter() - began
-    console.print(f"{'FAILED' if broken else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    console.print(f"{'FAILED' if broken else 'passed'} in {seconds:.0f} s, report: {page}", markup=False)
     return 1 if broken else 0
 
 
@@ -55,7 +55,7 @@ def _run_all(folder: Path, settings: LongSettings, console: Console) -> Result:
     corpus.write(folder)
     base = run("base", folder, settings)
     if not base.trained:
-        raise RuntimeError(f"a tiny model did not train: {' / '.join(base.last_words)}")
+        raise RuntimeError(f"the baseline run of a tiny model failed: {' / '.join(base.last_words)}")
     (record,) = read_records(folder, "base")
     endings: dict[str, Ending] = {}
     with capped(
@@ -63,8 +63,8 @@ def _run_all(folder: Path, settings: LongSettings, console: Console) -> Result:
     ) as cap:
         of_base = record["data_bytes" if cap.watched == "data" else "peak_bytes"]
         console.print(
-            f"the cap is {cap.nbytes / MEGA:,.0f} MB by {cap.name}, of which interpreter and libraries take "
-            f"{of_base / MEGA:,.0f}; windows of {settings.window:,} bytes",
+            f"windows of {settings.window:,} bytes under a cap of {cap.nbytes / MEGA:,.0f} MB ({cap.name}), "
+            f"including {of_base / MEGA:,.0f} MB for the interpreter and its libraries",
             highlight=False,
         )
         for name, title in TITLES.items():

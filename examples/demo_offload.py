@@ -1,9 +1,10 @@
-"""Trains a model under a memory cap that PyTorch alone cannot train it under, with its state on NVMe.
+"""Train a model with its state on NVMe, under a memory cap that PyTorch alone exceeds.
 
-`python examples/demo_offload.py [FOLDER] [--nvme-path PATH]` takes under five minutes on two cores and exits
-with 1 if a promise is broken: under one cap PyTorch alone must run out of memory, and zero_ext must train,
-with losses equal to the last bit to those of the same run in memory, and leave nothing on NVMe. FOLDER
-(default runs/demo-offload-report) receives a report with a picture; an earlier demonstration's is replaced.
+`python examples/demo_offload.py [FOLDER] [--nvme-path PATH]` takes under five minutes on two cores. It exits
+with status 1 if a check fails. Under the same cap, PyTorch alone must run out of memory and zero_ext must
+train. The losses must be bitwise equal to those of the same run in memory, and no file may remain on NVMe.
+The report with its plot is written to FOLDER (default: runs/demo-offload-report) and replaces the report of
+an earlier run.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from rich.table import Table
 from zero_ext.monitor import capped
 
 DEFAULT_FOLDER = Path("runs") / "demo-offload-report"
-CAPTION = "the most at any time, MB: the process, state and staging by tier"
+CAPTION = "peak MB. process: resident memory. device, host, NVMe: state and staging"
 
 
 def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, console: Console) -> int:
-    """Runs all parts with a folder of its own below `nvme_path`; returns the exit status."""
+    """Run all parts with a temporary folder below `nvme_path` and return the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
     write_settings(settings, folder)
@@ -55,24 +56,24 @@ def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, consol
     page = write_report(folder, result, settings, found, seconds)
     for failure in found:
         console.print(f"FAILED: {failure}", markup=False)
-    console.print(f"{'FAILED' if found else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    console.print(f"{'FAILED' if found else 'passed'} in {seconds:.0f} s, report: {page}", markup=False)
     return 1 if found else 0
 
 
 def _run_all(folder: Path, nvme: Path, settings: OffloadSettings, console: Console) -> Result:
     parameters = settings.parameters
-    console.rule("what interpreter and libraries take")
+    console.rule("memory of the interpreter and its libraries")
     base = run("base", folder, settings, nvme)
     if not base.trained:
-        raise RuntimeError(f"a tiny model did not train: {' / '.join(base.last_words)}")
+        raise RuntimeError(f"the baseline run of a tiny model failed: {' / '.join(base.last_words)}")
     endings: dict[str, Ending] = {}
     watched = {
         column: max(getattr(sample, column) for sample in base.timeline) for column in ("resident", "data")
     }
     with capped(lambda column: watched[column] + settings.cap_bytes_per_parameter * parameters) as cap:
         console.print(
-            f"{megabytes(watched[cap.watched])} MB; the cap for {parameters:,} parameters is "
-            f"{megabytes(cap.nbytes)} MB by {cap.name}"
+            f"{megabytes(watched[cap.watched])} MB. The cap for {parameters:,} parameters is "
+            f"{megabytes(cap.nbytes)} MB ({cap.name})"
         )
         for name, title in (("plain", "PyTorch alone, capped"), ("nvme", "zero_ext with NVMe, capped")):
             console.rule(title)
@@ -113,9 +114,9 @@ def _terminated(*_: object) -> NoReturn:
 
 
 def main() -> int:
-    """Reads the command line; returns the exit status."""
+    """Read the command line, run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="of the report")
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="folder of the report")
     parser.add_argument(
         "--nvme-path", type=Path, default=Path("runs"), help="folder on the NVMe device (default: runs)"
     )
@@ -125,7 +126,7 @@ def main() -> int:
     try:
         return demonstrate(arguments.folder, arguments.nvme_path.absolute(), OffloadSettings(), console)
     except KeyboardInterrupt:
-        console.print("interrupted; the NVMe folder has been emptied")
+        console.print("interrupted. The temporary NVMe folder was removed.")
         return 130
 
 

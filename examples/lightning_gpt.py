@@ -1,10 +1,10 @@
-"""A small GPT under Lightning's Trainer with ZeRO-3: trained, saved, loaded into a new module, evaluated.
+"""Train a small GPT with Lightning's Trainer and ZeRO-3, save it, and evaluate it in a new module.
 
     python examples/lightning_gpt.py            two ranks, under three minutes on two cores
-    python examples/lightning_gpt.py --ci       the same in little
+    python examples/lightning_gpt.py --ci       a smaller model and less text, under 40 seconds
 
-Lightning starts the second rank itself. Ends with status 1 if the held-out loss did not fall far enough, or
-if the loaded module has another one.
+Lightning starts the second rank itself. The script exits with status 1 if the held-out loss does not fall far
+enough, or if the loaded module has a different held-out loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER = Path("runs") / "lightning-gpt"
 
 
 class GPTModule(LightningModule):
-    """An ordinary LightningModule: nothing in it knows of ZeRO."""
+    """An ordinary LightningModule without ZeRO code."""
 
     def __init__(self, layers: int, width: int, steps: int) -> None:
         super().__init__()
@@ -34,7 +34,10 @@ class GPTModule(LightningModule):
         self.model: SmallGPT | None = None
 
     def configure_model(self) -> None:
-        """Built here, the model is born sharded: no rank ever holds it whole."""
+        """Build the model here, so that its parameters are sharded during initialization.
+
+        No rank ever allocates the full model.
+        """
         if self.model is None:
             self.model = SmallGPT(self.hparams.layers, self.hparams.width, WINDOW)
 
@@ -71,7 +74,7 @@ def make_trainer(options: argparse.Namespace, steps: int, **arguments) -> Traine
 
 
 def main(options: argparse.Namespace) -> int:
-    # The second rank runs this file too: the cores are shared out.
+    # The second rank runs this file too, so each of the two ranks uses one core.
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     layers, width, steps, enough = (2, 64, 60, 0.75) if options.ci else (4, 128, 250, 0.55)
@@ -86,16 +89,16 @@ def main(options: argparse.Namespace) -> int:
 
     again = make_trainer(options, steps)
     found = again.validate(GPTModule(layers, width, steps), loaders[1], saver.best_model_path, verbose=False)
-    first, last = 5.545, float(saver.best_model_score)  # before training every byte is as likely: ln 256
+    first, last = 5.545, float(saver.best_model_score)  # ln 256: all bytes are equally likely at first
     if trainer.is_global_zero:
-        print(f"held-out loss: {first:.3f} before, {last:.3f} after {steps} steps of {options.devices} ranks")
+        print(f"held-out loss: {first:.3f} before, {last:.3f} after {steps} steps on {options.devices} ranks")
         print(f"loaded from {saver.best_model_path}: {found[0]['held_out_loss']:.3f}")
     return 0 if last < enough * first and abs(found[0]["held_out_loss"] - last) < 1e-5 * last else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ci", action="store_true", help="a smaller model and less text: under 40 s")
+    parser.add_argument("--ci", action="store_true", help="train a smaller model on less text, under 40 s")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--accelerator", default="cpu")

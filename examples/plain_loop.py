@@ -1,6 +1,6 @@
-"""A plain training loop under ZeRO-3. The three lines marked `zero_ext` are all it takes.
+"""A plain training loop with ZeRO-3. Only the three lines marked `zero_ext` differ from ordinary PyTorch.
 
-On two ranks, and again to resume on one:
+Train on two ranks, then resume on one:
 
     torchrun --nproc-per-node 2 examples/plain_loop.py
     python examples/plain_loop.py
@@ -23,7 +23,7 @@ STEPS_A_RUN = 200
 
 
 def teacher_data(samples: int = 4096) -> TensorDataset:
-    """Inputs [samples, 32] and what a fixed random network makes of them [samples, 8]."""
+    """Return random inputs [samples, 32] and the outputs [samples, 8] of a fixed random network for them."""
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     inputs = torch.randn(samples, 32)

@@ -1,9 +1,10 @@
-"""A small GPT in a Ray TorchTrainer with ZeRO-3, on a local cluster of two workers; resumed by one.
+"""Train a small GPT in a Ray TorchTrainer with ZeRO-3, on two local workers, and resume on one worker.
 
     python examples/ray_train.py            under three minutes on two cores
-    python examples/ray_train.py --ci       the same in little
+    python examples/ray_train.py --ci       a smaller model and less text, under 40 seconds
 
-Ends with status 1 if the loss did not fall far enough, or if the second run did not go on from the first.
+The script exits with status 1 if the loss does not fall far enough, or if the second run does not continue
+from the checkpoint of the first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zero_ext.zero import engine_of
 
 WINDOW = 128
 FOLDER = Path("runs").resolve() / "ray-train"
-# On one machine nobody is preempted and nobody reads metrics: each would be a process more for every run.
+# The preemption watcher and the metrics each start one more process per run, and one machine needs neither.
 ONE_MACHINE = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -38,7 +39,7 @@ ONE_MACHINE = {
 
 
 def train(settings: dict) -> None:
-    """Runs on every worker. Ray has started the process group; ``prepare`` takes it."""
+    """Train on one worker. Ray has started the process group, and ``prepare`` uses it."""
     torch.manual_seed(0)
     model = SmallGPT(settings["layers"], settings["width"], WINDOW)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -68,7 +69,7 @@ def run(workers: int, settings: dict) -> dict:
     trainer = TorchTrainer(
         train,
         train_loop_config=settings,
-        torch_config=TorchConfig(backend="gloo"),  # on GPUs leave it out: Ray takes NCCL
+        torch_config=TorchConfig(backend="gloo"),  # omit on GPUs, where Ray uses NCCL
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(name="gpt", storage_path=str(FOLDER)),
     )
@@ -81,7 +82,8 @@ def main(ci: bool) -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     examples = Path(__file__).resolve().parent
     paths = [str(examples), str(examples.parent), os.environ.get("PYTHONPATH", "")]
-    # Set here, before the cluster starts, its processes have it; a runtime_env would start other ones.
+    # The cluster's processes inherit variables that are set before it starts. A runtime_env would start new
+    # workers.
     os.environ.update(ONE_MACHINE, PYTHONPATH=os.pathsep.join(path for path in paths if path))
     ray.init(
         num_cpus=2,
@@ -101,5 +103,5 @@ def main(ci: bool) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ci", action="store_true", help="a smaller model and less text: under 40 s")
+    parser.add_argument("--ci", action="store_true", help="train a smaller model on less text, under 40 s")
     sys.exit(main(parser.parse_args().ci))

@@ -1,11 +1,11 @@
-"""Fine-tunes LoRA adapters over a base model that ZeRO-3 shards, offline, with TRL and PEFT.
+"""Fine-tune LoRA adapters on a base model that ZeRO-3 shards, with TRL and PEFT, without any download.
 
-`torchrun --nproc-per-node 2 examples/sft_lora_zero3.py [--folder FOLDER] [--ci]` takes under three minutes
-on two cores and exits with 1 if a promise is broken. A byte-level Llama first learns from docstrings of half
-of the standard library, sharded over the ranks; then adapters learn, from the other half, to say what a
-function does when given its name, while the frozen base lies in host memory. Held-out loss must fall, and
-plain PEFT must read the adapter to the same logits. `--ci` does a tenth of the steps on a quarter
-of the text, with a smaller model.
+`torchrun --nproc-per-node 2 examples/sft_lora_zero3.py [--folder FOLDER] [--ci]` takes under three minutes on
+two cores. It exits with status 1 if a check fails. First, a byte-level Llama is trained from scratch on the
+docstrings of half of the standard library, sharded across the ranks. Then LoRA adapters are trained on the
+other half to complete the name of a function with a description, while the frozen base is offloaded to host
+memory. The held-out loss must fall, and plain PEFT must load the adapter and compute the same logits. `--ci`
+runs a tenth of the steps on a quarter of the text, with a smaller model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ BASE_ON_HOST: dict[str, Any] = {"stage": 3, "offload": {"params": "host"}}
 
 
 def documented(quick: bool) -> list[dict[str, str]]:
-    """Name and first line of documentation of the standard library's functions and classes; ``quick`` reads
-    every fourth module."""
+    """Return the name and the first docstring line of the standard library's functions and classes.
+
+    Args:
+        quick: Read only every fourth module.
+    """
     found = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:: 4 if quick else 1]:
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -47,7 +50,7 @@ def documented(quick: bool) -> list[dict[str, str]]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and two more for padding and end."""
+    """Return a tokenizer with one token per byte, one for padding and one for the end."""
     letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -56,7 +59,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_model(tokens: int, quick: bool) -> LlamaForCausalLM:
-    """Half a million parameters, ``quick`` a fifth of that; the same on all ranks."""
+    """Return a Llama of half a million parameters (``quick``: a fifth of that), the same on all ranks."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -73,7 +76,7 @@ def random_model(tokens: int, quick: bool) -> LlamaForCausalLM:
 
 
 def settings(folder: Path, steps: int, learning_rate: float) -> SFTConfig:
-    """On the CPU, in fp32, with a line of progress every tenth of the way."""
+    """Return arguments for training on the CPU in fp32 that log ten times per run."""
     return SFTConfig(
         output_dir=str(folder),
         max_steps=steps,
@@ -93,7 +96,7 @@ def settings(folder: Path, steps: int, learning_rate: float) -> SFTConfig:
 
 
 def train_base(folder: Path, rows: list[dict[str, str]], steps: int, quick: bool) -> None:
-    """The base model, from random weights; written as ``from_pretrained`` reads it."""
+    """Train the base model from random weights and save it in the format that ``from_pretrained`` loads."""
     words = byte_tokenizer()
     trainer = ZeroSFTTrainer(
         model=random_model(len(words), quick),
@@ -107,7 +110,7 @@ def train_base(folder: Path, rows: list[dict[str, str]], steps: int, quick: bool
 
 
 def train_adapter(base: Path, folder: Path, rows: list[dict[str, str]], steps: int) -> list[str]:
-    """Adapters over the sharded base; returns the promises that were broken."""
+    """Train adapters on the sharded base and return a message for each failed check."""
     trainer = ZeroSFTTrainer(
         model=LlamaForCausalLM.from_pretrained(base),
         args=settings(folder, steps, 1e-2),
@@ -130,23 +133,21 @@ def train_adapter(base: Path, folder: Path, rows: list[dict[str, str]], steps: i
     if trainer.is_world_process_zero():
         size = (folder / "adapter_model.safetensors").stat().st_size
         print(f"held-out loss {before:.3f} before, {after:.3f} after {steps} steps")
-        print(
-            f"a rank holds {state['params']:,} bytes of parameters, {state['optimizer']:,} of optimizer state"
-        )
-        print(f"the adapter has {size:,} bytes; plain PEFT's logits differ by {apart:.1e} at most")
+        print(f"bytes per rank: {state['params']:,} of parameters, {state['optimizer']:,} of optimizer state")
+        print(f"the adapter has {size:,} bytes, the logits of plain PEFT differ by at most {apart:.1e}")
     broken = []
     if not after < before:
-        broken.append(f"held-out loss did not fall: {before} before, {after} after")
+        broken.append(f"held-out loss: expected below {before} (before training), got {after}")
     if not apart < 1e-4:
-        broken.append(f"logits of plain PEFT differ by {apart}")
+        broken.append(f"logits of plain PEFT: expected a difference below 1e-4, got {apart}")
     return broken
 
 
 def main() -> int:
-    """Both runs; the exit status."""
+    """Train the base model and the adapters, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs") / "sft-lora")
-    parser.add_argument("--ci", action="store_true", help="a tenth of the steps, a smaller model, less text")
+    parser.add_argument("--ci", action="store_true", help="fewer steps, a smaller model and less text")
     options = parser.parse_args()
     disable_progress_bars()
     steps = 15 if options.ci else 150

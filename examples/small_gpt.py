@@ -1,4 +1,4 @@
-"""What the examples train: a small GPT over bytes in plain PyTorch, and real text for it."""
+"""A small byte-level GPT in plain PyTorch and its text, for the Lightning and Ray examples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Ids [batch, time] to logits [batch, time, 256]; the head is tied to the embedding."""
+    """A GPT that maps ids [batch, time] to logits [batch, time, 256], with the head tied to the embedding."""
 
     def __init__(self, layers: int, width: int, window: int, heads: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class SmallGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
-        # Alike: places with torch's deviation of 1 would drown the tokens, and bytes alone would be learnt.
+        # Both embeddings need the same small deviation. Torch's default of 1 for positions would drown out
+        # the tokens, and the model would learn only byte frequencies.
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.head.weight = self.tokens.weight
@@ -55,12 +56,17 @@ class SmallGPT(nn.Module):
 
 
 def language_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of predicting each byte of ids [batch, time] from those before it."""
+    """Return the mean cross-entropy in nats per byte for predicting each next byte of ids [batch, time]."""
     logits = model(ids)
     return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def text_windows(window: int, quick: bool) -> tuple[ByteWindows, ByteWindows]:
-    """Training and held-out windows of the documentation that every Python carries; ``quick`` takes less."""
+    """Return training and held-out windows of the documentation that ships with Python.
+
+    Args:
+        window: Bytes per window.
+        quick: Read only the docstrings of asyncio and the language topics.
+    """
     corpus: Corpus = gather_corpus(STANDARD_LIBRARY / "asyncio" if quick else STANDARD_LIBRARY)
     return ByteWindows(corpus.training, window), ByteWindows(corpus.held_out, window)

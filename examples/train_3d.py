@@ -1,12 +1,13 @@
-"""Pipeline stages, parts of tensors and replicas whose state ZeRO shards, on one node or several.
+"""Train with pipeline parallelism, tensor parallelism and ZeRO across replicas, on one node or several.
 
     torchrun --nproc-per-node 4 examples/train_3d.py --pp 2
-    examples/multi_node/node.sh 2 10.0.0.1 examples/train_3d.py --pp 2 --tp 2      # the same on both nodes
+    examples/multi_node/node.sh 2 10.0.0.1 examples/train_3d.py --pp 2 --tp 2      # on both nodes
     sbatch --export ALL,SCRIPT=examples/train_3d.py examples/slurm/train.sbatch --pp 2 --tp 2
 
-Replicas are what `--pp` and `--tp` leave over of the ranks. Neighbouring ranks have parts of the same
-tensors, ranks further apart are replicas, the furthest are stages: what speaks most stays inside a node. The
-model is small and trains on CPUs. A run goes on from the newest checkpoint, under other lengths too.
+The number of replicas is the number of ranks divided by `--pp` and `--tp`. In the mesh, `tp` varies fastest,
+then `dp`, then `pp`, so the axes with the most communication stay inside a node. The model is small and
+trains on CPUs. A run resumes from the newest checkpoint, which a run with other `--pp` and `--tp` may have
+saved.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ TEXT = sorted(Path(__file__).parent.glob("*.py"))
 
 
 def settings_of(steps: int) -> ThreeDSettings:
-    """The demonstration's model for so many steps."""
+    """Return the settings of the 3D demonstration for the given number of steps."""
     return ThreeDSettings(steps=steps, epsilon=1e-3, learning_rate=3e-3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--tp", type=int, default=1, help="parts of tensors")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
-    parser.add_argument("--steps", type=int, default=60, help="steps, those of earlier runs counted")
+    parser.add_argument("--steps", type=int, default=60, help="total steps, including those of earlier runs")
     chosen = parser.parse_args()
     settings = settings_of(chosen.steps)
 

@@ -1,13 +1,14 @@
-"""Hugging Face's Trainer with ZeRO-3 on a small Llama and real text; nothing is downloaded.
+"""Train a small Llama on real text with Hugging Face's Trainer and ZeRO-3, without any download.
 
     python examples/trainer_llama.py
     torchrun --nproc-per-node 2 examples/trainer_llama.py [--ci] [--zero FILE.json] [--out FOLDER]
 
-It trains a byte-level Llama with random weights on the docstrings of Python's standard library, evaluates,
-stops half-way and resumes from the checkpoint, writes the model as transformers does, reads it back with
-`from_pretrained` straight into shards, and lets it write a little. Two lines differ from a script without
-zero_ext: the import, and `zero_config=`. `--ci` is the same in under 40 seconds. The status is 1 if the
-held-out loss does not fall below the entropy of single bytes (`--ci`: below its start).
+The script trains a byte-level Llama with random weights on the docstrings of Python's standard library. It
+stops half-way and resumes from the checkpoint. Then it saves the model in the format of transformers, loads
+it with `from_pretrained` directly into shards, and generates some text. Only two lines differ from a script
+without zero_ext: the import and `zero_config=`. `--ci` does the same with a smaller model in under 40
+seconds. The exit status is 1 if the held-out loss does not fall below the byte-unigram entropy (`--ci`: below
+its start), or if the loaded model has a different one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SAMPLES_A_STEP = 16
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 tokens, one a byte; token 0 ends a text."""
+    """Return a tokenizer with one token per byte. Token 0 marks the end of a text."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte_of = {chr(byte): byte for byte in printable}
@@ -60,7 +61,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def arguments(folder: Path, quick: bool) -> TrainingArguments:
-    """What the Trainer is told; zero_config takes batch sizes, rates and clipping from here."""
+    """Return the Trainer's arguments, which also set batch sizes, learning rate and clipping of ZeRO."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     steps = STEPS[quick]
     return TrainingArguments(
@@ -87,17 +88,17 @@ def arguments(folder: Path, quick: bool) -> TrainingArguments:
 
 
 class StopMidway(TrainerCallback):
-    """Ends the first run at its checkpoint, as a time limit would."""
+    """Callback that ends the first run at its checkpoint, as a time limit would."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = True
 
 
 def command_line() -> argparse.Namespace:
-    """What was asked for."""
-    parser = argparse.ArgumentParser(description="Hugging Face's Trainer with ZeRO-3 on a small Llama")
-    parser.add_argument("--ci", action="store_true", help="a smaller model and fewer steps")
-    parser.add_argument("--zero", help="a configuration, native or DeepSpeed's JSON (default: stage 3)")
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description="Train a small Llama with Hugging Face's Trainer and ZeRO-3")
+    parser.add_argument("--ci", action="store_true", help="train a smaller model for fewer steps")
+    parser.add_argument("--zero", help="configuration file, native or DeepSpeed JSON (default: stage 3)")
     parser.add_argument("--out", type=Path, default=Path("runs") / "trainer-llama")
     return parser.parse_args()
 
@@ -158,9 +159,10 @@ def main() -> int:
     enough = end < (start if options.ci else bound) and math.isclose(read, end, rel_tol=1e-2)
     if args.process_index == 0:
         print(f"\n{text!r}\n")
-        print(f"held-out loss {start:.3f} -> {end:.3f} nats a byte, read back {read:.3f}; bytes {bound:.3f}")
-        print(f"a model for from_pretrained: {options.out / 'model'}")
-        print("ok" if enough else "FAILED: the loss did not fall far enough, or changed by saving")
+        print(f"held-out loss {start:.3f} -> {end:.3f} nats per byte, {read:.3f} after loading")
+        print(f"byte-unigram entropy {bound:.3f} nats per byte")
+        print(f"saved for from_pretrained: {options.out / 'model'}")
+        print("ok" if enough else "FAILED: the loss did not fall far enough, or saving changed it")
     return 0 if enough else 1
 
 

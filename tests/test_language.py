@@ -54,6 +54,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "zero_ext").rglob("*.md")),
     *sorted((ROOT / "csrc").rglob("*.md")),
@@ -62,6 +63,7 @@ PACKAGES = sorted(path.parent for path in (ROOT / "zero_ext").glob("*/__init__.p
 FILES = {
     "pages": PAGES,
     "zero_ext": sorted((ROOT / "zero_ext").glob("*.py")),
+    "examples": sorted((ROOT / "examples").rglob("*.py")),
     **{package.name: sorted(package.rglob("*.py")) for package in PACKAGES},
 }
 

@@ -1,1 +1,1 @@
-"""The parts of the demonstration; `python examples/demo.py` runs them."""
+"""Modules of the main demonstration, which `python examples/demo.py` runs."""

@@ -1,4 +1,4 @@
-"""Charts as PNG, and as SVG that shows the value under the pointer."""
+"""Save charts as PNG, and as SVG that shows the value under the pointer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 SVG = "http://www.w3.org/2000/svg"
-MOST_POINTS = 200  # of a line that show their value
+MOST_POINTS = 200  # points per line with a tooltip
 
 
 def save_chart(figure: Figure, path: Path) -> None:
-    """Writes a PNG to `path`, and next to it an SVG whose points and bars have their values as titles."""
+    """Write a PNG to `path`, and next to it an SVG with the value of every point and bar as its title."""
     figure.savefig(path, dpi=130)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -36,7 +36,7 @@ def _points(axes: Axes, figure: Figure) -> Iterator[tuple[str, dict[str, str], s
     for line in axes.lines:
         shown = list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         if line.get_transform() != axes.transData or len(shown) < 2:
-            continue  # a line over the whole width or height
+            continue  # a reference line across the full width or height
         for x, y in shown[:: -(-len(shown) // MOST_POINTS)]:
             left, top = _at(axes, figure, x, y)
             yield "circle", {"cx": f"{left:.1f}", "cy": f"{top:.1f}", "r": "5"}, _title(axes, line, y, x)
@@ -64,6 +64,6 @@ def _title(axes: Axes, artist: object, y: float, x: float | None = None) -> str:
 
 
 def _at(axes: Axes, figure: Figure, x: float, y: float) -> tuple[float, float]:
-    """Where a point of the data is in the SVG, which counts points from the upper left corner."""
+    """Return the SVG coordinates of a data point, in points from the upper left corner."""
     left, bottom = axes.transData.transform((x, y)) * 72 / figure.dpi
     return left, figure.get_figheight() * 72 - bottom

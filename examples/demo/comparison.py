@@ -1,4 +1,4 @@
-"""One row per run of the same steps: what was measured, beside what the formulas say."""
+"""Compare the measurements of runs of the same steps with the formulas, one row per run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_KINDS = ("params", "grads", "optimizer")
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one run; bytes are those of the rank that holds or sends most."""
+    """Measurements of one run, with the bytes of the rank that stores or sends the most."""
 
     name: str
     stage: int
@@ -37,7 +37,7 @@ class Row:
 
 
 def compare(folder: Path, parameters: int) -> list[Row]:
-    """Rows of the plain loop and of stages 0 to 3, from the records in `folder`."""
+    """Return the rows of the plain loop and of stages 0 to 3, from the records in `folder`."""
     state = TrainingState({"bf16": parameters})
     rows = [_row("plain", 0, 1, read_records(folder, "plain"), state)]
     for stage in range(4):
@@ -63,13 +63,13 @@ def _row(name: str, stage: int, ranks: int, records: list[dict[str, Any]], state
 
 
 def loss_difference(row: Row, reference: Row) -> float:
-    """Largest relative difference between two runs' losses of the same steps; NaN if any is NaN."""
+    """Return the largest relative difference between the losses of two runs, or NaN if any loss is NaN."""
     apart = [abs(one / other - 1) for one, other in zip(row.losses, reference.losses, strict=True)]
     return max(apart, key=lambda difference: (math.isnan(difference), difference))
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """What contradicts the promise of equal losses and of the formulas, in words; empty if nothing does."""
+    """Return a message for each check of losses, memory and traffic that failed."""
     plain, first, *_ = rows
     found = []
     for row in rows[1:]:
@@ -78,25 +78,28 @@ def failures(rows: list[Row]) -> list[str]:
     apart = loss_difference(first, plain)
     if not apart <= SETTINGS.plain_tolerance:
         found.append(
-            f"{first.name}: losses are {apart:.2e} (relative) from the plain loop's, "
+            f"{first.name}: losses differ by {apart:.2e} (relative) from the plain loop's, "
             f"more than {SETTINGS.plain_tolerance:g}"
         )
     for row in rows:
         if not abs(row.excess) <= SETTINGS.memory_tolerance:
             found.append(
-                f"{row.name}: {row.measured.total} bytes of model state on a rank, {row.formula.total} by "
-                f"the formula, more than {SETTINGS.memory_tolerance:.0%} apart"
+                f"{row.name}: {row.measured.total} bytes of model state per rank differ by more than "
+                f"{SETTINGS.memory_tolerance:.0%} from the formula's {row.formula.total}"
             )
         if not abs(row.sent - row.sent_by_formula) <= SETTINGS.memory_tolerance * row.sent_by_formula:
-            found.append(f"{row.name}: {row.sent} bytes sent a step, {row.sent_by_formula} by the formula")
+            found.append(
+                f"{row.name}: {row.sent} bytes sent per step differ by more than "
+                f"{SETTINGS.memory_tolerance:.0%} from the formula's {row.sent_by_formula}"
+            )
     return found
 
 
-HEADINGS = ("run", "loss", "off plain", "state", "formula", "off", "s a step", "sent", "formula")
+HEADINGS = ("run", "loss", "vs. plain", "state", "formula", "diff.", "s/step", "sent", "formula")
 
 
 def cells(row: Row, plain: Row) -> list[str]:
-    """The row as text under `HEADINGS`: last loss, state and sent bytes in megabytes (10^6) a rank."""
+    """Return the cells for `HEADINGS`: the last loss, state and sent bytes in MB (10^6) per rank."""
     return [
         f"{row.name} ×{row.ranks}",
         f"{row.losses[-1]:.5f}",
@@ -111,5 +114,5 @@ def cells(row: Row, plain: Row) -> list[str]:
 
 
 def megabytes(count: int) -> str:
-    """Bytes as text in units of 10^6."""
+    """Format a number of bytes in units of 10^6."""
     return f"{count / MEGA:.1f}"

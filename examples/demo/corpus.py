@@ -1,8 +1,8 @@
-"""Real text that every Python installation carries, as bytes: language topics and docstrings.
+"""Real text that ships with every Python installation, as bytes: language topics and docstrings.
 
-A document is one of `pydoc`'s language topics, or all docstrings of one standard-library module (found by
-`ast`: nothing is imported or run). Whole documents go to one side of the split by a hash of their name,
-and a text that occurs twice counts once, so that held-out text is unseen text.
+A document is one of `pydoc`'s language topics, or all docstrings of one standard-library module. Docstrings
+are parsed with `ast`, and nothing is imported or run. A hash of its name assigns each document to one side of
+the split. Text that occurs twice is used once, so that no held-out text occurs in the training text.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out text, each a uint8 tensor [bytes]; every text ends with a zero byte."""
+    """Training and held-out text, each a uint8 tensor [bytes], with a zero byte at the end of every text."""
 
     training: Tensor
     held_out: Tensor
 
     def write(self, folder: Path) -> None:
-        """Keeps the two sides as plain bytes in `folder`, so that every process need not gather them."""
+        """Save both sides as plain bytes in `folder`, so that other processes need not gather them again."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "training.txt").write_bytes(self.training.numpy().tobytes())
         (folder / "held_out.txt").write_bytes(self.held_out.numpy().tobytes())
 
     @staticmethod
     def read(folder: Path) -> Corpus:
-        """What `write` kept."""
+        """Load the corpus that `write` saved in `folder`."""
         return Corpus(
             _as_tensor([(folder / "training.txt").read_bytes()]),
             _as_tensor([(folder / "held_out.txt").read_bytes()]),
@@ -53,7 +53,7 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, text: Tensor, length: int) -> None:
         if text.numel() < length:
-            raise ValueError(f"the text has {text.numel()} bytes, fewer than one window of {length}")
+            raise ValueError(f"text: expected at least {length} bytes (one window), got {text.numel()}.")
         self.windows = text[: text.numel() // length * length].view(-1, length)
 
     def __len__(self) -> int:
@@ -64,13 +64,13 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"input_ids": window, "labels": window}
 
     def spread(self, count: int) -> Tensor:
-        """`count` windows evenly spread over the text, int64 [count, length]."""
+        """Return `count` windows at even distances in the text, int64 [count, length]."""
         starts = torch.arange(count) * len(self) // count
         return self.windows[starts].to(torch.int64)
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Entropy in nats per byte of `text` under its own byte frequencies.
+    """Return the entropy of `text` under its own byte frequencies, in nats per byte.
 
     No model that ignores context can reach a lower loss on this text.
     """
@@ -80,7 +80,7 @@ def unigram_entropy(text: Tensor) -> float:
 
 
 def gather_corpus(library: Path = STANDARD_LIBRARY) -> Corpus:
-    """Language topics and the docstrings below `library`, split the same way on every run."""
+    """Return the language topics and the docstrings below `library`, with the same split in every run."""
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     seen: set[str] = set()
     for name, texts in sorted([*_topics(), *_modules(library)]):
@@ -109,7 +109,7 @@ def _docstrings(path: Path) -> list[str]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return []  # a template or a file for another Python version: no documentation to take
+        return []  # a template, or a file for another version of Python
     texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
     return [text for text in texts if text]
 

@@ -1,4 +1,4 @@
-"""The report's two pictures."""
+"""Plots of loss and memory for the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _save(axes: Axes, path: Path) -> None:
 
 
 def draw_loss(run: TrainingRun, path: Path) -> None:
-    """Training loss of every step, held-out loss where it was taken, and the two bars."""
+    """Plot the training loss of every step, the measured held-out losses and their two upper bounds."""
     axes = _axes(f"Byte-level Llama, {run.parameters / MEGA:.0f}M parameters, ZeRO-3: loss")
     axes.plot(
         range(1, len(run.losses) + 1), run.losses, color=BLUE, linewidth=1.3, label="training, each step"
@@ -71,8 +71,8 @@ def draw_loss(run: TrainingRun, path: Path) -> None:
 
 
 def draw_memory(rows: list[Row], path: Path) -> None:
-    """One bar per run, stacked by state kind; a black line marks the formula."""
-    axes = _axes("Model state a rank: measured (bars) and by formula (line)")
+    """Plot one bar per run, stacked by state kind, with a black line at the value of the formula."""
+    axes = _axes("Model state per rank: measured (bars) and by formula (lines)")
     axes.grid(axis="x", visible=False)
     bases = [0.0] * len(rows)
     for kind in STATE_KINDS:

@@ -1,4 +1,4 @@
-"""The folder that a demonstration reports into."""
+"""Set up the report folder of a demonstration and pass settings to its processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ SETTINGS_FILE = "settings.json"
 
 
 def clear(folder: Path, mark: str) -> None:
-    """Removes what an earlier demonstration left; refuses a folder with anything but no file `mark`."""
+    """Empty the folder of an earlier report.
+
+    Raises:
+        SystemExit: The folder has files but no file named `mark`, so it is not a report folder.
+    """
     if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
+        raise SystemExit(f"{folder}: expected an empty folder or an earlier report. Pass another folder.")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def write_settings(settings: Any, folder: Path) -> None:
-    """Leaves `settings`, a dataclass, in `folder` for the processes that a demonstration starts."""
+    """Save the dataclass `settings` in `folder` for the processes that a demonstration starts."""
     (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings), indent=1))
 
 
 def read_settings(kind: type[Settings], folder: Path) -> Settings:
-    """What `write_settings` left, of that kind."""
+    """Load the settings that `write_settings` saved, as an instance of `kind`."""
     return kind(**json.loads((folder / SETTINGS_FILE).read_text()))

@@ -1,4 +1,4 @@
-"""The model, its optimizer and schedule, and its held-out loss: ordinary PyTorch, no ZeRO in sight."""
+"""The model, its optimizer and schedule, held-out loss and sampling, in ordinary PyTorch without ZeRO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES = 256
 
 
 def build_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A Llama over bytes with random weights of `dtype`, the same on every rank and in every run."""
+    """Return a byte-level Llama with random weights of `dtype`, the same on every rank and in every run."""
     torch.manual_seed(shape.seed)
     config = LlamaConfig(
         vocab_size=BYTES,
@@ -29,7 +29,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LlamaF
         pad_token_id=None,
     )
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # born in it: an fp32 model to convert would be twice as large as bf16
+    torch.set_default_dtype(dtype)  # an fp32 model to convert would be twice as large
     try:
         return LlamaForCausalLM(config)
     finally:
@@ -37,12 +37,12 @@ def build_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LlamaF
 
 
 def build_optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
-    """AdamW as language models are usually trained."""
+    """Return AdamW with the usual hyperparameters for language models."""
     return torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return a linear warm-up followed by a cosine decay to a tenth of the learning rate."""
 
     def factor(step: int) -> float:
         done = min(step / settings.steps, 1.0)
@@ -53,7 +53,10 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> Lamb
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, windows: Tensor) -> float:
-    """Mean loss in nats per byte over `windows` [count, length]. All ranks call it: stage 3 gathers."""
+    """Return the mean loss over `windows` [count, length] in nats per byte.
+
+    All ranks must call this function, because stage 3 gathers parameters in the forward pass.
+    """
     model.eval()
     losses = [model(input_ids=share, labels=share).loss.double() for share in windows.split(16)]
     model.train()
@@ -64,7 +67,7 @@ def held_out_loss(model: nn.Module, windows: Tensor) -> float:
 def sample_text(
     model: LlamaForCausalLM, settings: Settings, prompt: str = "Return a new ", length: int = 240
 ) -> str:
-    """Continues `prompt` by `length` bytes drawn from the model; what does not print shows as `?`."""
+    """Continue `prompt` with `length` bytes sampled from the model. Unprintable characters become `?`."""
     torch.manual_seed(settings.seed)
     model.eval()
     seen = torch.tensor([list(prompt.encode())])

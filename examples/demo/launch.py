@@ -1,4 +1,4 @@
-"""Starts the demonstration's runs as processes of their own, under torchrun where there are several ranks."""
+"""Start the runs of a demonstration as separate processes, with torchrun if there are several ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def launch(module: str, ranks: int, *arguments: object) -> None:
-    """Runs `python -m module arguments` on `ranks` ranks, all cores shared out among them, and waits.
+    """Run `python -m module arguments` on `ranks` ranks that share all cores, and wait.
 
-    Raises subprocess.CalledProcessError when a rank fails; its own message is on stderr then.
+    Raises:
+        subprocess.CalledProcessError: A rank failed. Its own message is on stderr.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // ranks)
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads crawl where other processes want the cores too
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads are slow when other processes use the cores
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -1,4 +1,4 @@
-"""A demonstration's report as Markdown, and as one HTML page that loads nothing: pictures are inside it."""
+"""Write the report of a demonstration as Markdown, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ PAGE = "report.html"
 
 
 def write_page(folder: Path, lines: Sequence[str]) -> Path:
-    """Writes `report.md` and `report.html` into `folder`, which has the pictures; returns the latter."""
+    """Write `report.md` and `report.html` to `folder`, which has the plots.
+
+    Returns:
+        The path of `report.html`.
+    """
     text = "\n".join(lines)
     (folder / "report.md").write_text(text, encoding="utf-8")
     body = markdown.markdown(text, extensions=["tables", "fenced_code"])
@@ -33,7 +37,7 @@ def write_page(folder: Path, lines: Sequence[str]) -> Path:
 
 
 def _embedded(path: Path, name: str) -> str:
-    """The chart that shows values under the pointer where there is one, else the picture."""
+    """Return the HTML of the SVG chart if there is one, otherwise of the PNG."""
     chart = path.with_suffix(".svg")
     if chart.exists():
         return f'<div class="scroll chart">{chart.read_text(encoding="utf-8")}</div>'

@@ -1,8 +1,8 @@
-"""The same steps in a plain one-process loop, without ZeRO: what the stages are held against.
+"""Run the same steps in a plain loop in one process without ZeRO, as the reference for all stages.
 
-Mixed precision as usual: bf16 parameters, fp32 master weights that the optimizer owns. The global batch goes
-through in as many micro-batches as there are ranks elsewhere, so that gradients round to bf16 at the same
-places.
+The loop uses ordinary mixed precision: bf16 parameters, and fp32 master weights that the optimizer updates.
+It splits the global batch into as many micro-batches as the other runs have ranks, so that gradients are
+rounded to bf16 at the same points.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zero_ext.data import ShardedLoader
 
 
 class MasterWeights:
-    """fp32 copies of bf16 parameters, stepped in their place."""
+    """fp32 copies of bf16 parameters that the optimizer updates instead of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
-        for parameter in self.parameters:  # not model.to(): the rotary frequencies, a buffer, stay fp32
+        for parameter in self.parameters:  # model.to() would convert the rotary frequencies
             parameter.data = parameter.data.to(torch.bfloat16)
         self.optimizer = build_optimizer(self.masters, SETTINGS)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clips and applies the bf16 gradients, then rounds the masters into the parameters."""
+        """Clip and apply the bf16 gradients, then round the master weights into the parameters."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None
@@ -44,7 +44,10 @@ class MasterWeights:
             parameter.copy_(master)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by state kind, counted over the live tensors; gradients are those of the backward pass."""
+        """Return the bytes of each state kind, measured on the tensors.
+
+        The gradients count with the size of the parameters, because `step` has already released them.
+        """
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         owned: list[Tensor] = [*self.masters, *(value for value in moments if value.dim())]
         params = sum(parameter.nbytes for parameter in self.parameters)

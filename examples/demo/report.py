@@ -1,4 +1,4 @@
-"""The report: pictures, tables, sample and verdict in one page."""
+"""Write the report with plots, tables, a text sample and the result of all checks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from demo.training_run import TrainingRun
 def write_report(
     folder: Path, run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
 ) -> Path:
-    """Writes the report and its pictures into `folder`; returns the page's path."""
+    """Write the report and its plots to `folder` and return the path of the page."""
     draw_loss(run, folder / "loss.png")
     draw_memory(rows, folder / "memory.png")
     return write_page(folder, _page(run, rows, failures, seconds))
 
 
 def summary(run: TrainingRun) -> list[str]:
-    """The training run in a few lines of plain text."""
+    """Return a summary of the training run as lines of plain text."""
     first, second = run.ranks
     return [
         f"held-out loss at the start          {run.held_out_start:.3f} nats per byte",
         f"after {SETTINGS.save_at} steps on {first} ranks           {run.held_out_saved:.5f}",
-        f"the same, resumed on {second} rank         {run.held_out_resumed:.5f}",
+        f"after resuming on {second} rank            {run.held_out_resumed:.5f}",
         f"after {SETTINGS.steps} steps                      {run.held_out_end:.3f}",
-        f"bar: byte-unigram entropy           {run.unigram_entropy:.3f}",
-        f"bar: {SETTINGS.loss_bar:g} x start                    {SETTINGS.loss_bar * run.held_out_start:.3f}",
+        f"bound: byte-unigram entropy         {run.unigram_entropy:.3f}",
+        f"bound: {SETTINGS.loss_bar:g} x start                  {SETTINGS.loss_bar * run.held_out_start:.3f}",
     ]
 
 
 def _page(run: TrainingRun, rows: list[Row], failures: list[str], seconds: float) -> list[str]:
+    lines = [f"- {failure}" for failure in failures]
     return [
         "# Demonstration of zero_ext",
         "",
-        f"A byte-level Llama with {run.parameters:,} parameters, trained on the documentation that Python",
-        f"carries, bf16 with fp32 master weights. The whole took {seconds:.0f} s.",
+        f"A byte-level Llama with {run.parameters:,} parameters is trained on the documentation that ships",
+        f"with Python, in bf16 with fp32 master weights. The demonstration took {seconds:.0f} s.",
         "",
-        "**" + ("Failed:** " + "; ".join(failures) if failures else "All checks passed.**"),
+        *(["**Failed:**", "", *lines] if lines else ["**All checks passed.**"]),
         "",
         "## Training with ZeRO-3",
         "",
@@ -51,7 +52,7 @@ def _page(run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
         "",
         "![loss](loss.png)",
         "",
-        f"A sample at the end, unjudged (drawn at temperature 0.8 after {SETTINGS.steps} steps):",
+        f"A sample of generated text at temperature 0.8 after {SETTINGS.steps} steps, which is not checked:",
         "",
         "```",
         *run.sample.replace("```", "'''").splitlines(),
@@ -59,16 +60,18 @@ def _page(run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
         "",
         "## The same steps at every stage",
         "",
-        f"{SETTINGS.compared_steps} steps from the same start on the same {SETTINGS.global_batch} windows of "
-        f"{SETTINGS.window} bytes a step; `×` counts ranks.",
-        "`state` is what a rank keeps of parameters, gradients and optimizer, by the engine's ledger, and",
-        "`sent` what it sends in a step, both in MB (10⁶ bytes) beside the formulas. All stages' losses must",
-        f"be equal to the last bit; the plain loop's may differ by {SETTINGS.plain_tolerance:g} (relative):",
-        "AdamW's last fp32 bit differs, and with it the rounding of a few weights to bf16.",
+        f"Each run trains {SETTINGS.compared_steps} steps from the same start, on the same "
+        f"{SETTINGS.global_batch} windows of {SETTINGS.window} bytes per step.",
+        "The number after `×` is the number of ranks. `state` is the size of parameters, gradients and",
+        "optimizer state per rank, from the engine's memory breakdown. `sent` is the traffic per rank and",
+        "step. Both are in MB (10⁶ bytes), and each is followed by the value of its formula. The losses of",
+        "all stages must be bitwise equal. Those of the plain loop may differ by a relative",
+        f"{SETTINGS.plain_tolerance:g}, because torch's AdamW differs in the last bit of fp32, which changes",
+        "the rounding of a few weights to bf16.",
         "",
         *markdown_table(HEADINGS, [cells(row, rows[0]) for row in rows]),
         "",
-        "Of the state, by kind:",
+        "Model state by kind, in MB per rank:",
         "",
         *markdown_table(("run", *STATE_KINDS), [_kinds(row) for row in rows]),
         "",
@@ -82,7 +85,7 @@ def _kinds(row: Row) -> list[str]:
 
 
 def markdown_table(headings: Sequence[str], lines: list[list[str]]) -> list[str]:
-    """The lines of a table, its first column to the left and the others to the right."""
+    """Return the lines of a Markdown table, with all columns but the first right-aligned."""
     return [
         "| " + " | ".join(headings) + " |",
         "|---" + "|---:" * (len(headings) - 1) + "|",

@@ -1,4 +1,4 @@
-"""Every number of the demonstration in one place."""
+"""Settings of the main demonstration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a byte-level Llama is built from; `window` is the bytes of text it sees at once."""
+    """Shape of a byte-level Llama. `window` is its sequence length in bytes."""
 
     hidden_size: int = 640
     layers: int = 5
@@ -22,16 +22,16 @@ class Settings(ModelShape):
     """A byte-level Llama of about 25 million parameters, sized to learn within a minute on two cores.
 
     Attributes:
-        global_batch: windows of `window` bytes in a step, whatever the number of ranks.
-        steps, save_at: steps of the whole run, and the step at which it changes its world size.
-        held_out_windows: windows that the held-out loss is taken over.
-        compared_steps: steps that every stage and the plain loop repeat.
-        loss_bar: the held-out loss must end below this fraction of its start.
-        resume_tolerance: relative change of the held-out loss that a resume at another world size may cause.
-        plain_tolerance: relative difference allowed between the plain loop's losses and ZeRO's: torch's
-            AdamW and the one-pass step differ in the last bit of fp32, which turns the rounding of a few
+        global_batch: Windows of `window` bytes per step, over all ranks.
+        steps, save_at: Steps of the full run, and the step at which the world size changes.
+        held_out_windows: Windows for the held-out loss.
+        compared_steps: Steps that every stage and the plain loop run.
+        loss_bar: The held-out loss must end below this fraction of its start.
+        resume_tolerance: Allowed relative change of the held-out loss after resuming at another world size.
+        plain_tolerance: Allowed relative difference between the losses of the plain loop and of ZeRO. Torch's
+            AdamW and the one-pass step differ in the last bit of fp32, which changes the rounding of a few
             weights to bf16.
-        memory_tolerance: relative difference allowed between measured bytes and the formula.
+        memory_tolerance: Allowed relative difference between measured bytes and the formula.
     """
 
     global_batch: int = 8
@@ -50,7 +50,7 @@ class Settings(ModelShape):
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes of text in one step, over all ranks."""
+        """Bytes of text per step, over all ranks."""
         return self.global_batch * self.window
 
 

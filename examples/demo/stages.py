@@ -1,6 +1,6 @@
-"""The same steps under one ZeRO stage after the other, in one process a rank; started by torchrun.
+"""Run the same steps with each ZeRO stage in turn.
 
-`torchrun --nproc-per-node 2 -m demo.stages FOLDER`
+Command: `torchrun --nproc-per-node 2 -m demo.stages FOLDER`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE_KINDS = ("params", "grads", "optimizer")
 
 
 def run_stage(stage: int, windows: ByteWindows) -> dict[str, Any]:
-    """Trains `compared_steps` steps from the common start; returns this rank's figures."""
+    """Train `compared_steps` steps from the common start and return the record of this rank."""
     model = build_model(SETTINGS)
     optimizer = build_optimizer(model.parameters(), SETTINGS)
     config = {"stage": stage, "precision": {"dtype": "bf16"}, "gradient_clipping": SETTINGS.clip}

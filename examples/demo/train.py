@@ -1,6 +1,6 @@
-"""Trains to a given step with ZeRO-3, from the newest checkpoint if there is one, at any number of ranks.
+"""Train to a given step with ZeRO-3 on any number of ranks, from the newest checkpoint if there is one.
 
-Started by torchrun: `torchrun --nproc-per-node 2 -m demo.train FOLDER UNTIL [sample]`.
+Command: `torchrun --nproc-per-node 2 -m demo.train FOLDER UNTIL [sample]`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG = {"stage": 3, "precision": {"dtype": "bf16"}, "gradient_clipping": SETTI
 
 
 class Trainer:
-    """Model, optimizer, schedule and data, prepared and brought to the newest checkpoint."""
+    """Model, optimizer, schedule and data, with the newest checkpoint loaded."""
 
     def __init__(self, folder: Path) -> None:
         corpus = Corpus.read(folder)
@@ -46,7 +46,7 @@ class Trainer:
         self.step = self._resume() if self.checkpoints.exists() else 0
 
     def run(self, until: int) -> list[float]:
-        """Trains to step `until`; returns this rank's loss of each step."""
+        """Train to step `until` and return this rank's loss of each step."""
         losses: list[float] = []
         batches = iter(self.loader)
         with self._progress() as show_loss:
@@ -62,7 +62,7 @@ class Trainer:
         return losses
 
     def save(self) -> None:
-        """Saves all that the next run needs to go on, at whatever number of ranks."""
+        """Save a checkpoint from which a run with any number of ranks can resume."""
         zero_ext.save_checkpoint(self.checkpoints, self.model, scheduler=self.schedule, loader=self.loader)
 
     def _resume(self) -> int:
@@ -72,7 +72,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Any]:
-        """Rank 0 shows a progress line and keeps a CSV file; yields the function that shows a loss."""
+        """Show a progress line and write a CSV file on rank 0, and yield the function that shows a loss."""
         if self.engine.rank != 0:
             yield lambda loss: None
             return
@@ -87,7 +87,7 @@ class Trainer:
 
 
 def main(folder: Path, until: int, sample: bool) -> None:
-    """One run: held-out loss, training, held-out loss, checkpoint or sample, record."""
+    """Train to step `until`, measure the held-out loss before and after, and save checkpoint and record."""
     trainer = Trainer(folder)
     first_step = trainer.step
     before = held_out_loss(trainer.model, trainer.held_out)

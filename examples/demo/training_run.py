@@ -1,4 +1,4 @@
-"""The training run as a whole: its curve over both world sizes, and whether it has learnt."""
+"""Losses of the full training run over both world sizes, and its checks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from demo.settings import SETTINGS
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Losses in nats per byte, read back from the records of the two runs."""
+    """Losses in nats per byte, from the records of the two runs."""
 
     parameters: int
-    losses: list[float]  # of every step, mean over ranks
+    losses: list[float]  # one per step, the mean over ranks
     held_out_start: float
-    held_out_saved: float  # before the checkpoint, at the first world size
-    held_out_resumed: float  # after loading it, at the second
+    held_out_saved: float  # before the checkpoint, with the first world size
+    held_out_resumed: float  # after loading it, with the second world size
     held_out_end: float
     unigram_entropy: float
     ranks: tuple[int, int]
@@ -25,7 +25,7 @@ class TrainingRun:
 
     @staticmethod
     def read(folder: Path) -> TrainingRun:
-        """Puts the records of both runs together."""
+        """Load and join the records of both runs."""
         first = read_records(folder, f"train-{SETTINGS.save_at}")
         second = read_records(folder, f"train-{SETTINGS.steps}")
         return TrainingRun(
@@ -42,11 +42,11 @@ class TrainingRun:
 
     @property
     def bar(self) -> float:
-        """What the held-out loss must end below."""
+        """Upper bound for the held-out loss at the end."""
         return min(self.unigram_entropy, SETTINGS.loss_bar * self.held_out_start)
 
     def failures(self) -> list[str]:
-        """Why this run has failed, in words; empty if it has not."""
+        """Return a message for each check that failed."""
         found = []
         if len(self.losses) != SETTINGS.steps:
             found.append(f"expected {SETTINGS.steps} steps, got {len(self.losses)}")

@@ -1,1 +1,1 @@
-"""The demonstration of pipelines, split tensors and ZeRO in several layouts of four ranks."""
+"""Modules of the 3D parallelism demonstration, which `python examples/demo_3d.py` runs."""

@@ -1,4 +1,4 @@
-"""A byte-level transformer as a list of layers, and how its tensors are split."""
+"""A byte-level transformer as a list of layers, and its tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = 256
 
 
 class Bytes(nn.Embedding):
-    """A vector for every byte, small at first, as these also score the next byte."""
+    """Byte embedding with small initial values, because the same weight also scores the next byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__(BYTES, width)
@@ -25,12 +25,15 @@ class Bytes(nn.Embedding):
 
 
 def score(embedding: Bytes, hidden: Tensor) -> Tensor:
-    """Scores of the next byte, by the weight that embeds bytes."""
+    """Return the logits of the next byte [batch, window, 256], using the weight of the embedding."""
     return nn.functional.linear(hidden, embedding.weight)
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer; a rank has the heads that its part of the weights holds."""
+    """Causal attention and a feed-forward layer.
+
+    With tensor parallelism, a rank computes only the heads of its shard of the weights.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, window, width] to the same."""
+        """Map hidden states [batch, window, width] to the same shape."""
         normal = self.before(hidden)
         query, key, value = (
             each(normal).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -63,19 +66,19 @@ SPLIT: dict[str, Any] = {
 
 
 class Positions(nn.Module):
-    """Adds what says where a byte stands."""
+    """Add a learned position embedding."""
 
     def __init__(self, window: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(0.02 * torch.randn(window, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, window, width] to the same."""
+        """Map hidden states [batch, window, width] to the same shape."""
         return hidden + self.weight[: hidden.shape[1]]
 
 
 def layers(settings: ThreeDSettings) -> list[LayerSpec]:
-    """The model; the first and the last layer share their weight, on whatever ranks they are."""
+    """Return the layers of the model. The first and the last layer share their weight across ranks."""
     width = settings.width
     return [
         TiedLayerSpec("bytes", Bytes, width),
@@ -87,12 +90,12 @@ def layers(settings: ThreeDSettings) -> list[LayerSpec]:
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the weights of all blocks over mesh["tp"], where that is more than one rank."""
+    """Shard the weights of all blocks over mesh["tp"] if it has more than one rank."""
     for block in module.modules():
         if mesh["tp"].size() > 1 and isinstance(block, Block):
             parallelize_module(block, mesh["tp"], {name: style() for name, style in SPLIT.items()})
 
 
 def loss(scores: Tensor, following: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten())

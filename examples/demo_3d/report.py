@@ -1,4 +1,4 @@
-"""What came of the layouts, every broken promise in words, the pictures and the page."""
+"""Results of the layouts, their checks, plots and the report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .settings import ALONE, LAYOUTS, ThreeDSettings
 HEADINGS = (
     "layout",
     "last loss",
-    "largest difference to one process",
-    "parameters of a rank",
-    "model state of a rank, MB",
+    "largest difference from one process",
+    "parameters per rank",
+    "model state per rank, MB",
     "verdict",
 )
 TIMELINE = "pp_dp"
@@ -29,7 +29,7 @@ TIMELINE = "pp_dp"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One layout: every step's loss, a step's median seconds, and the most that any rank has."""
+    """Result of one layout: the loss of every step, the median step time, and the maximum over ranks."""
 
     losses: list[float]
     seconds: float
@@ -39,10 +39,14 @@ class Outcome:
 
     @staticmethod
     def read(folder: Path, name: str) -> Outcome:
-        """Puts the records of all ranks together, which must have told the same losses."""
+        """Load and join the records of all ranks.
+
+        Raises:
+            RuntimeError: The ranks recorded different losses.
+        """
         records = read_records(folder, name)
         if any(record["losses"] != records[0]["losses"] for record in records):
-            raise RuntimeError(f"{name}: the ranks disagree on the losses")
+            raise RuntimeError(f"{name}: expected the same losses on all ranks, got different ones.")
         return Outcome(
             records[0]["losses"],
             statistics.median(records[0]["seconds"]),
@@ -53,19 +57,19 @@ class Outcome:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The largest difference of two courses of losses at any step, as a part of the second's."""
+    """Return the largest relative difference of two lists of losses at the same step."""
     return max(abs(own / its - 1) for own, its in zip(one, other, strict=True))
 
 
 def failures(outcomes: dict[str, Outcome], settings: ThreeDSettings) -> dict[str, list[str]]:
-    """Every broken promise in words, by layout."""
+    """Return the messages of the failed checks for each layout."""
     found: dict[str, list[str]] = {name: [] for name in LAYOUTS}
     alone = outcomes[ALONE].losses
     for name in LAYOUTS:
         away = difference(outcomes[name].losses, alone)
         if not away <= settings.loss_tolerance:
             found[name].append(
-                f"a loss differs from one process by {away:.2e} of it, which is more than "
+                f"a loss differs from one process by {away:.2e} (relative), more than "
                 f"{settings.loss_tolerance:g}"
             )
         if not outcomes[name].losses[-1] < alone[0]:
@@ -74,9 +78,9 @@ def failures(outcomes: dict[str, Outcome], settings: ThreeDSettings) -> dict[str
 
 
 def rows(outcomes: dict[str, Outcome], broken: dict[str, list[str]]) -> list[list[str]]:
-    """A row for each layout, cells as HEADINGS has them."""
+    """Return one row per layout, with cells in the order of HEADINGS."""
     alone = outcomes[ALONE]
-    found = [["one process, plain torch", f"{alone.losses[-1]:.5f}", "", "", "", ""]]
+    found = [["one process, PyTorch alone", f"{alone.losses[-1]:.5f}", "", "", "", ""]]
     for name, layout in LAYOUTS.items():
         outcome = outcomes[name]
         found.append(
@@ -86,14 +90,14 @@ def rows(outcomes: dict[str, Outcome], broken: dict[str, list[str]]) -> list[lis
                 f"{difference(outcome.losses, alone.losses):.1e}",
                 f"{outcome.parameters:,}",
                 f"{outcome.state_bytes / 1e6:.1f}",
-                "FAILED" if broken[name] else "kept",
+                "FAILED" if broken[name] else "passed",
             ]
         )
     return found
 
 
 def draw_losses(outcomes: dict[str, Outcome], path: Path) -> Path:
-    """The courses of losses, and how far each is from one process; returns `path`."""
+    """Plot the losses of all layouts and their difference from one process, and return `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,7 +113,7 @@ def draw_losses(outcomes: dict[str, Outcome], path: Path) -> Path:
         away = [abs(own / its - 1) + 1e-9 for own, its in zip(losses, alone, strict=True)]
         right.plot(steps, away, color=f"C{number}", linewidth=1.0, label=layout.title)
     left.set_ylabel("loss, nats per byte")
-    right.set_ylabel("difference to one process, as a part")
+    right.set_ylabel("relative difference from one process")
     right.set_yscale("log")
     for axes in (left, right):
         axes.set_xlabel("step")
@@ -127,7 +131,7 @@ def write_report(
     broken: dict[str, list[str]],
     seconds: float,
 ) -> Path:
-    """Writes the report and its pictures; returns the page's path."""
+    """Write the report and its plots, and return the path of the page."""
     draw_losses(outcomes, folder / "loss.png")
     first = [record for record in outcomes[TIMELINE].records if record["coordinate"]["dp"] == 0]
     slots = [[Slot(**slot) for slot in record["slots"]] for record in first]
@@ -138,15 +142,16 @@ def write_report(
         [
             "# Demonstration of 3D parallelism",
             "",
-            f"A byte-level transformer in fp32, {settings.steps} steps of {settings.batch} windows with "
-            f"clipping, on {settings.ranks} ranks",
-            f"in every layout, held to the same steps in one process. The whole took {seconds:.0f} s.",
+            f"A byte-level transformer in fp32 is trained for {settings.steps} steps of {settings.batch} "
+            f"windows with gradient clipping, on {settings.ranks} ranks",
+            "in every layout. The losses are compared with the same steps in one process. The demonstration",
+            f"took {seconds:.0f} s.",
             "",
-            *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
+            *(["**Failed:**", "", *lines] if lines else ["**All checks passed.**"]),
             "",
             *markdown_table(HEADINGS, rows(outcomes, broken)),
             "",
-            "The largest difference is that of any step's loss, as a part of it.",
+            "The largest difference is the relative difference of the loss, maximum over all steps.",
             "",
             "![loss](loss.png)",
             "",

@@ -1,4 +1,4 @@
-"""Every number of the demonstration, and the layouts that it compares."""
+"""Settings of the demonstration, and the layouts that it compares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DemoLayout:
-    """A layout of the ranks: lengths of the mesh's axes, and ZeRO's configuration."""
+    """A layout of the ranks: the sizes of the mesh axes, and the zero_ext configuration."""
 
     title: str
     axes: dict[str, int]
@@ -17,9 +17,9 @@ class DemoLayout:
 
 LAYOUTS = {
     "pp_dp": DemoLayout("2 stages × 2 replicas, ZeRO-2", {"pp": 2, "dp": 2}, {"stage": 2}),
-    "pp_tp": DemoLayout("2 stages × 2 parts of tensors", {"pp": 2, "tp": 2}, {"stage": 0}),
+    "pp_tp": DemoLayout("2 stages × 2-way tensor parallelism", {"pp": 2, "tp": 2}, {"stage": 0}),
     "tp_dp": DemoLayout(
-        "2 parts of tensors × 2 replicas, ZeRO-3, state in host memory",
+        "2-way tensor parallelism × 2 replicas, ZeRO-3, state in host memory",
         {"tp": 2, "dp": 2},
         {"stage": 3, "offload": {"params": "host", "grads": "host", "optimizer": "host"}},
     ),
@@ -32,9 +32,10 @@ class ThreeDSettings:
     """A byte-level transformer of about 0.8 million parameters, fp32, on four ranks.
 
     Attributes:
-        batch: windows of `window` bytes a step, over all ranks; a replica cuts its part into `micro_batches`.
-        loss_tolerance: part by which a step's loss may differ from that of one process: in fp32 sums of other
-            orders round otherwise.
+        batch: Windows of `window` bytes per step, over all replicas.
+        micro_batches: Number of micro-batches of a replica's share of the batch.
+        loss_tolerance: Allowed relative difference of a step's loss from that of one process, because fp32
+            sums in another order round differently.
     """
 
     width: int = 128

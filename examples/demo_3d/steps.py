@@ -1,4 +1,4 @@
-"""The model's training steps in one process, and the same in a layout of ranks."""
+"""Training steps of the model in one process, and the same steps in a layout of ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .settings import ThreeDSettings
 
 
 def text_of(*files: Path) -> Tensor:
-    """The bytes of `files`, uint8 [bytes]."""
+    """Return the bytes of `files`, uint8 [bytes]."""
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def batches(settings: ThreeDSettings, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of every step all windows [batch, window] of `text`, uint8 [bytes], and the bytes that follow."""
+    """Yield the inputs and targets of every step, int64 [batch, window], from `text`, uint8 [bytes]."""
     length = settings.window + 1
     windows = text[: text.numel() // length * length].view(-1, length)
     drawn = torch.Generator().manual_seed(settings.seed)
@@ -34,19 +34,19 @@ def batches(settings: ThreeDSettings, text: Tensor) -> Iterator[tuple[Tensor, Te
 
 
 class Step(NamedTuple):
-    """The mean loss of a batch, and the norm of its gradient before clipping."""
+    """Mean loss of a batch, and the norm of its gradient before clipping."""
 
     loss: float
     norm: float
 
 
 class OneProcess:
-    """The plain loop, without zero_ext's engine."""
+    """The plain loop in one process, without the zero_ext engine."""
 
     def __init__(self, settings: ThreeDSettings) -> None:
         self.settings = settings
         torch.manual_seed(settings.seed)
-        # The last layer is the first one again; the others get the values that a pipeline gives them.
+        # The last layer reuses the first one. The others are initialized with the seeds that a pipeline uses.
         specified = [
             each for each in layers(settings) if not isinstance(each, TiedLayerSpec) or each.forward is None
         ]
@@ -54,7 +54,7 @@ class OneProcess:
         self.optimizer = _optimizer(self.layers, settings)
 
     def step(self, windows: Tensor, following: Tensor) -> Step:
-        """Trains on a batch."""
+        """Train on one batch and return its loss and gradient norm."""
         hidden = windows
         for layer in self.layers:
             hidden = layer(hidden)
@@ -67,9 +67,12 @@ class OneProcess:
 
 
 class ManyRanks:
-    """Pipeline stages, parts of tensors and replicas, as `mesh` lays them out.
+    """Training with pipeline parallelism, tensor parallelism and ZeRO, in the layout of `mesh`.
 
-    `config` is ZeRO's; clipping comes from the settings.
+    Args:
+        settings: Shape of the model and hyperparameters, including gradient clipping.
+        mesh: Mesh with the axes "pp", "dp" and "tp".
+        config: The zero_ext configuration, without clipping.
     """
 
     def __init__(self, settings: ThreeDSettings, mesh: DeviceMesh, config: dict[str, Any]) -> None:
@@ -86,7 +89,7 @@ class ManyRanks:
         self.own = slice(share * replicas.get_local_rank(), share * (replicas.get_local_rank() + 1))
 
     def step(self, windows: Tensor, following: Tensor) -> Step:
-        """Trains on this replica's part of a batch; loss and norm are those of the whole one."""
+        """Train on this replica's share of a batch and return loss and norm of the full batch."""
         loss = self.pipeline.train_batch(windows[self.own], targets=following[self.own])
         return Step(loss.item(), float(engine_of(self.model).grad_norm or 0.0))
 

@@ -1,6 +1,6 @@
-"""Trains in one layout after the other, in one process a rank; started by torchrun.
+"""Train in each layout in turn, or in one process as the reference.
 
-`torchrun --nproc-per-node 4 -m demo_3d.train FOLDER`; without torchrun, the process that they are held to.
+Layouts: `torchrun --nproc-per-node 4 -m demo_3d.train FOLDER`. Reference: `python -m demo_3d.train FOLDER`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .steps import ManyRanks, OneProcess, batches
 def timed(
     trained: OneProcess | ManyRanks, settings: ThreeDSettings, corpus: Corpus, title: str
 ) -> dict[str, Any]:
-    """Every step's loss and seconds."""
+    """Run all steps and return the loss and the seconds of each."""
     losses, seconds = [], []
     for step, (windows, following) in enumerate(batches(settings, corpus.training)):
         began = time.perf_counter()
@@ -39,7 +39,7 @@ def timed(
 
 
 def train(name: str, settings: ThreeDSettings, corpus: Corpus) -> dict[str, Any]:
-    """The steps in the layout called `name`; this rank's figures."""
+    """Run the steps in the layout called `name` and return the record of this rank."""
     layout = LAYOUTS[name]
     mesh = make_mesh(layout.axes)
     trained = ManyRanks(settings, mesh, layout.config)
@@ -54,7 +54,7 @@ def train(name: str, settings: ThreeDSettings, corpus: Corpus) -> dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Every layout, or the plain loop where torchrun has not started this; a record each."""
+    """Train in every layout, or in the plain loop without torchrun, and write one record per layout."""
     settings, corpus = read_settings(ThreeDSettings, folder), Corpus.read(folder)
     if not dist.is_torchelastic_launched():
         write_record(folder, ALONE, 0, timed(OneProcess(settings), settings, corpus, ""))

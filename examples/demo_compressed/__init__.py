@@ -1,1 +1,1 @@
-"""The parts of the demonstration of compressed communication: `python examples/demo_compressed.py`."""
+"""Modules of the compressed communication demonstration, which `python examples/demo_compressed.py` runs."""

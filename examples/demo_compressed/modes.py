@@ -1,4 +1,4 @@
-"""The ways to train that the demonstration sets side by side: an optimizer and a configuration each."""
+"""Training modes that the demonstration compares, each with an optimizer and a configuration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import nn
 import zero_ext
 from demo_compressed.settings import CompressedSettings
 
-BETAS = (0.9, 0.95)  # a variance that soon forgets the first, large gradients may be frozen early
+BETAS = (0.9, 0.95)  # with 0.95, the large first gradients decay before the variance is frozen
 
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """`stage` and the keys of `communication`; `against` names the uncompressed way it is judged by."""
+    """Optimizer, ZeRO stage and communication settings of one mode.
+
+    `against` names the uncompressed mode that this mode is compared with.
+    """
 
     title: str
     optimizer: str
@@ -26,7 +29,7 @@ class TrainingMode:
     against: str | None = None
 
     def config(self, settings: CompressedSettings) -> dict[str, Any]:
-        """What `zero_ext.prepare` takes."""
+        """Return the configuration for `zero_ext.prepare`."""
         nodes = {"ranks_per_node": settings.ranks_per_node}
         return {
             "stage": self.stage,
@@ -37,13 +40,13 @@ class TrainingMode:
     def build(
         self, parameters: Iterable[nn.Parameter], settings: CompressedSettings
     ) -> torch.optim.Optimizer:
-        """The optimizer, as a user would make it."""
+        """Return the optimizer, constructed as in a user's script."""
         common = {"lr": settings.learning_rate, "betas": BETAS}
         if self.optimizer == "onebit":
             return zero_ext.OneBitAdam(parameters, freeze_step=settings.warm_up, **common)
         if self.optimizer == "zero_one":
-            # The published policy updates the variance ever more seldom after 16 steps: meant for runs
-            # hundreds of times as long, it leaves too few updates here.
+            # The published policy updates the variance less and less often after 16 steps. It is meant for
+            # runs hundreds of times as long and would leave too few updates here.
             return zero_ext.ZeroOneAdam(
                 parameters,
                 var_freeze_step=settings.warm_up,
@@ -55,7 +58,7 @@ class TrainingMode:
         return torch.optim.AdamW(parameters, weight_decay=0.0, **common)
 
     def bar(self, settings: CompressedSettings) -> float:
-        """How many times fewer bytes than the uncompressed way must cross between nodes."""
+        """Return the factor by which the bytes between nodes must fall from the uncompressed mode."""
         return settings.zeropp_bar if self.stage == 3 else settings.one_bit_bar
 
 

@@ -1,4 +1,4 @@
-"""What came of the ways: losses and bytes over all ranks, and every broken promise in words."""
+"""Results of the modes, with losses and bytes over all ranks, and their checks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from demo_compressed.settings import CompressedSettings
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way: training loss of each step, (step, held-out loss) points, bytes that all nodes together send
-    to others in each step, and a step's median seconds."""
+    """Result of one mode.
+
+    Attributes:
+        losses: Training loss of each step, in nats per byte.
+        held_out: Points (step, held-out loss).
+        crossing: Bytes that all nodes send to other nodes in each step.
+        seconds: Median time of a step.
+    """
 
     name: str
     losses: list[float]
@@ -25,11 +31,15 @@ class Outcome:
 
     @staticmethod
     def read(folder: Path, name: str) -> Outcome:
-        """Puts the records of all ranks together; they must agree on the held-out loss."""
+        """Load and join the records of all ranks.
+
+        Raises:
+            RuntimeError: The ranks recorded different held-out losses.
+        """
         records = read_records(folder, name)
         points = {tuple(map(tuple, record["held_out"])) for record in records}
         if len(points) != 1:
-            raise RuntimeError(f"{name}: the ranks disagree on the held-out loss: {sorted(points)}")
+            raise RuntimeError(f"{name}: expected one held-out loss on all ranks, got {sorted(points)}.")
         return Outcome(
             name,
             mean_losses(records),
@@ -44,14 +54,19 @@ class Outcome:
         return self.held_out[-1][1]
 
     def mean_crossing(self, first: int, last: int | None = None) -> float:
-        """Bytes a step between nodes, mean of the steps from `first` to before `last`."""
+        """Return the mean bytes per step between nodes, over the steps `first` to `last` - 1."""
         return statistics.fmean(self.crossing[first:last])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A compressed way beside its uncompressed one: how many times fewer bytes cross between nodes after the
-    warm-up and in the whole run, and its held-out loss at the end as a multiple of the other's."""
+    """Comparison of a compressed mode with its uncompressed mode.
+
+    Attributes:
+        fewer: Reduction factor of the bytes between nodes after the warm-up.
+        fewer_in_all: Reduction factor of the bytes between nodes in the full run.
+        loss_ratio: Held-out loss at the end, relative to that of the uncompressed mode.
+    """
 
     outcome: Outcome
     fewer: float
@@ -60,7 +75,7 @@ class Comparison:
 
 
 def compare(outcomes: dict[str, Outcome], settings: CompressedSettings) -> dict[str, Comparison]:
-    """A comparison for every way that is judged against another, by name."""
+    """Return the comparison of every compressed mode, by name."""
     found = {}
     for name, mode in MODES.items():
         if mode.against is not None:
@@ -78,7 +93,7 @@ def compare(outcomes: dict[str, Outcome], settings: CompressedSettings) -> dict[
 def failures(
     outcomes: dict[str, Outcome], unigram: float, settings: CompressedSettings
 ) -> dict[str, list[str]]:
-    """Every broken promise in words, by mode; a mode that kept all has an empty list."""
+    """Return the messages of the failed checks for each mode, an empty list for a mode without any."""
     found: dict[str, list[str]] = {name: [] for name in MODES}
     for name, outcome in outcomes.items():
         if len(outcome.losses) != settings.steps:

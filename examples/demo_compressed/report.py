@@ -1,4 +1,4 @@
-"""The verdict table, the two pictures and the page of the demonstration."""
+"""Table, plots and report of the demonstration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_ext.config.plot_colors import SERIES
 HEADINGS = (
     "mode",
     "held-out loss",
-    "of uncompressed",
-    "kB a step, warm-up",
-    "after it",
-    "times fewer",
-    "in all",
+    "loss relative to uncompressed",
+    "kB/step, warm-up",
+    "kB/step, after warm-up",
+    "reduction, after warm-up",
+    "reduction, full run",
     "verdict",
 )
 COLORS = dict(zip(("adam", "onebit_adam", "zero_one_adam", "zero3", "zeropp"), SERIES, strict=True))
@@ -30,7 +30,7 @@ KILO = 1e3
 def rows(
     outcomes: dict[str, Outcome], broken: dict[str, list[str]], settings: CompressedSettings
 ) -> list[list[str]]:
-    """A row for each mode, cells as HEADINGS has them."""
+    """Return one row per mode, with cells in the order of HEADINGS."""
     compared, found = compare(outcomes, settings), []
     for name, outcome in outcomes.items():
         before = f"{outcome.mean_crossing(0, settings.warm_up) / KILO:,.0f}"
@@ -48,14 +48,14 @@ def rows(
                 before,
                 after,
                 *relative[1:],
-                "FAILED" if broken[name] else "kept" if name in compared else "",
+                "FAILED" if broken[name] else "passed" if name in compared else "",
             ]
         )
     return found
 
 
 def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
-    """Held-out loss over steps, a line for each mode; returns `path`."""
+    """Plot the held-out loss over steps, one line per mode, and return `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +74,7 @@ def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
     axes.axhline(unigram, color="black", linewidth=0.8, linestyle="dotted", label="byte frequencies alone")
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss, nats per byte")
-    axes.set_title("The same text and start, full and compressed communication")
+    axes.set_title("Full and compressed communication, same text and start")
     axes.legend()
     figure.tight_layout()
     save_chart(figure, path)
@@ -83,7 +83,7 @@ def draw_loss(outcomes: dict[str, Outcome], unigram: float, path: Path) -> Path:
 
 
 def draw_bytes(outcomes: dict[str, Outcome], settings: CompressedSettings, path: Path) -> Path:
-    """Bytes that crossed between nodes: step by step, logarithmic, and summed up; returns `path`."""
+    """Plot the bytes between nodes, per step on a logarithmic scale and cumulative, and return `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,11 +100,11 @@ def draw_bytes(outcomes: dict[str, Outcome], settings: CompressedSettings, path:
         left.plot(steps, [max(count, 1) / KILO for count in outcome.crossing], **style)
         right.plot(steps, summed, **style)
     left.set_yscale("log")
-    left.set_ylabel("kB between nodes in a step")
-    right.set_ylabel("MB between nodes so far")
+    left.set_ylabel("kB between nodes per step")
+    right.set_ylabel("MB between nodes, cumulative")
     for axes in (left, right):
         axes.axvline(settings.warm_up, color="black", linewidth=0.8, linestyle="dotted")
-        axes.set_xlabel("step; dotted: the one-bit modes' warm-up ends")
+        axes.set_xlabel("step (dotted line: end of the warm-up of the 1-bit modes)")
         axes.legend(fontsize=8)
     figure.tight_layout()
     save_chart(figure, path)
@@ -120,7 +120,7 @@ def write_report(
     broken: dict[str, list[str]],
     seconds: float,
 ) -> Path:
-    """Writes the report and its pictures; returns the page's path."""
+    """Write the report and its plots, and return the path of the page."""
     draw_loss(outcomes, unigram, folder / "loss.png")
     draw_bytes(outcomes, settings, folder / "bytes.png")
     lines = [f"- {MODES[name].title}: {line}" for name, found in broken.items() for line in found]
@@ -129,18 +129,19 @@ def write_report(
         [
             "# Demonstration of compressed communication",
             "",
-            f"A byte-level Llama, bf16 with fp32 masters, trained for {settings.steps} steps on",
-            f"{settings.ranks} ranks, {settings.ranks_per_node} on each simulated node, in every mode",
-            "from the same start on the same windows. The one-bit modes send",
-            f"{settings.warm_up} steps in full precision first. The whole took {seconds:.0f} s.",
+            f"A byte-level Llama in bf16 with fp32 master weights is trained for {settings.steps} steps in",
+            f"every mode, on {settings.ranks} ranks with {settings.ranks_per_node} ranks per simulated node.",
+            "All modes begin with the same weights and see the same windows. The 1-bit modes send the first",
+            f"{settings.warm_up} steps in full precision. The demonstration took {seconds:.0f} s.",
             "",
-            *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
+            *(["**Failed:**", "", *lines] if lines else ["**All checks passed.**"]),
             "",
             *markdown_table(HEADINGS, rows(outcomes, broken, settings)),
             "",
-            "Losses are nats per byte of Python's documentation, on documents never trained on; byte",
-            f"frequencies alone reach {unigram:.3f}. Bytes are what all nodes together send to others in",
-            "a step, scales and padding included; times fewer: after the warm-up, and in the whole run.",
+            "Losses are in nats per byte of Python's documentation, on documents that are not in the",
+            f"training text. Byte frequencies alone reach {unigram:.3f}. The bytes per step are those that",
+            "all nodes send to other nodes, including scales and padding. The reduction is the factor by",
+            "which the bytes fall from the uncompressed mode, after the warm-up and in the full run.",
             "",
             "![loss](loss.png)",
             "",

@@ -1,4 +1,4 @@
-"""Every number of the demonstration in one place."""
+"""Settings of the demonstration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ class CompressedSettings(ModelShape):
     """A byte-level Llama of about 1.5 million parameters on four ranks, two on each of two simulated nodes.
 
     Attributes:
-        steps, warm_up: optimizer steps of every way, and how many of them the one-bit ways send in full.
-        batch: windows of a rank and step.
-        held_out_every: steps between two points of the held-out curve, over `held_out_windows` windows.
-        loss_tolerance: part by which a compressed way's held-out loss may end above its uncompressed one's:
-            wide, as in so short a run gradients still change when the variance is frozen.
-        one_bit_bar, zeropp_bar: how many times fewer bytes must cross between nodes after the warm-up.
+        steps: Optimizer steps of every mode.
+        warm_up: Steps at the start that the 1-bit modes send in full precision.
+        batch: Windows per rank and step.
+        held_out_every: Steps between two points of the held-out curve.
+        held_out_windows: Windows for the held-out loss, over all ranks.
+        loss_tolerance: Allowed relative excess of the held-out loss over that of the uncompressed mode. It is
+            large because gradients of such a short run still change when the variance is frozen.
+        one_bit_bar, zeropp_bar: Required reduction of the bytes between nodes after the warm-up.
     """
 
     hidden_size: int = 192
@@ -38,5 +40,5 @@ class CompressedSettings(ModelShape):
     zeropp_bar: float = 3.5
 
     def factor(self, step: int) -> float:
-        """Of the learning rate at a step from 0: a linear rise, then a straight fall to a fifth."""
+        """Return the learning rate factor of a step (from 0): linear warm-up, then linear decay to 0.2."""
         return min((step + 1) / 24, 1 - 0.8 * step / self.steps)

@@ -1,6 +1,6 @@
-"""Trains in one way after the other, in one process a rank; started by torchrun.
+"""Train in each mode in turn.
 
-`torchrun --nproc-per-node 4 -m demo_compressed.train FOLDER`
+Command: `torchrun --nproc-per-node 4 -m demo_compressed.train FOLDER`
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_ext.zero import engine_of
 
 
 def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, Any]:
-    """Trains in the way called `name` from the common start; this rank's figures."""
+    """Train in the mode called `name` from the common start and return the record of this rank."""
     mode = MODES[name]
     model = build_model(settings)
     optimizer = mode.build(model.parameters(), settings)
@@ -39,7 +39,7 @@ def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, 
         ByteWindows(corpus.held_out, settings.window).spread(settings.held_out_windows).chunk(ranks)[rank]
     )
     record: dict[str, Any] = {"losses": [], "seconds": [], "sent": [], "crossing": []}
-    engine.traffic.begin_step()  # what made the ranks alike is no step
+    engine.traffic.begin_step()  # discard the traffic of the initial synchronization
     record["held_out"] = [(0, _judge(model, judged))]
     for step, batch in zip(range(settings.steps), loader, strict=False):
         began = time.perf_counter()
@@ -63,14 +63,14 @@ def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, 
 
 
 def _judge(model: torch.nn.Module, windows: torch.Tensor) -> float:
-    """The held-out loss over all ranks' windows."""
+    """Return the held-out loss over the windows of all ranks."""
     loss = torch.tensor(held_out_loss(model, windows), dtype=torch.float64)
     dist.all_reduce(loss)
     return float(loss) / dist.get_world_size()
 
 
 def main(folder: Path) -> None:
-    """Every way, a record each."""
+    """Train in every mode and write one record per mode."""
     settings, corpus = read_settings(CompressedSettings, folder), Corpus.read(folder)
     dist.init_process_group("gloo")
     for name in MODES:

@@ -1,1 +1,1 @@
-"""The parts of the demonstration of long sequences; `python examples/demo_long.py` runs them."""
+"""Modules of the long sequence demonstration, which `python examples/demo_long.py` runs."""

@@ -1,4 +1,4 @@
-"""Starts the runs as processes of their own, under a cap where there is one, and says how they ended."""
+"""Start runs as separate processes, under a memory cap if there is one, and return their exit state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from demo_long.settings import LongSettings
 from zero_ext.monitor import MemoryCap
 
 EXAMPLES = Path(__file__).resolve().parent.parent
-OUT_OF_MEMORY = 3  # the exit status of demo_long.train, which this light-weight side does not import
+OUT_OF_MEMORY = 3  # exit status of demo_long.train, not imported because it loads transformers
 LAST_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: exit status as subprocess tells it, what the kernel did, and what it wrote last."""
+    """Exit state of a run: its status as in subprocess, the number of OOM kills, and its last output."""
 
     status: int
     kills: int | None
@@ -31,7 +31,7 @@ class Ending:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was the cap that ended the run: memory refused, or killed by the kernel for it."""
+        """True if the cap ended the run: an allocation failed, or the kernel killed the process."""
         return self.status == OUT_OF_MEMORY or (self.status == -signal.SIGKILL and self.kills != 0)
 
     def __str__(self) -> str:
@@ -41,9 +41,10 @@ class Ending:
 
 
 def run(name: str, folder: Path, settings: LongSettings, cap: MemoryCap | None = None) -> Ending:
-    """Runs `demo_long.train` for the run `name` and waits.
+    """Run `demo_long.train` for the run `name` and wait.
 
-    Raises subprocess.TimeoutExpired after `settings.time_limit_seconds`.
+    Raises:
+        subprocess.TimeoutExpired: The run took longer than `settings.time_limit_seconds`.
     """
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
@@ -60,7 +61,7 @@ def run(name: str, folder: Path, settings: LongSettings, cap: MemoryCap | None =
         try:
             status = process.wait(settings.time_limit_seconds)
         finally:
-            process.kill()  # nothing to one that has ended
+            process.kill()  # no effect if the process has exited
             process.wait()
     lines = _lines(log) or _lines(complaints)
     return Ending(status, cap.kills() if cap is not None else 0, lines[-LAST_WORDS:])

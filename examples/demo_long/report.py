@@ -1,4 +1,4 @@
-"""What the runs showed: table, broken promises, and a page with the pictures of the layouts."""
+"""Results of the runs, their checks, and the report with plots of the layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_ext.config import SparseAttentionConfig
 
 HEADINGS = ("attention", "under the cap", "steps", "s/step", "peak MB", "loss, last step", "held-out loss")
 TITLES = {
-    "dense": "dense, as a matrix of weights",
+    "dense": "dense, full attention matrix",
     "sparse": "sparse, zero_ext",
     "flash": "dense, torch's flash kernel",
 }
@@ -26,8 +26,11 @@ MEGA = 1e6
 
 @dataclass(frozen=True)
 class Result:
-    """Endings and records of all runs; `cap` is bytes, what enforces it, and what interpreter and libraries
-    take of it."""
+    """Exit states and records of all runs.
+
+    `cap` has the bytes of the cap, the mechanism that enforces it, and the bytes of the interpreter and its
+    libraries.
+    """
 
     cap: tuple[int, str, int]
     endings: dict[str, Ending]
@@ -36,7 +39,7 @@ class Result:
 
 
 def plots(folder: Path, settings: LongSettings) -> dict[str, Path]:
-    """A picture of every mode's layout at the demonstration's length; the trained one first."""
+    """Plot the layout of every mode at the length of the demonstration, beginning with the trained one."""
     modes: dict[str, dict[str, Any]] = {
         "fixed": settings.layout,
         "variable": {"mode": "variable", "local_window_blocks": [4, 8, 16], "global_block_indices": [0, 1]},
@@ -55,7 +58,7 @@ def plots(folder: Path, settings: LongSettings) -> dict[str, Path]:
 
 
 def rows(result: Result) -> list[list[str]]:
-    """A row for each run."""
+    """Return one row per run, with cells in the order of HEADINGS."""
     found = []
     for name, title in TITLES.items():
         record, ending = result.records[name], result.endings[name]
@@ -79,19 +82,24 @@ def rows(result: Result) -> list[list[str]]:
 
 
 def failures(result: Result, settings: LongSettings) -> list[str]:
-    """Every broken promise in words."""
+    """Return a message for each check that failed."""
     found = []
     if not result.endings["dense"].out_of_memory:
-        found.append(f"dense attention was to run out of memory under the cap, but {result.endings['dense']}")
+        found.append(
+            f"dense attention under the cap: expected 'out of memory', got '{result.endings['dense']}'"
+        )
     record = result.records["sparse"]
     if record is None:
-        return [*found, f"sparse attention was to train under the cap, but {result.endings['sparse']}"]
+        return [
+            *found,
+            f"sparse attention under the cap: expected 'trained', got '{result.endings['sparse']}'",
+        ]
     before, after = record["held_out"]
     bar = min(settings.loss_bar, result.unigram)
     if not after < bar < before:
         found.append(
-            f"the held-out loss went from {before:.3f} to {after:.3f}, and was to end below {bar:.3f} nats "
-            "per byte"
+            f"held-out loss: expected a fall from above to below {bar:.3f} nats per byte, got "
+            f"{before:.3f} → {after:.3f}"
         )
     return found
 
@@ -99,25 +107,27 @@ def failures(result: Result, settings: LongSettings) -> list[str]:
 def write_report(
     folder: Path, result: Result, settings: LongSettings, broken: list[str], seconds: float
 ) -> Path:
-    """Writes the report and its pictures; returns the page's path."""
+    """Write the report and its plots, and return the path of the page."""
     shown = plots(folder, settings)
     cap, enforced_by, base = result.cap
     lines = [
         "# Demonstration of long sequences",
         "",
-        f"A byte-level Llama of {settings.layers} layers and {settings.heads} heads, fp32, trained on",
-        f"windows of {settings.window:,} bytes. The cap is {cap / MEGA:,.0f} MB by {enforced_by}, of which",
-        f"interpreter and libraries take {base / MEGA:,.0f}. The whole took {seconds:.0f} s.",
+        f"A byte-level Llama with {settings.layers} layers and {settings.heads} heads is trained in fp32 on",
+        f"windows of {settings.window:,} bytes. The memory cap is {cap / MEGA:,.0f} MB ({enforced_by}),",
+        f"including {base / MEGA:,.0f} MB for the interpreter and its libraries. The demonstration took",
+        f"{seconds:.0f} s.",
         "",
-        "**Failed:** " + "; ".join(broken) if broken else "**All checks passed.**",
+        *(["**Failed:**", "", *(f"- {each}" for each in broken)] if broken else ["**All checks passed.**"]),
         "",
         *markdown_table(HEADINGS, rows(result)),
         "",
-        "Losses are nats per byte of Python's documentation; the held-out one before → after, on documents",
-        f"never trained on. Byte frequencies alone reach {result.unigram:.3f} at best. Torch's flash kernel",
-        "keeps no matrix either: it fits, and computes every block at or below the diagonal.",
+        "Losses are in nats per byte of Python's documentation. The held-out loss is given before → after",
+        "training, on documents that are not in the training text. Byte frequencies alone reach",
+        f"{result.unigram:.3f} at best. Torch's flash kernel does not materialize the attention matrix",
+        "either, so it fits under the cap. It computes every block at or below the diagonal.",
         "",
-        "## The last words of dense attention",
+        "## Last output of dense attention",
         "",
         "```",
         *result.endings["dense"].last_words,

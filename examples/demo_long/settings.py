@@ -1,4 +1,4 @@
-"""Every number of the demonstration in one place."""
+"""Settings of the demonstration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from demo.settings import ModelShape
 
 @dataclass(frozen=True)
 class LongSettings(ModelShape):
-    """A byte-level Llama of about 3 million parameters that sees 16,384 bytes of text at once.
+    """A byte-level Llama of about 3 million parameters with a sequence length of 16,384 bytes.
 
     Attributes:
-        steps: optimizer steps, of one window each.
-        dense_steps: steps of torch's flash attention over everything, for its time alone.
-        held_out_windows: windows that the held-out loss is taken over, before and after.
-        block, num_local_blocks: of the layout, of mode fixed and unidirectional.
-        cap_bytes: the cap is what interpreter and libraries take, plus this much.
-        loss_bar: the held-out loss must end below this many nats per byte.
-        time_limit_seconds: a run that takes longer is ended, and the demonstration has failed.
+        steps: Optimizer steps, with one window per step.
+        dense_steps: Steps with torch's flash kernel, which are run only to measure their time.
+        held_out_windows: Windows for the held-out loss before and after training.
+        block, num_local_blocks: Layout parameters of mode "fixed" with unidirectional attention.
+        cap_bytes: The memory cap, not counting the interpreter and its libraries.
+        loss_bar: Upper bound for the held-out loss at the end, in nats per byte.
+        time_limit_seconds: A run that takes longer is killed, and the demonstration fails.
     """
 
     hidden_size: int = 256
@@ -39,7 +39,7 @@ class LongSettings(ModelShape):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """The `sparse_attention` section."""
+        """The `sparse_attention` section of the configuration."""
         return {
             "mode": "fixed",
             "block": self.block,

@@ -1,8 +1,8 @@
-"""One run of the demonstration, a process of its own.
+"""One run of the demonstration, in a separate process.
 
-Started by `python -m demo_long.train FOLDER RUN`: RUN is "base" (a tiny model, to see what interpreter and
-libraries take), "dense" (attention as a matrix of weights), "flash" (torch's fused kernel over everything) or
-"sparse". Ends with OUT_OF_MEMORY where memory was refused.
+Command: `python -m demo_long.train FOLDER RUN`. RUN is "base" (a tiny model, to measure the memory of the
+interpreter and its libraries), "dense" (attention with the full attention matrix), "flash" (dense attention
+with torch's fused kernel) or "sparse". The exit status is OUT_OF_MEMORY if an allocation failed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from transformers import LlamaForCausalLM
 from demo_long.settings import LongSettings
 
 OUT_OF_MEMORY = 3
-REFUSALS = re.compile("DefaultCPUAllocator|allocate memory")  # what torch and the system say
+REFUSALS = re.compile("DefaultCPUAllocator|allocate memory")  # messages of torch and of the operating system
 TINY = {"hidden_size": 32, "layers": 1, "feed_forward_size": 64, "heads": 2, "window": 64, "steps": 1}
 IMPLEMENTATIONS = {"base": "sdpa", "dense": "eager", "flash": "sdpa", "sparse": "sdpa"}
 
 
 def train(settings: LongSettings, run: str, folder: Path) -> dict[str, Any]:
-    """Trains on one window a step; what it took and reached."""
+    """Train on one window per step and return losses, times and memory."""
     corpus = Corpus.read(folder)
     windows = ByteWindows(corpus.training, settings.window).spread(settings.steps)
     held_out = ByteWindows(corpus.held_out, settings.window).spread(settings.held_out_windows)
@@ -43,7 +43,7 @@ def train(settings: LongSettings, run: str, folder: Path) -> dict[str, Any]:
     judged = run == "sparse"
     if run == "dense":
         weights = 4 * settings.heads * settings.window**2
-        print(f"the weights of one layer's attention take {weights / 1e6:,.0f} MB", flush=True)
+        print(f"the attention matrix of one layer takes {weights / 1e6:,.0f} MB", flush=True)
     before = held_out_loss(model, held_out) if judged else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     losses, seconds = [], []
@@ -72,22 +72,26 @@ def train(settings: LongSettings, run: str, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> float:
-    """Mean loss in nats per byte, one window after the other."""
+    """Return the mean loss in nats per byte, computed one window at a time."""
     losses = [float(model(input_ids=w, labels=w, use_cache=False).loss) for w in windows.unsqueeze(1)]
     return sum(losses) / len(losses)
 
 
 def _status_bytes(field: str) -> int:
-    """Of this process: VmHWM, the most that was resident; VmData, what is mapped private and writable now."""
-    # getrusage tells no less than the parent had, whose peak outlives fork and exec
+    """Return a memory field of this process in bytes.
+
+    Args:
+        field: "VmHWM" (peak resident memory) or "VmData" (private writable memory that is mapped now).
+    """
+    # getrusage would report at least the peak of the parent, which survives fork and exec.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; the demonstration runs on Linux")
+    raise RuntimeError(f"/proc/self/status: expected {field}, got none. Run the demonstration on Linux.")
 
 
 def main(folder: Path, run: str) -> int:
-    """Runs it; returns the exit status."""
+    """Run training, write the record and return the exit status."""
     settings = read_settings(LongSettings, folder)
     if run == "base":
         settings = dataclasses.replace(settings, **TINY)

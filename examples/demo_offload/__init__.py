@@ -1,1 +1,1 @@
-"""The parts of the demonstration of the tiers; `python examples/demo_offload.py` runs them."""
+"""Modules of the offload demonstration, which `python examples/demo_offload.py` runs."""

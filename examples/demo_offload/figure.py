@@ -1,4 +1,4 @@
-"""The memory timeline: a column a run, a row each for the process and for every tier."""
+"""Plot memory over time, with one column per run and one row for the process and for each tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = {"process": "process", "device": "device tier", "host": "host tier", "nvm
 
 
 def draw_timeline(result: Result, path: Path) -> None:
-    """Bytes over time, one scale a row; the red line is the cap; grey lines are where steps begin."""
+    """Plot bytes over time with one scale per row, a red line at the cap and gray lines between steps."""
     figure, grid = pyplot.subplots(
         1 + len(TIERS), len(NAMES), figsize=(11, 8.5), sharey="row", sharex="col", layout="constrained"
     )
@@ -43,7 +43,7 @@ def draw_timeline(result: Result, path: Path) -> None:
         axes.set_ylabel(f"{name}\nMB (10⁶ bytes)")
         axes.set_ylim(bottom=0)
     grid[0, 0].legend(frameon=False, loc="upper left")
-    figure.suptitle(f"Training {result.parameters / MEGA:.0f}M parameters: memory by tier over time")
+    figure.suptitle(f"Training {result.parameters / MEGA:.0f}M parameters: memory per tier over time")
     save_chart(figure, path)
     pyplot.close(figure)
 

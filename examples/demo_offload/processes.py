@@ -1,4 +1,4 @@
-"""Starts the runs as processes of their own, under a cap where there is one, and says how they ended."""
+"""Start runs as separate processes, under a memory cap if there is one, and return their exit state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from demo_offload.timeline import Sample, read_timeline
 from zero_ext.monitor import MemoryCap
 
 EXAMPLES = Path(__file__).resolve().parent.parent
-OUT_OF_MEMORY = 3  # the exit status of demo_offload.train, which this light-weight side does not import
+OUT_OF_MEMORY = 3  # exit status of demo_offload.train, not imported because it loads transformers
 LAST_WORDS = 4
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: exit status as subprocess tells it, what the kernel did, and what it wrote last."""
+    """Exit state of a run: its status as in subprocess, the number of OOM kills, and its last output."""
 
     status: int
     kills: int | None
@@ -33,7 +33,7 @@ class Ending:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was the cap that ended the run: memory refused, or killed by the kernel for it."""
+        """True if the cap ended the run: an allocation failed, or the kernel killed the process."""
         return self.status == OUT_OF_MEMORY or (self.status == -signal.SIGKILL and self.kills != 0)
 
     def __str__(self) -> str:
@@ -47,13 +47,14 @@ class Ending:
 def run(
     name: str, folder: Path, settings: OffloadSettings, nvme: Path | None = None, cap: MemoryCap | None = None
 ) -> Ending:
-    """Runs `demo_offload.train` for the run `name` and waits; whatever interrupts the wait ends the run too.
+    """Run `demo_offload.train` for the run `name` and wait. An interruption of the wait also kills the run.
 
-    Raises subprocess.TimeoutExpired after `settings.time_limit_seconds`.
+    Raises:
+        subprocess.TimeoutExpired: The run took longer than `settings.time_limit_seconds`.
     """
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads crawl where other processes want the cores too
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads are slow when other processes use the cores
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
@@ -67,13 +68,13 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run itself
+            start_new_session=True,  # Ctrl-C reaches only this process, which then kills the run
             preexec_fn=cap.enter if cap is not None else None,
         )
         try:
             status = process.wait(settings.time_limit_seconds)
         finally:
-            process.kill()  # nothing to one that has ended; the caller removes what it left on NVMe
+            process.kill()  # no effect after exit. The caller removes files left on NVMe.
             process.wait()
     timeline = folder / f"{name}-timeline.csv"
     return Ending(

@@ -1,4 +1,4 @@
-"""The report: picture, table, last words and verdict in one page."""
+"""Write the report with the plot, tables, the last output and the result of all checks."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from demo_offload.verdict import HEADINGS, Result, megabytes, rows
 def write_report(
     folder: Path, result: Result, settings: OffloadSettings, failures: list[str], seconds: float
 ) -> Path:
-    """Writes the report and its picture into `folder`; returns the page's path."""
+    """Write the report and its plot to `folder` and return the path of the page."""
     draw_timeline(result, folder / "timeline.png")
     return write_page(folder, _page(result, settings, failures, seconds))
 
 
 def _page(result: Result, settings: OffloadSettings, failures: list[str], seconds: float) -> list[str]:
+    lines = [f"- {failure}" for failure in failures]
     return [
-        "# Demonstration of the tiers",
+        "# Demonstration of offload",
         "",
-        f"A byte-level Llama with {result.parameters:,} parameters: bf16, fp32 master weights, AdamW, one",
-        f"window of {settings.window} bytes a step. The cap is {megabytes(result.cap_bytes)} MB by",
-        f"{result.cap_name}: what interpreter and libraries take, and "
-        f"{settings.cap_bytes_per_parameter} bytes for every parameter,",
-        f"where training needs 16. The whole took {seconds:.0f} s.",
+        f"A byte-level Llama with {result.parameters:,} parameters is trained in bf16 with fp32 master",
+        f"weights and AdamW, on one window of {settings.window} bytes per step. The memory cap is",
+        f"{megabytes(result.cap_bytes)} MB ({result.cap_name}): the memory of the interpreter and its",
+        f"libraries, plus {settings.cap_bytes_per_parameter} bytes per parameter.",
+        f"Training needs 16 bytes per parameter. The demonstration took {seconds:.0f} s.",
         "",
-        "**Failed:** " + "; ".join(failures) if failures else "**All checks passed.**",
+        *(["**Failed:**", "", *lines] if lines else ["**All checks passed.**"]),
         "",
         *markdown_table(HEADINGS, rows(result)),
         "",
-        "`loss` is that of the last step. Sizes are the most at any time, in MB (10⁶ bytes): `process` is",
-        "resident memory, `device` and `host` are model state and staging by the program's own count, `NVMe`",
-        "the files by that of the file system.",
+        "`loss` is the loss of the last step. Sizes are peak values in MB (10⁶ bytes). `process` is",
+        "resident memory. `device` and `host` are model state and staging buffers as counted by the",
+        "engine. `NVMe` is the size of the files as reported by the file system.",
         *_shared(result),
-        "The losses of both zero_ext runs must be equal to the last bit.",
+        "The losses of both zero_ext runs must be bitwise equal.",
         "",
-        "![memory by tier over time](timeline.png)",
+        "![memory per tier over time](timeline.png)",
         "",
-        "## The losses of every step",
+        "## Loss of every step",
         "",
         *_losses(result),
         "",
-        "## Moved in the last step",
+        "## Bytes moved between tiers in the last step",
         "",
         *_moved(result),
         "",
-        "## The last words of PyTorch alone",
+        "## Last output of PyTorch alone",
         "",
         "```",
         *result.endings["plain"].last_words,
@@ -64,8 +65,8 @@ def _shared(result: Result) -> list[str]:
     if result.watched != "resident":
         return []
     return [
-        "Resident memory includes pages of libraries that other processes have read as well. The group may",
-        "not be charged for them, so that a process can pass the cap by their size before it is killed.",
+        "Resident memory includes library pages that other processes share. The memory cgroup may not be",
+        "charged for them, so a process can exceed the cap by their size before it is killed.",
     ]
 
 
@@ -83,4 +84,4 @@ def _moved(result: Result) -> list[str]:
     lines = [
         [route, f"{count:,}", f"{count / result.parameters:.3f}"] for route, count in sorted(moved.items())
     ]
-    return markdown_table(("from → to", "bytes", "bytes a parameter"), lines)
+    return markdown_table(("from → to", "bytes", "bytes per parameter"), lines)

@@ -1,4 +1,4 @@
-"""Every number of the demonstration in one place."""
+"""Settings of the demonstration."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ BYTES = 256  # the vocabulary
 
 @dataclass(frozen=True)
 class OffloadSettings(ModelShape):
-    """A byte-level Llama of about 100 million parameters, one window a step.
+    """A byte-level Llama of about 100 million parameters, trained on one window per step.
 
     Attributes:
-        steps: optimizer steps of every run that gets so far.
-        staging_buffer_bytes: memory through which the optimizer state on NVMe streams.
-        cap_bytes_per_parameter: the cap is what the interpreter and its libraries take, plus this much for
-            every parameter. Training in bf16 with Adam needs 16; the bf16 weights alone are 2.
-        sample_seconds: time between two points of the memory timeline.
-        time_limit_seconds: a run that takes longer is ended, and the demonstration has failed.
+        steps: Optimizer steps per run.
+        staging_buffer_bytes: Staging memory for optimizer state that is stored on NVMe.
+        cap_bytes_per_parameter: The memory cap per parameter, not counting the interpreter and its libraries.
+            Training in bf16 with Adam needs 16 bytes per parameter, and the bf16 weights alone need 2.
+        sample_seconds: Time between two points of the memory timeline.
+        time_limit_seconds: A run that takes longer is killed, and the demonstration fails.
     """
 
     hidden_size: int = 1024

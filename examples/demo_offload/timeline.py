@@ -1,4 +1,4 @@
-"""What a run held over time: the process by the kernel's count, model state by tier."""
+"""Memory of a run over time: the process as counted by the kernel, and model state by tier."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TIERS = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment of a run.
+    """Memory of a run at one point in time.
 
     Attributes:
-        seconds: since the run began to build its model.
-        step: the optimizer step it is in, 0 before the first.
-        resident, data: bytes of the process in memory, and of private writable memory it has mapped.
-        device, host: bytes of model state and staging in those tiers, by the program's own count.
-        nvme: bytes of the files in the NVMe folder, by the file system's count.
+        seconds: Time since the run began to build its model.
+        step: The current optimizer step, 0 before the first.
+        resident, data: Bytes of resident memory, and of mapped private writable memory.
+        device, host: Bytes of model state and staging in these tiers, as counted by the engine.
+        nvme: Bytes of the files in the NVMe folder, as reported by the file system.
     """
 
     seconds: float
@@ -36,17 +36,17 @@ class Sample:
 
 
 def process_memory() -> tuple[int, int]:
-    """Bytes of this process: resident, and private writable."""
+    """Return the bytes of resident and of private writable memory of this process."""
     pages = Path("/proc/self/statm").read_text().split()
     size = os.sysconf("SC_PAGE_SIZE")
     return int(pages[1]) * size, int(pages[5]) * size
 
 
 class Recorder:
-    """Writes a `Sample` every `interval` seconds into a CSV file, line by line: a killed run leaves them too.
+    """Background thread that writes a `Sample` to a CSV file every `interval` seconds.
 
-    The training thread tells `step` and the bytes of `device` and `host`; a thread of the recorder's own
-    takes the rest.
+    The file is flushed after every line, so that a killed run leaves its samples. The training thread sets
+    `step`, `device` and `host`. The background thread measures the rest.
     """
 
     def __init__(self, path: Path, nvme: Path | None, interval: float) -> None:
@@ -82,7 +82,7 @@ class Recorder:
 
 
 def read_timeline(path: Path) -> list[Sample]:
-    """The samples of a run; the line that a killed run was writing is left out if it is not whole."""
+    """Return the samples of a run, without an incomplete last line of a killed run."""
     lines = path.read_text().split("\n")[1:-1]
     return [
         Sample(float(seconds), *map(int, counts))

@@ -1,8 +1,8 @@
-"""One run of the demonstration, a process of its own.
+"""One run of the demonstration, in a separate process.
 
-Started by `python -m demo_offload.train FOLDER RUN [NVME_FOLDER]`:
-RUN is "base" (a tiny model, to see what interpreter and libraries take), "plain" (PyTorch alone), "nvme" or
-"memory" (zero_ext with and without tiers). Ends with OUT_OF_MEMORY where memory was refused.
+Command: `python -m demo_offload.train FOLDER RUN [NVME_FOLDER]`. RUN is "base" (a tiny model, to measure the
+memory of the interpreter and its libraries), "plain" (PyTorch alone), "nvme" (zero_ext with offload) or
+"memory" (zero_ext without offload). The exit status is OUT_OF_MEMORY if an allocation failed.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ TINY = {"hidden_size": 32, "layers": 2, "feed_forward_size": 64, "heads": 2, "st
 
 
 def text_windows(settings: OffloadSettings) -> Tensor:
-    """A window of `pydoc`'s language topics for every step, int64 [steps, 1, window]."""
+    """Return one window of `pydoc`'s language topics per step, int64 [steps, 1, window]."""
     text = torch.frombuffer(bytearray("\0".join(topics.values()).encode()), dtype=torch.uint8)
     return ByteWindows(text, settings.window).spread(settings.steps).unsqueeze(1)
 
 
 def build_optimizer(parameters: list[nn.Parameter], settings: OffloadSettings) -> torch.optim.AdamW:
-    """AdamW, one tensor after the other: `foreach` would take another copy of all of them."""
+    """Return AdamW that updates one tensor at a time, because `foreach` would copy all of them."""
     return torch.optim.AdamW(
         parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
     )
 
 
 def train_plain(settings: OffloadSettings, recorder: Recorder) -> dict[str, Any]:
-    """PyTorch alone: bf16 parameters, fp32 master weights that AdamW owns."""
+    """Train with PyTorch alone: bf16 parameters, and fp32 master weights that AdamW updates."""
     model = build_model(settings, torch.bfloat16)
     parameters = list(model.parameters())
     recorder.device = sum(parameter.nbytes for parameter in parameters)
-    _say("bf16 parameters are there", recorder.device)
+    _say("bf16 parameters allocated", recorder.device)
     masters = []
     for parameter in parameters:
         masters.append(nn.Parameter(parameter.detach().float()))
         recorder.device += masters[-1].nbytes
-    _say("fp32 master weights are there", recorder.device)
+    _say("fp32 master weights allocated", recorder.device)
     weights = recorder.device
     optimizer = build_optimizer(masters, settings)
     losses = []
@@ -62,7 +62,7 @@ def train_plain(settings: OffloadSettings, recorder: Recorder) -> dict[str, Any]
         loss = model(input_ids=window, labels=window).loss
         loss.backward()
         recorder.device += sum(parameter.grad.nbytes for parameter in parameters)
-        _say(f"step {recorder.step}: gradients are there", recorder.device)
+        _say(f"step {recorder.step}: gradients allocated", recorder.device)
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
@@ -78,11 +78,17 @@ def train_plain(settings: OffloadSettings, recorder: Recorder) -> dict[str, Any]
 
 
 def train_zero(settings: OffloadSettings, recorder: Recorder, nvme: Path | None) -> dict[str, Any]:
-    """The same with zero_ext, with parameters and optimizer on NVMe and gradients in host memory, or with
-    everything on the device."""
+    """Train the same model with zero_ext.
+
+    Args:
+        settings: Shape of the model and hyperparameters.
+        recorder: Recorder of the memory timeline.
+        nvme: Folder for parameters and optimizer state, with gradients in host memory. None keeps everything
+            on the device.
+    """
     model = build_model(settings, torch.bfloat16)
     recorder.device = sum(parameter.nbytes for parameter in model.parameters())
-    _say("bf16 parameters are there", recorder.device)
+    _say("bf16 parameters allocated", recorder.device)
     config: dict[str, Any] = {"stage": 3, "precision": {"dtype": "bf16"}}
     if nvme is not None:
         config["offload"] = {
@@ -119,20 +125,20 @@ def train_zero(settings: OffloadSettings, recorder: Recorder, nvme: Path | None)
 
 
 def tiers_of_kinds(engine: Any) -> dict[str, str]:
-    """The tier of every state kind."""
+    """Return the tier of every state kind."""
     offload = engine.config.offload
     return {kind: getattr(offload, kind) for kind in ("params", "grads", "optimizer")}
 
 
 def memory_by_tier(engine: Any) -> tuple[int, int]:
-    """Bytes of state and staging in device memory and in host memory."""
+    """Return the bytes of state and staging in device memory and in host memory."""
     held = engine.memory_by_tier()
     return sum(held["device"].values()), sum(held["host"].values())
 
 
 def _say(what: str, held: int) -> None:
     resident = process_memory()[0]
-    print(f"{what}; state in memory {held / MEGA:.0f} MB, process {resident / MEGA:.0f} MB", flush=True)
+    print(f"{what}, state in memory {held / MEGA:.0f} MB, process {resident / MEGA:.0f} MB", flush=True)
 
 
 def _refused_memory(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""The three runs beside each other, and whether a promise is broken."""
+"""Comparison of the three runs, and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = {"plain": "PyTorch", "nvme": "zero_ext, NVMe", "memory": "zero_ext"}
 
 @dataclass(frozen=True)
 class Result:
-    """All runs of a demonstration, by the names in `NAMES`; a record is None where the run left none."""
+    """All runs of a demonstration, by the names in `NAMES`. The record of a failed run is None."""
 
     parameters: int
     cap_bytes: int
@@ -25,21 +25,21 @@ class Result:
     records: dict[str, dict[str, Any] | None]
 
     def losses(self, run: str) -> list[float]:
-        """Loss of every step of a run in nats per byte; empty if it left no record."""
+        """Return the loss of every step of a run in nats per byte, or an empty list without a record."""
         record = self.records[run]
         return record["losses"] if record is not None else []
 
     def peak(self, run: str, column: str) -> int:
-        """The most of a column of the timeline."""
+        """Return the peak of a column of the timeline."""
         return max((getattr(sample, column) for sample in self.endings[run].timeline), default=0)
 
 
 def failures(result: Result, settings: OffloadSettings, left_behind: list[str]) -> list[str]:
-    """What contradicts the promises, in words; empty if nothing does."""
+    """Return a message for each check that failed."""
     found = []
     plain = result.endings["plain"]
     if plain.trained:
-        found.append("PyTorch alone trained under the cap: the model is too small or the cap too large")
+        found.append("PyTorch alone trained under the cap: the model is too small or the cap is too large")
     elif not plain.out_of_memory:
         found.append(f"PyTorch alone failed for another reason than memory: {_words(plain)}")
     for run in ("nvme", "memory"):
@@ -57,7 +57,7 @@ def failures(result: Result, settings: OffloadSettings, left_behind: list[str]) 
 
 
 def rows(result: Result) -> list[list[str]]:
-    """The runs as text under `HEADINGS`; bytes in megabytes (10^6), each the most at any time."""
+    """Return one row per run with cells in the order of `HEADINGS`, and peak sizes in MB (10^6 bytes)."""
     table = []
     for run, name in NAMES.items():
         losses, record = result.losses(run), result.records[run]
@@ -75,9 +75,9 @@ def rows(result: Result) -> list[list[str]]:
 
 
 def megabytes(count: float) -> str:
-    """Bytes as text in units of 10^6."""
+    """Format a number of bytes in units of 10^6."""
     return f"{count / MEGA:,.0f}"
 
 
 def _words(ending: Ending) -> str:
-    return f"status {ending.status}, {' / '.join(ending.last_words) or 'nothing said'}"
+    return f"status {ending.status}, {' / '.join(ending.last_words) or 'no output'}"

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Run on every node, with the number of nodes, the address of one of them, and the same script:
+# Run the same command on every node, with the number of nodes, the address of one of them, and the script:
 #
 #     examples/multi_node/node.sh 2 10.0.0.1 examples/plain_loop.py
 #
-# Ranks a node: RANKS_PER_NODE, else one a GPU, else one. The port is PORT, 29400 by default. The folder in which
-# the script saves must be the same on all nodes (NFS or the like).
+# RANKS_PER_NODE sets the number of ranks per node. The default is one per GPU, or one per node without GPUs. PORT
+# sets the port (default: 29400). All nodes must share the folder in which the script saves, for example over NFS.
 set -euo pipefail
 
 if (($# < 3)); then

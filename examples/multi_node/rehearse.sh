@@ -1,5 +1,5 @@
 #!/bin/bash
-# The lines of node.sh twice on this machine: two agents that take each other for two nodes, one rank each.
+# Rehearse a run on two nodes on this machine: start node.sh twice, as two torchrun agents with one rank each.
 #
 #     examples/multi_node/rehearse.sh [SCRIPT [ARGUMENT...]]
 set -euo pipefail

@@ -63,7 +63,7 @@ def test_a_tiny_run_on_four_ranks(demo: Any, tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / "report"
     assert program.demonstrate(folder, settings, Console(quiet=True)) == 0
     page = (folder / "report.md").read_text()
-    assert "All promises were kept" in page and page.count("| kept |") == 3
+    assert "All checks passed" in page and page.count("| passed |") == 3
     for name in ("loss", "timeline"):
         assert f"![{name}]({name}.png)" in page
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")

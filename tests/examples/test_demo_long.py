@@ -57,10 +57,10 @@ def test_met_and_broken_promises(demo: Any, tmp_path: Path) -> None:
     for dense in (refused, -9):
         assert demo.report.failures(result_of(demo, dense, 0, (5.6, 2.9)), settings) == []
     for arguments, words in (
-        ((0, 0, (5.6, 2.9)), "dense attention was to run out of memory"),
+        ((0, 0, (5.6, 2.9)), "dense attention under the cap: expected 'out of memory', got 'trained'"),
         ((1, 0, (5.6, 2.9)), "failed, status 1"),
-        ((refused, refused, (5.6, 2.9)), "sparse attention was to train under the cap, but out of memory"),
-        ((refused, 0, (5.6, 3.15)), "was to end below 3.100"),
+        ((refused, refused, (5.6, 2.9)), "expected 'trained', got 'out of memory'"),
+        ((refused, 0, (5.6, 3.15)), "below 3.100 nats per byte"),
     ):
         (failure,) = demo.report.failures(result_of(demo, *arguments), settings)
         assert words in failure

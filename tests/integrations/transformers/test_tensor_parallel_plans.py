@@ -116,7 +116,7 @@ def built(kind: str, changes: dict[str, Any], seed: int) -> Any:
 
 @cache
 def mesh_of_all() -> DeviceMesh:
-    """Two ranks with parts of tensors; made once in a process."""
+    """Two ranks with slices of tensors; made once in a process."""
     return make_mesh(tp=2, device_type="cpu")
 
 

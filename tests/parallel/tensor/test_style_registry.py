@@ -29,7 +29,7 @@ WIDTH, WORDS, HEADS = 8, 12, 4
 
 @functools.cache
 def mesh_of_all() -> DeviceMesh:
-    """Two replicas, each on two ranks with parts of tensors; made once in a process."""
+    """Two replicas, each on two ranks with slices of tensors; made once in a process."""
     return make_mesh(tp=2, device_type="cpu")
 
 

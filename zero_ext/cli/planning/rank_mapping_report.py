@@ -12,8 +12,8 @@ from zero_ext.plan.rank_placement import RankPlacement
 _KINDS = {
     "pp": "pipeline stages",
     "dp": "replicas, sharded by ZeRO",
-    "cp": "parts of a sequence",
-    "tp": "parts of tensors",
+    "cp": "slices of a sequence",
+    "tp": "slices of tensors",
 }
 
 

@@ -1,4 +1,4 @@
-"""The division of a model over the GPUs of a cluster: pipeline stages, parts of tensors, replicas
+"""The division of a model over the GPUs of a cluster: pipeline stages, slices of tensors, replicas
 under ZeRO.
 """
 
