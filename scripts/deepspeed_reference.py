@@ -1,6 +1,6 @@
-"""The tables of DeepSpeed's names in the docs, written from its sources and what is here.
+"""Write the tables of DeepSpeed's supported and unsupported names.
 
-`python scripts/deepspeed_reference.py docs/reference/deepspeed_api.md` rewrites the tables inside that file.
+`python scripts/deepspeed_reference.py docs/reference/deepspeed_api.md` rewrites the tables of the page.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_ext.config.schema.generate_docs import sentence
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed.registry import Definition, difference_of, names, reason_of
 from zero_ext.integrations.deepspeed.unsupported import served
@@ -18,8 +19,10 @@ _BEGIN, _END = "<!-- begin names -->", "<!-- end names -->"
 
 
 class Entry(NamedTuple):
-    """A public name under its shortest path. ``note`` says what differs where it is served, else why it is
-    not and what to do instead."""
+    """A public name under its shortest path.
+
+    ``note`` is the difference of a supported name, or the reason and the alternative for an unsupported one.
+    """
 
     path: str
     definition: Definition
@@ -28,8 +31,11 @@ class Entry(NamedTuple):
 
 
 def api_page(text: str) -> str:
-    """``text`` with what stands between the markers replaced by the tables. ``ValueError`` without
-    markers."""
+    """Return a page with the text between its markers replaced by the tables.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
     begin, end = text.find(_BEGIN), text.find(_END)
     if begin < 0 or end < begin:
         raise ValueError(f"the page needs the lines {_BEGIN} and {_END}")
@@ -37,7 +43,7 @@ def api_page(text: str) -> str:
 
 
 def entries() -> list[Entry]:
-    """All public names of DeepSpeed that are no constants, each once, and the engines' members."""
+    """Return all public names of DeepSpeed except for constants, and the members of the engines."""
     known = names()
     packages = {module.rpartition(".")[0] for module in known.modules}
     found: dict[tuple[str, int], Entry] = {}
@@ -52,10 +58,10 @@ def entries() -> list[Entry]:
                 or known.is_constant(definition)
             ):
                 continue
-            # What a module imports for its own use is public where it is defined, or in a package.
+            # A name that a module imports for its own use is public where it is defined, or in a package.
             if module in packages or not known.own(module) or module == definition.module:
                 supported, path = served(definition), f"{short}.{name}"
-                note = reason_of(definition.path) if supported is None else difference_of(path)
+                note = sentence(reason_of(definition.path) if supported is None else difference_of(path))
                 entry = Entry(path, definition, supported is not None, note)
                 key = (name, id(definition.module) if supported is None else id(supported))
                 found[key] = min(entry, found.get(key, entry), key=_length)
@@ -75,7 +81,7 @@ def _members(engine: str) -> Iterator[Entry]:
             defined |= vars(base).keys()
     for name in sorted(each for each in defined if not each.startswith("_")):
         path = f"deepspeed.{engine}.{name}"
-        yield Entry(path, Definition(f"deepspeed.{engine}", name), True, difference_of(path))
+        yield Entry(path, Definition(f"deepspeed.{engine}", name), True, sentence(difference_of(path)))
 
 
 def _tables() -> str:
@@ -86,15 +92,15 @@ def _tables() -> str:
     unsupported: dict[str, set[str]] = {}
     for module in names().modules:
         if not any(f"{other}.".startswith(f"{module}.") for other in partly):
-            unsupported.setdefault(reason_of(module), set()).add(".".join(module.split(".")[:4]))
+            unsupported.setdefault(sentence(reason_of(module)), set()).add(".".join(module.split(".")[:4]))
     return "\n".join(
         [
             f"\n## Supported: {len(there)} names\n",
             *_table(there, "difference"),
-            f"\n## Not supported: {len(missing)} names of modules that are supported otherwise\n",
-            *_table(missing, "why, and what instead"),
-            "\n## Not supported: modules with all that they contain\n",
-            "| modules | why, and what instead |",
+            f"\n## Not supported: {len(missing)} names of supported modules\n",
+            *_table(missing, "reason and alternative"),
+            "\n## Not supported: modules with all their names\n",
+            "| modules | reason and alternative |",
             "|---|---|",
             *(
                 f"| {_outermost(modules - partly)} | {note} |"
@@ -106,13 +112,13 @@ def _tables() -> str:
 
 
 def _outermost(modules: set[str]) -> str:
-    """Those whose package is none of them, in a list."""
+    """Return a list of the modules without those that are inside another one."""
     found = (f"`{module}`" for module in sorted(modules) if module.rpartition(".")[0] not in modules)
     return ", ".join(found)
 
 
 def _table(listed: list[Entry], title: str) -> list[str]:
-    """A row for all names of a module that share a note."""
+    """Return a table with one row for all names of a module that share a note."""
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in listed:
         module, _, name = entry.path.rpartition(".")

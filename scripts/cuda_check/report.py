@@ -13,29 +13,30 @@ SHARED_BYTES = 48 << 10  # that every GPU gives a block without being asked
 
 HEAD = """# CUDA kernels
 
-What nvcc's assembler and the machine code say of every kernel of module `_C_cuda`, written by
-`python -m scripts.cuda_check --report docs/contributing/cuda_kernels.md`. Nothing here was measured on a GPU.
+Registers, memory and estimated copy rates of every kernel of module `_C_cuda`, from the output of nvcc's
+assembler and the machine code. `python -m scripts.cuda_check --report docs/contributing/cuda_kernels.md`
+writes this page. Nothing on it was measured on a GPU.
 
 {compiler}; {architectures}, and PTX for later GPUs. {count} kernels, {spilling} with spilled registers,
 {narrow} streaming kernels with an access of fewer than 16 bytes where buffers are aligned, {divisions}
 kernels with a 64-bit division in a loop.
 
-Stack is bytes per thread, shared memory bytes per block, without what attention is given at its launch
-(`csrc/cuda/attention/attention_tiling.h`: at most 99 KiB). The other columns are of {described}:
+The column *stack* is in bytes per thread. The column *shared* is in bytes per block, without the memory that
+attention allocates at launch (`csrc/cuda/attention/attention_tiling.h`: at most 99 KiB). The other columns
+are for {described}:
 
-- *occupancy*: the share of a processor's warps that run simultaneously, from registers, static shared memory
-  and the block's threads. Attention's shared memory lowers its occupancy further.
-- *bytes* and *instructions*: per element in the main loop of a streaming kernel. That is the most deeply
-  nested loop with accesses of 16 bytes, and of several the one that moves most in them. All its branches
-  count, also those that exclude each other. Where payloads are summed, the main loop has one payload's
-  elements, and the sum moves behind it. Of a kernel without a loop everything counts that is not for
-  unaligned buffers.
-- *widths*: bytes per thread of each access of global memory there.
-- *copy rate*: an **estimate** of the share of the copy rate of an H100, min(1, issue, latency).
-  *issue* is (rate of instructions / instructions per element) / (copy rate / bytes per element).
-  *latency* is bytes in flight / (copy rate * latency of memory), where each warp that runs has the loads of
-  one round in flight. An H100 is taken as {processors} processors at {clock:.3f} GHz with {rate:.2f} TB/s and
-  {latency:.0f} ns.
+- *occupancy*: fraction of a multiprocessor's warps that run simultaneously, from registers, static shared
+  memory and the threads per block. Attention's shared memory lowers its occupancy further.
+- *bytes* and *instructions*: per element in the main loop of a streaming kernel. The main loop is the most
+  deeply nested loop with accesses of 16 bytes, and among several such loops the one that transfers the most
+  bytes in these accesses. All its branches count, including branches that exclude each other. A kernel that
+  sums payloads has the elements of one payload in its main loop and writes the sum after it. A kernel
+  without a loop is counted in full, except for the code for unaligned buffers.
+- *widths*: bytes per thread of each access to global memory in the main loop.
+- *copy rate*: **estimated** fraction of the copy rate of an H100, min(1, issue, latency). *issue* is
+  (instruction rate / instructions per element) / (copy rate / bytes per element). *latency* is bytes in
+  flight / (copy rate * memory latency). Each resident warp has the loads of one iteration in flight. The
+  estimate assumes {processors} multiprocessors at {clock:.3f} GHz, {rate:.2f} TB/s and {latency:.0f} ns.
 """
 
 

@@ -1,19 +1,17 @@
-"""Blocks in which 8-bit moments and codes on the wire are quantized (Dettmers et al., arXiv 2110.02861), and
-in which signs have a scale."""
+"""Blocks of quantized moments and quantized payloads (Dettmers et al., arXiv 2110.02861), and of 1-bit
+compression."""
 
 BLOCK_ELEMENTS = 256
 SIGN_BLOCK = 8192
 
 
 def block_count(elements: int) -> int:
-    """Blocks, and so scales, of `elements` elements; the last block may be shorter."""
+    """Return the number of blocks, and so of scales, of `elements` elements. The last one may be shorter."""
     return -(-elements // BLOCK_ELEMENTS)
 
 
 def payload_bytes(elements: int, bits: int) -> int:
-    """Return bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a
-    block.
-    """
+    """Return bytes of `elements` elements of `bits` bits, padded to 8, and one float32 scale per block."""
     return -(-elements // 8) * bits + 4 * block_count(elements)
 
 

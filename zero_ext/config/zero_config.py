@@ -47,30 +47,32 @@ class ZeroConfig(ConfigSection):
     file.
 
     Attributes:
-        stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
-            parameters (Rajbhandari et al., ZeRO, section 5).
-        precision: dtypes of parameters, gradients and moments, and the order of their sums.
-        loss_scale: of fp16.
-        units: what is gathered together, and when.
-        batch: sizes of batches.
+        stage: ZeRO stage (Rajbhandari et al., ZeRO, section 5). 0 replicates everything, 1 shards optimizer
+            state, 2 also gradients and 3 also parameters.
+        precision: dtypes of parameters, gradients and moments, and the order in which gradients are summed.
+        loss_scale: loss scaling of fp16.
+        units: grouping of parameters into units, and limits on gathered elements.
+        batch: batch sizes.
         communication: compression, nodes and sharding groups.
-        offload: the tier of each kind of state.
-        aio: how files on NVMe devices are read and written.
-        checkpoint: how checkpoints are saved.
-        activation_checkpointing: what is kept for backward of calls that the model checkpoints with
+        offload: tier of each kind of state.
+        aio: I/O settings for files on NVMe devices.
+        checkpoint: defaults of `save_checkpoint`.
+        activation_checkpointing: storage for backward of the calls that the model checkpoints with
             `zero_ext.checkpoint_activations`.
-        optimizer: what `initialize` builds when the caller passes none.
-        scheduler: what `initialize` builds when the caller passes none.
-        sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
-            Hugging Face model. None leaves attention as it is.
-        gradient_clipping: largest global gradient norm; 0 means no clipping.
-        check_finite: refuse a step if its gradients hold NaN or infinity, before anything changes, and name
-            the parameters; report a step that leaves such values in weights or moments. False checks only
-            where a gradient norm is computed anyway: for clipping, and for the loss scale of fp16.
-        timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
-        steps_per_print: steps between progress lines; None prints none.
-        monitor: what is written down of the run, see its class; None writes nothing.
-        seed: seed of the data order that `initialize(training_data=...)` uses.
+        optimizer: optimizer that `initialize` builds if the caller passes none.
+        scheduler: learning-rate scheduler that `initialize` builds if the caller passes none.
+        sparse_attention: layout of sparse attention, which `prepare` sets in a Hugging Face model. `null`
+            leaves attention unchanged.
+        gradient_clipping: largest global gradient norm. 0 disables clipping.
+        check_finite: whether to refuse a step with NaN or infinity in its gradients, before anything changes
+            and with the names of the parameters, and to report a step that leaves such values in weights or
+            moments. False checks only where a gradient norm is computed anyway: for clipping and for the loss
+            scale of fp16.
+        timeout_seconds: longest wait for a collective, in seconds. The job then ends with an error that names
+            the rank.
+        steps_per_print: number of steps between progress lines. `null` prints none.
+        monitor: records of the run. `null` writes none.
+        seed: seed of the data order of `initialize(training_data=...)`.
 
     Examples:
         >>> config = zero_ext.ZeroConfig(stage=2, gradient_clipping=1.0)

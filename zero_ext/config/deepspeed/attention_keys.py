@@ -14,22 +14,41 @@ _COUNTS = ValueType(
 )
 _BLOCK = ValueType("16, 32, 64 or 128", lambda value: is_number(value) and value in BLOCK_SIZES)
 _KINDS: dict[str, tuple[ValueType, str]] = {
-    "mode": (choice(*MODE_KEYS), "'fixed' when that is missing and other keys are given"),
-    "block": (_BLOCK, "sequences need not be whole blocks"),
+    "mode": (
+        choice(*MODE_KEYS),
+        "sparsity pattern. The default is 'fixed' if other keys of the section are set",
+    ),
+    "block": (_BLOCK, "side length of a block, in tokens. Sequence lengths need not be multiples of it"),
     "attention": (
         choice("unidirectional", "bidirectional"),
-        "in every mode; unidirectional hides later tokens within blocks too",
+        "direction of attention, in every mode. The value unidirectional also masks later tokens inside "
+        "blocks",
     ),
-    "different_layout_per_head": (FLAG, "layouts are stored once where heads are alike"),
-    "num_local_blocks": (integer(1), "in mode fixed"),
-    "num_global_blocks": (integer(1), "in modes fixed and bigbird"),
-    "horizontal_global_attention": (FLAG, "in modes fixed and variable"),
-    "num_different_global_patterns": (integer(1), "in mode fixed"),
-    "num_random_blocks": (integer(0), "in modes variable and bigbird; 0 when missing"),
-    "local_window_blocks": (_COUNTS, "in mode variable"),
-    "global_block_indices": (_COUNTS, "in modes variable and bslongformer"),
-    "global_block_end_indices": (or_null(_COUNTS), "in modes variable and bslongformer"),
-    "num_sliding_window_blocks": (integer(1), "in modes bigbird, bslongformer and local_sliding_window"),
+    "different_layout_per_head": (
+        FLAG,
+        "whether the layout differs between heads. Heads with the same layout share its storage",
+    ),
+    "num_local_blocks": (integer(1), "number of blocks per window, in mode fixed"),
+    "num_global_blocks": (integer(1), "number of global blocks, in modes fixed and bigbird"),
+    "horizontal_global_attention": (
+        FLAG,
+        "whether global blocks also attend to all blocks, in modes fixed and variable",
+    ),
+    "num_different_global_patterns": (integer(1), "number of global patterns, in mode fixed"),
+    "num_random_blocks": (
+        integer(0),
+        "number of random blocks per row, in modes variable and bigbird. The default is 0",
+    ),
+    "local_window_blocks": (_COUNTS, "numbers of blocks of the first windows, in mode variable"),
+    "global_block_indices": (_COUNTS, "indices of global blocks, in modes variable and bslongformer"),
+    "global_block_end_indices": (
+        or_null(_COUNTS),
+        "exclusive ends of ranges of global blocks, in modes variable and bslongformer",
+    ),
+    "num_sliding_window_blocks": (
+        integer(1),
+        "width of the sliding window in blocks, in modes bigbird, bslongformer and local_sliding_window",
+    ),
 }
 
 ATTENTION_KEYS = tuple(

@@ -10,7 +10,7 @@ _ROOT = "zero_optimization"
 
 
 def set_communication(resolved: ResolvedKeys, native: dict[str, object]) -> None:
-    """Codes on the wire, secondary shards and sharding groups, in the stages that have them."""
+    """Set quantized communication, secondary shards and sharding groups, in the stages that support them."""
     stage = resolved.values.get(f"{_ROOT}.stage", 0)
     if stage in (2, 3) and resolved.values.get(f"{_ROOT}.zero_quantized_gradients") is True:
         native["communication.quantized_gradients"] = "int4"

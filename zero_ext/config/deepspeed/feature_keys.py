@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, ValueType, choice, integer, or_null
 
-_ANY_LOADS = "every checkpoint loads at any world size and stage"
+_ANY_LOADS = "every checkpoint can be loaded at any world size and stage"
 
 
-def _switched(section: str, fate: Fate, why: str, fields: dict[str, ValueType]) -> tuple[Key, ...]:
-    """Return a section with an `enabled` key: while that is false, the other keys are checked and ignored."""
+def _switched(
+    section: str, fate: Fate, why: str, fields: dict[str, ValueType], used: bool = True
+) -> tuple[Key, ...]:
+    """Return the keys of a section with an `enabled` key.
+
+    While that is false, the other keys are checked and ignored. They always are, unless `used`.
+    """
     switch = f"{section}.enabled"
+    detail = f"It applies if {switch} is true" if used else "It is checked but not used"
     return (
         Key(switch, FLAG, fate, why, harmless=(False,), auto=True),
         *(
-            Key(f"{section}.{name}", kind, fate, f"with {switch}", auto=True, switch=switch)
+            Key(f"{section}.{name}", kind, fate, f"setting of {section}. {detail}", auto=True, switch=switch)
             for name, kind in fields.items()
         ),
     )
@@ -24,17 +30,21 @@ def _absent(section: str, why: str) -> Key:
     return Key(section, ANYTHING, "unsupported", why, harmless=(None, False, {}))
 
 
-_LOGGING = "no writer exists here; use tensorboard, wandb or csv_monitor"
+_LOGGING = "there is no Comet writer here. Use tensorboard, wandb or csv_monitor"
 _RUN = {"output_path": TEXT, "job_name": TEXT}
-_PRINTED = "the line of steps_per_print, every 10 steps when that is missing, reports"
+_PRINTED = "The line of steps_per_print, by default every 10 steps, then reports"
 
 REPORT_KEYS = (
-    *_switched("tensorboard", "supported", "monitor.tensorboard becomes output_path/job_name", _RUN),
-    *_switched("csv_monitor", "supported", "monitor.csv becomes output_path/job_name/steps.csv", _RUN),
+    *_switched(
+        "tensorboard", "supported", "whether to set monitor.tensorboard to output_path/job_name", _RUN
+    ),
+    *_switched(
+        "csv_monitor", "supported", "whether to set monitor.csv to output_path/job_name/steps.csv", _RUN
+    ),
     *_switched(
         "wandb",
         "supported",
-        "monitor.wandb takes project, group, and team as entity",
+        "whether to set monitor.wandb with project, group, and team as entity",
         {"group": or_null(TEXT), "team": or_null(TEXT), "project": or_null(TEXT)},
     ),
     *_switched(
@@ -49,17 +59,20 @@ REPORT_KEYS = (
             "online": or_null(FLAG),
             "mode": or_null(TEXT),
         },
+        used=False,
     ),
     *_switched(
         "comms_logger",
         "supported",
-        "monitor.comms becomes true: bytes and times of all collectives, in comms.jsonl",
+        "whether to set monitor.comms to true, which writes bytes and times of all collectives to "
+        "comms.jsonl",
         {"prof_all": FLAG, "prof_ops": ANYTHING, "verbose": FLAG, "debug": FLAG},
+        used=False,
     ),
     *_switched(
         "flops_profiler",
         "supported",
-        f"monitor.flops becomes {{}}; {_PRINTED} operations per second",
+        f"whether to set monitor.flops to {{}}. {_PRINTED} operations per second",
         dict.fromkeys(
             (
                 "recompute_fwd_factor",
@@ -71,28 +84,47 @@ REPORT_KEYS = (
             ),
             ANYTHING,
         ),
+        used=False,
     ),
-    Key("timers.throughput.enabled", FLAG, "no effect", "step times come with the engine's events"),
-    Key("timers.throughput.synchronized", FLAG, "no effect", "step times come with the engine's events"),
+    Key("timers.throughput.enabled", FLAG, "no effect", "step times are part of the engine's events"),
+    Key("timers.throughput.synchronized", FLAG, "no effect", "step times are part of the engine's events"),
     Key(
         "wall_clock_breakdown",
         FLAG,
         "supported",
-        f"monitor.timing becomes true; {_PRINTED} phases and waits",
+        f"whether to set monitor.timing to true. {_PRINTED} phases and waits",
         harmless=(False,),
     ),
     Key(
         "memory_breakdown",
         FLAG,
         "supported",
-        f"monitor.memory becomes true; {_PRINTED} bytes by tier",
+        f"whether to set monitor.memory to true. {_PRINTED} bytes by tier",
         harmless=(False,),
     ),
-    Key("dump_state", FLAG, "no effect", "print(engine.config) shows it", harmless=(False,)),
-    Key("log_level", or_null(TEXT), "no effect", "set it with Python's logging module", harmless=(None,)),
-    Key("disable_python_gc", FLAG, "no effect", "the garbage collector is left alone", harmless=(False,)),
-    Key("vocabulary_size", or_null(integer(1)), "no effect", "nothing here depends on it", harmless=(None,)),
-    Key("disable_allgather", FLAG, "no effect", "parameters always come by all-gather", harmless=(False,)),
+    Key("dump_state", FLAG, "no effect", "print(engine.config) shows the configuration", harmless=(False,)),
+    Key(
+        "log_level",
+        or_null(TEXT),
+        "no effect",
+        "set the level with Python's logging module",
+        harmless=(None,),
+    ),
+    Key(
+        "disable_python_gc",
+        FLAG,
+        "no effect",
+        "the engine does not change the garbage collector",
+        harmless=(False,),
+    ),
+    Key("vocabulary_size", or_null(integer(1)), "no effect", "no feature depends on it", harmless=(None,)),
+    Key(
+        "disable_allgather",
+        FLAG,
+        "no effect",
+        "parameters are always gathered with all-gather",
+        harmless=(False,),
+    ),
 )
 
 CHECKPOINT_KEYS = (
@@ -115,11 +147,18 @@ CHECKPOINT_KEYS = (
         "checkpoint.parallel_write.pipeline_stage",
         FLAG,
         "no effect",
-        "every rank writes its own part",
+        "every rank writes its own shards",
         harmless=(False,),
     ),
-    Key("checkpoint.checkpoint_serialization", FLAG, "no effect", "files are safetensors"),
-    Key("checkpoint.writer", or_null(MAPPING), "no effect", "there is one writer", harmless=(None,)),
+    Key(
+        "checkpoint.checkpoint_serialization",
+        FLAG,
+        "no effect",
+        "checkpoint files always have the format safetensors",
+    ),
+    Key(
+        "checkpoint.writer", or_null(MAPPING), "no effect", "there is one checkpoint writer", harmless=(None,)
+    ),
     Key(
         "datastates_ckpt",
         ANYTHING,
@@ -129,9 +168,9 @@ CHECKPOINT_KEYS = (
     ),
 )
 
-_NOT_YET = "This feature does not exist here. Remove the section"
+_NOT_YET = "This feature does not exist here. Remove it"
 _ACTIVATION = "activation_checkpointing"
-_AT_CALLS = "acts on calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
+_AT_CALLS = "calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
 
 
 def _activation(name: str, value_type: ValueType, why: str, switch: str = "") -> Key:
@@ -143,18 +182,27 @@ ACTIVATION_KEYS = (
     _activation(
         "partition_activations",
         FLAG,
-        f"{_AT_CALLS}; the group is that of deepspeed.checkpointing.configure(mpu)",
+        f"whether to partition the inputs of {_AT_CALLS}. The group is that of "
+        "deepspeed.checkpointing.configure(mpu)",
     ),
-    _activation("cpu_checkpointing", FLAG, _AT_CALLS),
-    _activation("contiguous_memory_optimization", FLAG, f"{_AT_CALLS}, partitioned or not"),
+    _activation("cpu_checkpointing", FLAG, f"whether to store the inputs of {_AT_CALLS} in host memory"),
+    _activation(
+        "contiguous_memory_optimization",
+        FLAG,
+        f"whether to store the inputs of {_AT_CALLS} in one buffer, partitioned or not",
+    ),
     _activation(
         "number_checkpoints",
         or_null(integer(1)),
-        "with contiguous_memory_optimization",
+        "largest number of calls with inputs in the buffer of contiguous_memory_optimization",
         "contiguous_memory_optimization",
     ),
-    _activation("synchronize_checkpoint_boundary", FLAG, _AT_CALLS),
-    _activation("profile", FLAG, f"{_AT_CALLS}: monitors get an event of each"),
+    _activation(
+        "synchronize_checkpoint_boundary",
+        FLAG,
+        f"whether to wait for the device before and after {_AT_CALLS}",
+    ),
+    _activation("profile", FLAG, f"whether to publish events to monitors for {_AT_CALLS}"),
 )
 
 ABSENT_KEYS = (
@@ -163,7 +211,7 @@ ABSENT_KEYS = (
         "seq_parallel_communication_data_type",
         or_null(choice("fp32", "fp16", "bf16")),
         "no effect",
-        "sequences over ranks travel in the dtype that they have",
+        "sequence parallelism sends tensors in their own dtype",
         harmless=(None,),
     ),
     Key("use_data_before_expert_parallelism", FLAG, "unsupported", _NOT_YET, harmless=(False,)),
@@ -195,15 +243,15 @@ ABSENT_KEYS = (
     ),
     _absent(
         "pipeline",
-        "The script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is "
-        "an argument of it) or zero_ext.parallel.pipeline. Remove the section",
+        "Remove the section. Build the pipeline in the script, with deepspeed.pipe.PipelineModule (which "
+        "has an argument activation_checkpoint_interval) or zero_ext.parallel.pipeline",
     ),
     Key(
         "tensor_parallel",
         ANYTHING,
         "unsupported",
-        "The script calls zero_ext.parallel.apply_tensor_parallel. Remove the section or set autotp_size "
-        "to 1",
+        "Remove the section or set autotp_size to 1. Call zero_ext.parallel.apply_tensor_parallel in the "
+        "script",
         harmless=(None, False, {}),
     ),
 )

@@ -63,17 +63,19 @@ class Key:
     """One key of DeepSpeed's JSON.
 
     Attributes:
-        path: its full path; `aliases` are other full paths that mean the same.
-        value_type: what it accepts.
-        fate: what becomes of it.
-        why: for "supported" how, for "no effect" the reason, for "unsupported" the reason and the fix.
-        native: path of the native key that takes its value, for keys that map one to one.
-        words: native values by DeepSpeed's, in lower case, where the two differ.
-        harmless: values that ask for nothing, or for what happens here anyway: accepted in silence.
-        auto: "auto" that nobody resolves is dropped, as DeepSpeed itself does, and the default holds.
-        switch: path of the key that turns its section on. While that one is off, this key is checked and
+        path: its full path. `aliases` are other full paths with the same meaning.
+        value_type: accepted values.
+        fate: outcome of the key.
+        why: the meaning of a "supported" key, the reason for "no effect", the reason and the fix for
+            "unsupported".
+        native: path of the native key with the same value, for keys that map one to one.
+        words: native values by DeepSpeed's values in lower case, if they differ.
+        harmless: values that request nothing, or what happens here in any case. They are accepted without a
+            note.
+        auto: whether an unresolved "auto" means the default, as in DeepSpeed. Otherwise it is an error.
+        switch: path of the key that enables its section. While that key is off, this key is checked and
             ignored.
-        stages: ZeRO stages it acts in; in others it is reported as having no effect.
+        stages: ZeRO stages that the key applies to. In other stages it is reported as having no effect.
     """
 
     path: str
@@ -89,8 +91,7 @@ class Key:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def native_value(self, value: object) -> object:
-        """`value` as the native key wants it: words in lower case, those that differ replaced, flags by their
-        words if there are any."""
+        """Return `value` for the native key, with words in lower case or replaced."""
         if isinstance(value, bool):
             return self.words.get(str(value).lower(), value)
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Monitors of the translation: what several keys together say."""
+"""Monitors of the translation, which depend on several keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _PRINTED = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler.enabled"
 
 
 def set_monitors(resolved: ResolvedKeys, native: dict[str, object]) -> None:
-    """Set the native ``monitor`` section, if any of DeepSpeed's monitors or breakdowns is on: these and no
-    others."""
+    """Set the native ``monitor`` section, if any of DeepSpeed's monitors or breakdowns is on.
+
+    Only these are then on.
+    """
     on = {
         name
         for name in ("tensorboard", "csv_monitor", "wandb", "comms_logger", "flops_profiler")
@@ -52,6 +54,6 @@ def _wandb(resolved: ResolvedKeys) -> dict[str, object]:
 
 
 def _text(path: str, resolved: ResolvedKeys) -> str | None:
-    """Return what a key of text says, None for nothing."""
+    """Return the value of a text key, or None if it is empty."""
     value = resolved.values.get(path)
     return value if isinstance(value, str) and value else None

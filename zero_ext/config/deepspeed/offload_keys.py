@@ -10,8 +10,8 @@ AIO = "aio"
 
 _PATH = ValueType("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_PINNED = "with an accelerator, host memory is always pinned; without one there is nothing to pin it for"
-_STAGING = "staging is sized by what a step needs"
+_PINNED = "host memory is always pinned if there is an accelerator, and pinning has no use without one"
+_STAGING = "staging buffers have the size that a step needs"
 _OVERLAP = "reads, updates and writes of different chunks always overlap"
 
 
@@ -37,19 +37,23 @@ def _aio(name: str, value_type: ValueType, fate: Fate, why: str, *harmless: obje
     return Key(f"{AIO}.{name}", value_type, fate, why, native, harmless)
 
 
-_NVME_PATH = "joins offload.nvme_paths; required by device 'nvme'"
+_NVME_PATH = "folder to add to offload.nvme_paths. It is required by device 'nvme'"
 
 PARAM_KEYS = (
-    _device(PARAM, "offload.params", "cpu is the tier host; no effect below stage 3"),
+    _device(
+        PARAM,
+        "offload.params",
+        "tier of parameter shards, in stage 3 only. The value cpu means the tier host",
+    ),
     _field(PARAM, "nvme_path", or_null(_PATH), "supported", _NVME_PATH),
     _field(PARAM, "buffer_count", integer(0), "no effect", _STAGING),
-    _field(PARAM, "buffer_size", integer(0), "no effect", f"{_STAGING}, never by the largest tensor"),
+    _field(PARAM, "buffer_size", integer(0), "no effect", f"{_STAGING}, independent of the largest tensor"),
     _field(
         PARAM,
         "max_in_cpu",
         integer(0),
         "no effect",
-        "of parameters on NVMe, host memory holds only those being moved",
+        "host memory stores only those parameters from NVMe that are being transferred",
     ),
     _field(PARAM, "pin_memory", FLAG, "no effect", _PINNED, (False,)),
 )
@@ -58,8 +62,8 @@ OPTIMIZER_KEYS = (
     _device(
         OPTIMIZER,
         "offload.optimizer",
-        "cpu is the tier host; stages 1 to 3. In stages 2 and 3 gradients then live on the tier host, as in "
-        "DeepSpeed",
+        "tier of master weights and optimizer state, in stages 1 to 3. The value cpu means the tier host. "
+        "In stages 2 and 3 cpu and nvme also store gradients in the tier host, as in DeepSpeed",
     ),
     _field(OPTIMIZER, "nvme_path", or_null(_PATH), "supported", _NVME_PATH),
     _field(
@@ -73,14 +77,20 @@ OPTIMIZER_KEYS = (
     _field(OPTIMIZER, "pipeline_read", FLAG, "no effect", _OVERLAP, (True,)),
     _field(OPTIMIZER, "pipeline_write", FLAG, "no effect", _OVERLAP, (True,)),
     _field(
-        OPTIMIZER, "fast_init", FLAG, "no effect", "state is written to its tier once, at set-up", (False,)
+        OPTIMIZER,
+        "fast_init",
+        FLAG,
+        "no effect",
+        "state is always written to its tier once, at set-up",
+        (False,),
     ),
     _field(
         OPTIMIZER,
         "ratio",
         number(0, 1),
         "supported",
-        "stages 1 to 3; by whole units, met from below; 0 is device 'none'",
+        "largest fraction of the optimizer's elements to offload, in stages 1 to 3. Units are not split, "
+        "so the actual fraction may be smaller. 0 means device 'none'",
         native="offload.ratio",
     ),
     _field(
@@ -88,8 +98,8 @@ OPTIMIZER_KEYS = (
         "super_offload",
         FLAG,
         "unsupported",
-        "Set it to false or remove it. The native key offload.update_mode 'in_backward' is its speculative "
-        "step",
+        "Set it to false or remove it. Its speculative step is available as the native key "
+        "offload.update_mode 'in_backward'",
         (False,),
     ),
     _field(
@@ -97,7 +107,7 @@ OPTIMIZER_KEYS = (
         "cpuadam_cores_perc",
         number(0, 1),
         "no effect",
-        "it belongs to super_offload, which does not exist here",
+        "it applies to super_offload, which is unsupported",
     ),
 )
 
@@ -107,7 +117,7 @@ def _old(name: str, section: str, *aliases: str) -> Key:
         f"zero_optimization.{name}",
         or_null(FLAG),
         "supported",
-        f"old form: true is {section.rpartition('.')[2]}.device 'cpu'",
+        f"old form of {section.rpartition('.')[2]}.device. The value true means 'cpu'",
         harmless=(False, None),
         auto=True,
         aliases=tuple(f"zero_optimization.{alias}" for alias in aliases),
@@ -130,39 +140,50 @@ OLD_KEYS = (
 # The section of each old flag.
 OLD_FORMS = {OLD_KEYS[0].path: OPTIMIZER, OLD_KEYS[1].path: PARAM}
 
-_BATCHED = "blocks are handed over as the queue has space"
+_BATCHED = "blocks are submitted whenever the queue has space"
 
 AIO_KEYS = (
     _aio(
         "block_size",
         integer(1),
         "supported",
-        "bytes, a multiple of 4096; 1,048,576 when missing",
+        "largest size of a transfer in bytes, a multiple of 4096. The default is 1,048,576",
         native="aio.block_bytes",
     ),
-    _aio("queue_depth", integer(1), "supported", "at most 1024; 32 when missing", native="aio.queue_depth"),
+    _aio(
+        "queue_depth",
+        integer(1),
+        "supported",
+        "largest number of blocks in flight per I/O thread, at most 1024. The default is 32",
+        native="aio.queue_depth",
+    ),
     _aio(
         "intra_op_parallelism",
         integer(1),
         "supported",
-        "submitting threads, at most 16; 1 when missing",
+        "number of threads that submit blocks, at most 16. The default is 1",
         native="aio.io_threads",
     ),
     _aio(
         "thread_count",
         integer(1),
         "no effect",
-        "DeepSpeed 0.19 does not read it either; write intra_op_parallelism",
+        "DeepSpeed 0.19 does not read it either. Set intra_op_parallelism",
     ),
     _aio("single_submit", FLAG, "no effect", _BATCHED, False),
     _aio(
-        "overlap_events", FLAG, "no effect", "completions are always taken while blocks are submitted", True
+        "overlap_events",
+        FLAG,
+        "no effect",
+        "completions are always processed while blocks are submitted",
+        True,
     ),
     Key(
         f"{AIO}.use_gds",
         FLAG,
         "supported",
-        "true is auto: where GPUDirect Storage cannot be had, a log line says why; false is off",
+        "whether to use GPUDirect Storage (true means auto, false means off). If it is unavailable, a log "
+        "line gives the reason",
         native="aio.gpu_direct_storage",
         words={"true": "auto", "false": "off"},
     ),

@@ -1,4 +1,4 @@
-"""Host and NVMe tiers of the translation: what several keys together say."""
+"""Host and NVMe tiers of the translation, which depend on several keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from .translation_note import Note
 
 
 def normalize_tiers(resolved: ResolvedKeys) -> list[Note]:
-    """Put old flags, and a ratio of zero, into their new form, take out the `aio` section where nothing lives
-    on NVMe, and add the problem of a device 'nvme' without its nvme_path. Returns notes on what was ignored.
+    """Convert old flags and a ratio of zero to their new form, and check the sections.
+
+    Removes the `aio` section if nothing is stored on NVMe. Adds a problem for a device 'nvme' without an
+    nvme_path.
+
+    Returns:
+        Notes on the keys that were ignored.
     """
     for path, section in OLD_FORMS.items():
         _apply_old_flag(path, section, resolved)
@@ -40,7 +45,7 @@ def normalize_tiers(resolved: ResolvedKeys) -> list[Note]:
 
 
 def set_tiers(resolved: ResolvedKeys, native: dict[str, object]) -> None:
-    """Native values that follow from the two sections together: the folders, and the tier of gradients."""
+    """Set the native values that depend on both sections: the folders, and the tier of gradients."""
     folders: dict[PurePath, object] = {}
     for section in _on_nvme(resolved):
         path = resolved.values.get(f"{section}.nvme_path")
@@ -53,7 +58,7 @@ def set_tiers(resolved: ResolvedKeys, native: dict[str, object]) -> None:
 
 
 def _drop_parameters_that_stay(resolved: ResolvedKeys) -> list[Note]:
-    """Take out offload_param below stage 3, where no parameter is sharded and DeepSpeed does not read it."""
+    """Remove offload_param below stage 3, where no parameter is sharded and DeepSpeed does not read it."""
     stage = resolved.values.get("zero_optimization.stage", 0)
     if stage == 3 or _device(PARAM, resolved) == "none":
         return []
@@ -72,7 +77,7 @@ def _on_nvme(resolved: ResolvedKeys) -> list[str]:
 
 
 def _apply_old_flag(path: str, section: str, resolved: ResolvedKeys) -> None:
-    """Write an old flag as the device of its section. DeepSpeed too refuses both forms together."""
+    """Convert an old flag to the device of its section. Both forms together are an error, as in DeepSpeed."""
     value = resolved.values.get(path)
     if value is None:
         return

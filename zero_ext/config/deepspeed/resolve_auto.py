@@ -52,7 +52,7 @@ def _walk(
         path = join_path(prefix, name)
         if isinstance(name, str) and "." in name and not prefix:
             # TRL writes such keys when it means the nested ones. DeepSpeed ignores them.
-            why = "a key with dots names nothing, in DeepSpeed either; nest it to set it"
+            why = "a key with dots is ignored, as in DeepSpeed. Nest it to set it"
             resolved.notes.append(Note(path, "no effect", why))
         elif not isinstance(name, str) or "." in name:
             text = f"expected a string without dots, got {show(name)}. Nest one mapping per name."

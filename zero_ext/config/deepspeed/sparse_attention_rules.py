@@ -35,7 +35,7 @@ def set_sparse_attention(resolved: ResolvedKeys, native: dict[str, object], note
             Note(
                 f"{prefix}num_random_blocks",
                 "default",
-                "not values: 0 as in DeepSpeed's JSON; the paper has 3",
+                "not set, so 0 as in DeepSpeed's JSON. The paper uses 3",
             )
         )
     native[SECTION] = section

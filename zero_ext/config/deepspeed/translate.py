@@ -46,7 +46,7 @@ class Translation:
 
     Attributes:
         config: the native configuration.
-        notes: one for each key that has no effect here or a default of its own.
+        notes: one for each key that has no effect here or that has a default of DeepSpeed.
     """
 
     config: ZeroConfig
@@ -60,8 +60,8 @@ def load_deepspeed_config(
 
     Args:
         source: the configuration.
-        resolve: values for keys that say "auto", by key path ("optimizer.params.lr"). Entries for keys that
-            do not say "auto" are ignored, so a caller may offer all that it has.
+        resolve: values for keys that are "auto", by key path ("optimizer.params.lr"). Entries for keys that
+            are not "auto" are ignored, so a caller may pass all its values.
 
     Returns:
         The native configuration and its notes.
@@ -101,7 +101,7 @@ def load_deepspeed_config(
     if "gradient_clipping" not in resolved.values:
         native["gradient_clipping"] = _CLIPPING
         notes.append(
-            Note("gradient_clipping", "default", "not given: 1.0 as in DeepSpeed 0.19; write 0 for none")
+            Note("gradient_clipping", "default", "not set, so 1.0 as in DeepSpeed 0.19. Write 0 for none")
         )
     try:
         return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(notes))
@@ -112,8 +112,10 @@ def load_deepspeed_config(
 
 
 def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
-    """Note for keys without effect, problems for refused ones, native values for those that map one to
-    one."""
+    """Return notes on keys without effect and native values of keys that map one to one.
+
+    Adds problems for unsupported keys.
+    """
     notes: list[Note] = []
     native: dict[str, object] = {"stage": 0}
     stage = resolved.values.get("zero_optimization.stage", 0)
@@ -149,7 +151,7 @@ def _is_on(switch: str, resolved: ResolvedKeys) -> bool:
 
 
 def _says_off(key: Key, value: object) -> bool:
-    """Return a whole section that says itself that it is off."""
+    """Return whether a full section is disabled by its own keys."""
     if not isinstance(value, dict):
         return False
     if key.path == "tensor_parallel":
@@ -197,9 +199,7 @@ def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object], notes: lis
 
 
 def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
-    """Take out of an optimizer's params what the class here does not support, and fill in DeepSpeed's
-    defaults for Adam and Lion.
-    """
+    """Remove unsupported params of an optimizer, and fill in DeepSpeed's defaults for Adam and Lion."""
     if "max_grad_norm" in settings:
         resolved.problems.append(
             Problem(
@@ -228,7 +228,7 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, note
 
 
 def _set_one_bit(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
-    """Take out of the params of an optimizer that exchanges signs what the class here does not support."""
+    """Remove unsupported params of a one-bit optimizer."""
     for name in _ONE_BIT_NO_EFFECT:
         if name in settings:
             settings.pop(name)

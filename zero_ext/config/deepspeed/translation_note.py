@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """Something worth saying once about a translated configuration.
+    """A note that is reported once about a translated configuration.
 
     Attributes:
         path: DeepSpeed's key path.

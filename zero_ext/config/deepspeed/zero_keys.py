@@ -22,16 +22,18 @@ def _key(
     return Key(f"{_ROOT}.{name}", value_type, fate, why, native, harmless, True, "", stages, aliases)
 
 
-_FULL_WEIGHTS = "full weights can always be had: zero_ext.full_state_dict(model)"
-_UNITS_DECIDE = "a unit's size decides how much travels at a time, see reduce_bucket_size"
+_FULL_WEIGHTS = "full weights are always available from zero_ext.full_state_dict(model)"
+_UNITS_DECIDE = "each gather has the size of a unit, which reduce_bucket_size limits in stages 0 to 2"
 
 _SUPPORTED = (
-    Key(f"{_ROOT}.stage", integer(0, 3), "supported", "ZeRO stage; 0 when missing, as in DeepSpeed", "stage"),
+    Key(
+        f"{_ROOT}.stage", integer(0, 3), "supported", "ZeRO stage. The default is 0, as in DeepSpeed", "stage"
+    ),
     _key(
         "reduce_bucket_size",
         integer(1),
         "supported",
-        "elements of a unit in stages 0 to 2; 16,777,216 when missing",
+        "largest size of a unit in stages 0 to 2, in elements. The default is 16,777,216",
         native="units.bucket_elements",
         stages=(0, 1, 2),
     ),
@@ -39,7 +41,7 @@ _SUPPORTED = (
         "stage3_prefetch_bucket_size",
         integer(0),
         "supported",
-        "elements gathered ahead of their use",
+        "number of elements to gather ahead of their use",
         native="units.prefetch_elements",
         stages=(3,),
         alias="prefetch_bucket_size",
@@ -48,7 +50,8 @@ _SUPPORTED = (
         "stage3_max_reuse_distance",
         integer(0, 2**63 - 1),
         "supported",
-        "a block's parameters stay gathered if no more elements are used before them again; 0 when missing",
+        "largest number of elements used between two uses of a block for which its parameters stay "
+        "gathered. The default is 0",
         native="units.reuse_elements",
         stages=(3,),
         alias="max_reuse_distance",
@@ -57,7 +60,7 @@ _SUPPORTED = (
         "stage3_param_persistence_threshold",
         integer(0),
         "supported",
-        "parameters with fewer elements stay gathered; 0 when missing",
+        "number of elements below which a parameter stays gathered. The default is 0",
         native="units.persistence_threshold",
         stages=(3,),
         alias="param_persistence_threshold",
@@ -66,7 +69,7 @@ _SUPPORTED = (
         "stage3_max_live_parameters",
         integer(1),
         "supported",
-        "cap on gathered elements",
+        "largest number of gathered elements at any time",
         native="units.max_live_elements",
         stages=(3,),
         alias="max_live_parameters",
@@ -75,14 +78,14 @@ _SUPPORTED = (
         "leaf_module.classes",
         TEXTS,
         "supported",
-        "joins units.leaf_modules, by the class's own name without its package",
+        "names of classes to add to units.leaf_modules, without their package",
         stages=(3,),
     ),
     _key(
         "zero_quantized_weights",
         FLAG,
         "supported",
-        "true is communication.quantized_weights = int8, in blocks of 256",
+        "whether to set communication.quantized_weights to int8, in blocks of 256 elements",
         harmless=(False,),
         stages=(3,),
     ),
@@ -90,7 +93,7 @@ _SUPPORTED = (
         "zero_quantized_gradients",
         FLAG,
         "supported",
-        "true is communication.quantized_gradients = int4, in blocks of 256",
+        "whether to set communication.quantized_gradients to int4, in blocks of 256 elements",
         harmless=(False,),
         stages=(2, 3),
     ),
@@ -98,7 +101,8 @@ _SUPPORTED = (
         "zero_hpz_partition_size",
         integer(0),
         "supported",
-        "above 1: communication.hierarchical_partition, and as many communication.ranks_per_node",
+        "number of ranks per node. Values above 1 also set communication.hierarchical_partition, and "
+        "communication.ranks_per_node to this number",
         harmless=(1, 0),
         stages=(3,),
     ),
@@ -106,11 +110,13 @@ _SUPPORTED = (
         "mics_shard_size",
         integer(-1),
         "supported",
-        "above 0: communication.shard_group_size",
+        "number of ranks per sharding group. Values above 0 set communication.shard_group_size",
         harmless=(-1,),
         stages=(3,),
     ),
-    _key("leaf_module.names", TEXTS, "supported", "joins units.leaf_modules", stages=(3,)),
+    _key(
+        "leaf_module.names", TEXTS, "supported", "names of modules to add to units.leaf_modules", stages=(3,)
+    ),
     _key(
         "leaf_module.name_suffixes",
         TEXTS,
@@ -122,34 +128,38 @@ _SUPPORTED = (
 
 # Name without its optional "stage3_", the value that asks for what happens here anyway, the reason.
 _FLAGS_WITHOUT_EFFECT = (
-    ("contiguous_gradients", True, "a unit's gradients always are in one buffer"),
-    ("reduce_scatter", True, "the stage decides which collective runs"),
-    ("use_multi_rank_bucket_allreduce", True, "no bucket belongs to one rank"),
-    ("allgather_partitions", True, "parameters always come by all-gather"),
-    ("compute_grad_norm", True, "the norm comes with the overflow check"),
+    ("contiguous_gradients", True, "the gradients of a unit are always stored in one buffer"),
+    ("reduce_scatter", True, "the stage determines the collective"),
+    ("use_multi_rank_bucket_allreduce", True, "no bucket belongs to a single rank"),
+    ("allgather_partitions", True, "parameters are always gathered with all-gather"),
+    ("compute_grad_norm", True, "the norm is computed by the overflow check"),
     ("load_from_fp32_weights", True, "master weights always load from fp32"),
     ("elastic_checkpoint", False, "every checkpoint loads at any world size"),
     ("ignore_unused_parameters", True, "unused parameters are always allowed"),
     ("legacy_stage1", False, "there is one engine for all stages"),
-    ("round_robin_gradients", False, "every rank owns a part of every unit"),
+    ("round_robin_gradients", False, "every rank owns a shard of every unit"),
     ("parameter_alignment", False, "the layout of a unit is fixed"),
-    ("memory_efficient_linear", False, "linear layers stay torch's own"),
-    ("pipeline_loading_checkpoint", False, "loading streams in any case"),
-    ("override_module_apply", False, "Module.apply stays torch's own"),
-    ("log_trace_cache_warnings", False, "another order of modules costs time and is no event here"),
+    ("memory_efficient_linear", False, "linear layers remain torch's own"),
+    ("pipeline_loading_checkpoint", False, "checkpoints are always streamed"),
+    ("override_module_apply", False, "Module.apply remains torch's own"),
+    ("log_trace_cache_warnings", False, "a changed order of modules costs time and is not logged"),
     ("enable_sanity_checks", True, "checks of a unit's state always run"),
-    ("save_muon_momentum_buffer_in_memory", False, "Muon is refused"),
+    ("save_muon_momentum_buffer_in_memory", False, "Muon is unsupported"),
     ("stage3_gather_fp16_weights_on_model_save", False, _FULL_WEIGHTS),
     ("stage3_gather_16bit_weights_on_model_save", False, _FULL_WEIGHTS),
-    ("stage3_use_all_reduce_for_fetch_params", False, "parameters always come by all-gather"),
-    ("mics_hierarchical_params_gather", False, "each parameter crosses to a node once in codes"),
-    ("stage3_allgather_sequential", False, "a unit is gathered straight into its buffer"),
+    ("stage3_use_all_reduce_for_fetch_params", False, "parameters are always gathered with all-gather"),
+    ("mics_hierarchical_params_gather", False, "a quantized gather sends each parameter to a node once"),
+    ("stage3_allgather_sequential", False, "a unit is gathered directly into its buffer"),
 )
 _SIZES_WITHOUT_EFFECT = (
     ("allgather_bucket_size", (), _UNITS_DECIDE),
-    ("sub_group_size", (), "the step is one pass over a shard"),
-    ("stage3_model_persistence_threshold", (2**63 - 1,), "the sum of small parameters has no cap"),
-    ("stage3_module_granularity_threshold", (0,), "units are blocks, see units.block_classes"),
+    ("sub_group_size", (), "an optimizer step is one pass over a shard"),
+    (
+        "stage3_model_persistence_threshold",
+        (2**63 - 1,),
+        "the total size of parameters that stay gathered is not limited",
+    ),
+    ("stage3_module_granularity_threshold", (0,), "units are blocks. Set units.block_classes"),
 )
 
 
@@ -167,7 +177,13 @@ _WITHOUT_EFFECT = (
         _key(name, integer(0, 2**63 - 1), "no effect", why, harmless=calm, alias=_alias(name))
         for name, calm, why in _SIZES_WITHOUT_EFFECT
     ),
-    _key("overlap_comm", or_null(FLAG), "no effect", "communication always overlaps", harmless=(True, None)),
+    _key(
+        "overlap_comm",
+        or_null(FLAG),
+        "no effect",
+        "communication always overlaps with computation",
+        harmless=(True, None),
+    ),
 )
 
 _UNSUPPORTED = (

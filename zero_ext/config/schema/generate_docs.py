@@ -1,6 +1,6 @@
-"""Reference tables of all configuration keys, written from the code itself.
+"""Write the reference tables of all configuration keys.
 
-`python -m zero_ext.config.schema.generate_docs docs/reference/configuration.md` rewrites its tables.
+`python -m zero_ext.config.schema.generate_docs docs/reference/configuration.md` rewrites the page in place.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .type_descriptions import accepted
 
 
 def native_table() -> str:
-    """Markdown table of the native keys: path, what it accepts, default, meaning."""
+    """Return a Markdown table of the native keys: path, accepted values, default, meaning."""
     lines = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     lines += [_row(*row) for row in _native_rows(ZeroConfig, "")]
     return "\n".join(lines)
 
 
 def deepspeed_table() -> str:
-    """Markdown table of DeepSpeed's keys: path, what it accepts, what becomes of it."""
-    lines = ["| key | accepts | outcome | how or why |", "|---|---|---|---|"]
+    """Return a Markdown table of DeepSpeed's keys: path, accepted values, outcome, meaning."""
+    lines = ["| key | accepts | outcome | meaning or reason |", "|---|---|---|---|"]
     for key in TABLE:
         names = ", ".join(f"`{path}`" for path in (key.path, *key.aliases))
         lines.append(_row(names, key.value_type.words, key.fate, _explain(key)))
@@ -44,14 +44,14 @@ def deepspeed_table() -> str:
 
 
 def names_table() -> str:
-    """Markdown table of optimizer and scheduler names with those refused."""
+    """Return a Markdown table of the supported and unsupported names of optimizers and schedulers."""
     lines = ["| name | type | support |", "|---|---|---|"]
     for what, known, unsupported in (
         ("optimizer", OPTIMIZERS, UNSUPPORTED_OPTIMIZERS),
         ("scheduler", SCHEDULERS, UNSUPPORTED_SCHEDULERS),
     ):
-        lines += [_row(f"`{name}`", what, "built") for name in known]
-        lines += [_row(f"`{name}`", what, f"unsupported. {why}") for name, why in unsupported.items()]
+        lines += [_row(f"`{name}`", what, "supported") for name in known]
+        lines += [_row(f"`{name}`", what, f"unsupported. {why}.") for name, why in unsupported.items()]
     return "\n".join(lines)
 
 
@@ -59,9 +59,10 @@ TABLES = {"native keys": native_table, "deepspeed keys": deepspeed_table, "names
 
 
 def rewrite(text: str) -> str:
-    """`text` with what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` replaced by that table.
+    """Return a page with its tables replaced, each between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
-    Raises ValueError when a table's markers are missing.
+    Raises:
+        ValueError: the markers of a table are missing.
     """
     for name, table in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
@@ -86,7 +87,7 @@ def _native_rows(model: type[ConfigSection], prefix: str) -> list[tuple[str, str
         path = f"{prefix}{name}"
         inner = section_type(field.annotation)
         if inner is None:
-            rows.append((f"`{path}`", accepted(field), _default(field), meanings[name]))
+            rows.append((f"`{path}`", accepted(field), _default(field), sentence(meanings[name])))
         else:
             rows += _native_rows(inner, f"{path}.")
     return rows
@@ -105,29 +106,36 @@ def _default(field: FieldInfo) -> str:
 
 
 def _explain(key: Key) -> str:
-    clauses = [key.why]
+    sentences = [key.why]
     if key.native:
-        clauses.append(f"native key `{key.native}`")
+        sentences.append(f"Native key: `{key.native}`")
     if key.harmless:
         calm = ", ".join(f"`{_json(value)}`" for value in key.harmless)
-        clauses.append(f"accepted in silence: {calm}")
+        sentences.append(f"Accepted without a note: {calm}")
     if len(key.stages) < 4:
-        clauses.append(f"acts in stage {', '.join(map(str, key.stages))}")
+        *others, last = map(str, key.stages)
+        listed = f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+        sentences.append(f"It applies to {listed} only")
     if key.auto:
-        clauses.append('"auto" takes the default')
-    return "; ".join(clauses)
+        sentences.append('An unresolved "auto" means the default')
+    return " ".join(map(sentence, sentences))
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital first letter, unless it begins with a name of code, and a final period."""
+    first = text.split(maxsplit=1)[0].rstrip(",.:") if text else ""
+    capitalized = text[0].upper() + text[1:] if first.replace("-", "").isalpha() else text
+    return capitalized if not text or text.endswith(".") else f"{capitalized}."
 
 
 def _json(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value).replace("'", '"')
+    return '""' if value == "" else str(value).replace("'", '"')
 
 
 def attribute_texts(model: type[ConfigSection]) -> dict[str, str]:
-    """Return what the "Attributes:" section of a model's docstring says of each field, inherited fields
-    included.
-    """
+    """Return the text of each field of a model, inherited ones included, from its "Attributes:" section."""
     found: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         section = (inspect.cleandoc(parent.__doc__ or "")).partition("Attributes:\n")[2]

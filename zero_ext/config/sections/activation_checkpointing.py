@@ -16,33 +16,35 @@ _MIB = 2**20
 
 
 class ActivationCheckpointingConfig(ConfigSection):
-    """Storage of what a call of `zero_ext.checkpoint_activations(function, ...)` needs in backward.
+    """Storage of the tensors that calls of `zero_ext.checkpoint_activations(function, ...)` need in backward.
 
     The default is plain recomputation: the inputs stay in device memory.
 
     Attributes:
-        mode: "recompute" stores the inputs of a call, and backward runs its function again.
-            "offload_saved_tensors" stores what autograd saves inside the function in `tier`, and recomputes
-            nothing.
-        tier: where it is stored: on the "device", in "host" memory, or on "nvme".
-        cpu_checkpointing: DeepSpeed's name for tier "host".
-        nvme_paths: folders on the NVMe devices, required by tier "nvme".
-        partition_activations: each rank of the group given to `prepare` as `activation_group`. Its ranks hold
-            identical inputs (tensor parallelism), and each stores 1/N of them (ZeRO, section 6.1). The ranks'
-            inputs are compared: in all calls until the first backward begins, then in the first call after
-            each backward. Those of all other calls are compared when the next backward begins.
-        contiguous_memory_optimization: stored inputs share one buffer that is allocated once, of
-            `number_checkpoints` times the first call's bytes.
-        number_checkpoints: calls with inputs stored simultaneously, with contiguous_memory_optimization.
-        synchronize_checkpoint_boundary: wait for the device before and after each call and recomputation.
-        profile: publish how long offloading, fetching and recomputing take.
-        prefetch: stored calls that are fetched ahead of their use in backward.
-        save_ops: ops such as "aten.mm" with results that are saved on the device and not recomputed.
-        save_budget_bytes: bytes of results that each call may save on the device. The call's first run is
-            timed, and the results that save the most time per byte are chosen.
-        min_offload_bytes: smaller tensors are not offloaded.
-        buffer_bytes: size of the staging memory for transfers to and from NVMe. It depends on neither the
-            model nor the number of calls.
+        mode: method of activation checkpointing. "recompute" stores the inputs of a call and runs its
+            function again in backward. "offload_saved_tensors" stores the tensors that autograd saves inside
+            the function in `tier` and recomputes nothing.
+        tier: tier that stores the tensors: "device", "host" memory or "nvme".
+        cpu_checkpointing: whether to use tier "host". This is DeepSpeed's name for it.
+        nvme_paths: folders on NVMe devices. They are required by tier "nvme".
+        partition_activations: whether each of the N ranks of `activation_group`, an argument of `prepare`,
+            stores 1/N of the inputs (ZeRO, section 6.1). The ranks must have identical inputs, as in tensor
+            parallelism. Inputs are compared across ranks in all calls until the first backward begins and in
+            the first call after each backward, and those of all other calls when the next backward begins.
+        contiguous_memory_optimization: whether stored inputs share one buffer. The buffer is allocated once,
+            with `number_checkpoints` times the bytes of the first call.
+        number_checkpoints: largest number of calls with inputs stored simultaneously. It is required by
+            contiguous_memory_optimization.
+        synchronize_checkpoint_boundary: whether to wait for the device before and after each call and each
+            recomputation.
+        profile: whether to publish how long offloading, fetching and recomputing take.
+        prefetch: number of stored calls that are fetched ahead of their use in backward.
+        save_ops: names of ops, such as "aten.mm". Their results are saved on the device and not recomputed.
+        save_budget_bytes: bytes of results that each call may save on the device. The first run of the call
+            is timed, and the results that save the most time per byte are chosen.
+        min_offload_bytes: size in bytes below which a tensor is neither offloaded nor partitioned.
+        buffer_bytes: size in bytes of the staging memory for transfers to and from NVMe. It is independent of
+            the model and of the number of calls.
     """
 
     mode: Literal["recompute", "offload_saved_tensors"] = "recompute"

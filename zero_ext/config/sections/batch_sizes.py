@@ -1,4 +1,4 @@
-"""Batch sizes: samples a step, samples a rank and micro-batch, micro-batches a step."""
+"""Batch sizes: samples per step, samples per micro-batch on one rank, micro-batches per step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from zero_ext.config.schema.config_errors import ConfigError, Problem
 class BatchConfig(ConfigSection):
     """Sizes of batches: train_batch_size = micro_batch_size x gradient_accumulation_steps x world size.
 
-    Any two give the third (`resolve`). None means "not said"; so does an accumulation that is left at its
-    default, and `to_mapping` leaves it out then.
+    Any two determine the third (`resolve`). None means that a size is not set. An accumulation left at its
+    default is not set either, and `to_mapping` leaves it out.
 
     Attributes:
-        train_batch_size: samples that one optimizer step sees, over all ranks.
-        micro_batch_size: samples of one forward pass on one rank.
-        gradient_accumulation_steps: micro-batches of one optimizer step.
-        drop_last: leave out the samples at the end of an epoch that fill no whole batch.
+        train_batch_size: number of samples per optimizer step over all ranks.
+        micro_batch_size: number of samples per forward pass on one rank.
+        gradient_accumulation_steps: number of micro-batches per optimizer step.
+        drop_last: whether to leave out the samples at the end of an epoch that do not fill a micro-batch of
+            all ranks. False fills that micro-batch with the first samples of the next epoch.
     """
 
     train_batch_size: Positive | None = None
@@ -36,7 +37,7 @@ class BatchConfig(ConfigSection):
         return values
 
     def resolve(self, world_size: int) -> BatchConfig:
-        """Fill in the sizes that are not given.
+        """Compute the sizes that are not set.
 
         Args:
             world_size: data-parallel ranks.

@@ -1,4 +1,4 @@
-"""Exchanges between ranks in fewer bytes, and the ranks that share a node."""
+"""Compressed communication between ranks, and the grouping of ranks into nodes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
 class CommunicationConfig(ConfigSection):
-    """Fast links between ranks, and how parameters and gradients are sent over them.
+    """Grouping of ranks by the speed of their links, and formats in which parameters and gradients are sent.
 
     Source: ZeRO++, Wang et al. (arXiv 2306.10209); MiCS, Zhang et al. (arXiv 2205.00119).
 
     Attributes:
-        ranks_per_node: ranks of a node, consecutive ones; must divide their number. None takes
-            `LOCAL_WORLD_SIZE` where a launcher set it alike everywhere and it divides the number of ranks,
-            else all ranks form one node.
-        quantized_weights: codes in which parameters are gathered in stage 3, a scale for every 256 of them
-            (qwZ, section 3.1). Masters and shards stay exact.
-        quantized_gradients: codes in which gradients are reduced, in a node and then between nodes, where
-            they are sharded: in stages 2 and 3 (qgZ, section 3.3). `precision.communication_dtype` and
-            `precision.reduction` have no say then.
-        hierarchical_partition: in stage 3 every node keeps a secondary copy of all parameters, sharded over
-            its ranks, from their gather until they change. Other gathers then stay in the node (hpZ,
-            section 3.2).
-        shard_group_size: ranks that share the state in stage 3, consecutive ones; the groups hold replicas of
-            it (MiCS). Must divide the number of ranks, and divide `ranks_per_node` or be a multiple. None:
-            all ranks.
+        ranks_per_node: number of consecutive ranks that form a node. It must divide the number of ranks.
+            `null` uses `LOCAL_WORLD_SIZE` if a launcher set it to the same value on all ranks and it divides
+            the number of ranks, and otherwise treats all ranks as one node.
+        quantized_weights: integer format in which stage 3 gathers parameters, with one scale per block of 256
+            elements (qwZ, section 3.1). Master weights and shards stay exact. `null` does not quantize.
+        quantized_gradients: integer format in which stages 2 and 3 reduce gradients, first inside each node
+            and then between nodes (qgZ, section 3.3). `precision.communication_dtype` and
+            `precision.reduction` then have no effect. `null` does not quantize.
+        hierarchical_partition: whether each node stores a secondary copy of all parameters in stage 3,
+            sharded over its ranks (hpZ, section 3.2). The copy is valid from the gather of a parameter until
+            the parameter changes. Other gathers in this time stay inside the node.
+        shard_group_size: number of consecutive ranks over which stage 3 shards the state, with one replica
+            per group (MiCS). It must divide the number of ranks, and must be a divisor or a multiple of
+            `ranks_per_node`. `null` means all ranks.
     """
 
     ranks_per_node: Positive | None = None
@@ -57,7 +57,7 @@ class CommunicationConfig(ConfigSection):
         return self
 
     def secondary_bytes(self, shard: int, itemsize: int, nodes: int, is_float: bool = True) -> int:
-        """Return the bytes of a rank's slice of the second copy of parameters that a node keeps.
+        """Return the bytes of a rank's slice of the secondary copy of parameters that a node stores.
 
         Args:
             shard: elements of the rank's shard.
@@ -66,7 +66,7 @@ class CommunicationConfig(ConfigSection):
             is_float: whether the parameters are floating-point, which alone are quantized.
 
         Returns:
-            Bytes; 0 where no node keeps a copy.
+            Bytes, or 0 if nodes store no copy.
         """
         if not self.hierarchical_partition or nodes == 1:
             return 0
@@ -81,10 +81,10 @@ def resolve_reduction(
     most: int | None = None,
     backend_adds: bool = False,
 ) -> ResolvedReduction:
-    """Return how gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
+    """Return the algorithm that sums gradients of `world_size` ranks on nodes of `ranks_per_node`.
 
-    `most` is how many ranks' gradients one sum can hold, `backend_adds` whether the backend can add
-    them in its reduce-scatter. Raises ValueError if what is `wanted` cannot be done.
+    `most` is the largest number of ranks' gradients in one sum. `backend_adds` is true if the backend can
+    sum in its reduce-scatter. Raises ValueError if the `wanted` algorithm is not possible.
     """
     nodes = world_size // ranks_per_node
     is_hierarchical = nodes > 1 and ranks_per_node > 1
@@ -112,7 +112,7 @@ def resolve_reduction(
 
 
 def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
-    """Raise ValueError where ranks do not fill their nodes."""
+    """Raise ValueError if the ranks do not fill their nodes."""
     if world_size % ranks_per_node:
         raise ValueError(
             f"communication.ranks_per_node: expected a divisor of the {world_size} ranks, since nodes are "
@@ -122,7 +122,7 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
 
 
 def check_shard_group_size(ranks: int, world_size: int, ranks_per_node: int) -> None:
-    """Raise ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
+    """Raise ValueError if sharding groups do not fill the world, or nodes and groups overlap."""
     if ranks == 1:
         problem = "expected at least 2, got 1, which shards nothing. Set stage to 0."
     elif world_size % ranks:

@@ -1,4 +1,4 @@
-"""Records of a run while it trains: none, unless the section is there."""
+"""Records of a run while it trains. There are none without this section."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class WandbConfig(ConfigSection):
     """A run of Weights & Biases, package wandb.
 
     Attributes:
-        project: as `wandb.init` takes it; null leaves it to wandb.
-        group: as `wandb.init` takes it; null leaves it to wandb.
-        entity: as `wandb.init` takes it; null leaves it to wandb.
-        name: as `wandb.init` takes it; null leaves it to wandb.
-        mode: "offline" writes to the folder only, for `wandb sync` later; null leaves it to wandb and its
-            environment variable WANDB_MODE.
+        project: project of the run, as in `wandb.init`. `null` leaves the choice to wandb.
+        group: group of the run, as in `wandb.init`. `null` leaves the choice to wandb.
+        entity: entity of the run, as in `wandb.init`. `null` leaves the choice to wandb.
+        name: name of the run, as in `wandb.init`. `null` leaves the choice to wandb.
+        mode: mode of the run, as in `wandb.init`. "offline" writes only to the folder, for a later `wandb
+            sync`. `null` leaves the choice to wandb and its environment variable WANDB_MODE.
     """
 
     project: Text | None = None
@@ -40,11 +40,11 @@ class WandbConfig(ConfigSection):
 
 
 class ProgressConfig(ConfigSection):
-    """A progress bar on rank 0's terminal; none where stderr is no terminal.
+    """A progress bar on the terminal of rank 0. There is none if stderr is not a terminal.
 
     Attributes:
-        steps: steps of the whole run.
-        tokens_per_step: tokens that all ranks together see in a step; null shows steps per second.
+        steps: number of steps of the full run.
+        tokens_per_step: number of tokens per step over all ranks. `null` shows steps per second.
     """
 
     steps: Positive
@@ -52,13 +52,14 @@ class ProgressConfig(ConfigSection):
 
 
 class FlopsConfig(ConfigSection):
-    """Floating-point operations of the model, and which part of the device's peak they are (MFU).
+    """Floating-point operations of the model, and their rate as a fraction of the device's peak (MFU).
 
     Attributes:
-        peak: operations per second that one device can do, such as 989e12; null takes a table by the device's
-            name, and leaves MFU out where it is not there.
-        per_step: operations of one step on one rank; null measures the first training forward with torch's
-            flop counter and adds twice as many for backward (fewer where parameters are frozen).
+        peak: peak rate of one device in floating-point operations per second, such as 989e12. `null` looks up
+            the name of the device in a table. MFU is left out if the table does not list the device.
+        per_step: number of floating-point operations per step on one rank. `null` counts those of the first
+            training forward with torch's flop counter and adds twice as many for backward (fewer if
+            parameters are frozen).
     """
 
     peak: Annotated[float, Field(gt=0)] | None = None
@@ -68,12 +69,12 @@ class FlopsConfig(ConfigSection):
 class TraceConfig(ConfigSection):
     """Steps as a timeline that Perfetto and chrome://tracing read, one file per rank.
 
-    It has phases, waits, gathered units and memory by tier.
+    The timeline shows phases, waits, gathered units and memory by tier.
 
     Attributes:
-        first_step: the first step that is recorded.
-        steps: number of steps recorded.
-        plot: draw the memory timeline as a PNG too, with matplotlib.
+        first_step: first step that is recorded.
+        steps: number of steps that are recorded.
+        plot: whether to also draw the memory timeline as a PNG. It requires package matplotlib.
     """
 
     first_step: Positive = 2
@@ -82,22 +83,24 @@ class TraceConfig(ConfigSection):
 
 
 class MonitorConfig(ConfigSection):
-    """Files and lines that rank 0 (traces: every rank) writes while training.
+    """Files and lines that rank 0 writes while training. Every rank writes traces.
 
     Attributes:
-        output_dir: where files go that have no path of their own.
-        log_interval: steps between the rows of jsonl, csv, tensorboard and wandb.
-        jsonl: one JSON object a row; true for steps.jsonl in the folder, or a path.
-        csv: one CSV row each; true for steps.csv in the folder, or a path.
-        tensorboard: event files, package tensorboard; true for the folder itself, or another folder.
-        wandb: a run of Weights & Biases.
-        timing: rows, and the line of `steps_per_print`, show how a step's time divides.
-        memory: they show the bytes in each tier and of the process.
-        comms: bytes sent and time waited by kind of collective and step; true for comms.jsonl in the folder,
-            or a path.
-        flops: rows show operations per second and MFU.
-        trace: a timeline of some steps.
-        progress: a progress bar.
+        output_dir: folder of the files that have no path of their own.
+        log_interval: number of steps per row of jsonl, csv, tensorboard and wandb.
+        jsonl: whether to write one JSON object per row to steps.jsonl in the folder, or the path of another
+            file.
+        csv: whether to write one line per row to steps.csv in the folder, or the path of another file.
+        tensorboard: whether to write event files to the folder, or the path of another folder. It requires
+            package tensorboard.
+        wandb: run of Weights & Biases.
+        timing: whether rows and the line of `steps_per_print` show how the time of a step divides.
+        memory: whether rows and the line of `steps_per_print` show the bytes in each tier and of the process.
+        comms: whether to write bytes sent and seconds waited, by kind of collective and step, to comms.jsonl
+            in the folder, or the path of another file.
+        flops: operations per second and MFU in the rows.
+        trace: timeline of some steps.
+        progress: progress bar.
     """
 
     output_dir: Text = "zero_ext_runs"

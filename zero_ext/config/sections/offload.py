@@ -1,4 +1,4 @@
-"""The tier of the shards of each state kind, and the path of bytes to NVMe. Default: the device."""
+"""Tier of the shards of each state kind, by default the device, and I/O settings for NVMe."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MIB = 2**20
 
 
 class AioConfig(ConfigSection):
-    """Settings of files on NVMe devices; acts only where a tier is "nvme".
+    """I/O settings for files on NVMe devices, which apply only if a tier is "nvme".
 
     Attributes:
-        backend: which interface of the kernel carries the transfers; "auto" takes the first that this
-            machine offers, in the order io_uring, libaio, threads.
-        queue_depth: most blocks in flight simultaneously per I/O thread.
-        block_bytes: longest single transfer in bytes; longer ones are split.
-        io_threads: threads that hand blocks to the kernel, each with a queue of its own.
-        gpu_direct_storage: "auto" has parameters and gradients on NVMe reach a GPU's memory, and leave it, by
-            NVIDIA's cuFile library (GPUDirect Storage) without pinned host memory on the way, where the
-            library is there and a trial transfer at set-up succeeds; elsewhere, and with
-            `offload.checksum`, a log line says why they do not. "off" never tries.
+        backend: I/O interface for transfers. "auto" selects the first that the machine supports, in the order
+            io_uring, libaio, threads.
+        queue_depth: largest number of blocks in flight per I/O thread.
+        block_bytes: largest size of a single transfer, in bytes. Longer transfers are split.
+        io_threads: number of threads that submit blocks to the kernel, each with its own queue.
+        gpu_direct_storage: use of NVIDIA's cuFile library (GPUDirect Storage) for parameters and gradients on
+            NVMe. "auto" transfers them between NVMe and GPU memory without pinned host memory in between, if
+            the library is installed and a trial transfer at set-up succeeds. Otherwise, and with
+            `offload.checksum`, they pass through host memory and a log line gives the reason.
     """
 
     backend: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
@@ -43,31 +43,32 @@ class OffloadConfig(ConfigSection):
     """Tiers of the state kinds.
 
     "host" for optimizer and gradients is ZeRO-Offload (Ren et al., arXiv 2101.06840), "nvme" is ZeRO-Infinity
-    (Rajbhandari et al., arXiv 2104.07857). Only a kind that is sharded can leave the device, so the stage
-    decides which may.
+    (Rajbhandari et al., arXiv 2104.07857). Only sharded state can leave the device, so the stage
+    determines which kinds may.
 
     Attributes:
-        params: where parameter shards live; other than "device" needs stage 3.
-        grads: where gradient shards live; other than "device" needs stage 2 or 3.
-        optimizer: where master weights and the optimizer's state live, and are updated; other than "device"
-            needs stage 1, 2 or 3.
-        ratio: largest fraction of the optimizer's elements that lives in its tier; the other units keep
-            optimizer and gradients on the device, as in Twin-Flow (DeepSpeed's offload_optimizer.ratio).
-            Units are not split, so the fraction is met from below.
-        nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
-        staging_buffer_bytes: bytes of the buffer through which an optimizer step streams state from another
-            tier. It does not depend on the model.
-        update_mode: when a unit's update runs. "after_backward": all of them in `optimizer.step()`.
-            "in_backward": each as soon as its gradients are reduced in the last backward pass of a step.
-            Without gradient clipping and loss scaling, and with one micro-batch a step, its gradient's memory
-            is then free again, so gradients of the whole model never exist. With clipping or loss scaling the
-            update is speculative, and rolled back exactly if they apply (as in SuperOffload,
-            arXiv 2509.21271). Master weights and the optimizer's state then take twice the memory.
-            "delayed": alongside the forward and backward of the next step, which use the parameters from
-            before them (one-step delayed parameter update, ZeRO-Offload). The optimizer is on "host" or
-            "nvme".
-        delay_start_step: steps at the start with an update that is not delayed, with update_mode "delayed".
-        checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
+        params: tier that stores parameter shards. Tiers other than "device" require stage 3.
+        grads: tier that stores gradient shards. Tiers other than "device" require stage 2 or 3.
+        optimizer: tier that stores and updates master weights and optimizer state. Tiers other than "device"
+            require stage 1, 2 or 3.
+        ratio: largest fraction of the optimizer's elements that is stored in its tier. The remaining units
+            keep optimizer state and gradients on the device, as in Twin-Flow (DeepSpeed's
+            offload_optimizer.ratio). Units are not split, so the actual fraction may be smaller.
+        nvme_paths: folders on NVMe devices over which data is striped. They are required if a tier is "nvme".
+        staging_buffer_bytes: size in bytes of the buffer through which an optimizer step streams state from
+            another tier. It is independent of the model size.
+        update_mode: time at which the optimizer updates units. "after_backward" updates all units in
+            `optimizer.step()`. "in_backward" updates each unit as soon as its gradients are reduced in the
+            last backward pass of a step. The gradient memory of the unit is then released, if there is one
+            micro-batch per step and neither gradient clipping nor loss scaling, so the gradients of the full
+            model are never allocated simultaneously. The update is speculative with clipping or loss scaling:
+            it is rolled back exactly if they apply (as in SuperOffload, arXiv 2509.21271), and master weights
+            and optimizer state take twice the memory. "delayed" overlaps the update with the forward and
+            backward of the next step, which use the parameters from before the update (one-step delayed
+            parameter update, ZeRO-Offload), and requires the optimizer on "host" or "nvme".
+        delay_start_step: number of initial steps with an update that is not delayed. It requires update_mode
+            "delayed".
+        checksum: whether to store a CRC32C of all data written to NVMe and to verify it at every read.
     """
 
     params: Tier = "device"
@@ -82,11 +83,11 @@ class OffloadConfig(ConfigSection):
 
     @property
     def any_nvme(self) -> bool:
-        """Return whether any state kind lives on NVMe."""
+        """Return whether any state kind is stored on NVMe."""
         return bool(self._on_nvme())
 
     def of_params_alone(self) -> OffloadConfig:
-        """Return the same for a model without an optimizer, which has no other state kind.
+        """Return the section for a model without an optimizer, which has only parameters.
 
         Returns:
             A new section.

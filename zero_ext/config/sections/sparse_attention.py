@@ -1,4 +1,4 @@
-"""The blocks of the attention matrix that are computed, by the keys of DeepSpeed's `sparse_attention`."""
+"""Blocks of the attention matrix to compute, with the keys of DeepSpeed's `sparse_attention`."""
 
 from __future__ import annotations
 
@@ -56,46 +56,51 @@ Windows = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_l
 
 
 class SparseAttentionConfig(ConfigSection):
-    """A layout of blocks, for every length.
+    """A layout of blocks, for every sequence length.
 
-    All counts and indices are of blocks. A key that the mode does not use is refused unless it holds its
-    default.
+    All counts and indices are in blocks. A key that the mode does not use must have its default.
 
     Source: Child et al. (arXiv 1904.10509); Zaheer et al. (arXiv 2007.14062); Beltagy et al. (arXiv
     2004.05150).
 
     Attributes:
-        mode: "dense" computes every block; "fixed": windows side by side, and some blocks of each that all
-            attend to; "variable": windows of given sizes, given global blocks, random ones; "bigbird": a
-            sliding window, the first blocks global, random ones; "bslongformer": a sliding window and given
-            global blocks; "local_sliding_window": a sliding window alone.
-        block: tokens of a block's side.
-        attention: "unidirectional" attends to a token itself and those before it only; null is
-            "unidirectional" in mode local_sliding_window and "bidirectional" in the others, and in models of
-            transformers, which hide later tokens themselves where they are causal, always "bidirectional".
-        different_layout_per_head: heads take turns with the global patterns (fixed), or each draws random
-            blocks of its own (variable, bigbird).
-        num_local_blocks: fixed: blocks of a window.
-        num_global_blocks: fixed: blocks at the end of each window that all attend to; bigbird: blocks at the
-            start that all attend to and that attend to all.
-        horizontal_global_attention: fixed, variable: global blocks attend to all blocks too; bidirectional
-            only.
-        num_different_global_patterns: fixed: how many heads in turn take global blocks ever nearer to their
-            window's start; wants different_layout_per_head.
-        num_random_blocks: variable, bigbird: random blocks of every row of blocks; null is 0 in variable and
-            1 in bigbird.
-        local_window_blocks: variable: blocks of the first windows; the last entry holds for all others.
-        global_block_indices: variable, bslongformer: blocks that all attend to; those beyond a short
-            sequence are left out.
-        global_block_end_indices: variable, bslongformer: makes each index the start of a range that ends
-            before its entry here; null means single blocks.
-        num_sliding_window_blocks: bigbird, bslongformer, local_sliding_window: width of the window around a
-            block, half of them, rounded down, on either side.
-        seed: variable, bigbird: of the random blocks, which are the same on every rank and for every length
-            of a unidirectional layout.
-        backend: "kernel" computes attention with this package's kernels; "flex" with torch's FlexAttention,
-            in tiles of 128 tokens, without dropout, without the gradient of a bias, and without backward on
-            the CPU.
+        mode: sparsity pattern. "dense" computes every block, "fixed" computes adjacent windows and some
+            blocks of each window to which all blocks attend, and "variable" computes windows of given sizes,
+            given global blocks and random blocks. "bigbird" computes a sliding window, the first blocks as
+            global ones and random blocks, "bslongformer" computes a sliding window and given global blocks,
+            and "local_sliding_window" computes a sliding window only.
+        block: side length of a block, in tokens.
+        attention: direction of attention. "unidirectional" lets a token attend only to itself and to earlier
+            tokens. `null` means "unidirectional" in mode local_sliding_window and "bidirectional" in the
+            other modes, and always "bidirectional" in models of transformers, which mask later tokens
+            themselves if they are causal.
+        different_layout_per_head: whether the layout differs between heads. In mode fixed the heads cycle
+            through the global patterns. In modes variable and bigbird each head draws its own random blocks.
+        num_local_blocks: number of blocks per window in mode fixed.
+        num_global_blocks: number of global blocks, to which all blocks attend. In mode fixed they are at the
+            end of each window. In mode bigbird they are at the start of the sequence, and they attend to all
+            blocks.
+        horizontal_global_attention: whether global blocks also attend to all blocks, in modes fixed and
+            variable. It requires bidirectional attention.
+        num_different_global_patterns: number of global patterns in mode fixed, which are assigned to the
+            heads in turn. The global blocks of each further pattern are closer to the start of their window.
+            Values above 1 require different_layout_per_head.
+        num_random_blocks: number of random blocks per row of blocks, in modes variable and bigbird. `null`
+            means 0 in variable and 1 in bigbird.
+        local_window_blocks: numbers of blocks of the first windows in mode variable. The last entry applies
+            to all further windows.
+        global_block_indices: indices of global blocks, to which all blocks attend, in modes variable and
+            bslongformer. Indices beyond the end of a short sequence are left out.
+        global_block_end_indices: exclusive ends of ranges of global blocks, in modes variable and
+            bslongformer. Each entry belongs to the start at the same place in global_block_indices. `null`
+            means that each index is a single block.
+        num_sliding_window_blocks: width of the sliding window around a block, in blocks, in modes bigbird,
+            bslongformer and local_sliding_window. Half of it, rounded down, is on either side of the block.
+        seed: seed of the random blocks in modes variable and bigbird. The blocks are the same on every rank,
+            and in a unidirectional layout for every sequence length.
+        backend: implementation of attention. "kernel" uses the kernels of zero_ext. "flex" uses torch's
+            FlexAttention in tiles of 128 tokens, without dropout, without the gradient of a bias and without
+            backward on the CPU.
     """
 
     mode: LayoutMode = "fixed"

@@ -1,4 +1,4 @@
-"""The groups of settings that a ZeroConfig is made of. Every default means "off" or "as torch does it"."""
+"""Sections of a ZeroConfig for training. Every default means "off" or the behavior of torch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ class PrecisionConfig(ConfigSection):
     """Numeric formats.
 
     Attributes:
-        dtype: compute precision of parameters and their gathered copies; "keep" leaves every parameter as
-            it is.
-        grad_accum_dtype: precision in which gradients of several micro-batches add up.
-        moments_dtype: precision of Adam's two moments (masters are always fp32). "8bit" quantizes blocks
-            of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints hold them as float32.
-        communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
-        reduction: how the ranks' gradients are added up. "rank_order": each rank adds those of its shard in
-            float32 and in the order of the ranks, so the result does not depend on how they are grouped.
-            "node_order": the same inside each node, and then over the nodes in their order, with one rounding
-            to the precision on the wire in between. Each node then sends no more to others than a ring does.
-            "backend": NCCL adds, in the precision on the wire and an order of its own. "auto": on a device
-            with NCCL "node_order" where ranks are on several nodes, "rank_order" on one, and "backend" where
-            a node or the nodes are more than 256; in host memory "rank_order".
+        dtype: compute precision of parameters and their gathered copies. "keep" leaves the dtype of every
+            parameter unchanged.
+        grad_accum_dtype: precision in which gradients of several micro-batches are accumulated.
+        moments_dtype: precision of Adam's two moments. "8bit" quantizes blocks of 256 elements (Dettmers et
+            al., arXiv 2110.02861), and checkpoints store them as float32. Master weights are always fp32.
+        communication_dtype: precision in which gradients are sent. `null` sends each gradient in its own
+            dtype.
+        reduction: algorithm that sums gradients across ranks. "rank_order" sums the gradients of each shard
+            in float32 in the order of the ranks, so the result does not depend on how ranks are grouped.
+            "node_order" does the same inside each node and then over the nodes in their order, with one
+            rounding to the communication precision in between, and a node sends no more to other nodes than
+            in a ring. "backend" uses NCCL's sum, in the communication precision and NCCL's own order. "auto"
+            on a device with NCCL selects "node_order" for several nodes with several ranks each, "backend"
+            for more than 256 nodes or more than 256 ranks per node, and otherwise "rank_order". "auto" in
+            host memory selects "rank_order".
     """
 
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
@@ -50,13 +52,14 @@ class LossScaleConfig(ConfigSection):
     Source: Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), section 3.2.
 
     Attributes:
-        static: a fixed scale; 0 means dynamic, and then the other keys apply.
-        initial_power: the dynamic scale starts at 2**initial_power.
-        window: steps without overflow after which the scale doubles.
-        hysteresis: the scale halves at the overflow of this number; those before it only skip their step.
-        consecutive_hysteresis: refill the tolerance after every step without overflow, not only when the
-            scale grows.
-        minimum: the dynamic scale never goes below this.
+        static: fixed loss scale. 0 means a dynamic scale, to which the other keys of this section apply.
+        initial_power: power of two of the initial dynamic scale, which is 2**initial_power.
+        window: number of steps without overflow after which the dynamic scale doubles.
+        hysteresis: number of the overflow at which the dynamic scale halves. Earlier overflows only skip
+            their step. The count is reset when the scale grows.
+        consecutive_hysteresis: whether to reset the count of `hysteresis` after every step without overflow,
+            not only when the scale grows.
+        minimum: smallest dynamic scale.
     """
 
     static: Annotated[float, Field(ge=0, le=2.0**126)] = 0.0
@@ -78,23 +81,27 @@ class LossScaleConfig(ConfigSection):
 
 
 class UnitConfig(ConfigSection):
-    """Grouping of parameters into units, and limits of gathered ones, in elements.
+    """Grouping of parameters into units, and limits on gathered parameters, in elements.
 
     Attributes:
-        block_classes: class names with modules that each form a unit in stage 3; empty takes the entries of
-            ModuleList and Sequential stacks.
-        leaf_modules: class or module names that are gathered whole, with all they contain (mixture of
-            experts).
-        tiles: number of tiles for nn.Linear and nn.Embedding modules, by module or class name: in stage 3
-            each is replaced by a tiled one, and one tile after another is gathered. Saved under the
-            same names.
-        bucket_elements: size of a unit in stages 1 and 2.
-        persistence_threshold: parameters with fewer elements stay gathered in stage 3.
-        max_live_elements: cap on gathered elements at any time in stage 3.
-        prefetch_elements: elements gathered ahead of their use in stage 3; at least the next unit, unless 0.
-        reuse_elements: in stage 3 a unit stays gathered after its use if no more elements are used before it
-            is needed again, and `max_live_elements` allows; twice the model's elements keep all of them from
-            forward to backward, which sends what stage 2 sends. What is needed next stays in any case.
+        block_classes: class names of modules. Each module of these classes forms one unit in stage 3. An
+            empty list selects the entries of ModuleList and Sequential stacks.
+        leaf_modules: names of classes or modules that are gathered in full with all their submodules, as for
+            mixture of experts.
+        tiles: number of tiles of nn.Linear and nn.Embedding modules, by module or class name. Stage 3
+            replaces each of these modules with a tiled one and gathers one tile at a time. Checkpoints have
+            the same names with and without tiles.
+        bucket_elements: largest size of a unit in stages 0 to 2, in elements. It also limits the units of
+            parameters below `persistence_threshold` in stage 3. A larger parameter is a unit of its own.
+        persistence_threshold: number of elements below which a parameter stays gathered in stage 3.
+        max_live_elements: largest number of gathered elements at any time in stage 3. A unit above this limit
+            is gathered alone, with a warning.
+        prefetch_elements: number of elements to gather ahead of their use in stage 3. The next unit is always
+            gathered ahead, unless this is 0.
+        reuse_elements: largest number of elements used between two uses of a unit for which the unit stays
+            gathered in stage 3, if `max_live_elements` allows it. Twice the elements of the model keep all
+            units gathered from forward to backward, which results in the traffic of stage 2. The unit that is
+            needed next stays gathered in any case.
     """
 
     block_classes: Names = ()
@@ -140,10 +147,10 @@ class OptimizerConfig(_TypeWithParams):
     """The optimizer that `initialize` builds.
 
     Attributes:
-        type: the name of a torch optimizer or of one of `zero_ext`'s (Lamb, Lion, OneBitAdam, OneBitLamb,
-            ZeroOneAdam) in any case, kept in its proper one. "Adam" means AdamW, as in DeepSpeed, unless
-            params hold adam_w_mode (or adamw) false.
-        params: its keyword arguments.
+        type: name of a torch optimizer or of a `zero_ext` optimizer (Lamb, Lion, OneBitAdam, OneBitLamb,
+            ZeroOneAdam). Upper and lower case are equivalent, and the canonical name is stored. "Adam" means
+            AdamW, as in DeepSpeed, unless params set adam_w_mode (or adamw) to false.
+        params: keyword arguments of the optimizer.
     """
 
     @field_validator("type")
@@ -156,8 +163,9 @@ class SchedulerConfig(_TypeWithParams):
     """The learning-rate scheduler that `initialize` builds.
 
     Attributes:
-        type: one of DeepSpeed's five or a torch scheduler's name, in any case, kept in its proper one.
-        params: its keyword arguments.
+        type: name of one of DeepSpeed's five schedulers or of a torch scheduler. Upper and lower case are
+            equivalent, and the canonical name is stored.
+        params: keyword arguments of the scheduler.
     """
 
     @field_validator("type")
@@ -170,8 +178,8 @@ class CheckpointConfig(ConfigSection):
     """Defaults of `save_checkpoint`.
 
     Attributes:
-        keep_last: number of checkpoints kept; None keeps all.
-        async_save: write in the background after one host copy.
+        keep_last: number of most recent checkpoints to keep. `null` keeps all.
+        async_save: whether to write checkpoints in the background, after one copy to host memory.
         tag_validation: what happens if ranks save to different directories (DeepSpeed: under different tags).
             "warn" and "ignore" use rank 0's, with and without a warning. "fail" raises on all ranks before
             anything is written.

@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed: where it is defined there, where it may be served here, and what to say of it."""
+"""Names of DeepSpeed: their definitions, their modules in zero_ext, and notes on them."""
 
 from zero_ext.integrations.deepspeed.registry.mirrors import mirror_of, nearest_mirror
 from zero_ext.integrations.deepspeed.registry.names import Definition, names

@@ -1,6 +1,4 @@
-"""The modules of this package for the names of DeepSpeed's modules: under the same path, unless it is listed
-here.
-"""
+"""The modules of this package for DeepSpeed's modules, under the same path unless listed here."""
 
 from __future__ import annotations
 

@@ -1,124 +1,133 @@
-"""Differences of supported names of DeepSpeed, and alternatives for unsupported ones.
+"""Differences of supported names of DeepSpeed, and alternatives for unsupported names.
 
-Keys are patterns of full names as fnmatch reads them. The first that fits counts.
+Keys are fnmatch patterns of full names. The first match applies.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_COLLECTIVE = "a collective, at every stage and tier"
-_FULL_STATE = f"{_COLLECTIVE}, whatever stage3_gather_16bit_weights_on_model_save says"
-_RANDOM = "random numbers of the accelerator, or of the CPU where there is none"
-_FOR_ISINSTANCE = "for isinstance alone"
+_COLLECTIVE = "collective, at every stage and tier"
+_FULL_STATE = f"{_COLLECTIVE}, independent of stage3_gather_16bit_weights_on_model_save"
+_RANDOM = "for the random numbers of the accelerator, or of the CPU if there is none"
+_FOR_ISINSTANCE = "only for isinstance checks"
 _ENGINE, _PIPELINE = "deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"
 
 DIFFERENCES: dict[str, str] = {
-    "deepspeed.initialize": "mpu and mesh_param raise; without an optimizer the engine only runs the model",
-    "deepspeed.init_distributed": "gloo, and NCCL alongside it where there is CUDA",
+    "deepspeed.initialize": "raises for mpu and mesh_param. Without an optimizer the engine only runs "
+    "the model",
+    "deepspeed.init_distributed": "uses gloo, and NCCL alongside it if there is CUDA",
     "deepspeed.DeepSpeedConfig*": "unknown keys are errors",
     f"{_ENGINE}.no_sync": "allowed at every stage",
     f"{_ENGINE}.coalesce_grad_reduction": "allowed at every stage",
-    f"{_ENGINE}.save_checkpoint": "zero_ext's format under global_step{N}, committed by one rename; "
-    "client_state is JSON or tensors; frozen parameters are always saved",
-    f"{_ENGINE}.load_checkpoint": "any world size and stage; custom_load_fn and a load without optimizer "
-    "states raise",
+    f"{_ENGINE}.save_checkpoint": "writes zero_ext's format under global_step{N} and commits it with "
+    "one rename. client_state may contain JSON values and tensors. Frozen parameters are always saved",
+    f"{_ENGINE}.load_checkpoint": "loads at any world size and stage. custom_load_fn and a load without "
+    "optimizer states raise",
     f"{_ENGINE}.save_*_model": _FULL_STATE,
     f"{_ENGINE}.*module_state_dict": _FULL_STATE,
-    f"{_ENGINE}.get_global_grad_norm": "None before the first step, and without clipping or fp16",
-    f"{_ENGINE}.zero_gather_16bit_*": "always True: whole weights can be had",
-    f"{_ENGINE}.destroy": "nothing to do: memory goes with the model",
-    f"{_ENGINE}.compile": "raises: compile the model's blocks before initialize",
-    "deepspeed.comm.*": "torch.distributed's; prof, log_name and debug are taken and ignored",
-    "deepspeed.zero.Init": 'values "auto" do not matter; tiers as offload_param says',
+    f"{_ENGINE}.get_global_grad_norm": "returns None before the first step, and without clipping or fp16",
+    f"{_ENGINE}.zero_gather_16bit_*": "always returns True, since full weights are always available",
+    f"{_ENGINE}.destroy": "does nothing, since memory is released with the model",
+    f"{_ENGINE}.compile": "raises. Compile the blocks of the model before initialize",
+    "deepspeed.comm.*": "same as in torch.distributed. Functions accept and ignore prof, log_name and debug",
+    "deepspeed.zero.Init": 'ignores values "auto" and uses the tier of offload_param',
     "deepspeed.zero.GatheredParameters": "a write without modifier_rank raises instead of being dropped",
-    "deepspeed.zero.register_external_parameter": "nothing to do: reads gather",
-    "deepspeed.zero.TiledLinear": "its state dict is the plain layer's",
+    "deepspeed.zero.register_external_parameter": "does nothing, since a read gathers the parameter",
+    "deepspeed.zero.TiledLinear": "its state dict is that of the layer without tiles",
     "*.DeepSpeedZeroOptimizer*": _FOR_ISINSTANCE,
     "*.ZeROOptimizer": _FOR_ISINSTANCE,
     "deepspeed.DeepSpeedOptimizer": _FOR_ISINSTANCE,
     "*.ZeroParam[ST]*": "for ds_status of parameters in stage 3",
-    "*.estimate_zero*": "with the bytes that this engine keeps",
-    "deepspeed.ops.adam.*Adam": "makes torch's AdamW or Adam, run fused",
-    "deepspeed.ops.lamb.FusedLamb": "makes zero_ext.Lamb",
-    "deepspeed.ops.lion.*Lion": "makes zero_ext.Lion",
-    "deepspeed.ops.adagrad.*Adagrad": "makes torch's Adagrad",
-    "deepspeed.*.AsyncIOBuilder": "short transfers go on, errors raise with path and reason",
-    "*.installed_ops": "what zero_ext serves, which needs no build",
-    "deepspeed.runtime.lr_schedules.[WOL]*": "a torch scheduler; DeepSpeed's state loads",
-    "*.partition_balanced": "the heaviest part is as light as can be",
+    "*.estimate_zero*": "estimates the bytes of this engine",
+    "deepspeed.ops.adam.*Adam": "constructs torch's AdamW or Adam, which run fused",
+    "deepspeed.ops.lamb.FusedLamb": "constructs zero_ext.Lamb",
+    "deepspeed.ops.lion.*Lion": "constructs zero_ext.Lion",
+    "deepspeed.ops.adagrad.*Adagrad": "constructs torch's Adagrad",
+    "deepspeed.*.AsyncIOBuilder": "short transfers are continued, and errors raise with path and reason",
+    "*.installed_ops": "lists the ops that zero_ext supports, which need no build",
+    "deepspeed.runtime.lr_schedules.[WOL]*": "torch scheduler that also loads DeepSpeed's state",
+    "*.partition_balanced": "the heaviest part is as light as possible",
     "deepspeed.utils.safe_?et_full_*": _COLLECTIVE,
-    "deepspeed.utils.safe_?et_local_*": "flat, what this rank owns",
-    "deepspeed.utils.*z3_leaf*": "before initialize",
-    "deepspeed.utils.get_*parallel*": "all ranks are data-parallel; a pipeline has its groups in module.mesh",
-    "deepspeed.checkpointing.configure": "inputs need not be partitioned to be kept on the CPU or in one "
-    "buffer; partitioning needs mpu",
-    "deepspeed.checkpointing.*checkpoint": "zero_ext.checkpoint_activations; never reentrant",
-    "deepspeed.checkpointing.reset": "buffers empty themselves",
+    "deepspeed.utils.safe_?et_local_*": "the values are the flat shard of this rank",
+    "deepspeed.utils.*z3_leaf*": "call it before initialize",
+    "deepspeed.utils.get_*parallel*": "all ranks are data-parallel. The groups of a pipeline are in "
+    "module.mesh",
+    "deepspeed.checkpointing.configure": "inputs can be stored on the CPU or in one buffer without "
+    "partitioning. Partitioning requires mpu",
+    "deepspeed.checkpointing.*checkpoint": "calls zero_ext.checkpoint_activations, which is never reentrant",
+    "deepspeed.checkpointing.reset": "does nothing, since buffers are emptied automatically",
     "deepspeed.checkpointing.*rng*": _RANDOM,
     "deepspeed.checkpointing.model_parallel_*": _RANDOM,
-    "deepspeed.utils.zero_to_fp32.*": "of folders that DeepSpeed or zero_ext wrote; overwrites no weights",
-    "deepspeed.PipelineModule": "in every ZeRO stage; parameters are named layers.<number>...; the heaviest "
-    "stage is as light as can be; axes 'pipe' and 'data'; seed_layers, seed_fn and an "
-    "activation_checkpoint_func raise",
-    "deepspeed.pipe.LayerSpec": "values depend on torch's seed and the layer's number alone",
-    "deepspeed.pipe.TiedLayerSpec": "shares all parameters, whatever tied_weight_attr names",
-    _PIPELINE: "what initialize returns for a PipelineModule",
+    "deepspeed.utils.zero_to_fp32.*": "reads folders of DeepSpeed and of zero_ext, and never overwrites "
+    "weights",
+    "deepspeed.PipelineModule": "works in every ZeRO stage, along the axes 'pipe' and 'data'. Parameters "
+    "are named layers.<number>..., and the heaviest stage is as light as possible. seed_layers, seed_fn "
+    "and an activation_checkpoint_func raise",
+    "deepspeed.pipe.LayerSpec": "initial values depend only on torch's seed and the number of the layer",
+    "deepspeed.pipe.TiedLayerSpec": "shares all parameters, independent of tied_weight_attr",
+    _PIPELINE: "return type of initialize for a PipelineModule",
     **dict.fromkeys(
         (
             f"{_PIPELINE}.{name}"
             for name in ("forward", "backward", "step", "*_sync", "*_grad_*", "set_grad*")
         ),
-        "raises: a pipeline runs whole batches; call train_batch or eval_batch",
+        "raises, since a pipeline runs full batches. Call train_batch or eval_batch",
     ),
-    f"{_PIPELINE}.train_batch": "data that ends or does not fit on one rank is an error on all",
-    f"{_PIPELINE}.eval_batch": "the loss is on all ranks, whatever bcast_loss says; reduce_output 'avg' for "
-    "losses, None for outputs (compute_loss=False); num_micro_batches is that of a step",
-    f"{_PIPELINE}.*checkpoint": "of one model: loads with any number of stages, ranks and any ZeRO stage",
-    "*.DEEPSPEED_ENVIRONMENT_NAME": "DeepSpeed's launcher alone reads that file",
-    "deepspeed.monitor.*": "rank 0 writes",
-    "deepspeed.accelerator.*": "the CPU or CUDA",
+    f"{_PIPELINE}.train_batch": "data that ends or does not fit on one rank is an error on all ranks",
+    f"{_PIPELINE}.eval_batch": "the loss is on all ranks, independent of bcast_loss. reduce_output is 'avg' "
+    "for losses and None for outputs (compute_loss=False). num_micro_batches must be that of a step",
+    f"{_PIPELINE}.*checkpoint": "loads with any number of stages and ranks and at any ZeRO stage",
+    "*.DEEPSPEED_ENVIRONMENT_NAME": "only DeepSpeed's launcher reads that file",
+    "deepspeed.monitor.*": "only rank 0 writes",
+    "deepspeed.accelerator.*": "for the CPU or CUDA",
 }
 
-_DUAL = "zero_ext.parallel.pipeline.PipelineModule(..., schedule='zbv') and 'zero_bubble' fill bubbles so"
-_INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
-_TENSOR = "not by this name: split with zero_ext.parallel.apply_tensor_parallel before prepare"
-_SEQUENCE = "zero_ext.integrations.apply_sequence_parallel puts sequences over ranks"
-_EXPERTS = (
-    "experts on different ranks are zero_ext.parallel.experts.MixtureOfExperts here, on the axis 'ep' of "
-    "zero_ext.parallel.make_mesh; for a model's own layers use deepspeed.utils.set_z3_leaf_modules"
+_DUAL = (
+    "use zero_ext.parallel.pipeline.PipelineModule with schedule='zbv' or 'zero_bubble', which fill bubbles"
 )
-_COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).traffic"
+_INFERENCE = (
+    "there is no inference engine. zero_ext.prepare(model, None, config) runs models larger than the device"
+)
+_TENSOR = "use zero_ext.parallel.apply_tensor_parallel before prepare"
+_SEQUENCE = "use zero_ext.integrations.apply_sequence_parallel"
+_EXPERTS = (
+    "for experts on different ranks use zero_ext.parallel.experts.MixtureOfExperts, on the axis 'ep' of "
+    "zero_ext.parallel.make_mesh. For a model's own layers use deepspeed.utils.set_z3_leaf_modules"
+)
+_COUNTED = "the engine always counts the bytes that it sends. Read zero_ext.zero.engine_of(engine).traffic"
 _CONFIG = "read the attributes of deepspeed.DeepSpeedConfig(json), or the JSON itself"
 
 REASONS: dict[str, str] = {
     "deepspeed.autotuning*": "use 'zero-ext plan' and 'zero-ext tune'",
-    "deepspeed.compile*": "DeepCompile does not exist here: compile the model's blocks before initialize",
+    "deepspeed.compile*": "DeepCompile does not exist here. Compile the blocks of the model before "
+    "initialize",
     "deepspeed.io*": "use deepspeed.ops.aio, or torch.save",
     "deepspeed.launcher*": "start with 'zero-ext run --deepspeed-compat', accelerate launch or torchrun",
-    "deepspeed.linear*": "use PEFT's LoRA; frozen weights are sharded and offloaded as they are",
+    "deepspeed.linear*": "use PEFT's LoRA. Frozen weights are sharded and offloaded in their own dtype",
     "deepspeed.moe*": _EXPERTS,
     "*expert*": _EXPERTS,
     "deepspeed.nvme*": "measure devices with 'zero-ext bench-nvme'",
-    "deepspeed.profiling*": "set flops_profiler in the JSON, or use torch.profiler with_flops=True",
+    "deepspeed.profiling*": "set flops_profiler in the JSON, or use torch.profiler with with_flops=True",
     "deepspeed.sequence*": _SEQUENCE,
     "*sequence_parallel*": _SEQUENCE,
     "*[dD]ual[pP]ipe[vV]*": _DUAL,
-    "*.PipelineParallelGrid*": "the module's mesh, a DeviceMesh of torch, has groups and ranks: "
+    "*.PipelineParallelGrid*": "use the module's mesh, a torch DeviceMesh with groups and ranks, as in "
     "module.mesh['dp'].get_group()",
-    "deepspeed.runtime.pipe.schedule*": "zero_ext.parallel.pipeline.PipelineModule takes a schedule by name",
+    "deepspeed.runtime.pipe.schedule*": "pass the name of a schedule to "
+    "zero_ext.parallel.pipeline.PipelineModule",
     "deepspeed.comm.*_coalesced": "use torch.distributed's functions tensor by tensor",
     "deepspeed.comm.comm.mpi_discovery": "start with torchrun, which sets the environment",
     "deepspeed.comm*log*": _COUNTED,
     "deepspeed.comm.comm.configure": _COUNTED,
     "*.TiledLinearReturnBias": "use deepspeed.zero.TiledLinear(..., bias=False) and add the bias outside",
-    "deepspeed.runtime.zero.linear*": "use torch.nn.Linear: sharded weights are gathered again in backward",
+    "deepspeed.runtime.zero.linear*": "use torch.nn.Linear. Sharded weights are gathered again in backward",
     "deepspeed.runtime.zero.leaf_module_config*": "write zero_optimization.leaf_module in the JSON, or call "
     "deepspeed.utils.set_z3_leaf_modules",
-    "*[zZ]en[fF]low*": "split optimizer steps do not exist here; offload.update_mode 'delayed' overlaps the "
+    "*[zZ]en[fF]low*": "split optimizer steps do not exist here. offload.update_mode 'delayed' overlaps the "
     "update with the next step",
-    "*.GDSBuilder": "such transfers are the engine's own: set aio.use_gds",
-    "deepspeed.ops.op_builder*": "nothing has to be built: use the optimizer classes and zero_ext.ops",
+    "*.GDSBuilder": "the engine makes such transfers itself. Set aio.use_gds",
+    "deepspeed.ops.op_builder*": "nothing has to be built. Use the optimizer classes and zero_ext.ops",
     "deepspeed.ops.fp_quantizer*": "quantize with torchao",
     "deepspeed.ops.[dt]*": _INFERENCE,
     "deepspeed.*inference*": _INFERENCE,
@@ -126,31 +135,31 @@ REASONS: dict[str, str] = {
     "deepspeed.model_implementations*": _INFERENCE,
     "deepspeed.runtime.hybrid_engine*": _INFERENCE,
     "*HybridEngine*": _INFERENCE,
-    "deepspeed.runtime.data_pipeline*": "no curriculum learning here: choose samples in the data set",
-    "deepspeed.runtime.comm*": "its collectives belong to optimizers here: use zero_ext.OneBitAdam",
+    "deepspeed.runtime.data_pipeline*": "there is no curriculum learning. Choose samples in the data set",
+    "deepspeed.runtime.comm*": "its collectives are part of optimizers here. Use zero_ext.OneBitAdam",
     "deepspeed.*tensor_parallel*": _TENSOR,
     "deepspeed.*model_parallel*": _TENSOR,
     "deepspeed.tp_model_init": _TENSOR,
     "deepspeed.runtime.lr_schedules.*": "write the 'scheduler' section in the JSON",
     "deepspeed.runtime.dataloader.*": "pass training_data to initialize",
-    "deepspeed.runtime.config.*Writer": "a JSON is written with json.dump, checked by initialize",
+    "deepspeed.runtime.config.*Writer": "write the JSON with json.dump. initialize checks it",
     "deepspeed.runtime.*config*": _CONFIG,
     "deepspeed.monitor.comet*": "use csv_monitor, tensorboard or wandb",
     "deepspeed.utils.numa*": "bind ranks with torchrun --numa-binding or numactl",
-    "*.clip_grad_norm_": "write gradient_clipping in the JSON: gradients are sharded over ranks",
+    "*.clip_grad_norm_": "gradients are sharded over ranks. Set gradient_clipping in the JSON",
     "deepspeed.utils.tensor_fragment.safe_*": "use safe_get_full_grad and safe_set_full_grad, or param.grad",
     "deepspeed.utils.nvtx*": "use torch.profiler.record_function",
-    "*": "it is DeepSpeed's own machinery, which zero_ext replaces as a whole",
+    "*": "internal to DeepSpeed, and replaced by the implementation of zero_ext",
 }
 
 
 def difference_of(path: str) -> str:
-    """Return what differs in a name that is served; empty if nothing does."""
+    """Return the differences of a supported name, or an empty text."""
     return _first(DIFFERENCES, path) or ""
 
 
 def reason_of(path: str) -> str:
-    """Why a name is not served, by where DeepSpeed defines it."""
+    """Return the reason and the alternative for an unsupported name, by the path of its definition."""
     return _first(REASONS, path) or ""
 
 
