@@ -475,7 +475,10 @@ def test_monitors_become_native_ones() -> None:
             "wall_clock_breakdown": True,
         }
     )
-    assert found.notes == ()
+    assert [(note.path, note.outcome) for note in found.notes] == [
+        ("comms_logger.verbose", "no effect"),
+        ("flops_profiler.profile_step", "no effect"),
+    ]
     assert found.config == ZeroConfig(
         stage=0,
         steps_per_print=10,

@@ -71,8 +71,8 @@ def save_state(
         async_save: copy the state in host memory and return. Writing goes on in the background, and the next
             save or load of the source waits for it.
         extra: named states such as a scheduler's, of the same types as `client_state`.
-        tag_validation: what different directories lead to: "warn" a RuntimeWarning of the ranks that named
-            another one than rank 0, "fail" an error on all ranks before anything is written, "ignore" neither.
+        tag_validation: what different directories lead to. "warn" is a RuntimeWarning of the ranks that
+            named another one than rank 0. "fail" is an error on all ranks before anything is written.
 
     Returns:
         The save.

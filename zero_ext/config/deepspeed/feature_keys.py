@@ -15,11 +15,12 @@ def _switched(
     While that is false, the other keys are checked and ignored. They always are, unless `used`.
     """
     switch = f"{section}.enabled"
+    other: Fate = fate if used else "no effect"
     detail = f"It applies if {switch} is true" if used else "It is checked but not used"
     return (
         Key(switch, FLAG, fate, why, harmless=(False,), auto=True),
         *(
-            Key(f"{section}.{name}", kind, fate, f"setting of {section}. {detail}", auto=True, switch=switch)
+            Key(f"{section}.{name}", kind, other, f"setting of {section}. {detail}", auto=True, switch=switch)
             for name, kind in fields.items()
         ),
     )
