@@ -166,7 +166,7 @@ def test_different_sums_are_an_error_on_both_ranks(world: World, sizes: list[int
     world.barrier()
 
 
-def test_a_local_part_that_fails_raises_in_every_wait() -> None:
+def test_a_local_step_that_fails_raises_in_every_wait() -> None:
     calls: list[int] = []
 
     def finish() -> None:

@@ -98,7 +98,7 @@ def test_host_tensors_do_not_wait_for_the_devices(world: World) -> None:
 
 @on_ranks(2, stand_in=True)
 def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
-    collectives = made(world, 1.0)
+    collectives = made(world, 5.0)
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 0: unit 'x' failed: (?s:.*)timeout_seconds"):
             collectives.broadcast_(torch.zeros(4, device=DEVICE), 1, "unit 'x'")

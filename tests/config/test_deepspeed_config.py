@@ -475,10 +475,8 @@ def test_monitors_become_native_ones() -> None:
             "wall_clock_breakdown": True,
         }
     )
-    assert [(note.path, note.outcome) for note in found.notes] == [
-        ("comms_logger.verbose", "no effect"),
-        ("flops_profiler.profile_step", "no effect"),
-    ]
+    assert {note.outcome for note in found.notes} == {"no effect"}
+    assert [note.path for note in found.notes] == ["comms_logger.verbose", "flops_profiler.profile_step"]
     assert found.config == ZeroConfig(
         stage=0,
         steps_per_print=10,

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def texts_of(path: Path) -> list[str]:
-    """Every text in a file, parts of one f-string joined."""
+    """Every text in a file, fragments of one f-string joined."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -40,5 +40,5 @@ def test_quoted_messages_exist(name: str) -> None:
     own = [cell for cell in cells if "ccelerate" not in cell]  # messages of another library
     quoted = [text for cell in own for text in re.findall("`([^`]+)`", cell)]
     texts = "\n".join(text for path in (ROOT / "zero_ext").rglob("*.py") for text in texts_of(path))
-    parts = [part for each in quoted for part in re.split(r"\.\.\.|…", each) if len(part) > 3]
-    assert [part for part in parts if part not in texts] == []
+    fragments = [fragment for each in quoted for fragment in re.split(r"\.\.\.|…", each) if len(fragment) > 3]
+    assert [fragment for fragment in fragments if fragment not in texts] == []

@@ -184,7 +184,7 @@ def test_a_bad_gradient_on_one_rank_is_refused_on_all_and_changes_nothing(world:
             assert "optimizer.zero_grad()" in str(failure.value) and "weights" not in str(failure.value)
             optimizer.zero_grad()
         if not case.rolls_back:
-            assert "load the last checkpoint" in str(failure.value)
+            assert "Load the last checkpoint" in str(failure.value)
             with pytest.raises(RuntimeError, match="its state is damaged"):
                 backward(world, model, case, 2)
             return

@@ -214,7 +214,7 @@ def test_a_damaged_extent_is_found(world: World) -> None:
             byte = data.read(1)
             data.seek(offset)
             data.write(bytes([byte[0] ^ 1]))
-        with pytest.raises(RuntimeError, match=r"CRC32C(?s:.*)load the last checkpoint"):
+        with pytest.raises(RuntimeError, match=r"CRC32C(?s:.*)Load the last checkpoint"):
             optimizer.step()
 
 

@@ -205,7 +205,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         try:
             if self._early and not self._on_trial:
                 return (
-                    "a backward pass broke off after some units were updated in it; load the last checkpoint"
+                    "a backward pass broke off after some units were updated in it. Load the last checkpoint"
                 )
             try:
                 self._undo()

@@ -19,7 +19,7 @@ from zero_ext.zero.units.unit import Unit
 
 # Several chunks of the state per transfer, so that those from and to NVMe are long ones.
 _CHUNK_ELEMENTS = 4 << 20
-_MIXED = "Its values are now a mixture of before and after; load the last checkpoint before going on."
+_MIXED = "Its values are now a mixture of before and after. Load the last checkpoint before going on."
 _REPEAT = "No step was made. Repeat it, or load the last checkpoint."
 
 
