@@ -22,11 +22,11 @@ def saved(tmp_path: Path) -> Path:
 
 def test_inspect_shows_the_table(saved: Path) -> None:
     output = run("inspect", str(saved))
-    assert "step-000002: step 2, saved by 1 ranks" in output
+    assert "step-000002: step 2, saved by 1 rank" in output
     assert "embed.weight = head.weight" in output
     assert "(700, 1013)" in output
     assert f"exp_avg: {4 * (700 * 1013 + 600 + 1 + 5):,} bytes" in output
-    assert "every byte of 1 files verified" in output
+    assert "every byte of 1 file verified" in output
 
 
 def test_inspect_one_step_without_tensors(saved: Path) -> None:

@@ -84,9 +84,9 @@ def _report_as_json(report: CheckpointReport, tensors: bool) -> dict[str, Any]:
 
 
 def _print_report(console: Console, report: CheckpointReport, tensors: bool) -> None:
+    saved_by = _count(report.world_size, "rank")
     console.print(
-        f"{escape(printable(str(report.path)))}: step {report.step}, saved by {report.world_size} ranks",
-        soft_wrap=True,
+        f"{escape(printable(str(report.path)))}: step {report.step}, saved by {saved_by}", soft_wrap=True
     )
     for kind, size in sorted(report.bytes_by_kind.items()):
         console.print(f"  {escape(printable(kind))}: {size:,} bytes")
@@ -97,7 +97,11 @@ def _print_report(console: Console, report: CheckpointReport, tensors: bool) -> 
     for text in report.damage:
         console.print(f"[red]{escape(printable(text))}", soft_wrap=True)
     if not report.damage:
-        console.print(f"every byte of {len(report.file_bytes)} files verified")
+        console.print(f"every byte of {_count(len(report.file_bytes), 'file')} verified")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _tensor_table(report: CheckpointReport) -> Table:
