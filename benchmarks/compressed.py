@@ -1,7 +1,7 @@
 """Steps over a slow network of two nodes: uncompressed Adam against 1-bit Adam, ZeRO-3 against ZeRO++.
 
 Run from the repository root: python -m benchmarks.compressed [--what 34m] [--rounds 3] [--times 8]
-The links are emulated (network namespaces and tc, as root), or modelled where that is not permitted.
+The links are emulated (network namespaces and tc, as root), or modeled where that is not permitted.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def speed_table() -> tuple[Table, dict[str, float]]:
         "Simulating 1,024 ranks",
         ("model", "tasks", "seconds", f"< {SECONDS_BAR:.0f} s"),
         note="Ranks are alike, so one is simulated, with what its collectives cost among all; stragglers are"
-        " not modelled.",
+        " not modeled.",
     )
     found = {}
     for name in LARGE:

@@ -89,9 +89,9 @@ def plot(file: Path = FILE) -> None:
             },
         )
     for package, (x, y) in positions.items():
-        colour = _ZERO if package.startswith("zero.") else _OTHER
+        color = _ZERO if package.startswith("zero.") else _OTHER
         label = package.replace("zero.", "zero / ")
-        box = {"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": _INK, "linewidth": 0.8}
+        box = {"boxstyle": "round,pad=0.35", "facecolor": color, "edgecolor": _INK, "linewidth": 0.8}
         axes.text(x, y, label, ha="center", va="center", color=_INK, bbox=box, zorder=3)
     axes.set_xlim(0, _WIDTH)
     axes.set_ylim(-len(rows) * _ROW + 0.3, 0.5)

@@ -126,13 +126,13 @@ def _draw_stages(axes: Axes, theme: Theme) -> None:
             x = left + rank * 1.25
             axes.text(x + 0.5, 3.08, f"rank {rank}", ha="center", color=theme.ink, fontsize=8)
             y = 2.95
-            for _, colour, height, sharded_from in kinds:
+            for _, color, height, sharded_from in kinds:
                 y -= height
                 axes.add_patch(Rectangle((x, y), 1, height - 0.06, fill=False, edgecolor=theme.faint))
                 sharded = stage >= sharded_from
                 own = (height - 0.06) / 2 if sharded else height - 0.06
                 at = y + own * (1 - rank) if sharded else y
-                axes.add_patch(Rectangle((x, at), 1, own, color=colour, linewidth=0))
+                axes.add_patch(Rectangle((x, at), 1, own, color=color, linewidth=0))
     for number, title in enumerate(("device memory", "host memory", "NVMe")):
         box = FancyBboxPatch(
             (number * 3.95, -0.62), 3.4, 0.5, boxstyle="round,pad=0.05", fill=False, edgecolor=theme.ink
@@ -147,9 +147,9 @@ def _draw_stages(axes: Axes, theme: Theme) -> None:
                 arrowprops={"arrowstyle": "<|-|>", "color": theme.ink},
             )
     axes.text(0, 0.08, "each kind of sharded state in the tier of your choice", color=theme.ink, fontsize=9)
-    for number, (title, colour, _, _) in enumerate(kinds):
+    for number, (title, color, _, _) in enumerate(kinds):
         label = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}[title]
-        axes.add_patch(Rectangle((6.1 + number * 1.95, 0.1), 0.18, 0.18, color=colour, linewidth=0))
+        axes.add_patch(Rectangle((6.1 + number * 1.95, 0.1), 0.18, 0.18, color=color, linewidth=0))
         axes.text(6.36 + number * 1.95, 0.19, label, va="center", color=theme.ink, fontsize=9)
     axes.set_xlim(-0.1, 11.45)
     axes.set_ylim(-0.75, 3.7)

@@ -31,7 +31,7 @@ FLEX_MODE = "max-autotune-no-cudagraphs"
 FLEX_GRAPHS = 64  # each shape has one of its own for every block size, with and without gradients
 SECONDS_TO_COMPILE = 30.0
 NOTE = (
-    "At most 10% of all blocks (causal: of those up to the diagonal): neighbours, the first"
+    "At most 10% of all blocks (causal: of those up to the diagonal): neighbors, the first"
     " column, and others at random. Dense attention has all keys. FlexAttention is compiled and has the same"
     " mask; the bar is the faster of its block sizes. Forward alone, and forward and backward of all three"
     " inputs; bfloat16."

@@ -68,10 +68,10 @@ def plot(records: Sequence[Record], title: str, path: Path) -> Path:
     names = list(dict.fromkeys(record.mode for record in records))
     curves = {(record.mode, record.seed): dict(record.curve) for record in records}
     for number, name in enumerate(names):
-        mode, colour = mode_named(name), f"C{number}"
+        mode, color = mode_named(name), f"C{number}"
         for index, record in enumerate(each for each in records if each.mode == name):
             label = mode.title if index == 0 else None
-            style = {"color": colour, "linewidth": 1.0, "linestyle": ("-", "--", ":")[index % 3]}
+            style = {"color": color, "linewidth": 1.0, "linestyle": ("-", "--", ":")[index % 3]}
             left.plot(*zip(*record.curve, strict=True), label=label, **style)
             base = curves.get((mode.against or "", record.seed), {})
             shared = [step for step, _ in record.curve if step in base]

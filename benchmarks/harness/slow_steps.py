@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.ranks import Team
-from benchmarks.harness.token_bucket import AnyNetwork, ModelledNetwork
+from benchmarks.harness.token_bucket import AnyNetwork, ModeledNetwork
 from examples.demo.corpus import gather_corpus
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -26,7 +26,7 @@ ATTEMPTS = 3  # to find a rate
 class Side:
     """One mode: seconds a step without a limit and at the rate, bytes of a step by kind, over all ranks.
 
-    `on_links` are the bytes a step that left a node by the kernel's count, None where links are modelled.
+    `on_links` are the bytes a step that left a node by the kernel's count, None where links are modeled.
     """
 
     mode: str
@@ -105,7 +105,7 @@ class Steps:
 
 
 def _on_links(network: AnyNetwork) -> int | None:
-    if isinstance(network, ModelledNetwork):
+    if isinstance(network, ModeledNetwork):
         return None
     return sum(network.bytes_sent(node) for node in range(NODES))
 

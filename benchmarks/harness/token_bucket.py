@@ -3,7 +3,7 @@
 All ranks run on the plain host. A node's link is a file that holds its rate and the time until which it is
 taken. Whenever a rank's byte counter records a collective, the rank books its crossing bytes on the link of
 its node and sleeps until they would be through. What a node receives and what else would use the link at that
-time are not modelled, and nothing overlaps with it.
+time are not modeled, and nothing overlaps with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "ZERO_EXT_BENCH_LINK"
 STATE = struct.Struct("dd")  # bytes a second, 0 for no limit; CLOCK_MONOTONIC at which the link is free
 
 
-class ModelledNetwork:
+class ModeledNetwork:
     """`nodes` links of `ranks_per_node` ranks each, as files in a folder of their own. A context manager."""
 
     def __init__(self, nodes: int, ranks_per_node: int, bits_per_second: float | None, why: str) -> None:
@@ -33,7 +33,7 @@ class ModelledNetwork:
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ext_links_")
         self.limit(bits_per_second)
 
-    def __enter__(self) -> ModelledNetwork:
+    def __enter__(self) -> ModeledNetwork:
         return self
 
     def __exit__(
@@ -59,16 +59,16 @@ class ModelledNetwork:
         return Path(self._folder.name) / f"node{node}"
 
 
-AnyNetwork = EmulatedNetwork | ModelledNetwork
+AnyNetwork = EmulatedNetwork | ModeledNetwork
 
 
 def open_network(nodes: int, ranks_per_node: int, bits_per_second: float | None = None) -> AnyNetwork:
-    """Emulated links where the machine permits them, modelled ones elsewhere; a context manager."""
+    """Emulated links where the machine permits them, modeled ones elsewhere; a context manager."""
     try:
         with EmulatedNetwork(nodes, ranks_per_node):
             pass
     except NetworkRefused as refused:
-        return ModelledNetwork(nodes, ranks_per_node, bits_per_second, str(refused))
+        return ModeledNetwork(nodes, ranks_per_node, bits_per_second, str(refused))
     return EmulatedNetwork(nodes, ranks_per_node, bits_per_second)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import compressed
 from benchmarks.harness import slow_steps
 from benchmarks.harness.slow_steps import Duel, Side, run_duel
-from benchmarks.harness.token_bucket import ModelledNetwork
+from benchmarks.harness.token_bucket import ModeledNetwork
 from examples.demo.corpus import Corpus
 from tests.benchmarks.conftest import Concluded
 
@@ -27,7 +27,7 @@ SECONDS_ALONE = {"half": 1.0, "engine_half": 1.3, "onebit": 0.08, "packed_onebit
 class PretendedTeam:
     """Ranks whose step takes the mode's compute, and the bytes' time on the link beyond what hides in it."""
 
-    link: ModelledNetwork
+    link: ModeledNetwork
     hidden = 0.5
 
     def __init__(self, name: str, *_: Any, network: Any, **__: Any) -> None:
@@ -50,7 +50,7 @@ class PretendedTeam:
         return [answer] * 4
 
 
-class PretendedNetwork(ModelledNetwork):
+class PretendedNetwork(ModeledNetwork):
     rate: float | None = None
 
     def limit(self, bits_per_second: float | None) -> None:

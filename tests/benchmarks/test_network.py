@@ -12,7 +12,7 @@ from benchmarks.harness import network as network_module
 from benchmarks.harness import token_bucket
 from benchmarks.harness.network import EmulatedNetwork, NetworkRefused
 from benchmarks.harness.ranks import Team
-from benchmarks.harness.token_bucket import ModelledNetwork, open_network, slow_down
+from benchmarks.harness.token_bucket import ModeledNetwork, open_network, slow_down
 
 WORKER = "tests.benchmarks.node_rank"
 MEGA = 10**6
@@ -80,7 +80,7 @@ def test_nothing_is_left_behind(emulated: EmulatedNetwork, monkeypatch: pytest.M
         pass
     assert len(held) == 3 and all(holder.returncode is not None for holder in held)
     network = open_network(2, 2)  # the next best, which says why
-    assert isinstance(network, ModelledNetwork) and "(false" in network.name
+    assert isinstance(network, ModeledNetwork) and "(false" in network.name
 
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +95,15 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modelled_links_are_shared_by_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(token_bucket.time, "monotonic", lambda: now[0])
-    with ModelledNetwork(2, 2, 8 * MEGA, "a test") as modelled:
-        links = [Path(modelled.environment(rank)[token_bucket.FILE]) for rank in range(4)]
+    with ModeledNetwork(2, 2, 8 * MEGA, "a test") as modeled:
+        links = [Path(modeled.environment(rank)[token_bucket.FILE]) for rank in range(4)]
         assert links[0] == links[1] != links[2] == links[3]
         assert [token_bucket.book(link, MEGA) for link in links] == [1.0, 2.0, 1.0, 2.0]
         now[0] += 1.5
         assert token_bucket.book(links[0], MEGA // 2) == pytest.approx(1.0)
         now[0] += 10
         assert token_bucket.book(links[0], MEGA) == pytest.approx(1.0)
-        modelled.limit(None)
+        modeled.limit(None)
         assert token_bucket.book(links[0], MEGA) == 0.0
     assert not links[0].exists()
 
@@ -120,8 +120,8 @@ def test_crossing_bytes_cost_time_where_the_link_is_a_model(monkeypatch: pytest.
     slow_down(traffic)
     traffic.record("gather", 10, 20, 5)
     assert slept == []
-    with ModelledNetwork(2, 2, 8 * MEGA, "a test") as modelled:
-        monkeypatch.setenv(token_bucket.FILE, modelled.environment(3)[token_bucket.FILE])
+    with ModeledNetwork(2, 2, 8 * MEGA, "a test") as modeled:
+        monkeypatch.setenv(token_bucket.FILE, modeled.environment(3)[token_bucket.FILE])
         slow_down(traffic)
         traffic.record("gather", 10, 20, MEGA)
     assert recorded == [("gather", 10, 20, 5), ("gather", 10, 20, MEGA)]
@@ -130,7 +130,7 @@ def test_crossing_bytes_cost_time_where_the_link_is_a_model(monkeypatch: pytest.
 
 
 def test_ranks_see_what_torchrun_would_set() -> None:
-    with ModelledNetwork(2, 2, None, "a test") as modelled:
-        variables = modelled.environment(3)
+    with ModeledNetwork(2, 2, None, "a test") as modeled:
+        variables = modeled.environment(3)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     assert [variables[name] for name in names] == ["3", "1", "4", "2", "1"]

@@ -65,7 +65,7 @@ def test_all_orders_are_equally_likely(samples: int) -> None:
 
 
 @pytest.mark.parametrize("samples", [64, 1000, 4097])
-def test_neighbours_are_unrelated(samples: int) -> None:
+def test_neighbors_are_unrelated(samples: int) -> None:
     steps: Counter[int] = Counter()
     for epoch in range(40_000 // samples + 1):
         order = EpochOrder(samples, 4, True).indices(epoch, 0, samples)

@@ -39,7 +39,7 @@ def decode(codes: NDArray[np.uint8], scales: Values, signed: bool) -> Values:
 def allowed_error(values: Values, scales: Values, signed: bool) -> Values:
     """Half the gap between the two code values around each element, times the scale, plus rounding.
 
-    At the ends there is one neighbour only: the smallest signed value is not -1. Below the smallest positive
+    At the ends there is one neighbor only: the smallest signed value is not -1. Below the smallest positive
     value the unsigned code rounds up, by at most that value.
     """
     table = code_values(signed)

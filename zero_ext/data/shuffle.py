@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, splitmix64's increment
 _ROUND_PAIRS = 4
-_LEAST_BITS = 6  # narrower networks favour some orders of five or six samples measurably
+_LEAST_BITS = 6  # narrower networks favor some orders of five or six samples measurably
 
 
 @dataclass(frozen=True)

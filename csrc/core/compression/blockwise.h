@@ -6,7 +6,7 @@
 namespace zero_ext::core {
 
 // Elements that share a scale. Blocks are counted from the first element; the last may be shorter.
-// At 256 the scales add 1.6% to the bytes, and an outlier costs the precision of few neighbours.
+// At 256 the scales add 1.6% to the bytes, and an outlier costs the precision of few neighbors.
 inline constexpr std::int64_t kQuantizationBlock = 256;
 
 constexpr std::int64_t block_count(std::int64_t elements) {

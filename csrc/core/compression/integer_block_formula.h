@@ -6,7 +6,7 @@
 //
 // A block of `length` elements, padded to a multiple of 8 by repeating its first one, has
 // W = padded * bits / 32 words: element e is in word e % W, in the field of `bits` bits that is
-// number e / W counted from the lowest. So neighbouring elements are in neighbouring words, and a
+// number e / W counted from the lowest. So neighboring elements are in neighboring words, and a
 // vector or a warp packs without crossing lanes.
 //
 // A payload: the words of its blocks, the last of which may be short; then for each block its scale

@@ -1,4 +1,4 @@
-// Allocation of the bytes of a storage: exact extents, best fit, neighbours joined when they are
+// Allocation of the bytes of a storage: exact extents, best fit, neighbors joined when they are
 // free.
 #pragma once
 

@@ -14,7 +14,7 @@ struct HeadDropout {
   float scale;  // of the weights that stay
   core::DropoutDraw draw;
 
-  // What the weights of a query and of two neighbouring keys, the first of them even, are
+  // What the weights of a query and of two neighboring keys, the first of them even, are
   // multiplied with: `scale`, or 0 for the dropped ones.
   ZERO_EXT_HOST_DEVICE void factors(std::int32_t query, std::int32_t even_key,
                                     float (&pair)[2]) const {

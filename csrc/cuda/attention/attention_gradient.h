@@ -57,7 +57,7 @@ ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, flo
 // exponentials; infinite where nothing was attended, so that every weight is 0), and
 // the sum of its outputs times their gradients.
 //
-// A warp takes 32 neighbouring rows of a head, some at a time: as many neighbouring lanes have a
+// A warp takes 32 neighboring rows of a head, some at a time: as many neighboring lanes have a
 // row as it takes accesses of 16 bytes. Then lane L has the results of row L.
 template <class T>
 struct PrepareGradients {

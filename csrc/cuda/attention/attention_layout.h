@@ -103,7 +103,7 @@ struct CheckLists {
   }
 };
 
-// Writes the unions of lists, those of MergeLists::lists neighbours each. Once CheckLists or
+// Writes the unions of lists, those of MergeLists::lists neighbors each. Once CheckLists or
 // another kernel has recorded an error, all are empty. Another stream may take the error in
 // between: lists of no meaning give unions that are within bounds. One warp a union.
 struct MergeLists {

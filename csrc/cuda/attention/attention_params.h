@@ -34,7 +34,7 @@ struct Matrix {
 struct AttentionSizes {
   std::int32_t batch;
   std::int32_t query_heads;
-  std::int32_t key_heads;  // divides query_heads: neighbouring query heads share
+  std::int32_t key_heads;  // divides query_heads: neighboring query heads share
                            // a key head
   std::int32_t query_length;
   std::int32_t key_length;

@@ -90,7 +90,7 @@ ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1>& values) {
   }
 }
 
-// Of four neighbouring lanes.
+// Of four neighboring lanes.
 template <int kCount>
 ZERO_EXT_HOST_DEVICE void max_of_quad(Registers<float, kCount>& values) {
   const auto highest = [](float own, float other) { return ::fmaxf(own, other); };
@@ -115,7 +115,7 @@ ZERO_EXT_HOST_DEVICE void or_of_warp(Registers<std::uint32_t, 1>& values) {
 #endif
 }
 
-// Of `lanes` neighbouring lanes, a power of two; every lane gets its group's.
+// Of `lanes` neighboring lanes, a power of two; every lane gets its group's.
 ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kThreadLanes], int lanes) {
   for (int distance = 1; distance < lanes; distance *= 2) {
 #if defined(__CUDA_ARCH__)
@@ -129,7 +129,7 @@ ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kThreadLanes], int lanes
   }
 }
 
-// Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
+// Of kGroup neighboring lanes, a power of two; every lane gets those of its group.
 template <int kGroup, int kCount>
 ZERO_EXT_HOST_DEVICE void max_of_group(Registers<std::uint32_t, kCount>& values) {
   ZERO_EXT_UNROLL

@@ -1,9 +1,9 @@
 // Elements as the lanes of a warp hold them, moved in accesses of 16 bytes, each of which covers
-// 512 neighbouring bytes of the warp's.
+// 512 neighboring bytes of the warp's.
 //
 // A tile is rows of 32 groups: lane L holds group L of each row. A group is what 16 bytes hold of
 // the widest type that a kernel moves. 16 bytes of a narrower type hold groups of kSpan
-// neighbouring lanes, so each of these lanes moves 16 bytes of one of kSpan rows, and they swap the
+// neighboring lanes, so each of these lanes moves 16 bytes of one of kSpan rows, and they swap the
 // groups. Where rows have fewer groups, kRowLanes lanes have all rows of a part of the tile, and
 // the next lanes those of the part behind it.
 #pragma once
@@ -189,7 +189,7 @@ struct WarpTile {
     return (lane / kRowLanes * kRows + row + own) * stride + (lane % kRowLanes - own) * kGroup;
   }
 
-  // Of kSpan neighbouring lanes, gives lane i its group of what lane j moves, as group j: the
+  // Of kSpan neighboring lanes, gives lane i its group of what lane j moves, as group j: the
   // transposition of a matrix, bit by bit of the lanes' numbers.
   template <int kSpanLanes>
   static ZERO_EXT_HOST_DEVICE void swap_groups(Words& words) {

@@ -1,9 +1,9 @@
 // Blocks of elements to integers of 4 or 8 bits, and back: see
 // ../../core/compression/integer_block_formula.h for the payload and the arithmetic.
 //
-// A warp takes runs of kRunBlocks neighbouring blocks of kRegisterBlock elements, which it has in
+// A warp takes runs of kRunBlocks neighboring blocks of kRegisterBlock elements, which it has in
 // registers: what is quantized is read once. Eight lanes have a block, as rows of 32 elements, of
-// which each has four neighbours. A word's fields are of one lane then, whatever their bits, and
+// which each has four neighbors. A word's fields are of one lane then, whatever their bits, and
 // elements, words and scales move in accesses of 16 bytes, if payloads begin at multiples of those;
 // else words and scales move one by one. Blocks of other sizes and the last ones of chunks go
 // element by element and are read twice.

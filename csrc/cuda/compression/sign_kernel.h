@@ -215,7 +215,7 @@ struct Compress1bit {
     });
   }
 
-  // From four bits of each row in each lane to word L in lane L. Of eight neighbouring lanes, each
+  // From four bits of each row in each lane to word L in lane L. Of eight neighboring lanes, each
   // has four bits of each of eight words: they are transposed bit by bit of the lanes' numbers.
   static ZERO_EXT_HOST_DEVICE LaneWords words_of_nibbles(LaneWords bits) {
     static_assert(Tile::kGroup == 4 && Tile::kRows == 8);

@@ -1,6 +1,6 @@
 // Blocks of 256 elements as the lanes of a warp hold them, to and from an 8-bit dynamic code.
 //
-// A warp takes kRunBlocks neighbouring blocks, a run, whose scales are 16 bytes, two blocks at a
+// A warp takes kRunBlocks neighboring blocks, a run, whose scales are 16 bytes, two blocks at a
 // time, of whose codes a lane moves 16 bytes.
 #pragma once
 

@@ -12,7 +12,7 @@
 
 namespace zero_ext::cuda {
 
-// A warp adds up neighbouring chunks of the buffers, and a segment's sums to the others' when it
+// A warp adds up neighboring chunks of the buffers, and a segment's sums to the others' when it
 // comes to the next.
 template <class Moment, class Grad>
 struct AddLambSquares {

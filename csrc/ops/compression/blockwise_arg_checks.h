@@ -21,7 +21,7 @@ std::int64_t check_values(const char* op, const Tensor& values);
 std::int64_t check_quantized(const char* op, const QuantizedTensors& quantized,
                              const std::string& prefix = "");
 
-// Uninitialised, of as many elements as `values` or `codes` and on the same device.
+// Uninitialized, of as many elements as `values` or `codes` and on the same device.
 QuantizedTensors empty_quantized(const Tensor& values);
 Tensor empty_values(const Tensor& codes);
 

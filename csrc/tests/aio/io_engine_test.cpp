@@ -35,7 +35,7 @@ class AioEngine : public ::testing::TestWithParam<Backend> {
   const ScratchFolder folder_;
 };
 
-// Cut points of [0, size): neighbours share pages, and most pieces are not aligned.
+// Cut points of [0, size): neighbors share pages, and most pieces are not aligned.
 std::vector<std::size_t> random_cuts(std::mt19937_64& generator, std::size_t size) {
   std::vector<std::size_t> cuts = {0, size};
   for (int i = 0; i < 12; ++i) {

@@ -45,7 +45,7 @@ TEST(NumericTypes, EveryBFloat16RoundTrips) {
   }
 }
 
-// Between neighbours the nearer one wins, and a tie goes to the even bit pattern.
+// Between neighbors the nearer one wins, and a tie goes to the even bit pattern.
 template <class T>
 void expect_nearest_even(std::uint16_t infinity) {
   for (std::uint32_t bits = 0; bits + 1 < infinity; ++bits) {

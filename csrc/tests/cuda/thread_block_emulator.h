@@ -106,7 +106,7 @@ class EmulatedThreadBlock {
   }
 
   // PTX ISA, "Warp-level matrix load instruction: ldmatrix": .m8n8, .x4, .b16. A lane gets two
-  // neighbours of row lane / 4 of each matrix, or with .trans of column lane / 4.
+  // neighbors of row lane / 4 of each matrix, or with .trans of column lane / 4.
   template <bool kTransposed, class Row>
   void load_matrices(cuda::Registers<std::uint32_t, 4>& matrices, const Row& row) const {
     ++counts_.matrix_loads;

@@ -1,4 +1,4 @@
-"""Tiny models with adapters, plain and quantised, alike on all sides of a comparison."""
+"""Tiny models with adapters, plain and quantized, alike on all sides of a comparison."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_adapters(model: LlamaForCausalLM, seed: int, **changes: Any) -> PeftMod
     return made
 
 
-def quantised(model: LlamaForCausalLM, nested: bool = True) -> LlamaForCausalLM:
+def quantized(model: LlamaForCausalLM, nested: bool = True) -> LlamaForCausalLM:
     """All linear layers of the blocks in NF4, as transformers leaves them with load_in_4bit."""
     for block in model.model.layers:
         for name, layer in list(block.named_modules()):

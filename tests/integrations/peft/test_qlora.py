@@ -9,7 +9,7 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import zero_ext
-from tests.integrations.peft.models import base, batch, quantised, shared_folder, with_adapters
+from tests.integrations.peft.models import base, batch, quantized, shared_folder, with_adapters
 from tests.integrations.peft.test_lora import HOST, SHARDED, check_same, curve, trainable
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -22,7 +22,7 @@ from zero_ext.zero import engine_of
 @on_ranks(2)
 @pytest.mark.parametrize("nested", [False, True])
 def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None:
-    twin = with_adapters(quantised(base(world.seed), nested), world.seed)
+    twin = with_adapters(quantized(base(world.seed), nested), world.seed)
     ids = batch(world.seed, 9, 0, 0)
     before = {name: each.detach().clone() for name, each in twin.named_parameters()}
     wanted = curve(world, twin, trainable(twin), 5, everyone=True)
@@ -35,7 +35,7 @@ def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None
         }
         for tier, offload in tiers.items():
             # Other weights on rank 1: rank 0's bytes count, and its scales with them.
-            made = with_adapters(quantised(base(world.seed + world.rank), nested), world.seed)
+            made = with_adapters(quantized(base(world.seed + world.rank), nested), world.seed)
             config = configuration(3, units=SHARDED, offload=offload)
             model, optimizer = prepare(made, trainable(made), config, process_group=world.group)
             check_same(curve(world, model, optimizer, 5, everyone=False), wanted)
@@ -66,7 +66,7 @@ def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None
 
 @on_ranks(2)
 def test_weights_that_were_evaluated_before_are_put_back_in_order(world: World) -> None:
-    made = with_adapters(quantised(base(world.seed, hidden_size=64)), world.seed)
+    made = with_adapters(quantized(base(world.seed, hidden_size=64)), world.seed)
     ids = batch(world.seed, 0, 0, 0)
     wanted = made(input_ids=ids).logits.detach()
     made.eval()

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.integrations.peft.models import base, lora, quantised, shared_folder
+from tests.integrations.peft.models import base, lora, quantized, shared_folder
 from tests.integrations.transformers.models import column, enter, largest_difference
 from tests.integrations.trl.data import preferences, sentences, tokenizer
 from tests.multi.on_ranks import on_ranks
@@ -107,7 +107,7 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
     data, words = sentences(60, world.seed), tokenizer()
 
     def made_base() -> Any:
-        return quantised(base(world.seed)) if packed else base(world.seed)
+        return quantized(base(world.seed)) if packed else base(world.seed)
 
     def make(output: Path, adapters: Any) -> Any:
         return ZeroSFTTrainer(
@@ -135,7 +135,7 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
         ids = torch.arange(3, 15)[None]
         with torch.no_grad():
             logits = resumed.model.train()(input_ids=ids).logits
-            # TRL keeps adapters over quantised weights in bfloat16; PEFT loads them into float32.
+            # TRL keeps adapters over quantized weights in bfloat16; PEFT loads them into float32.
             rtol, atol = (0.05, 0.05) if packed else (1e-4, 1e-5)
             assert torch.allclose(plain.train()(input_ids=ids).logits, logits, rtol=rtol, atol=atol)
         with pytest.raises(ValueError, match="other adapters"):

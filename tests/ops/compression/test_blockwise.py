@@ -33,7 +33,7 @@ def test_codes_follow_the_published_construction(isa: str, signed: bool) -> None
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 40_003])
-def test_error_is_within_half_the_gap_of_neighbouring_codes(
+def test_error_is_within_half_the_gap_of_neighboring_codes(
     isa: str, generator: torch.Generator, signed: bool, count: int
 ) -> None:
     values = spread(count, signed, generator)

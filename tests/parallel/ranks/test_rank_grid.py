@@ -40,7 +40,7 @@ def test_matching_filters() -> None:
     assert grid.matching() == box.reshape(-1).tolist()
 
 
-def test_counted_has_neighbours_on_the_last_axis() -> None:
+def test_counted_has_neighbors_on_the_last_axis() -> None:
     assert RankGrid.counted({"pp": 2, "tp": 3}).groups("tp") == [[0, 1, 2], [3, 4, 5]]
 
 

@@ -51,7 +51,7 @@ def written(folder: Path, values: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("values", "parameters"),
-    [  # as their makers count them; BERT with the head of masked language modelling
+    [  # as their makers count them; BERT with the head of masked language modeling
         (LLAMA, 8_030_261_248),
         (GPT2, 1_557_611_200),
         (BLOOM, 559_214_592),

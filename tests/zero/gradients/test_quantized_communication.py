@@ -1,4 +1,4 @@
-"""Quantised weights and gradients, secondary shards and sharding groups (ZeRO++, MiCS), bit for bit."""
+"""Quantized weights and gradients, secondary shards and sharding groups (ZeRO++, MiCS), bit for bit."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class ChunkReader:
     def read(self, reads: Sequence[ChunkRequest]) -> Iterator[ReadChunk]:
         """Read everything in the order given and yield each chunk with the checksum of what was read.
 
-        Neighbours that follow each other in a file become one read: file order is fastest. CheckpointError
+        Neighbors that follow each other in a file become one read: file order is fastest. CheckpointError
         naming file and offset when a file cannot be opened or read, or ends too early.
         """
         batches = list(_batches(reads))

@@ -92,14 +92,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline and data parallelism; ranks of one stage are neighbours."""
+    """Pipeline and data parallelism; ranks of one stage are neighbors."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and model parallelism; ranks of one model-parallel group are neighbours."""
+    """Pipeline, data and model parallelism; ranks of one model-parallel group are neighbors."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -84,12 +84,12 @@ def from_pretrained(
             f"settings: expected none with config=, got {sorted(settings)}. Put them into config."
         )
     _check_kind(model_class, config, folder)
-    _refuse_quantised(model_class, config, folder)
+    _refuse_quantized(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
     naming = _Naming(model)
     missing, unexpected = load_into_meta(model, folder, chosen, naming, process_group)
     _report(model, missing, unexpected, folder)
-    # What is still to be initialised, or written to by tying, is whole only while it is touched.
+    # What is still to be initialized, or written to by tying, is whole only while it is touched.
     with Init(chosen, process_group=process_group):
         _finish(model, missing)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
@@ -162,7 +162,7 @@ def _skeleton(
     return model
 
 
-def _refuse_quantised(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
+def _refuse_quantized(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
     found = getattr(config, "quantization_config", None)
     if found is None:
         return
@@ -212,13 +212,13 @@ def _report(model: Any, missing: list[str], unexpected: list[str], folder: str |
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     if info.missing_keys:
-        logger.warning("%s lacks %s: initialised anew", os.fspath(folder), sorted(info.missing_keys))
+        logger.warning("%s lacks %s: initialized anew", os.fspath(folder), sorted(info.missing_keys))
     if info.unexpected_keys:
         logger.warning("%s has %s: not used", os.fspath(folder), sorted(info.unexpected_keys))
 
 
 def _finish(model: Any, missing: list[str]) -> None:
-    """Initialise what the files did not have, buffers outside the state dict among it."""
+    """Initialize what the files did not have, buffers outside the state dict among it."""
     absent = set(missing)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in absent and not tensor.is_meta:

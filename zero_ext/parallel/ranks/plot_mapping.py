@@ -1,4 +1,4 @@
-"""Plot a mapping: the ranks of every node, coloured by their group on one axis."""
+"""Plot a mapping: the ranks of every node, colored by their group on one axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zero_ext.parallel.ranks.rank_mapping import RankMapping
 
 def plot_mapping(mapping: RankMapping, ranks_per_node: int, path: Path) -> Path:
     """Draw ``mapping`` to ``path`` (PNG, SVG or PDF by its suffix): a panel for every axis longer than 1,
-    a box for every node, a cell for every rank with its coordinates; ranks of a group share a colour.
+    a box for every node, a cell for every rank with its coordinates; ranks of a group share a color.
 
     ModuleNotFoundError where matplotlib is not installed.
     """
@@ -25,15 +25,15 @@ def plot_mapping(mapping: RankMapping, ranks_per_node: int, path: Path) -> Path:
     grid = mapping.grid()
     axes = [axis for axis, length in grid.sizes.items() if length > 1]
     nodes = -(-len(grid.ranks) // ranks_per_node)
-    colours = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     figure = Figure(figsize=(1.4 + 3.4 * len(axes), 0.9 + 0.5 * nodes), layout="constrained")
     panels = figure.subplots(1, len(axes), squeeze=False)[0]
     for panel, axis in zip(panels, axes, strict=True):
         groups = {rank: number for number, group in enumerate(grid.groups(axis)) for rank in group}
         for rank in grid.ranks:
             node, column = divmod(rank, ranks_per_node)
-            colour = colours[groups[rank] % len(colours)]
-            panel.add_patch(Rectangle((column, node), 0.94, 0.72, facecolor=colour, edgecolor="none"))
+            color = colors[groups[rank] % len(colors)]
+            panel.add_patch(Rectangle((column, node), 0.94, 0.72, facecolor=color, edgecolor="none"))
             at = grid.coordinate(rank)
             text = " ".join(f"{name[0]}{at[name]}" for name in axes)
             panel.text(column + 0.47, node + 0.36, f"{rank}\n{text}", ha="center", va="center", fontsize=6)

@@ -177,7 +177,7 @@ def all_mappings(sizes: Sizes[str, int]) -> Iterator[RankMapping]:
 
 
 def _merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """Neighbouring digits of one axis as one."""
+    """Neighboring digits of one axis as one."""
     found: list[Digit] = []
     for axis, length in digits:
         if found and found[-1][0] == axis:

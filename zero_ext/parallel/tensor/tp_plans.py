@@ -24,7 +24,7 @@ _GPTJ = {
     "h.*.mlp.fc_in": "colwise",
     "h.*.mlp.fc_out": "rowwise",
 }
-# The query, key and value of a head are neighbours, so consecutive outputs are whole heads.
+# The query, key and value of a head are neighbors, so consecutive outputs are whole heads.
 _BLOOM = {
     "h.*.self_attention": "local_heads",
     "h.*.self_attention.query_key_value": "colwise",

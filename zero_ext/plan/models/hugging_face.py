@@ -161,7 +161,7 @@ def _bloom(keys: _Keys, path: Path) -> Transformer:
 
 
 def _bert(keys: _Keys, path: Path) -> Transformer:
-    """With the head of masked language modelling: a dense layer, a norm, and a bias of the tied matrix."""
+    """With the head of masked language modeling: a dense layer, a norm, and a bias of the tied matrix."""
     hidden, heads = _hidden_and_heads(keys, "hidden_size", "num_attention_heads")
     positions, vocabulary = keys.size("max_position_embeddings"), keys.size("vocab_size")
     types = keys.size("type_vocab_size", default=2)

@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 
 
 class StubScaler:
-    """Stands for DeepSpeed's loss scalers: attributes, no behaviour."""
+    """Stands for DeepSpeed's loss scalers: attributes, no behavior."""
 
 
 class StubFragment:

@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage: neighbouring ones, so that the heaviest stage is as light as can be."""
+"""The layers of each pipeline stage: neighboring ones, so that the heaviest stage is as light as can be."""
 
 from __future__ import annotations
 
