@@ -12,6 +12,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
 MOST_POINTS = 200  # points per line with a tooltip
 
 
@@ -21,6 +22,8 @@ def save_chart(figure: Figure, path: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     ElementTree.register_namespace("", SVG)
+    # Inside HTML only this prefix is read. With another, markers and ticks are not drawn.
+    ElementTree.register_namespace("xlink", XLINK)
     chart = ElementTree.parse(path.with_suffix(".svg"))
     root = chart.getroot()
     for metadata in root.findall(f"{{{SVG}}}metadata"):

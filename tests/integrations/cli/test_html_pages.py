@@ -105,6 +105,14 @@ def test_numbers_of_a_report_sort_as_numbers(browser: Browser, report: Path) -> 
     page.close()
 
 
+def test_markers_and_ticks_of_a_chart_are_drawn(browser: Browser, report: Path) -> None:
+    page, _ = opened(browser, report)
+    script = "uses => uses.map(use => use.getBBox().width + use.getBBox().height)"
+    sizes = page.locator("svg use").evaluate_all(script)
+    assert len(sizes) >= 10 and min(sizes) > 0
+    page.close()
+
+
 def test_the_pointer_finds_the_value_of_a_point(browser: Browser, report: Path) -> None:
     page, _ = opened(browser, report)
     circle = page.locator("circle", has=page.locator("title", has_text="loss: 0.5 at step 2")).bounding_box()
