@@ -92,7 +92,7 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_modelled_links_are_shared_by_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modeled_links_are_shared_by_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(token_bucket.time, "monotonic", lambda: now[0])
     with ModeledNetwork(2, 2, 8 * MEGA, "a test") as modeled:

@@ -34,7 +34,7 @@ def demo() -> Iterator[Any]:
 def result_of(demo: Any, dense: int, sparse: int, held_out: tuple[float, float]) -> Any:
     ending = demo.processes.Ending
     record = {"losses": [3.0], "seconds": [2.0], "held_out": held_out, "peak_bytes": 2_000_000_000}
-    words = ["the weights of one layer's attention take 4,295 MB"]
+    words = ["the attention matrix of one layer takes 4,295 MB"]
     return demo.report.Result(
         cap=(3_500_000_000, "memory cgroup v1", 400_000_000),
         endings={

@@ -78,7 +78,7 @@ class _StagedTransfer:
         self._device = device
         self._ended = threading.Event()
         self._arrived: torch.Event | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self, stager: _Stager) -> None:
         try:
@@ -86,10 +86,9 @@ class _StagedTransfer:
             with stager.stream:
                 self._action(stager)
             self._arrived = stager.stream.record_event()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._ended.set()  # whatever ended the thread, nobody waits for it forever
+        except BaseException as error:
+            self._error = error  # whatever ends the thread, nobody waits for it forever
+        self._ended.set()
 
     def wait(self) -> None:
         """See :class:`Waitable`."""

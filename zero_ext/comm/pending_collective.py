@@ -109,7 +109,7 @@ class PendingCollective:
         self._finish = finish
         self._on_end = on_end
         self._done = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         try:
             order.follow()
             self._works = start()
@@ -135,13 +135,13 @@ class PendingCollective:
         if self._on_end is not None:
             self._on_end(began, time.perf_counter() - began)
         self._works = ()
-        if self._finish is not None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
             try:
-                self._finish()
-            except Exception as error:
+                finish()
+            except BaseException as error:
                 self._error = error
                 raise
-            self._finish = None
         self._done = True
 
     def _raise_named(self, error: Exception) -> NoReturn:

@@ -79,7 +79,7 @@ def test_weights_that_were_evaluated_before_are_put_back_in_order(world: World) 
 
 
 @on_ranks(2)
-def test_quantised_files_are_refused_by_name_and_load_as_the_message_says(world: World) -> None:
+def test_quantized_files_are_refused_by_name_and_load_as_the_message_says(world: World) -> None:
     ids = batch(world.seed, 0, 0, 0)
     with shared_folder(world) as folder:
         if world.rank == 0:

@@ -103,7 +103,7 @@ def test_sharding_groups_have_the_bits_of_the_simulation(world: World) -> None:
 
 
 @on_ranks(2, 4)
-def test_quantised_gradients_in_stage_2(world: World) -> None:
+def test_quantized_gradients_in_stage_2(world: World) -> None:
     setup = CommunicationSetup(world.size, world.size // 2, gradients="int4")
     check_against_simulation(world, setup, "bf16", stage=2)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,23 @@ class UsesReturned(nn.Module):
         return self.blocks[2](functional.pad(hidden, (0, WIDTH - 3)))
 
 
+@dataclass(frozen=True)
+class FrozenOutput(Mapping[str, Any]):
+    """A mapping that no dict makes, with a tuple that needs no copy in it."""
+
+    view: torch.Tensor
+    sizes: tuple[int, ...] = (2, 3)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("view", "sizes"))
+
+    def __len__(self) -> int:
+        return 2
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "the parameter": lambda p: p,
     "rows": lambda p: p[:5],
@@ -59,6 +77,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "in a tuple": lambda p: (p[1:], p),
     "in a mapping": lambda p: {"table": p.view(-1, WIDTH)},
     "in a list": lambda p: [p.flip(0), p[0]],
+    "in a frozen dataclass that is a mapping": lambda p: FrozenOutput(p[1:]),
     "in a mapping that cannot be changed": lambda p: MappingProxyType({"view": p[1:]}),
     "detached": lambda p: p.detach(),
 }

@@ -98,5 +98,4 @@ def _adopt_writes(parameter: nn.Parameter, presharded: PreshardedParameter, modi
     collectives.broadcast_(flat, modifier_rank, "an edited parameter of zero_ext.Init")
     failures = DeferredError()
     failures.attempt(lambda: presharded.store_from_full(flat))
-    if presharded.storage.tier == "nvme":
-        failures.raise_deferred(collectives, "storing an edited parameter of zero_ext.Init", REBUILD)
+    failures.raise_deferred(collectives, "storing an edited parameter of zero_ext.Init", REBUILD)

@@ -76,14 +76,13 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
             new = _changed(item, change, depth - 1)
             if new is not item:
                 value[key] = new
-    elif isinstance(value, Mapping):
-        changed = {key: _changed(item, change, depth - 1) for key, item in value.items()}
-        return value if all(changed[key] is value[key] for key in value) else _rebuilt(value, changed)
     elif isinstance(value, list):
         value[:] = [_changed(item, change, depth - 1) for item in value]
     elif isinstance(value, tuple | set | frozenset):
-        items = [_changed(item, change, depth - 1) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        before = list(value)
+        items = [_changed(item, change, depth - 1) for item in before]
+        if any(new is not item for new, item in zip(items, before, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             item = getattr(value, field.name)
@@ -91,6 +90,10 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
             if new is not item:
                 # Dataclasses may be frozen.
                 object.__setattr__(value, field.name, new)
+    elif isinstance(value, Mapping):
+        pairs = [(key, item, _changed(item, change, depth - 1)) for key, item in value.items()]
+        if any(new is not item for _, item, new in pairs):
+            return _rebuilt(value, {key: new for key, _, new in pairs})
     return value
 
 
