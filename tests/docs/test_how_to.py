@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.run_page import ROOT, follow
+from tests.docs.run_page import BLOCK, ROOT, follow
 from tests.docs.snippets import snippets_of
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.schema.base_section import key_paths
@@ -48,7 +48,7 @@ def test_a_loss_in_chunks_is_the_same_loss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["long_sequences", "tune_performance"])
 def test_configurations_of_a_page_load(page: str) -> None:
-    found = re.findall(r"^```json\n(.*?)^```", (HOW_TO / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    found = [text for kind, _, text in BLOCK.findall((HOW_TO / f"{page}.md").read_text()) if kind == "json"]
     assert found
     for text in found:
         load_config(json.loads(text))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.common_options import AsJson, CheckpointFolder, OutputFolder, Step
-from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, printable, terminal
+from zero_ext.cli.console import NEGATIVE, counted, errors_on_stderr, print_json, printable, terminal
 from zero_ext.config.parse_sizes import bytes_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _report_as_json(report: CheckpointReport, tensors: bool) -> dict[str, Any]:
 
 
 def _print_report(console: Console, report: CheckpointReport, tensors: bool) -> None:
-    saved_by = _count(report.world_size, "rank")
+    saved_by = counted(report.world_size, "rank")
     console.print(
         f"{escape(printable(str(report.path)))}: step {report.step}, saved by {saved_by}", soft_wrap=True
     )
@@ -97,11 +97,7 @@ def _print_report(console: Console, report: CheckpointReport, tensors: bool) -> 
     for text in report.damage:
         console.print(f"[red]{escape(printable(text))}", soft_wrap=True)
     if not report.damage:
-        console.print(f"every byte of {_count(len(report.file_bytes), 'file')} verified")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        console.print(f"every byte of {counted(len(report.file_bytes), 'file')} verified")
 
 
 def _tensor_table(report: CheckpointReport) -> Table:

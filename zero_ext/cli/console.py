@@ -62,6 +62,11 @@ def print_json(values: Any) -> None:
     print(json.dumps(values, indent=2))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, like "1 rank" or "1,024 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str, lines: bool = False) -> str:
     """Return `text`, which may be of a foreign file, with escapes for all characters that a terminal obeys.
 

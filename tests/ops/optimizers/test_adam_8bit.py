@@ -222,7 +222,7 @@ def test_moments_start_from_zero_bytes_or_from_the_code_of_zero(isa: str) -> Non
 
 
 def test_rare_small_gradients_do_not_blow_up_the_step(generator: torch.Generator) -> None:
-    """Beside a large neighbor a small second moment is far below the smallest code. As zero it would leave
+    """Next to a large neighbor a small second moment is far below the smallest code. As zero it would leave
     the next denominator to the newest gradient alone, which makes steps up to 30 times too long."""
     count = BLOCK
     start = torch.zeros(count)

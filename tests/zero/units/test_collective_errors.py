@@ -1,4 +1,4 @@
-"""Values compared between ranks by digests, also values that one checksum cannot tell apart."""
+"""Values compared between ranks by digests, also different values with equal checksums."""
 
 from __future__ import annotations
 

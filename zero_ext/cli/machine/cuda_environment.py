@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from zero_ext.cli.console import counted
 from zero_ext.ops.jit import jit_build
 from zero_ext.ops.jit.build_cache import cache_folder, cached_modules
 from zero_ext.ops.jit.nvcc import installed_nvccs
@@ -113,8 +114,8 @@ def _cufile_paths() -> list[Path]:
 def _accelerator() -> str:
     if not torch.accelerator.is_available():
         return "none"
-    count = torch.accelerator.device_count()
-    return f"{torch.accelerator.current_accelerator()}, {count} device{'' if count == 1 else 's'}"
+    devices = counted(torch.accelerator.device_count(), "device")
+    return f"{torch.accelerator.current_accelerator()}, {devices}"
 
 
 def _gpu(device: torch.device) -> str:

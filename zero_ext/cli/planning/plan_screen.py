@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero_ext.cli.console import counted
 from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.nearest_fit import why_nothing_fits
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
@@ -35,7 +36,7 @@ def print_plan_answer(console: Console, plan: Plan) -> None:
 
 def headline(plan: Plan) -> str:
     """Return the answer of a plan in one line."""
-    where = f"{plan.model.name} on {_count(plan.gpus, 'GPU')} of {plan.hardware.name}"
+    where = f"{plan.model.name} on {counted(plan.gpus, 'GPU')} of {plan.hardware.name}"
     if plan.recommendation is None:
         return f"Nothing fits: {where}"
     return f"Recommended: {plan.recommendation.entry.candidate} for {where}"
@@ -47,10 +48,10 @@ def assumptions(plan: Plan) -> list[str]:
     nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
     return [
         f"{model.name}: {model.parameters:,} parameters ({model.source}), "
-        f"{model.shape.sequence:,} tokens per sample, {_count(plan.batch.samples, 'sample')} per step.",
+        f"{model.shape.sequence:,} tokens per sample, {counted(plan.batch.samples, 'sample')} per step.",
         f"{machine.name}: {short_bytes(machine.device_bytes)} per GPU, "
         f"{short_bytes(machine.host_bytes)} of memory and {nvme} NVMe per host, "
-        f"{_count(plan.hosts, 'host')}.",
+        f"{counted(plan.hosts, 'host')}.",
     ]
 
 
@@ -113,7 +114,3 @@ def speed(plan: Plan, row: PlanEntry) -> str:
 def three_digits(seconds: float) -> str:
     """Return a number of seconds with three digits."""
     return f"{seconds:,.0f}" if seconds >= 999.5 else f"{seconds:#.3g}".rstrip(".")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -99,8 +99,8 @@ class OnDemandAccess:
         unit, number = engine.index[parameter]
         name = unit.layout.specs[number].name
         engine.updates.refuse_pending(f"a write to parameter '{name}'")
-        if engine.in_use:
-            _refuse_during_update(engine, name)
+        if engine.in_use and engine.updates.in_progress:
+            raise RuntimeError(_update_refusal(name))
         with plain_torch():
             if not engine.in_use:
                 engine.finish_updates()
@@ -114,11 +114,9 @@ class OnDemandAccess:
         engine = self._alive()
         name = unit.layout.specs[numbers[0]].name
         engine.updates.refuse_pending(f"a write to parameter '{name}'")
-        try:
-            _refuse_during_update(engine, name)
-        except RuntimeError:
+        if engine.updates.in_progress:
             unit.accept_writes()
-            raise
+            raise RuntimeError(_update_refusal(name))
         with plain_torch():
             commit_writes(engine, unit, numbers)
 
@@ -137,14 +135,13 @@ class OnDemandAccess:
         refuse_packed(parameter, name)
 
 
-def _refuse_during_update(engine: ShardedState, name: str) -> None:
-    """Raise ``RuntimeError`` if the thread of a delayed update is changing the master weights."""
-    if engine.updates.in_progress:
-        raise RuntimeError(
-            f"parameter '{name}': expected no write in a forward while a delayed update is under "
-            "way (offload.update_mode is 'delayed'), got one. Call model.finish_update() before "
-            "that forward, or set offload.update_mode to 'after_backward'."
-        )
+def _update_refusal(name: str) -> str:
+    """Return the error for a write while the thread of a delayed update changes the master weights."""
+    return (
+        f"parameter '{name}': expected no write in a forward while a delayed update is under "
+        "way (offload.update_mode is 'delayed'), got one. Call model.finish_update() before "
+        "that forward, or set offload.update_mode to 'after_backward'."
+    )
 
 
 def transform_refusal(name: str) -> str:
