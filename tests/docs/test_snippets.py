@@ -258,9 +258,9 @@ def test_sparse_attention() -> None:
 def test_offload(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    # Random weights may otherwise end the text early.
+    shape = LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
     trained, _ = zero_ext.prepare(LlamaForCausalLM(shape), None, {"stage": 3, "precision": {"dtype": "bf16"}})
     zero_ext.save_checkpoint(tmp_path / "checkpoints", trained)
     with snippets_of("explanation/offload.md") as page:
