@@ -139,7 +139,10 @@ class SaveSession:
 
     def __init__(self) -> None:
         self.in_flight: SaveHandle | None = None
-        self._group: dist.ProcessGroupGloo | None = None
+        self._groups: list[dist.ProcessGroupGloo] = []  # one, once it is made
+        # At interpreter exit the threads of gloo must end before the interpreter goes: they drop tensors, and
+        # one that asks for the interpreter's lock after that ends the process.
+        weakref.finalize(self, self._groups.clear)
 
     def finish_previous(self) -> None:
         """Wait for the save in flight. CheckpointError if it failed and it has not been reported."""
@@ -161,17 +164,18 @@ class SaveSession:
                 f"group: expected a process group of {source.world_size} ranks, got None. Set it to the "
                 "group of these ranks."
             )
-        if self._group is None:
+        if not self._groups:
             store = source.group.get_group_store()
             # All ranks come here together, so the arrivals of one meeting are world_size counts in a row.
             session_number = (store.add(_STORE_PREFIX, 1) - 1) // source.world_size
-            self._group = dist.ProcessGroupGloo(
+            made = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"{_STORE_PREFIX}/{session_number}", store),
                 source.rank,
                 source.world_size,
                 timedelta(seconds=source.config.timeout_seconds),
             )
-        return self._group
+            self._groups.append(made)
+        return self._groups[0]
 
 
 # A source knows nothing of checkpoints, and a save in flight has to be found again from the source alone.
