@@ -86,7 +86,7 @@ def test_a_kernel_without_a_main_loop_counts_what_it_does_once(dump: str) -> Non
 
 def test_other_kernels_do_not_stream_and_a_streaming_one_needs_a_main_loop(dump: str) -> None:
     text = dump.format(architecture="sm_90", called="0xe0", width=".128")
-    assert streams.stream("PrepareSegments<AdamHyper>", code_of(text)) is None
+    assert streams.stream("PrepareSegments<AdamRule>", code_of(text)) is None
     straight = text.replace("@P0 BRA 0x40", "NOP").replace("@P2 BRA 0x20", "NOP")
     with pytest.raises(RuntimeError, match="FlagNonFinite<float>: expected a main loop"):
         streams.stream("FlagNonFinite<float>", code_of(straight))

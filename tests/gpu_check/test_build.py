@@ -55,8 +55,8 @@ def test_a_missing_file_or_a_broken_record_is_reported(tmp_path: Path) -> None:
 def test_every_source_counts(tmp_path: Path) -> None:
     names = {path.relative_to(build.ROOT).as_posix() for path in build.sources(build.ROOT)}
     assert {
-        "csrc/cuda/optimizers/adam.cu",
-        "csrc/core/optimizers/adam.h",
+        "csrc/cuda/optimizers/adam_8bit.cu",
+        "csrc/core/optimizers/adam_rule.h",
         "setup.py",
         "zero_ext/ops/jit/toolchain.py",
     } <= names

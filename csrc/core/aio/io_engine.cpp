@@ -21,6 +21,7 @@ struct IoEngine::Components {
 
 namespace {
 
+constexpr std::string_view kAutomatic = "auto";
 constexpr std::int64_t kBlockMultiple = 4096;
 constexpr std::int64_t kLargestBlock = std::int64_t{1} << 30;
 
@@ -53,16 +54,21 @@ void check_range(const char* name, std::int64_t value, std::int64_t least, std::
   }
 }
 
+// Throws std::runtime_error that names the option out of range, the value seen and those wanted.
+void check_options(const IoEngineOptions& options) {
+  check_range("queue_depth", options.queue_depth, 1, 1024);
+  check_range("io_threads", options.io_threads, 1, 16);
+  check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
+  if (options.block_bytes % kBlockMultiple != 0) {
+    throw std::runtime_error("block_bytes: expected a multiple of " +
+                             std::to_string(kBlockMultiple) + ", got " +
+                             std::to_string(options.block_bytes) + ". Round it up.");
+  }
+}
+
 }  // namespace
 
 std::string_view backend_name(Backend backend) { return kind_of(backend).name; }
-
-std::optional<Backend> backend_by_name(std::string_view name) {
-  for (const BackendKind& kind : kBackends) {
-    if (kind.name == name) return kind.backend;
-  }
-  return std::nullopt;
-}
 
 std::vector<BackendReport> probe_backends() {
   std::vector<BackendReport> reports;
@@ -79,17 +85,6 @@ std::vector<BackendReport> probe_backends() {
   return reports;
 }
 
-void check_options(const IoEngineOptions& options) {
-  check_range("queue_depth", options.queue_depth, 1, 1024);
-  check_range("io_threads", options.io_threads, 1, 16);
-  check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
-  if (options.block_bytes % kBlockMultiple != 0) {
-    throw std::runtime_error("block_bytes: expected a multiple of " +
-                             std::to_string(kBlockMultiple) + ", got " +
-                             std::to_string(options.block_bytes) + ". Round it up.");
-  }
-}
-
 std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
   check_options(options);
   const BackendKind& kind = kind_of(options.backend);
@@ -101,6 +96,27 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
   }
 }
 
+std::shared_ptr<IoEngine> IoEngine::make(std::string_view backend, IoEngineOptions options) {
+  check_options(options);
+  std::string refusals;
+  for (const BackendKind& kind : kBackends) {
+    if (backend != kAutomatic && backend != kind.name) continue;
+    options.backend = kind.backend;
+    try {
+      return make(options);
+    } catch (const std::runtime_error& error) {
+      if (backend != kAutomatic) throw;
+      refusals += std::string(refusals.empty() ? "" : "; ") + error.what();
+    }
+  }
+  if (backend == kAutomatic) {
+    throw std::runtime_error("I/O engine: no backend is available (" + refusals +
+                             "). Raise the limits that they name.");
+  }
+  throw std::runtime_error("backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '" +
+                           std::string(backend) + "'. Pass one of these.");
+}
+
 std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options, const BlockMover& mover) {
   check_options(options);
   return make_of(options, [&](int depth) { return make_thread_queue(depth, mover); });
@@ -109,9 +125,9 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options, const B
 std::shared_ptr<IoEngine> IoEngine::make_of(const IoEngineOptions& options,
                                             const QueueMaker& make_queue) {
   Components components{options, std::make_shared<FaultPlan>(), {}};
-  for (int i = 0; i < options.io_threads; ++i) {
-    components.submitters.push_back(
-        std::make_unique<Submitter>(make_queue(options.queue_depth), components.faults));
+  for (std::int64_t i = 0; i < options.io_threads; ++i) {
+    components.submitters.push_back(std::make_unique<Submitter>(
+        make_queue(static_cast<int>(options.queue_depth)), components.faults));
   }
   return std::make_shared<IoEngine>(std::move(components));
 }

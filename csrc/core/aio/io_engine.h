@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,7 +25,6 @@ enum class Backend { kIoUring, kLibaio, kThreads };
 
 // "io_uring", "libaio", "threads".
 std::string_view backend_name(Backend backend);
-std::optional<Backend> backend_by_name(std::string_view name);
 
 struct BackendReport {
   Backend backend = Backend::kThreads;
@@ -39,13 +37,10 @@ std::vector<BackendReport> probe_backends();
 
 struct IoEngineOptions {
   Backend backend = Backend::kThreads;
-  int queue_depth = 32;                // blocks in flight a submitter, 1 to 1024
+  std::int64_t queue_depth = 32;       // blocks in flight a submitter, 1 to 1024
   std::int64_t block_bytes = 1 << 20;  // a multiple of 4096, at most 1 GiB
-  int io_threads = 1;                  // queues, each with a thread, 1 to 16
+  std::int64_t io_threads = 1;         // queues, each with a thread, 1 to 16
 };
-
-// Throws std::runtime_error that names the option out of range, the value seen and those wanted.
-void check_options(const IoEngineOptions& options);
 
 // Transfers are cut into blocks, which are spread over the submitters and end in any order:
 // transfers that overlap must be waited for in between. All methods may be called from any thread;
@@ -58,6 +53,9 @@ class IoEngine {
  public:
   // Throws if an option is out of range, or with the kernel's reason if it refuses the backend.
   static std::shared_ptr<IoEngine> make(const IoEngineOptions& options);
+
+  // With the backend of that name instead of the options', or for "auto" with the first that works.
+  static std::shared_ptr<IoEngine> make(std::string_view backend, IoEngineOptions options);
 
   // Instead of the backend, threads move the blocks by `mover`.
   static std::shared_ptr<IoEngine> make(const IoEngineOptions& options, const BlockMover& mover);

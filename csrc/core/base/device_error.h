@@ -68,14 +68,17 @@ enum class DeviceField : std::int64_t {
   correction1,
   correction2,
   eps_inside_sqrt,
+  trust_ratio,
 };
 inline constexpr std::array kDeviceFields = {
-    "none",      "begin",    "end",         "entry",        "lr",
-    "beta1",     "beta2",    "eps",         "weight_decay", "step",
-    "decoupled", "maximize", "correction1", "correction2",  "eps_inside_sqrt",
+    "none",        "begin",    "end",         "entry",        "lr",
+    "beta1",       "beta2",    "eps",         "weight_decay", "step",
+    "decoupled",   "maximize", "correction1", "correction2",  "eps_inside_sqrt",
+    "trust_ratio",
 };
 
 enum class ExpectedValue : std::int64_t {
+  any,
   finite,
   finite_not_negative,
   finite_at_least_one,
@@ -90,6 +93,7 @@ enum class ExpectedValue : std::int64_t {
   ascending_block,
 };
 inline constexpr std::array kExpectedValues = {
+    "any number",
     "finite",
     "finite and not negative",
     "finite and at least 1",

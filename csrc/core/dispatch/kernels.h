@@ -9,20 +9,16 @@
 #include "../compression/dynamic_code.h"
 #include "../compression/payload_layout.h"
 #include "../norm/superaccumulator.h"
-#include "../optimizers/adam.h"
 #include "../optimizers/adam_8bit.h"
-#include "../optimizers/lamb.h"
-#include "../optimizers/lion.h"
+#include "../optimizers/lamb_norms.h"
+#include "../optimizers/optimizer_list.h"
 
 namespace zero_ext::core {
 
-using AdamKernel = void (*)(const AdamBuffers&, const AdamCoefficients&, std::int64_t,
+template <class Rule>
+using StepKernel = void (*)(const StepBuffers&, const CoefficientsOf<Rule>&, std::int64_t,
                             std::int64_t);
-using LionKernel = void (*)(const LionBuffers&, const LionCoefficients&, std::int64_t,
-                            std::int64_t);
-using LambKernel = void (*)(const LambBuffers&, const LambCoefficients&, std::int64_t,
-                            std::int64_t);
-using LambNormsKernel = void (*)(const LambBuffers&, const LambCoefficients&, std::int64_t,
+using LambNormsKernel = void (*)(const StepBuffers&, const CoefficientsOf<LambRule>&, std::int64_t,
                                  std::int64_t, LambNorms&);
 using Adam8BitKernel = void (*)(const Adam8BitBuffers&, std::span<const AdamSegment>, std::int64_t,
                                 std::int64_t);
@@ -49,12 +45,23 @@ using RequantizeBlocksKernel = void (*)(std::span<const PayloadSource>, std::int
 // Formats of integer blocks: 4 bits asymmetric and symmetric, 8 bits asymmetric and symmetric.
 inline constexpr int kBlockFormats = 4;
 
+// Moments are float32 or bfloat16.
+inline constexpr int kMomentTypes = 2;
+
+template <class Rule>
+struct StepKernels {
+  StepKernel<Rule> at[kMomentTypes][kNumericTypes][kNumericTypes + 1];  // [moments][grad][param]
+};
+
+template <class List>
+struct KernelsOfRules;
+template <class... Rules>
+struct KernelsOfRules<RuleList<Rules...>> : StepKernels<Rules>... {};
+
 // Indices are NumericType values in the order named; param's last index means "no param".
 struct Kernels {
-  AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
-  LionKernel lion[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
-  LambKernel lamb[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
-  LambNormsKernel lamb_norms[2][kNumericTypes];                // [moments][grad]
+  KernelsOfRules<OptimizerRules> steps;
+  LambNormsKernel lamb_norms[kMomentTypes][kNumericTypes];     // [moments][grad]
   Adam8BitKernel adam_8bit[kNumericTypes][kNumericTypes + 1];  // [grad][param]
   QuantizeKernel quantize_blockwise[kDynamicCodes];
   DequantizeKernel dequantize_blockwise[kDynamicCodes];

@@ -5,6 +5,7 @@
 
 #include "../flat/flat_buffer.h"
 #include "../optimizers/adam_8bit.h"
+#include "../optimizers/optimizer_step.h"
 #include "extent_checks.h"
 #include "round_up.h"
 
@@ -143,19 +144,16 @@ class ChunkStep {
   void step(const AdamRange& range, const ChunkPipeline::Slot& slot,
             const PipelineCounters& so_far) const {
     const bool wide = moments_ == AdamMoments::float32;
-    const AdamBuffers buffers{master(slot),
-                              field<void>(range, slot, 1),
-                              field<void>(range, slot, 2),
+    const StepBuffers buffers{master(slot),
+                              {field<void>(range, slot, 1), field<void>(range, slot, 2)},
                               wide ? NumericType::float32 : NumericType::bfloat16,
                               gradient(range, slot),
                               range.gradient.type,
                               param(range, slot),
                               param_type(range),
                               non_finite_};
-    std::int64_t total = 0;
-    for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
-    runner_(total, kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
-      adam_step(buffers, segments_, begin, end);
+    runner_(total_of(segments_), kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
+      optimizer_step<AdamRule>(buffers, segments_, begin, end);
     });
   }
 

@@ -7,7 +7,8 @@
 #include <optional>
 #include <span>
 
-#include "../optimizers/adam.h"
+#include "../optimizers/adam_8bit.h"
+#include "../optimizers/adam_rule.h"
 #include "adam_state.h"
 #include "adaptive_threading.h"
 #include "chunk_layout.h"
@@ -52,7 +53,7 @@ using ChunkRunner =
 // thread and those of `parts` while reads and writes of other chunks are in flight. Throws
 // std::runtime_error before anything changes when extents overlap or are not aligned. When a
 // transfer fails its error is thrown, with none left in flight; some chunks then hold the state
-// after the step. `non_finite` is that of AdamBuffers.
+// after the step. `non_finite` is that of StepBuffers.
 PipelineCounters adam_stream(ByteStore& store, RingBuffer& ring, std::span<const AdamRange> ranges,
                              AdamMoments moments, const ChunkRunner& runner,
                              std::int32_t* non_finite = nullptr);

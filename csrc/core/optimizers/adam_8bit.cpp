@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../dispatch/kernels.h"
+#include "adam_rule.h"
 
 namespace zero_ext::core {
 

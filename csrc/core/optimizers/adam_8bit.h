@@ -7,9 +7,11 @@
 
 #include "../base/numeric_types.h"
 #include "../compression/blockwise.h"
-#include "adam.h"
+#include "optimizer_buffers.h"
 
 namespace zero_ext::core {
+
+using AdamSegment = OptimizerSegment<AdamRule>;
 
 // Flat buffers of `count` elements, the scales one a block; param may be absent.
 struct Adam8BitBuffers {

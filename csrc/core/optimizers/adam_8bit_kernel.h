@@ -8,7 +8,7 @@
 
 #include "../compression/blockwise_kernel.h"
 #include "adam_8bit.h"
-#include "adam_formula.h"
+#include "adam_rule.h"
 #include "optimizer_kernel.h"
 
 namespace zero_ext::core {

@@ -2,9 +2,6 @@
 //
 // Kernel headers are included once per instruction set, inside that target's region; the unnamed
 // namespace keeps each target's instantiations apart at link time.
-//
-// A rule has the number of its moments, `kMoments`, its `Factors`, and update<V>(values, gradient,
-// coefficients), which turns the master weights and moments of one vector into the new ones.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +10,7 @@
 #include "../base/numeric_types.h"
 #include "../norm/non_finite.h"
 #include "../simd/non_temporal_stores.h"
+#include "optimizer_buffers.h"
 
 namespace zero_ext::core {
 namespace {
@@ -30,7 +28,7 @@ struct OptimizerLoop {
     Moment* moments[kMoments];
     const Grad* grad;
     Param* param;
-    std::int32_t* non_finite;  // raised if a new master weight or moment is not finite; may be null
+    std::int32_t* non_finite;  // as of StepBuffers
   };
 
   // `poison` becomes NaN in lanes that get a value which is not finite, and stays zero in the
@@ -117,6 +115,17 @@ struct OptimizerLoop {
       }
     }
     range(at, local, i, end);
+  }
+
+  static void step(const StepBuffers& buffers, const Coefficients& coefficients, std::int64_t begin,
+                   std::int64_t end) {
+    Pointers at{buffers.master,
+                {},
+                static_cast<const Grad*>(buffers.grad),
+                static_cast<Param*>(buffers.param),
+                buffers.non_finite};
+    for (int m = 0; m < kMoments; ++m) at.moments[m] = static_cast<Moment*>(buffers.moments[m]);
+    run(at, coefficients, begin, end);
   }
 };
 

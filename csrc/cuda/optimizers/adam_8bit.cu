@@ -1,8 +1,4 @@
 // zero_ext::adam_step_8bit_ on CUDA devices.
-#include <optional>
-
-#include "../../core/optimizers/coefficients/adam_coefficients_math.h"
-#include "../../ops/optimizers/adam_8bit_buffers.h"
 #include "adam_8bit_kernel.h"
 #include "optimizer_launch.cuh"
 
@@ -22,7 +18,7 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
   const core::Adam8BitBuffers buffers =
       ops::read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},
                                   {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param, non_finite);
-  const auto prepared = prepare_segments<core::AdamHyper>(kOp, master, segments, hyper, grad_scale);
+  const auto prepared = prepare_segments<core::AdamRule>(kOp, master, segments, hyper, grad_scale);
   with_grad_and_param(
       buffers.grad_type, buffers.param_type,
       [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "../../core/optimizers/adam_8bit.h"
-#include "../../core/optimizers/adam_formula.h"
+#include "../../core/optimizers/adam_rule.h"
 #include "../compression/warp_block_codec.h"
 #include "optimizer_kernel.h"
 
@@ -86,7 +86,8 @@ struct AdamBlocks {
   }
 
   // A run of blocks that are one segment's.
-  ZERO_EXT_HOST_DEVICE void run(std::int64_t number, const core::AdamCoefficients& coefficients,
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t number,
+                                const core::AdamRule::Coefficients& coefficients,
                                 float (&poisons)[kThreadLanes]) const {
     RunScales by = reinterpret_cast<const RunScales*>(exp_avg_scales)[number];
     RunScales by_sq = reinterpret_cast<const RunScales*>(exp_avg_sq_scales)[number];
@@ -122,7 +123,7 @@ struct AdamBlocks {
 
   // A block of one segment's.
   ZERO_EXT_HOST_DEVICE void update_block(std::int64_t begin,
-                                         const core::AdamCoefficients& coefficients,
+                                         const core::AdamRule::Coefficients& coefficients,
                                          BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
                                          float (&poisons)[kThreadLanes]) const {
     BlockLanes masters;

@@ -15,15 +15,15 @@ namespace zero_ext::cuda {
 
 struct NoParam {};
 
-// Buffers of equal element count, typed; param is null where Param is NoParam. Rules are described
-// in core/optimizers/optimizer_kernel.h.
+// core::StepBuffers, typed; param is null where Param is NoParam. Rules are described in
+// core/optimizers/optimizer_rules.h.
 template <class Rule, class Moment, class Grad, class Param>
 struct OptimizerPointers {
   float* master;
   Moment* moments[Rule::kMoments];
   const Grad* grad;
   Param* param;
-  std::int32_t* non_finite;  // raised if a new master weight or moment is not finite; may be null
+  std::int32_t* non_finite;  // as of core::StepBuffers
 
   // Whether all start at multiples of kAccessBytes.
   bool aligned() const {
@@ -63,7 +63,7 @@ struct OptimizerStep {
   static constexpr bool has_param = !std::is_same_v<Param, NoParam>;
   static constexpr int kMoments = Rule::kMoments;
   using Coefficients = typename Rule::Coefficients;
-  using Segment = core::OptimizerSegment<Coefficients>;
+  using Segment = core::OptimizerSegment<Rule>;
   using Tile = WarpTileOf<2, float, Moment, Grad>;
 
   OptimizerPointers<Rule, Moment, Grad, Param> at;
@@ -80,17 +80,17 @@ struct OptimizerStep {
         segment_count(count),
         aligned(pointers.aligned()) {}
 
-  // Over the buffers of the CPU's step, whose elements have these types. A rule of one moment has
-  // no exp_avg_sq.
-  template <class Buffers>
-  static OptimizerStep of(const Buffers& buffers, std::int64_t elements, const Segment* prepared,
-                          std::int64_t count) {
+  // Over buffers whose elements have these types.
+  static OptimizerStep of(const core::StepBuffers& buffers, std::int64_t elements,
+                          const Segment* prepared, std::int64_t count) {
     OptimizerPointers<Rule, Moment, Grad, Param> pointers{buffers.master,
-                                                          {static_cast<Moment*>(buffers.exp_avg)},
+                                                          {},
                                                           static_cast<const Grad*>(buffers.grad),
                                                           static_cast<Param*>(buffers.param),
                                                           buffers.non_finite};
-    if constexpr (kMoments == 2) pointers.moments[1] = static_cast<Moment*>(buffers.exp_avg_sq);
+    for (int m = 0; m < kMoments; ++m) {
+      pointers.moments[m] = static_cast<Moment*>(buffers.moments[m]);
+    }
     return {pointers, elements, prepared, count};
   }
 

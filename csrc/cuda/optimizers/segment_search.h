@@ -4,22 +4,22 @@
 #include <cstdint>
 
 #include "../../core/base/host_device.h"
-#include "../../core/optimizers/optimizer_segment.h"
+#include "../../core/optimizers/optimizer_buffers.h"
 #include "../common/error_recording.h"
 
 namespace zero_ext::cuda {
 
 // Reads segments, hyper-parameters and the gradients' scale from device memory, so that a captured
-// graph sees new values. `Hyper` is of the kind of core::AdamHyper. One block of threads runs it:
+// graph sees new values. One block of threads runs it:
 // if any of them finds a poison, all segments are empty, and the step changes nothing.
-template <class Hyper>
+template <class Rule>
 struct PrepareSegments {
-  using Segment = core::OptimizerSegment<typename Hyper::Coefficients>;
+  using Segment = core::OptimizerSegment<Rule>;
 
   DeviceOp op;
   DeviceErrorRecord* errors;
   const std::int64_t* bounds;  // [count, 2]
-  const double* hyper;         // [count, Hyper::kCount]
+  const double* hyper;         // [count, Rule::kHyper]
   const float* gradient_scale;
   std::int64_t count;
   std::int64_t numel;
@@ -32,8 +32,8 @@ struct PrepareSegments {
     for (std::int64_t i = thread; i < count; i += threads) {
       segments[i] = refused
                         ? Segment{}
-                        : core::prepare_segment<Hyper>(bounds[2 * i], bounds[2 * i + 1],
-                                                       hyper + Hyper::kCount * i, *gradient_scale);
+                        : core::prepare_segment<Rule>(bounds[2 * i], bounds[2 * i + 1],
+                                                      hyper + Rule::kHyper * i, *gradient_scale);
     }
   }
 
@@ -51,7 +51,7 @@ struct PrepareSegments {
           DeviceArgument::segments, i,
           {DeviceField::end, static_cast<double>(end), ExpectedValue::from_begin_to_numel});
     }
-    const core::HyperparameterError error = Hyper::error(hyper + Hyper::kCount * i);
+    const auto error = core::hyperparameter_error<Rule>(hyper + Rule::kHyper * i);
     return error.field != DeviceField::none && refuse(DeviceArgument::hyper, i, error);
   }
 
@@ -64,10 +64,9 @@ struct PrepareSegments {
 };
 
 // The number of the first segment that ends behind an element; `count` if none does.
-template <class Coefficients>
-ZERO_EXT_HOST_DEVICE std::int64_t first_ending_after(
-    const core::OptimizerSegment<Coefficients>* segments, std::int64_t count,
-    std::int64_t element) {
+template <class Rule>
+ZERO_EXT_HOST_DEVICE std::int64_t first_ending_after(const core::OptimizerSegment<Rule>* segments,
+                                                     std::int64_t count, std::int64_t element) {
   std::int64_t low = 0;
   std::int64_t high = count;
   while (low < high) {

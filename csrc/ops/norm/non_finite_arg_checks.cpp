@@ -1,6 +1,6 @@
 #include "non_finite_arg_checks.h"
 
-#include "../optimizers/optimizer_tensor_checks.h"
+#include "../optimizers/optimizer_arg_checks.h"
 
 namespace zero_ext::ops {
 

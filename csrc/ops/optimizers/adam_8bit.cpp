@@ -1,8 +1,9 @@
 // zero_ext::adam_step_8bit_: one-pass Adam / AdamW with moments quantized block-wise.
+#include "../../core/optimizers/adam_8bit.h"
+
 #include <optional>
 
-#include "../../core/optimizers/coefficients/adam_coefficients_math.h"
-#include "adam_8bit_buffers.h"
+#include "../../core/optimizers/adam_rule.h"
 #include "optimizer_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -19,8 +20,8 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
   const core::Adam8BitBuffers buffers =
       read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},
                              {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param, non_finite);
-  const std::vector<core::AdamSegment> prepared = read_segments<core::AdamHyper>(
-      kOp, segments, hyper, read_scale(kOp, grad_scale), buffers.count);
+  const auto prepared = read_segments<core::AdamRule>(kOp, segments, hyper,
+                                                      read_scale(kOp, grad_scale), buffers.count);
   torch::stable::parallel_for(0, core::block_count(buffers.count), kGrainBlocks,
                               [&](std::int64_t first, std::int64_t last) {
                                 core::adam_step_8bit(buffers, prepared, first, last);

@@ -3,23 +3,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
 #include <list>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
-#include <unordered_map>
-#include <vector>
 
 #include "../../core/aio/io_engine.h"
-#include "../checks.h"
 #include "handle_registry.h"
 
 namespace zero_ext::ops {
 namespace {
-
-constexpr const char* kAutomatic = "auto";
 
 // Each takes two descriptors, of the 1,024 that a process has by default.
 constexpr std::size_t kMaxOpenFiles = 64;
@@ -56,65 +49,16 @@ class OpenFiles {
 };
 
 // What a handle stands for.
-class OpenEngine {
- public:
-  explicit OpenEngine(std::shared_ptr<core::IoEngine> engine) : engine_(std::move(engine)) {}
+struct OpenEngine {
+  explicit OpenEngine(std::shared_ptr<core::IoEngine> made) : engine(std::move(made)) {}
 
-  core::IoEngine& engine() { return *engine_; }
-  OpenFiles& files() { return files_; }
-
-  template <class Start>
-  void start(std::int64_t number, const Start& start) {
-    const std::lock_guard lock(mutex_);
-    transfers_[number].push_back(start());
-  }
-
-  // All of them have ended when the first error is thrown.
-  void wait(std::int64_t number) {
-    std::unique_lock lock(mutex_);
-    const auto node = transfers_.extract(number);
-    lock.unlock();
-    if (node.empty()) return;
-    std::exception_ptr first;
-    for (const auto& transfer : node.mapped()) {
-      try {
-        transfer->wait();
-      } catch (const std::runtime_error&) {
-        if (!first) first = std::current_exception();
-      }
-    }
-    if (first) std::rethrow_exception(first);
-  }
-
- private:
-  OpenFiles files_;
-  std::mutex mutex_;
-  std::unordered_map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
+  OpenFiles files;
+  NumberedTransfers transfers;
   // Last, so that it goes first: it waits for the transfers, whose owners the handles hold.
-  const std::shared_ptr<core::IoEngine> engine_;
+  const std::shared_ptr<core::IoEngine> engine;
 };
 
 HandleRegistry<OpenEngine>& registry() { return HandleRegistry<OpenEngine>::of_process("aio"); }
-
-int checked_int(const char* name, std::int64_t value) {
-  STD_TORCH_CHECK(value >= 0 && value <= 1 << 20, "aio_open: ", name, ": expected 0 to ", 1 << 20,
-                  ", got ", value, ". Pass a smaller one.");
-  return static_cast<int>(value);
-}
-
-std::shared_ptr<core::IoEngine> make_preferred(core::IoEngineOptions options) {
-  std::string refusals;
-  for (const core::BackendReport& report : core::probe_backends()) {
-    options.backend = report.backend;
-    try {
-      return core::IoEngine::make(options);
-    } catch (const std::runtime_error& error) {
-      refusals += std::string(refusals.empty() ? "" : "; ") + error.what();
-    }
-  }
-  throw std::runtime_error("aio_open: no backend is available (" + refusals +
-                           "). Raise the limits that they name.");
-}
 
 // A line for each, "name" if it is available, else "name: reason".
 std::string aio_backends() {
@@ -129,17 +73,8 @@ std::string aio_backends() {
 
 std::string aio_open(std::int64_t handle, const std::string& backend, std::int64_t queue_depth,
                      std::int64_t block_bytes, std::int64_t io_threads) {
-  core::IoEngineOptions options;
-  options.queue_depth = checked_int("queue_depth", queue_depth);
-  options.block_bytes = block_bytes;
-  options.io_threads = checked_int("io_threads", io_threads);
-  core::check_options(options);
-  const auto named = core::backend_by_name(backend);
-  STD_TORCH_CHECK(named || backend == kAutomatic,
-                  "aio_open: backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '",
-                  backend, "'. Pass one of these.");
-  if (named) options.backend = *named;
-  auto engine = named ? core::IoEngine::make(options) : make_preferred(options);
+  auto engine = core::IoEngine::make(
+      backend, {.queue_depth = queue_depth, .block_bytes = block_bytes, .io_threads = io_threads});
   const auto chosen = std::string(core::backend_name(engine->options().backend));
   registry().put(handle, std::make_shared<OpenEngine>(std::move(engine)));
   return chosen;
@@ -149,42 +84,30 @@ void aio_close(std::int64_t handle) { registry().remove(handle); }
 
 void aio_close_all() { registry().clear(); }
 
-std::shared_ptr<void> owner_of(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
-
-std::size_t nbytes(const Tensor& tensor) {
-  return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
-}
-
 void aio_read_(std::int64_t handle, std::int64_t transfer, const std::string& path,
                std::int64_t offset, const Tensor& tensor) {
   check_layout(tensor, {"aio_read_", "tensor"});
   const auto open = registry().get(handle);
-  auto file = open->files().get(path, false);
-  auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-  open->start(transfer, [&] {
-    return open->engine().read(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
-  });
+  open->transfers.add(transfer, open->engine->read(open->files.get(path, false), offset,
+                                                   bytes_into(tensor), owner_of(tensor)));
 }
 
 void aio_write_(std::int64_t handle, std::int64_t transfer, const std::string& path,
                 std::int64_t offset, const Tensor& tensor) {
   check_layout(tensor, {"aio_write_", "tensor"});
   const auto open = registry().get(handle);
-  auto file = open->files().get(path, true);
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  open->start(transfer, [&] {
-    return open->engine().write(std::move(file), offset, {data, nbytes(tensor)}, owner_of(tensor));
-  });
+  open->transfers.add(transfer, open->engine->write(open->files.get(path, true), offset,
+                                                    bytes_of(tensor), owner_of(tensor)));
 }
 
 void aio_wait(std::int64_t handle, std::int64_t transfer) {
-  registry().get(handle)->wait(transfer);
+  registry().get(handle)->transfers.wait(transfer);
 }
 
 void aio_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,
                       std::int64_t times) {
   const auto direction = writing ? core::IoDirection::kWrite : core::IoDirection::kRead;
-  registry().get(handle)->engine().inject_fault({direction, after, result, times});
+  registry().get(handle)->engine->inject_fault({direction, after, result, times});
 }
 
 }  // namespace

@@ -1,16 +1,19 @@
-// The objects behind the int64 handles of ops.
+// The objects behind the int64 handles of ops, and the transfers that they have started.
 #pragma once
 
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
-#include "../torch_stable.h"
+#include "../../core/aio/transfer_handle.h"
+#include "../checks.h"
 
 namespace zero_ext::ops {
 
@@ -67,5 +70,50 @@ class HandleRegistry {
   std::mutex mutex_;
   std::map<std::int64_t, std::shared_ptr<Object>> objects_;
 };
+
+// Transfers that nobody has waited for, by the caller's number of each, or of several.
+class NumberedTransfers {
+ public:
+  void add(std::int64_t number, std::shared_ptr<core::TransferHandle> transfer) {
+    const std::lock_guard lock(mutex_);
+    transfers_[number].push_back(std::move(transfer));
+  }
+
+  // All of them have ended when the first error is thrown.
+  void wait(std::int64_t number) {
+    std::unique_lock lock(mutex_);
+    const auto node = transfers_.extract(number);
+    lock.unlock();
+    if (node.empty()) return;
+    std::exception_ptr first;
+    for (const auto& transfer : node.mapped()) {
+      try {
+        transfer->wait();
+      } catch (...) {
+        if (!first) first = std::current_exception();
+      }
+    }
+    if (first) std::rethrow_exception(first);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
+};
+
+inline std::size_t byte_count(const Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
+}
+
+// The memory of a tensor that a transfer fills, or reads; the transfer holds owner_of(tensor).
+inline std::span<std::byte> bytes_into(const Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor)};
+}
+inline std::span<const std::byte> bytes_of(const Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor)};
+}
+inline std::shared_ptr<void> owner_of(const Tensor& tensor) {
+  return std::make_shared<Tensor>(tensor);
+}
 
 }  // namespace zero_ext::ops

@@ -2,44 +2,17 @@
 // Streams are int64 handles.
 #include "state_stream.h"
 
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "../../core/offload/state_read_write.h"
+#include "handle_registry.h"
 #include "open_stores.h"
 
 namespace zero_ext::ops {
 namespace {
 
-// All open streams of this process. An op holds a reference while it runs, so closing is safe.
-class StreamRegistry {
- public:
-  void put(std::int64_t handle, std::shared_ptr<StateStream> stream) {
-    const std::lock_guard lock(mutex_);
-    streams_.insert_or_assign(handle, std::move(stream));
-  }
-  std::shared_ptr<StateStream> get(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = streams_.find(handle);
-    STD_TORCH_CHECK(found != streams_.end(), "state_stream: handle ", handle,
-                    " is not open. Open the stream with state_stream_open.");
-    return found->second;
-  }
-  std::shared_ptr<StateStream> remove(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto node = streams_.extract(handle);
-    return node.empty() ? nullptr : node.mapped();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::int64_t, std::shared_ptr<StateStream>> streams_;
-};
-
-StreamRegistry& registry() {
-  static StreamRegistry instance;
-  return instance;
+HandleRegistry<StateStream>& registry() {
+  return HandleRegistry<StateStream>::of_process("state_stream");
 }
 
 void state_stream_open(std::int64_t handle, std::int64_t store, std::int64_t staging_buffer_bytes,

@@ -1,6 +1,6 @@
 // zero_ext::state_stream_adam_: one Adam step over state in a store.
 #include "../../core/offload/adam_stream.h"
-#include "../../core/optimizers/coefficients/adam_coefficients_math.h"
+#include "../../core/optimizers/adam_rule.h"
 #include "../optimizers/optimizer_arg_checks.h"
 #include "state_stream.h"
 
@@ -107,9 +107,9 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
   for (std::size_t i = 0; i < params.size(); ++i) {
     const std::int64_t* const row = rows + kColumns * static_cast<std::int64_t>(i);
     const std::string prefix = std::string(kOp) + ": range " + std::to_string(i);
-    prepared.push_back(
-        read_segments<core::AdamHyper>(prefix.c_str(), rows_of(segments, first, row[4]),
-                                       rows_of(hyper, first, row[4]), scale, row[0]));
+    prepared.push_back(read_segments<core::AdamRule>(prefix.c_str(),
+                                                     rows_of(segments, first, row[4]),
+                                                     rows_of(hyper, first, row[4]), scale, row[0]));
     first += row[4];
     work.push_back(read_range(*stream, row, i, params[i], grads[i]));
     memory.push_back(memory_range(params[i], {kOp, "params[" + std::to_string(i) + "]"}));

@@ -2,109 +2,24 @@
 // int64 handles.
 #include "../../core/store/striped_store.h"
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "../checks.h"
+#include "handle_registry.h"
 #include "open_stores.h"
 
 namespace zero_ext::ops {
 namespace {
 
-// A store and the transfers that nobody has waited for, by the caller's transfer number.
-class OpenStore {
- public:
-  OpenStore(std::shared_ptr<core::IoEngine> engine, const std::vector<std::string>& paths,
-            const core::StripedStoreOptions& options)
-      : backend_(engine->options().backend),
-        store_(std::make_shared<core::StripedStore>(std::move(engine), paths, options)) {}
-
-  const std::shared_ptr<core::StripedStore>& store() const { return store_; }
-  core::Backend backend() const { return backend_; }
-
-  void add(std::int64_t number, std::shared_ptr<core::TransferHandle> transfer) {
-    const std::lock_guard lock(mutex_);
-    transfers_[number].push_back(std::move(transfer));
-  }
-
-  // All of them, failed or not; the first failure is thrown then.
-  void wait(std::int64_t number) {
-    std::exception_ptr failure;
-    for (const auto& transfer : extract(number)) {
-      try {
-        transfer->wait();
-      } catch (...) {
-        if (failure == nullptr) failure = std::current_exception();
-      }
-    }
-    if (failure != nullptr) std::rethrow_exception(failure);
-  }
-
- private:
-  std::vector<std::shared_ptr<core::TransferHandle>> extract(std::int64_t number) {
-    const std::lock_guard lock(mutex_);
-    auto node = transfers_.extract(number);
-    return node.empty() ? std::vector<std::shared_ptr<core::TransferHandle>>()
-                        : std::move(node.mapped());
-  }
-
-  core::Backend backend_;
-  std::shared_ptr<core::StripedStore> store_;
-  std::mutex mutex_;
-  std::map<std::int64_t, std::vector<std::shared_ptr<core::TransferHandle>>> transfers_;
+// What a handle stands for.
+struct OpenStore {
+  core::Backend backend;
+  std::shared_ptr<core::StripedStore> store;
+  NumberedTransfers transfers;
 };
 
-// All open stores of this process. An op holds a reference while it runs, so closing is safe.
-class StoreRegistry {
- public:
-  void put(std::int64_t handle, std::shared_ptr<OpenStore> store) {
-    const std::lock_guard lock(mutex_);
-    stores_.insert_or_assign(handle, std::move(store));
-  }
-  std::shared_ptr<OpenStore> get(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = stores_.find(handle);
-    STD_TORCH_CHECK(found != stores_.end(), "store: handle ", handle,
-                    " is not open. Open the store with store_open.");
-    return found->second;
-  }
-  std::shared_ptr<OpenStore> remove(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    auto node = stores_.extract(handle);
-    return node.empty() ? nullptr : std::move(node.mapped());
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::int64_t, std::shared_ptr<OpenStore>> stores_;
-};
-
-StoreRegistry& registry() {
-  // Never destroyed: a store that nobody closed would end its threads during static destruction.
-  static StoreRegistry& instance = *std::make_unique<StoreRegistry>().release();
-  return instance;
-}
-
-core::Backend chosen_backend(const std::string& name) {
-  if (name == "auto") {
-    for (const auto& report : core::probe_backends()) {
-      if (report.available) return report.backend;
-    }
-  }
-  const auto backend = core::backend_by_name(name);
-  STD_TORCH_CHECK(backend.has_value(),
-                  "store_open: backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '",
-                  name, "'. Pass one of these.");
-  return *backend;
-}
-
-int small(const char* name, std::int64_t value) {
-  STD_TORCH_CHECK(value >= 1 && value <= 1'000'000, "store_open: ", name,
-                  ": expected 1 to 1000000, got ", value, ". Pass one of these.");
-  return static_cast<int>(value);
-}
+HandleRegistry<OpenStore>& registry() { return HandleRegistry<OpenStore>::of_process("store"); }
 
 void store_open(std::int64_t handle, std::vector<std::string> paths, const std::string& backend,
                 std::vector<std::int64_t> engine_sizes, std::int64_t stripe_bytes, bool checksum,
@@ -113,48 +28,43 @@ void store_open(std::int64_t handle, std::vector<std::string> paths, const std::
       engine_sizes.size() == 3,
       "store_open: engine_sizes: expected 3 entries (queue_depth, block_bytes, io_threads), got ",
       engine_sizes.size(), ". Pass these.");
-  const core::IoEngineOptions options{.backend = chosen_backend(backend),
-                                      .queue_depth = small("queue_depth", engine_sizes[0]),
-                                      .block_bytes = engine_sizes[1],
-                                      .io_threads = small("io_threads", engine_sizes[2])};
   registry().remove(handle);
-  registry().put(handle, std::make_shared<OpenStore>(
-                             core::IoEngine::make(options), paths,
-                             core::StripedStoreOptions{.stripe_bytes = stripe_bytes,
-                                                       .checksum = checksum,
-                                                       .block_devices = block_devices}));
+  auto engine = core::IoEngine::make(backend, {.queue_depth = engine_sizes[0],
+                                               .block_bytes = engine_sizes[1],
+                                               .io_threads = engine_sizes[2]});
+  auto open = std::make_shared<OpenStore>();
+  open->backend = engine->options().backend;
+  open->store = std::make_shared<core::StripedStore>(
+      std::move(engine), paths,
+      core::StripedStoreOptions{
+          .stripe_bytes = stripe_bytes, .checksum = checksum, .block_devices = block_devices});
+  registry().put(handle, std::move(open));
 }
 
 void store_reserve(std::int64_t handle, std::int64_t nbytes, bool zeros) {
-  registry().get(handle)->store()->reserve(nbytes, zeros);
+  registry().get(handle)->store->reserve(nbytes, zeros);
 }
 
 std::int64_t store_allocate(std::int64_t handle, std::int64_t nbytes) {
-  return registry().get(handle)->store()->allocate(nbytes);
+  return registry().get(handle)->store->allocate(nbytes);
 }
 
 void store_release(std::int64_t handle, std::int64_t offset) {
-  registry().get(handle)->store()->release(offset);
-}
-
-std::size_t byte_count(const Tensor& tensor) {
-  return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
+  registry().get(handle)->store->release(offset);
 }
 
 void store_read_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
                  std::int64_t transfer) {
   check_layout(tensor, {"store_read_", "tensor"});
   const auto open = registry().get(handle);
-  const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
-  open->add(transfer, open->store()->read(offset, into, std::make_shared<Tensor>(tensor)));
+  open->transfers.add(transfer, open->store->read(offset, bytes_into(tensor), owner_of(tensor)));
 }
 
 void store_write(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
                  std::int64_t transfer) {
   check_layout(tensor, {"store_write", "tensor"});
   const auto open = registry().get(handle);
-  const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
-  open->add(transfer, open->store()->write(offset, from, std::make_shared<Tensor>(tensor)));
+  open->transfers.add(transfer, open->store->write(offset, bytes_of(tensor), owner_of(tensor)));
 }
 
 // cuFile's driver, open while any store uses it.
@@ -181,10 +91,10 @@ std::string cufile_unavailable_reason() {
 }
 
 void store_open_direct(std::int64_t handle) {
-  registry().get(handle)->store()->open_direct(cufile_driver());
+  registry().get(handle)->store->open_direct(cufile_driver());
 }
 
-void store_close_direct(std::int64_t handle) { registry().get(handle)->store()->close_direct(); }
+void store_close_direct(std::int64_t handle) { registry().get(handle)->store->close_direct(); }
 
 void check_contiguous(const char* op, const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op,
@@ -196,30 +106,28 @@ void store_read_direct_(std::int64_t handle, const Tensor& tensor, std::int64_t 
                         std::int64_t transfer) {
   check_contiguous("store_read_direct_", tensor);
   const auto open = registry().get(handle);
-  const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
-  open->add(transfer, open->store()->read(offset, into, std::make_shared<Tensor>(tensor),
-                                          core::MemoryKind::kDevice));
+  open->transfers.add(transfer, open->store->read(offset, bytes_into(tensor), owner_of(tensor),
+                                                  core::MemoryKind::kDevice));
 }
 
 void store_write_direct(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
                         std::int64_t transfer) {
   check_contiguous("store_write_direct", tensor);
   const auto open = registry().get(handle);
-  const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
-  open->add(transfer, open->store()->write(offset, from, std::make_shared<Tensor>(tensor),
-                                           core::MemoryKind::kDevice));
+  open->transfers.add(transfer, open->store->write(offset, bytes_of(tensor), owner_of(tensor),
+                                                   core::MemoryKind::kDevice));
 }
 
 void store_wait(std::int64_t handle, std::int64_t transfer) {
-  registry().get(handle)->wait(transfer);
+  registry().get(handle)->transfers.wait(transfer);
 }
 
 // The backend's name, then path and "why not direct" of each device, each followed by a NUL, which
 // no path holds.
 std::string store_devices(std::int64_t handle) {
   const auto open = registry().get(handle);
-  std::string text = std::string(core::backend_name(open->backend())) + '\0';
-  for (const auto& device : open->store()->stats().devices) {
+  std::string text = std::string(core::backend_name(open->backend)) + '\0';
+  for (const auto& device : open->store->stats().devices) {
     text += device.path + '\0' + device.direct_io_refusal + '\0';
   }
   return text;
@@ -230,9 +138,9 @@ void store_stats_(std::int64_t handle, const Tensor& counts) {
   check_dtype(counts, argument, ScalarType::Long);
   check_flat(counts, argument, 6);
   const auto open = registry().get(handle);
-  const core::StripedStoreStats stats = open->store()->stats();
+  const core::StripedStoreStats stats = open->store->stats();
   auto* const values = static_cast<std::int64_t*>(counts.mutable_data_ptr());
-  values[0] = open->store()->alignment();
+  values[0] = open->store->alignment();
   values[1] = stats.capacity;
   values[2] = stats.live_bytes;
   values[3] = stats.bytes_read;
@@ -243,7 +151,7 @@ void store_stats_(std::int64_t handle, const Tensor& counts) {
 void store_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,
                         std::int64_t times) {
   const auto direction = writing ? core::IoDirection::kWrite : core::IoDirection::kRead;
-  registry().get(handle)->store()->inject_fault({direction, after, result, times});
+  registry().get(handle)->store->inject_fault({direction, after, result, times});
 }
 
 void store_close(std::int64_t handle) { registry().remove(handle); }
@@ -251,7 +159,7 @@ void store_close(std::int64_t handle) { registry().remove(handle); }
 }  // namespace
 
 std::shared_ptr<core::ByteStore> store_of(std::int64_t handle) {
-  return registry().get(handle)->store();
+  return registry().get(handle)->store;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {

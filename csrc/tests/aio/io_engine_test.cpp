@@ -297,11 +297,24 @@ TEST(AioBackends, AreKnownByName) {
   std::vector<std::string_view> names;
   for (const BackendReport& report : probe_backends()) {
     names.push_back(backend_name(report.backend));
-    EXPECT_EQ(backend_by_name(names.back()), report.backend);
     EXPECT_EQ(report.available, report.reason.empty());
+    const auto made = [&] { return IoEngine::make(names.back(), {})->options().backend; };
+    if (report.available) {
+      EXPECT_EQ(made(), report.backend);
+    } else {
+      expect_in(report.reason, error_of(made));
+    }
   }
   EXPECT_EQ(names, (std::vector<std::string_view>{"io_uring", "libaio", "threads"}));
-  EXPECT_EQ(backend_by_name("posix"), std::nullopt);
+  expect_in("backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got 'posix'",
+            error_of([] { IoEngine::make("posix", {}); }));
+}
+
+TEST(AioBackends, AutoIsTheFirstThatIsAvailable) {
+  const auto available = testing::available_backends();
+  EXPECT_EQ(IoEngine::make("auto", {})->options().backend, available.front());
+  expect_in("io_threads: expected 1 to 16, got 0",
+            error_of([] { IoEngine::make("auto", {.io_threads = 0}); }));
 }
 
 }  // namespace

@@ -3,11 +3,9 @@
 #include <cmath>
 #include <limits>
 
-#include "../../core/optimizers/adam.h"
 #include "../../core/optimizers/adam_8bit.h"
-#include "../../core/optimizers/lamb.h"
-#include "../../core/optimizers/lion.h"
-#include "../test_support.h"
+#include "../../core/optimizers/optimizer_step.h"
+#include "../optimizers/step_samples.h"
 
 namespace zero_ext::core {
 namespace {
@@ -69,171 +67,128 @@ TYPED_TEST(NonFinite, NoElementsAreFinite) {
   EXPECT_EQ(flag, 0);
 }
 
-// Buffers of an optimizer's step over elements [0, count), of which [begin, end) is a segment.
-struct Problem {
-  std::size_t count;
-  std::vector<float> master;
-  std::vector<float> exp_avg;
-  std::vector<float> exp_avg_sq;
-  std::vector<BFloat16> grad;
-  std::vector<BFloat16> param;
-  std::vector<std::uint8_t> codes[2];
-  std::vector<float> scales[2];
-  std::int32_t flag = 0;
+using testing::StepProblem;
 
-  Problem(std::size_t numel, std::mt19937_64& generator)
-      : count(numel),
-        master(normal_values<float>(generator, numel)),
-        exp_avg(normal_values<float>(generator, numel)),
-        exp_avg_sq(numel, 0.5F),
-        grad(normal_values<BFloat16>(generator, numel)),
-        param(numel) {
-    for (auto& each : codes) each.assign(numel, 0);
-    for (auto& each : scales) each.assign((numel + 255) / 256, 0.0F);
-  }
+// float32 moments, bfloat16 gradients and parameters.
+constexpr testing::StepTypes kStepTypes{NumericType::float32, NumericType::bfloat16,
+                                        NumericType::bfloat16};
 
-  AdamBuffers adam() {
-    return {master.data(),        exp_avg.data(),        exp_avg_sq.data(),
-            NumericType::float32, grad.data(),           NumericType::bfloat16,
-            param.data(),         NumericType::bfloat16, &flag};
-  }
-  LionBuffers lion() {
-    return {master.data(),         exp_avg.data(), NumericType::float32,  grad.data(),
-            NumericType::bfloat16, param.data(),   NumericType::bfloat16, &flag};
-  }
-  LambBuffers lamb() {
-    return {master.data(),        exp_avg.data(),        exp_avg_sq.data(),
-            NumericType::float32, grad.data(),           NumericType::bfloat16,
-            param.data(),         NumericType::bfloat16, &flag};
-  }
-  Adam8BitBuffers adam_8bit() {
-    return {static_cast<std::int64_t>(count),
-            master.data(),
-            codes[0].data(),
-            codes[1].data(),
-            scales[0].data(),
-            scales[1].data(),
-            grad.data(),
-            NumericType::bfloat16,
-            param.data(),
-            NumericType::bfloat16,
-            &flag};
-  }
-};
+// The rows of the samples; a segment of [begin, end).
+template <class Rule>
+std::vector<OptimizerSegment<Rule>> segment_of(std::int64_t begin, std::int64_t end) {
+  return {{begin, end, Rule::coefficients(testing::Sample<Rule>::kRow.data(), 0.5F)}};
+}
 
-// Without eps, the step of an element whose moments are zero is NaN.
-template <class Step>
+template <class Rule, class Step>
 void expect_the_flag_of_what_is_stepped(const Step& step) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     // The last one is long enough to be stored past the caches, at any alignment.
-    for (const std::size_t count : {5UL, 17UL, 700UL, (1UL << 18) + 77UL}) {
+    for (const std::int64_t count : {5, 17, 700, (1 << 18) + 77}) {
       const auto begin = static_cast<std::int64_t>(generator() % 4);
-      const auto end = static_cast<std::int64_t>(count - generator() % 2);
+      const auto end = count - static_cast<std::int64_t>(generator() % 2);
       for (const float bad : {0.0F, kNan, kInfinity, -kInfinity}) {
-        Problem problem(count, generator);
-        const std::size_t index = generator() % count;
-        if (bad != 0.0F) problem.grad[index] = from_float<BFloat16>(bad);
-        const auto at = static_cast<std::int64_t>(index);
+        StepProblem<Rule> problem(count, kStepTypes, 0, generator);
+        const auto at = static_cast<std::int64_t>(generator() % static_cast<std::uint64_t>(count));
+        if (bad != 0.0F) problem.grad.set(at, bad);
         const int expected = bad != 0.0F && begin <= at && at < end ? 1 : 0;
         step(problem, begin, end);
         EXPECT_EQ(problem.flag, expected)
-            << count << " elements, " << bad << " at " << index << " of " << begin << " to " << end;
+            << count << " elements, " << bad << " at " << at << " of " << begin << " to " << end;
       }
-      Problem problem(count, generator);
-      problem.master[static_cast<std::size_t>(begin)] = kNan;
+      StepProblem<Rule> problem(count, kStepTypes, 0, generator);
+      problem.master.set(begin, kNan);
       step(problem, begin, end);
       EXPECT_EQ(problem.flag, 1) << "a weight that was not finite before";
     }
   }
 }
 
-constexpr AdamHyperparameters kAdam{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
+template <class Rule>
+class NonFiniteStep : public ::testing::Test {};
+TYPED_TEST_SUITE(NonFiniteStep, testing::TypesOf<OptimizerRules>::All);
 
-TEST(NonFiniteStep, AdamRaisesTheFlag) {
-  expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
-    adam_step(problem.adam(), segments, 0, end - begin);
+TYPED_TEST(NonFiniteStep, RaisesTheFlagOnOneThread) {
+  expect_the_flag_of_what_is_stepped<TypeParam>([](StepProblem<TypeParam>& problem,
+                                                   std::int64_t begin, std::int64_t end) {
+    optimizer_step<TypeParam>(problem.buffers(), segment_of<TypeParam>(begin, end), 0, end - begin);
   });
 }
 
-TEST(NonFiniteStep, AnyThreadOfAdamRaisesTheFlag) {
-  expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
-    split_over_threads(end - begin, 3, [&](std::int64_t first, std::int64_t last) {
-      adam_step(problem.adam(), segments, first, last);
-    });
-  });
+TYPED_TEST(NonFiniteStep, RaisesTheFlagOnAnyThread) {
+  expect_the_flag_of_what_is_stepped<TypeParam>(
+      [](StepProblem<TypeParam>& problem, std::int64_t begin, std::int64_t end) {
+        const StepBuffers buffers = problem.buffers();
+        const auto segments = segment_of<TypeParam>(begin, end);
+        split_over_threads(end - begin, 3, [&](std::int64_t first, std::int64_t last) {
+          optimizer_step<TypeParam>(buffers, segments, first, last);
+        });
+      });
 }
 
-TEST(NonFiniteStep, AdamWithEightBitsRaisesTheFlag) {
-  expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const std::vector<AdamSegment> segments{{begin, end, adam_coefficients(kAdam, 0.5F)}};
-    adam_step_8bit(problem.adam_8bit(), segments, 0,
-                   block_count(static_cast<std::int64_t>(problem.count)));
-  });
+TYPED_TEST(NonFiniteStep, WithoutAFlagNothingIsWritten) {
+  auto generator = fresh_generator();
+  StepProblem<TypeParam> problem(50, kStepTypes, 0, generator);
+  problem.grad.set(20, kNan);
+  StepBuffers buffers = problem.buffers();
+  buffers.non_finite = nullptr;
+  optimizer_step<TypeParam>(buffers, segment_of<TypeParam>(0, 50), 0, 50);
+  EXPECT_EQ(problem.flag, 0);
+  EXPECT_TRUE(std::isnan(problem.master.at(20)));
 }
 
-TEST(NonFiniteStep, LionRaisesTheFlag) {
-  expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const LionHyperparameters hyper{1e-2, 0.9, 0.99, 0.1, false};
-    const std::vector<LionSegment> segments{{begin, end, lion_coefficients(hyper, 0.5F)}};
-    lion_step(problem.lion(), segments, 0, end - begin);
-  });
+using AdamProblem = StepProblem<AdamRule>;
+
+TEST(NonFiniteAdam, WithEightBitsRaisesTheFlag) {
+  expect_the_flag_of_what_is_stepped<AdamRule>(
+      [](AdamProblem& problem, std::int64_t begin, std::int64_t end) {
+        const auto blocks = static_cast<std::size_t>(block_count(problem.count));
+        const auto elements = static_cast<std::size_t>(problem.count);
+        std::vector<std::uint8_t> codes[] = {std::vector<std::uint8_t>(elements),
+                                             std::vector<std::uint8_t>(elements)};
+        std::vector<float> scales[] = {std::vector<float>(blocks), std::vector<float>(blocks)};
+        const StepBuffers step = problem.buffers();
+        const Adam8BitBuffers buffers{problem.count,   step.master,      codes[0].data(),
+                                      codes[1].data(), scales[0].data(), scales[1].data(),
+                                      step.grad,       step.grad_type,   step.param,
+                                      step.param_type, step.non_finite};
+        adam_step_8bit(buffers, segment_of<AdamRule>(begin, end), 0, block_count(problem.count));
+      });
 }
 
-TEST(NonFiniteStep, LambRaisesTheFlag) {
-  expect_the_flag_of_what_is_stepped([](Problem& problem, std::int64_t begin, std::int64_t end) {
-    const LambHyperparameters hyper{1e-2, 0.9, 0.99, 1e-6, 0.1, 0.1, 0.01, false, false, 0.7};
-    const std::vector<LambSegment> segments{{begin, end, lamb_coefficients(hyper, 0.5F)}};
-    lamb_step(problem.lamb(), segments, 0, end - begin);
-  });
-}
-
-TEST(NonFiniteStep, AMomentThatOverflowsRaisesTheFlagWhereTheWeightStaysFinite) {
+TEST(NonFiniteAdam, AMomentThatOverflowsRaisesTheFlagWhereTheWeightStaysFinite) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    for (const std::size_t index : {3UL, 40UL}) {
-      Problem problem(41, generator);
-      problem.grad[index] = from_float<BFloat16>(1e38F);  // its square is infinite in float32
-      const std::vector<AdamSegment> segments{{0, 41, adam_coefficients(kAdam, 1.0F)}};
-      adam_step(problem.adam(), segments, 0, 41);
-      EXPECT_TRUE(std::isfinite(problem.master[index]));
+    for (const std::int64_t index : {3, 40}) {
+      AdamProblem problem(41, kStepTypes, 0, generator);
+      problem.grad.set(index, 1e38F);  // its square is infinite in float32
+      optimizer_step<AdamRule>(problem.buffers(), segment_of<AdamRule>(0, 41), 0, 41);
+      EXPECT_TRUE(std::isfinite(problem.master.at(index)));
       EXPECT_EQ(problem.flag, 1);
     }
   }
 }
 
-// The lanes behind the last element divide zero by zero.
-TEST(NonFiniteStep, LanesBehindTheLastElementDoNotCount) {
+// Without eps, the step of an element whose moments are zero is NaN, and the lanes behind the last
+// element divide zero by zero.
+TEST(NonFiniteAdam, LanesBehindTheLastElementDoNotCount) {
   auto generator = fresh_generator();
-  AdamHyperparameters hyper = kAdam;
-  hyper.eps = 0;
+  auto row = testing::Sample<AdamRule>::kRow;
+  row[3] = 0;
+  const std::vector<AdamSegment> segments{{0, 3, AdamRule::coefficients(row.data(), 0.5F)}};
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
-    Problem problem(3, generator);
-    const std::vector<AdamSegment> segments{{0, 3, adam_coefficients(hyper, 0.5F)}};
-    adam_step(problem.adam(), segments, 0, 3);
+    AdamProblem problem(3, kStepTypes, 0, generator);
+    optimizer_step<AdamRule>(problem.buffers(), segments, 0, 3);
     EXPECT_EQ(problem.flag, 0);
-    problem.exp_avg[1] = problem.exp_avg_sq[1] = 0;
-    problem.grad[1] = from_float<BFloat16>(0.0F);
-    adam_step(problem.adam(), segments, 0, 3);
+    problem.moments[0].set(1, 0);
+    problem.moments[1].set(1, 0);
+    problem.grad.set(1, 0);
+    optimizer_step<AdamRule>(problem.buffers(), segments, 0, 3);
     EXPECT_EQ(problem.flag, 1);
   }
-}
-
-TEST(NonFiniteStep, WithoutAFlagNothingIsWritten) {
-  auto generator = fresh_generator();
-  Problem problem(50, generator);
-  problem.grad[20] = from_float<BFloat16>(kNan);
-  AdamBuffers buffers = problem.adam();
-  buffers.non_finite = nullptr;
-  const std::vector<AdamSegment> segments{{0, 50, adam_coefficients(kAdam, 0.5F)}};
-  adam_step(buffers, segments, 0, 50);
-  EXPECT_EQ(problem.flag, 0);
-  EXPECT_TRUE(std::isnan(problem.master[20]));
 }
 
 }  // namespace

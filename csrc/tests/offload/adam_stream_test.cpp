@@ -10,6 +10,7 @@
 #include "../../core/flat/flat_buffer.h"
 #include "../../core/offload/round_up.h"
 #include "../../core/optimizers/adam_8bit.h"
+#include "../../core/optimizers/optimizer_step.h"
 #include "../store/fake_store.h"
 #include "../test_support.h"
 
@@ -63,6 +64,11 @@ std::vector<Bytes> random_state(std::mt19937_64& generator, std::int64_t element
 
 // One range: its state, gradient and parameters in memory as adam_step has them, and where they
 // lie in the store.
+AdamRule::Coefficients coefficients_of(const std::array<double, AdamRule::kHyper>& row,
+                                       float scale) {
+  return AdamRule::coefficients(row.data(), scale);
+}
+
 struct Range {
   ChunkLayout layout;
   AdamMoments moments;
@@ -97,10 +103,14 @@ struct Range {
     const bool wide = moments == AdamMoments::float32;
     std::int64_t total = 0;
     for (const AdamSegment& segment : segments) total += segment.end - segment.begin;
-    adam_step({field<float>(0), fields[1].data(), fields[2].data(),
-               wide ? NumericType::float32 : NumericType::bfloat16, grad.data(), grad_type, output,
-               param_type},
-              segments, 0, total);
+    optimizer_step<AdamRule>({field<float>(0),
+                              {fields[1].data(), fields[2].data()},
+                              wide ? NumericType::float32 : NumericType::bfloat16,
+                              grad.data(),
+                              grad_type,
+                              output,
+                              param_type},
+                             segments, 0, total);
   }
 
   AdamRange request() {
@@ -159,9 +169,10 @@ std::vector<AdamSegment> random_segments(std::mt19937_64& generator, std::int64_
   while (begin <= elements && segments.size() < 6) {
     const std::int64_t end =
         pick(generator, 0, 3) == 0 ? elements : pick(generator, begin, elements);
-    const AdamHyperparameters hyper{1e-2, pick(generator, 0, 1) == 0 ? 0.9 : 0.3,     0.99, 1e-8,
-                                    0.1,  static_cast<double>(pick(generator, 1, 9)), true, false};
-    segments.push_back({begin, end, adam_coefficients(hyper, 0.5F)});
+    const double beta1 = pick(generator, 0, 1) == 0 ? 0.9 : 0.3;
+    const auto step = static_cast<double>(pick(generator, 1, 9));
+    segments.push_back(
+        {begin, end, coefficients_of({1e-2, beta1, 0.99, 1e-8, 0.1, step, 1, 0}, 0.5F)});
     begin = end + (pick(generator, 0, 1) == 0 ? 0 : pick(generator, 0, elements / 3 + 1));
   }
   return segments;
@@ -285,7 +296,7 @@ TEST(AdamStream, MovesStateOnceAndListsPadding) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::bfloat16;
   const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
-  const std::vector<AdamSegment> all{{0, layout.elements(), adam_coefficients({}, 1.0F)}};
+  const std::vector<AdamSegment> all{{0, layout.elements(), coefficients_of({}, 1.0F)}};
   FakeStore store(layout.extent_bytes(), generator(), {512});
   std::ranges::fill(store.data, std::byte{0});
   RingBuffer ring(3 * 4096);
@@ -305,8 +316,7 @@ TEST(AdamStream, RaisesTheFlagOfTheStepInMemory) {
        {AdamMoments::float32, AdamMoments::bfloat16, AdamMoments::blockwise8}) {
     const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
     const std::vector<AdamSegment> all{
-        {0, layout.elements(),
-         adam_coefficients({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F)}};
+        {0, layout.elements(), coefficients_of({1e-2, 0.9, 0.99, 1e-8, 0, 1, 1, 0}, 1.0F)}};
     for (const bool poisoned : {false, true}) {
       FakeStore store(layout.extent_bytes(), generator(), {512});
       std::ranges::fill(store.data, std::byte{0});
@@ -327,8 +337,8 @@ TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::float32;
   const ChunkLayout layout(1000, adam_fields(moments), 100, 1);
-  const AdamCoefficients coefficients =
-      adam_coefficients({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F);
+  const AdamRule::Coefficients coefficients =
+      coefficients_of({1e-2, 0.9, 0.99, 1e-8, 0, 1, 1, 0}, 1.0F);
   const std::vector<AdamSegment> segments{{0, 0, coefficients},
                                           {150, 150, coefficients},
                                           {299, 301, coefficients},
@@ -350,7 +360,7 @@ TEST(AdamStream, TransfersOfSeveralChunksOverlapWithTheStep) {
   auto generator = fresh_generator();
   const AdamMoments moments = AdamMoments::float32;
   const ChunkLayout layout(40 * 300, adam_fields(moments), 300, 1);
-  const std::vector<AdamSegment> all{{0, layout.elements(), adam_coefficients({}, 1.0F)}};
+  const std::vector<AdamSegment> all{{0, layout.elements(), coefficients_of({}, 1.0F)}};
   const Bytes grad(static_cast<std::size_t>(4 * layout.elements()));
   const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, all};
   FakeStore store(layout.extent_bytes(), generator(), {1, std::chrono::microseconds(1000)});
@@ -409,7 +419,7 @@ TEST(AdamStream, AFailedComputationLeavesNothingInFlight) {
   auto generator = fresh_generator();
   Problem problem = random_problem(generator, 2, 1);
   problem.ranges[0].segments = {
-      {0, problem.ranges[0].layout.elements(), adam_coefficients({}, 1.0F)}};
+      {0, problem.ranges[0].layout.elements(), coefficients_of({}, 1.0F)}};
   FakeStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(100)});
   RingBuffer ring(4 * problem.largest_chunk);
   int calls = 0;
@@ -447,7 +457,7 @@ TEST(AdamStream, RefusesBeforeAnythingMoves) {
   requests[0].segments = {};
   EXPECT_EQ(message(RingBuffer::kAlignment), "");
   const ChunkLayout large(10240, adam_fields(problem.moments), 10240, 512);
-  const std::vector<AdamSegment> all{{0, 1, adam_coefficients({}, 1.0F)}};
+  const std::vector<AdamSegment> all{{0, 1, coefficients_of({}, 1.0F)}};
   requests[0] = {large, 0, {NumericType::float32, store.data.data(), -1}, std::nullopt, all};
   EXPECT_NE(message(RingBuffer::kAlignment).find("Raise staging_buffer_bytes"), std::string::npos);
   EXPECT_EQ(store.transfers, 0);

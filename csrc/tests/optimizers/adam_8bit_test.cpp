@@ -3,7 +3,8 @@
 #include <cmath>
 #include <limits>
 
-#include "../test_support.h"
+#include "../../core/optimizers/optimizer_step.h"
+#include "step_samples.h"
 
 namespace zero_ext::core {
 namespace {
@@ -18,7 +19,7 @@ constexpr std::int64_t kBlock = kQuantizationBlock;
 constexpr std::size_t kCount = 6 * kBlock + 29;
 constexpr std::int64_t kBlocks = 7;
 
-constexpr AdamHyperparameters kHyper{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, true, false};
+using Sample = testing::Sample<AdamRule>;
 
 // Buffers of exactly kCount elements, so that a sanitizer sees any access past the end.
 struct Problem {
@@ -87,15 +88,13 @@ struct Problem {
 // Borders inside blocks and on them, a gap of one element, an empty segment alone in block 2, block
 // 3 untouched, two kinds of hyper-parameters in block 4.
 std::vector<AdamSegment> segments() {
-  AdamHyperparameters coupled = kHyper;
-  coupled.decoupled = false;
-  coupled.maximize = true;
-  coupled.beta1 = 0.2;
-  return {{3, 200, adam_coefficients(kHyper, 0.5F)},
-          {201, 2 * kBlock, adam_coefficients(coupled, 0.5F)},
-          {2 * kBlock + 9, 2 * kBlock + 9, adam_coefficients(kHyper, 0.5F)},
-          {4 * kBlock, 4 * kBlock + 7, adam_coefficients(kHyper, 0.5F)},
-          {4 * kBlock + 7, kCount - 1, adam_coefficients(coupled, 0.5F)}};
+  const AdamRule::Coefficients plain = AdamRule::coefficients(Sample::kRow.data(), 0.5F);
+  const AdamRule::Coefficients coupled = AdamRule::coefficients(Sample::kOther.data(), 0.5F);
+  return {{3, 200, plain},
+          {201, 2 * kBlock, coupled},
+          {2 * kBlock + 9, 2 * kBlock + 9, plain},
+          {4 * kBlock, 4 * kBlock + 7, plain},
+          {4 * kBlock + 7, kCount - 1, coupled}};
 }
 
 constexpr bool untouched(std::int64_t element) {
@@ -112,12 +111,11 @@ TEST(Adam8Bit, EqualsAdamOnDequantizedMomentsThatAreQuantizedAgain) {
     std::vector<float> exp_avg = expected.moment(DynamicCode::is_signed);
     std::vector<float> exp_avg_sq = expected.moment(DynamicCode::is_unsigned);
     const std::vector<AdamSegment> chunks = segments();
-    std::int64_t total = 0;
-    for (const AdamSegment& chunk : chunks) total += chunk.end - chunk.begin;
-    adam_step(
-        {expected.master.data(), exp_avg.data(), exp_avg_sq.data(), NumericType::float32,
-         expected.grad.data(), NumericType::bfloat16, expected.param.data(), NumericType::float16},
-        chunks, 0, total);
+    const StepBuffers unquantized{expected.master.data(), {exp_avg.data(), exp_avg_sq.data()},
+                                  NumericType::float32,   expected.grad.data(),
+                                  NumericType::bfloat16,  expected.param.data(),
+                                  NumericType::float16};
+    optimizer_step<AdamRule>(unquantized, chunks, 0, total_of(chunks));
     expected.set_moments(exp_avg, exp_avg_sq);
     for (std::int64_t i = 0; i < std::ssize(expected.exp_avg_codes); ++i) {
       if (!untouched(i)) continue;

@@ -5,9 +5,7 @@
 #include <array>
 #include <vector>
 
-#include "../../../csrc/core/optimizers/coefficients/adam_coefficients_math.h"
-#include "../../../csrc/core/optimizers/coefficients/lamb_coefficients_math.h"
-#include "../../../csrc/core/optimizers/coefficients/lion_coefficients_math.h"
+#include "../../../csrc/core/optimizers/optimizer_rules.h"
 #include "../../../csrc/cuda/optimizers/segment_search.h"
 #include "allocator.h"
 #include "fallback.h"
@@ -44,7 +42,7 @@ void pop_device_error(const at::Tensor& record) {
 }
 
 // A step whose settings are refused changes nothing.
-template <class Hyper>
+template <class Rule>
 void run_step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::Tensor& master = argument(op, *stack, "master");
   const at::Tensor& segments = argument(op, *stack, "segments");
@@ -54,17 +52,16 @@ void run_step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   current_stream(master.device().index()).drain();
   const auto* const bounds = memory_of<const std::int64_t>(segments);
   const std::int64_t count = segments.size(0);
-  std::vector<core::OptimizerSegment<typename Hyper::Coefficients>> prepared(
-      static_cast<std::size_t>(count));
+  std::vector<core::OptimizerSegment<Rule>> prepared(static_cast<std::size_t>(count));
   const std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
-  cuda::PrepareSegments<Hyper>{core::device_op(name),
-                               record_of(master),
-                               bounds,
-                               memory_of<const double>(hyper),
-                               memory_of<const float>(scale),
-                               count,
-                               master.numel(),
-                               prepared.data()}(0, 1);
+  cuda::PrepareSegments<Rule>{core::device_op(name),
+                              record_of(master),
+                              bounds,
+                              memory_of<const double>(hyper),
+                              memory_of<const float>(scale),
+                              count,
+                              master.numel(),
+                              prepared.data()}(0, 1);
   if (count > 0 && prepared.back().end != bounds[2 * count - 1]) {
     torch::jit::drop(*stack, op.schema().arguments().size());
     return;
@@ -72,20 +69,18 @@ void run_step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_on_host(op, stack);
 }
 
-template <class Hyper>
+template <class Rule>
 torch::CppFunction step() {
-  return torch::CppFunction::makeFromBoxedFunction<&run_step<Hyper>>();
+  return torch::CppFunction::makeFromBoxedFunction<&run_step<Rule>>();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zero_ext, PrivateUse1, library) {
   library.impl("pop_device_error_", &pop_device_error);
-  library.impl("adam_step_", step<core::AdamHyper>());
-  library.impl("adam_step_8bit_", step<core::AdamHyper>());
-  library.impl("lamb_norms_", step<core::LambHyper>());
-  library.impl("lamb_step_", step<core::LambHyper>());
-  library.impl("lion_step_", step<core::LionHyper>());
+  core::OptimizerRules::visit([&]<class Rule>() { library.impl(Rule::kOp, step<Rule>()); });
+  library.impl("adam_step_8bit_", step<core::AdamRule>());
+  library.impl("lamb_norms_", step<core::LambRule>());
 }
 
 }  // namespace stand_in

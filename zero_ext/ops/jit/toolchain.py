@@ -113,11 +113,7 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/flat/flat_buffer_arg_checks.cpp",
     "csrc/ops/norm/non_finite_arg_checks.cpp",
     "csrc/ops/norm/norm_arg_checks.cpp",
-    "csrc/ops/optimizers/adam_8bit_buffers.cpp",
-    "csrc/ops/optimizers/adam_buffers.cpp",
-    "csrc/ops/optimizers/lamb_buffers.cpp",
-    "csrc/ops/optimizers/lion_buffers.cpp",
-    "csrc/ops/optimizers/optimizer_tensor_checks.cpp",
+    "csrc/ops/optimizers/optimizer_arg_checks.cpp",
 )
 
 

@@ -1,7 +1,6 @@
 #include <cmath>
 #include <limits>
 
-#include "../../../core/optimizers/coefficients/adam_coefficients_math.h"
 #include "../../../cuda/optimizers/adam_8bit_kernel.h"
 #include "cuda_optimizer_support.h"
 
@@ -14,8 +13,7 @@ using testing::Buffer;
 using testing::kTypes;
 using zero_ext::testing::emulate_launch;
 
-const std::vector<std::vector<double>> kRows{{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 1, 0},
-                                             {2e-2, 0.4, 0.99, 1e-6, 0.2, 7, 0, 1}};
+using Sample = testing::Sample<core::AdamRule>;
 
 std::vector<std::uint8_t> random_codes(std::int64_t count, std::mt19937_64& generator) {
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(count));
@@ -100,12 +98,12 @@ TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
                                   : std::optional(static_cast<NumericType>(param));
       for (const std::int64_t shift : {0, 3}) {
         const auto count = static_cast<std::int64_t>(1 + generator() % 9000);
-        const auto plan = testing::random_plan<core::AdamHyper>(count, kRows, generator, 4000);
+        const auto plan = testing::random_plan<core::AdamRule>(count, generator, 4000);
         const auto segments = plan.prepared(count);
         const Problem start(count, shift, grad, param_type, generator);
         Problem expected = start;
         cpu_step(expected, segments);
-        EXPECT_FALSE(expected == start && testing::total_of(segments) > 0);
+        EXPECT_FALSE(expected == start && core::total_of(segments) > 0);
         for (const std::int64_t warps : {1, 3, 64}) {
           Problem problem = start;
           emulate_step(problem, segments, warps, generator);
@@ -120,12 +118,12 @@ TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentYieldsTheBitsOfTheCpu) {
 // Empty segments in blocks of their own, a gap of several blocks, a border at a block's begin.
 TEST(CudaAdam8Bit, BlocksThatNoSegmentTouchesStay) {
   auto generator = fresh_generator();
-  testing::Plan<core::AdamHyper> plan;
-  plan.add(3, 200, kRows[0]);
-  plan.add(300, 300, kRows[1]);
-  plan.add(301, 301, kRows[0]);
-  plan.add(1024, 1030, kRows[1]);
-  plan.add(1030, 1280, kRows[0]);
+  testing::Plan<core::AdamRule> plan;
+  plan.add(3, 200, Sample::kRow);
+  plan.add(300, 300, Sample::kOther);
+  plan.add(301, 301, Sample::kRow);
+  plan.add(1024, 1030, Sample::kOther);
+  plan.add(1030, 1280, Sample::kRow);
   const auto segments = plan.prepared(1500);
   const Problem start(1500, 0, NumericType::bfloat16, NumericType::bfloat16, generator);
   Problem expected = start;
@@ -142,7 +140,7 @@ TEST(CudaAdam8Bit, BlocksThatNoSegmentTouchesStay) {
 
 TEST(CudaAdam8Bit, AScaleThatIsNotFiniteChangesNothing) {
   auto generator = fresh_generator();
-  auto plan = testing::random_plan<core::AdamHyper>(900, kRows, generator);
+  auto plan = testing::random_plan<core::AdamRule>(900, generator);
   plan.scale = std::numeric_limits<float>::infinity();
   const Problem start(900, 0, NumericType::float16, NumericType::float16, generator);
   Problem problem = start;
@@ -152,8 +150,8 @@ TEST(CudaAdam8Bit, AScaleThatIsNotFiniteChangesNothing) {
 
 TEST(CudaAdam8Bit, ANaNUsesItsBlockAsOnTheCpu) {
   auto generator = fresh_generator();
-  testing::Plan<core::AdamHyper> plan;
-  plan.add(0, 600, kRows[0]);
+  testing::Plan<core::AdamRule> plan;
+  plan.add(0, 600, Sample::kRow);
   const auto segments = plan.prepared(600);
   Problem start(600, 0, NumericType::float32, std::nullopt, generator);
   static_cast<float*>(start.grad.data())[300] = std::numeric_limits<float>::quiet_NaN();

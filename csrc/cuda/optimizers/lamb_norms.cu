@@ -1,14 +1,13 @@
-// zero_ext::lamb_norms_ and lamb_step_ on CUDA devices.
-#include <optional>
-
-#include "../../ops/optimizers/lamb_buffers.h"
-#include "lamb_kernel.h"
+// zero_ext::lamb_norms_ on CUDA devices.
+#include "lamb_norms_kernel.h"
 #include "optimizer_launch.cuh"
 
 namespace zero_ext::cuda {
 namespace {
 
 using ops::Tensor;
+
+constexpr const char* kOp = "lamb_norms_";
 
 template <class Add>
 __global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
@@ -23,14 +22,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
 void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                 const Tensor& grad, const Tensor& segments, const Tensor& hyper,
                 const Tensor& grad_scale, const Tensor& norms) {
-  constexpr const char* op = "lamb_norms_";
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
-  const core::LambBuffers buffers =
-      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt, std::nullopt);
-  const auto prepared = prepare_segments<core::LambHyper>(op, master, segments, hyper, grad_scale);
-  std::int64_t* const sums = ops::read_lamb_norms(op, norms, segments);
+  const std::array moments{ops::MomentTensor{"exp_avg", exp_avg},
+                           ops::MomentTensor{"exp_avg_sq", exp_avg_sq}};
+  const core::StepBuffers buffers =
+      ops::read_step_buffers(kOp, master, moments, grad, std::nullopt, std::nullopt);
+  const auto prepared = prepare_segments<core::LambRule>(kOp, master, segments, hyper, grad_scale);
+  std::int64_t* const sums = ops::read_lamb_norms(kOp, norms, segments);
   if (prepared.count == 0 || master.numel() == 0) return;
-  const Launcher launcher(op);
+  const Launcher launcher(kOp);
   const auto run = [&]<class Moment, class Grad>(std::type_identity<Moment>,
                                                  std::type_identity<Grad>) {
     const auto add = AddLambSquares<Moment, Grad>::of(buffers, master.numel(), prepared.data(),
@@ -38,32 +38,18 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
     const std::int64_t blocks = (add.chunks() + kWarpsOfBlock - 1) / kWarpsOfBlock;
     run_lamb_norms<<<launcher.blocks<run_lamb_norms<std::remove_const_t<decltype(add)>>>(blocks),
                      kThreads, 0, launcher.stream>>>(add);
-    check(op, cudaGetLastError());
+    check(kOp, cudaGetLastError());
   };
   with_type(buffers.grad_type, [&](auto type) {
-    if (buffers.moments == core::NumericType::float32)
-      return run(std::type_identity<float>{}, type);
-    run(std::type_identity<core::BFloat16>{}, type);
+    with_moment_type(buffers.moment_type, [&](auto moment) { run(moment, type); });
   });
-  launch(op, CarryLambNorms{sums, 2 * prepared.count}, 2 * prepared.count);
-}
-
-void lamb_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-               const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
-               const Tensor& hyper, const Tensor& grad_scale,
-               const std::optional<Tensor>& non_finite) {
-  constexpr const char* op = "lamb_step_";
-  const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
-  const core::LambBuffers buffers =
-      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param, non_finite);
-  launch_step<core::LambRule, core::LambHyper>(op, master, buffers, segments, hyper, grad_scale);
+  launch(kOp, CarryLambNorms{sums, 2 * prepared.count}, 2 * prepared.count);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
   library.impl("lamb_norms_", TORCH_BOX(&lamb_norms));
-  library.impl("lamb_step_", TORCH_BOX(&lamb_step));
 }
 
 }  // namespace zero_ext::cuda

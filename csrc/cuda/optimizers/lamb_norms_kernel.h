@@ -4,9 +4,8 @@
 
 #include <cstdint>
 
-#include "../../core/optimizers/coefficients/lamb_coefficients_math.h"
-#include "../../core/optimizers/lamb.h"
-#include "../../core/optimizers/lamb_formula.h"
+#include "../../core/optimizers/lamb_norms.h"
+#include "../../core/optimizers/lamb_rule.h"
 #include "../norm/squared_norm_kernel.h"
 #include "optimizer_kernel.h"
 
@@ -38,19 +37,19 @@ struct AddLambSquares {
   std::int64_t* norms;  // [segment_count, 2, kEntries]
   bool aligned;         // buffers start at multiples of kAccessBytes
 
-  static AddLambSquares of(const core::LambBuffers& buffers, std::int64_t numel,
+  static AddLambSquares of(const core::StepBuffers& buffers, std::int64_t numel,
                            const core::LambSegment* segments, std::int64_t segment_count,
                            std::int64_t* norms) {
     return {buffers.master,
-            static_cast<const Moment*>(buffers.exp_avg),
-            static_cast<const Moment*>(buffers.exp_avg_sq),
+            static_cast<const Moment*>(buffers.moments[0]),
+            static_cast<const Moment*>(buffers.moments[1]),
             static_cast<const Grad*>(buffers.grad),
             numel,
             segments,
             segment_count,
             norms,
-            is_aligned(buffers.master) && is_aligned(buffers.exp_avg) &&
-                is_aligned(buffers.exp_avg_sq) && is_aligned(buffers.grad)};
+            is_aligned(buffers.master) && is_aligned(buffers.moments[0]) &&
+                is_aligned(buffers.moments[1]) && is_aligned(buffers.grad)};
   }
 
   ZERO_EXT_HOST_DEVICE std::int64_t chunks() const { return (numel + kChunk - 1) / kChunk; }
@@ -102,7 +101,7 @@ struct AddLambSquares {
 
   // A chunk that is one segment's.
   ZERO_EXT_FUNCTION void add_full_chunk(std::int64_t begin,
-                                        const core::LambCoefficients& coefficients,
+                                        const core::LambRule::Coefficients& coefficients,
                                         Memory& own) const {
     ZERO_EXT_UNROLL
     for (int first = 0; first < kChunk; first += Tile::kElements) {
@@ -130,7 +129,7 @@ struct AddLambSquares {
   }
 
   ZERO_EXT_FUNCTION void add_partial(std::int64_t first, int count,
-                                     const core::LambCoefficients& coefficients,
+                                     const core::LambRule::Coefficients& coefficients,
                                      Memory& own) const {
     each_of_warp(kChunk, [&](int k) {
       const std::int64_t i = first + k;
@@ -152,7 +151,7 @@ struct AddLambSquares {
 
   static ZERO_EXT_HOST_DEVICE float direction(float weight, Moment exp_avg, Moment exp_avg_sq,
                                               Grad grad,
-                                              const core::LambCoefficients& coefficients) {
+                                              const core::LambRule::Coefficients& coefficients) {
     using Scalar = core::ScalarVector;
     float values[1 + core::LambRule::kMoments] = {weight, Scalar::load(&exp_avg),
                                                   Scalar::load(&exp_avg_sq)};

@@ -1,32 +1,20 @@
-// LAMB over one range of its buffers. See optimizer_kernel.h on inclusion.
+// The norms of LAMB over one range of its buffers. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "../norm/squared_norm_kernel.h"
-#include "lamb.h"
-#include "lamb_formula.h"
-#include "optimizer_kernel.h"
+#include "lamb_norms.h"
+#include "lamb_rule.h"
 
 namespace zero_ext::core {
 namespace {
 
-template <class V, class Moment, class Grad, class Param>
-void run_lamb(const LambBuffers& buffers, const LambCoefficients& coefficients, std::int64_t begin,
-              std::int64_t end) {
-  OptimizerLoop<V, LambRule, Moment, Grad, Param>::run(
-      {buffers.master,
-       {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
-       static_cast<const Grad*>(buffers.grad),
-       static_cast<Param*>(buffers.param),
-       buffers.non_finite},
-      coefficients, begin, end);
-}
-
 template <class V, class Moment, class Grad>
 struct LambNormLoop {
   using Norm = SquaredNorm<V, float>;
+  using Coefficients = CoefficientsOf<LambRule>;
 
   struct Pointers {
     const float* master;
@@ -36,7 +24,7 @@ struct LambNormLoop {
   };
 
   static inline __attribute__((always_inline)) void vector(const Pointers& at, std::int64_t i,
-                                                           const LambCoefficients& coefficients,
+                                                           const Coefficients& coefficients,
                                                            float* direction) {
     typename V::Float values[1 + LambRule::kMoments] = {
         V::load(at.master + i), V::load(at.exp_avg + i), V::load(at.exp_avg_sq + i)};
@@ -45,7 +33,7 @@ struct LambNormLoop {
 
   // Fewer elements than a vector has go through one on the stack, as in OptimizerLoop.
   static void partial(const Pointers& at, std::int64_t begin, std::int64_t count,
-                      const LambCoefficients& coefficients, float* directions) {
+                      const Coefficients& coefficients, float* directions) {
     float master[V::width] = {};
     Moment exp_avg[V::width] = {};
     Moment exp_avg_sq[V::width] = {};
@@ -60,12 +48,12 @@ struct LambNormLoop {
   }
 
   // The directions of a block stay in the caches between the two loops.
-  static void run(const LambBuffers& buffers, const LambCoefficients& coefficients,
-                  std::int64_t begin, std::int64_t end, LambNorms& total) {
-    const Pointers at{buffers.master, static_cast<const Moment*>(buffers.exp_avg),
-                      static_cast<const Moment*>(buffers.exp_avg_sq),
+  static void run(const StepBuffers& buffers, const Coefficients& coefficients, std::int64_t begin,
+                  std::int64_t end, LambNorms& total) {
+    const Pointers at{buffers.master, static_cast<const Moment*>(buffers.moments[0]),
+                      static_cast<const Moment*>(buffers.moments[1]),
                       static_cast<const Grad*>(buffers.grad)};
-    const LambCoefficients local = coefficients;
+    const Coefficients local = coefficients;
     alignas(64) float directions[Norm::kBlock];
     for (std::int64_t block = begin; block < end; block += Norm::kBlock) {
       const std::int64_t count = std::min(Norm::kBlock, end - block);
