@@ -16,7 +16,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.state_placement import StatePlacement, largest_within_ratio
 from zero_ext.offload import STORAGE_ALIGNMENT
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
