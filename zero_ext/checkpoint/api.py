@@ -19,8 +19,7 @@ from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
 from zero_ext.checkpoint.save_session import SaveHandle, save_in_progress, session_of
 from zero_ext.zero.api.engine_lookup import OBSTACLES, checkpoint_sources, engine_of
-from zero_ext.zero.api.engine_state import EngineState
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
 from zero_ext.zero.engine import Engine
 
 

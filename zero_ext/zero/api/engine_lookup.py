@@ -14,8 +14,7 @@ from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.schema.config_errors import show
-from zero_ext.zero.api.engine_state import EngineState
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.construction.module_tensors import end_casts
 from zero_ext.zero.engine import Engine
@@ -60,8 +59,7 @@ def attach_engine(model: nn.Module, engine: Engine, sources: CheckpointSources) 
     object.__setattr__(model, MODULE_ATTRIBUTE, engine)
     object.__setattr__(model, _SOURCES_ATTRIBUTE, sources)
     for parameter in engine.index:
-        # Units hold their parameters, so a strong reference would be a cycle that keeps a deleted
-        # model.
+        # Units hold their parameters, so a strong reference would be a cycle that keeps a deleted model.
         setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
         set_access(parameter, engine.access)
 
@@ -159,9 +157,8 @@ def _refuse_pickling_of_model(*_: object) -> Any:
 
 def _refuse_sharing(*_: object) -> Any:
     raise RuntimeError(
-        "share_memory(): expected a plain model, got a prepared one: it would move "
-        "its parameters away from their shards. Share a plain copy of the model, filled from "
-        "zero_ext.full_state_dict(model)."
+        "share_memory(): expected a plain model, got a prepared one: it would move its parameters away "
+        "from their shards. Share a plain copy of the model, filled from zero_ext.full_state_dict(model)."
     )
 
 
@@ -243,8 +240,7 @@ def close(engines: Sequence[Engine], model: nn.Module) -> None:
     those of :class:`zero_ext.Init`, until the next engine takes them. ``RuntimeError`` on all ranks, with
     nothing changed, if an engine is in use, or what it has begun is not finished, on some rank.
     """
-    # All engines are checked before the first one changes, so that an error leaves them as they
-    # were.
+    # All engines are checked before the first one changes, so that an error leaves them as they were.
     for engine in engines:
         check = partial(_refuse_in_use, engine)
         raise_on_all_ranks(engine.collectives, check, "preparing a model again", "Nothing was changed.")

@@ -163,8 +163,7 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
         if tuple(value.shape) != shapes[name]:
             raise ValueError(
                 f"state dict: '{name}': expected shape {shapes[name]}, got {tuple(value.shape)}. Load the "
-                "weights of "
-                "this model. Nothing was loaded."
+                "weights of this model. Nothing was loaded."
             )
 
 

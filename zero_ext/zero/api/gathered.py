@@ -209,11 +209,9 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     if engine.config.offload.update_mode == "in_backward":
         raise RuntimeError(
             "double_backward: expected offload.update_mode 'after_backward', got 'in_backward', which "
-            "changes "
-            "parameters while backward may still need them. Set it to 'after_backward'."
+            "changes parameters while backward may still need them. Set it to 'after_backward'."
         )
-    # A unit's storage object stays the same while its memory comes and goes, so it identifies the
-    # unit.
+    # A unit's storage object stays the same while its memory comes and goes, so it identifies the unit.
     by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
     holder = object()
 

@@ -28,17 +28,10 @@ from zero_ext.zero.api.engine_lookup import (
     engines_before,
     guard_module,
 )
-from zero_ext.zero.api.engine_state import EngineState, TrainedState
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.zero.api.engine_state import EngineState, ModelParallelState, TrainedState
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer
-from zero_ext.zero.construction.build_units import (
-    build_unit,
-    check_values,
-    device_of,
-    reserve_storage,
-    with_init_strides,
-)
+from zero_ext.zero.construction.build_units import build_unit, check_values, device_of, reserve_storage
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,
@@ -73,8 +66,6 @@ from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.parameter_marks import tie_of
 from zero_ext.zero.units.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.unshard.hook_installation import install, watch_reads
-
-_UNPREPARED = "The weights are as they were. Mend it and prepare the model again."
 
 
 def prepare(
@@ -153,18 +144,14 @@ def prepare(
     check_modules(model)
     groups = rank_groups(process_group)
     activation_group = _activation_group(settings, activation_group, groups)
-    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
+    owned = owned_parameters(model, settings.precision.dtype)
     if not owned:
         raise ValueError(
             f"model: expected one with parameters, got {type(model).__name__} without any. "
             "Prepare the module that has them."
         )
     train_device = Device(device_of(owned, device))
-    collectives = _join(groups, settings, train_device)
-    settings = settings.replace(
-        batch=settings.batch.resolve(collectives.world_size),
-        precision=settings.precision.replace(reduction=collectives.reduction),
-    )
+    collectives, settings = _join(groups, settings, train_device)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
@@ -187,7 +174,7 @@ def prepare(
         leave_meta(model)
     if any(item.parameter.device != train_device.device for item in owned):
         move_buffers(model, train_device.device)
-    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
+    owned = owned_parameters(model, settings.precision.dtype)
     owned = mark_counted(owned, collectives.model, groups.tensor_rank)
     estimate = MemoryEstimate(model, optimizer, owned, settings, collectives, train_device.device)
     with estimate.watching():
@@ -219,8 +206,8 @@ def _activation_group(
     return group
 
 
-def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
-    """Return the ranks' collectives on tensors of ``device``."""
+def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Collectives, ZeroConfig]:
+    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -234,7 +221,9 @@ def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectiv
     if groups.same_experts:
         collectives.join_experts(groups.same_experts)
     collectives.shard_among(settings.communication.shard_group_size)
-    return collectives
+    batch = settings.batch.resolve(collectives.world_size)
+    precision = settings.precision.replace(reduction=collectives.reduction)
+    return collectives, settings.replace(batch=batch, precision=precision)
 
 
 def _load_storage_swap(settings: ZeroConfig, collectives: Collectives) -> None:
@@ -319,7 +308,8 @@ def _make_tiers(
 
     if not settings.offload.any_nvme:
         return make()
-    return raise_on_all_ranks(collectives, make, "setting up storage on NVMe", _UNPREPARED)
+    advice = "The weights are as they were. Mend it and prepare the model again."
+    return raise_on_all_ranks(collectives, make, "setting up storage on NVMe", advice)
 
 
 def _checkpoint_sources(

@@ -28,18 +28,16 @@ def check_modules(model: nn.Module) -> None:
     followed. Raises ``ValueError``."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
-            "model: expected a plain one, got one that is compiled as a whole. Compile its "
-            "blocks instead (for block in model.layers: torch.compile(block)) and prepare the "
-            "plain model around them."
+            "model: expected a plain one, got one that is compiled as a whole. Compile its blocks instead "
+            "(for block in model.layers: torch.compile(block)) and prepare the plain model around them."
         )
     for name, module in model.named_modules():
         label = f"module '{name}'" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ValueError(
-                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or "
-                "scripted one, which uses its parameters outside Python. Prepare the original "
-                "module. To trace or script it, use a copy that is filled from "
-                "zero_ext.full_state_dict(model)."
+                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or scripted "
+                "one, which uses its parameters outside Python. Prepare the original module. To trace or "
+                "script it, use a copy that is filled from zero_ext.full_state_dict(model)."
             )
 
 
@@ -116,23 +114,20 @@ def check_optimizer(
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(
-                    "optimizer: expected parameters of the model given to zero_ext.prepare, got another "
-                    f"in param group {number}, position {position}, of shape {tuple(parameter.shape)}. "
-                    "Build the optimizer from model.parameters() of that same model, after any change to "
-                    "it."
+                    "optimizer: expected parameters of the model given to zero_ext.prepare, got another in "
+                    f"param group {number}, position {position}, of shape {tuple(parameter.shape)}. Build "
+                    "the optimizer from model.parameters() of that same model, after any change to it."
                 )
     if was_stepped(optimizer):
         raise ValueError(
-            "optimizer: expected one before its first step, got one with state. Call "
-            "zero_ext.prepare before the first step, and restore training with "
-            "zero_ext.load_checkpoint."
+            "optimizer: expected one before its first step, got one with state. Call zero_ext.prepare "
+            "before the first step, and restore training with zero_ext.load_checkpoint."
         )
     check_step_time(optimizer, settings.offload.update_mode)
     if groups.tensor is not None and isinstance(optimizer, Lamb):
         raise ValueError(
-            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', "
-            "as a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or "
-            "'tp' 1."
+            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', as "
+            "a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or 'tp' 1."
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
@@ -158,15 +153,13 @@ def check_experts(
             raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
     if settings.communication.shard_group_size is not None:
         raise ValueError(
-            "communication.shard_group_size: expected None, as experts on several ranks are "
-            "sharded over those with the same ones, got "
-            f"{settings.communication.shard_group_size}. Leave it out."
+            "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
+            f"those with the same ones, got {settings.communication.shard_group_size}. Leave it out."
         )
     if isinstance(optimizer, Lamb):
         raise ValueError(
-            "optimizer: expected another one than Lamb with experts on several ranks, as a trust "
-            "ratio needs the norm of a parameter and the ranks have different ones. Use "
-            "torch.optim.AdamW."
+            "optimizer: expected another one than Lamb with experts on several ranks, as a trust ratio "
+            "needs the norm of a parameter and the ranks have different ones. Use torch.optim.AdamW."
         )
 
 
@@ -174,15 +167,13 @@ def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tupl
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
-            f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got "
-            f"{list(ranks)}. Pass "
-            "zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with."
+            f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got {list(ranks)}. "
+            "Pass zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with."
         )
     if presharded_of(item.parameter) is not None:
         return (
-            "expected one that was built outside of zero_ext.Init, which shards over all ranks and "
-            "gives them "
-            "one rank's values. Build experts outside of it."
+            "expected one that was built outside of zero_ext.Init, which shards over all ranks and gives "
+            "them one rank's values. Build experts outside of it."
         )
     if any(name.rpartition(".")[0] in tiling for name in item.names):
         return "expected no tiles of experts on several ranks, got units.tiles. Name other layers."

@@ -90,8 +90,7 @@ class Init:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         settings = load_config(config)
-        # The caller may be inside ``torch.device("meta")``, where the exchange would have no
-        # values.
+        # The caller may be inside ``torch.device("meta")``, where the exchange would have no values.
         with torch.device("cpu"):
             join_world(settings.timeout_seconds)
             collectives = make_collectives(process_group, settings.timeout_seconds)
@@ -338,9 +337,8 @@ def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict
         elif fresh:
             raise ValueError(
                 f"module {type(module).__name__}, built on the meta device with {fresh}: expected a "
-                "reset_parameters to initialize them, got none. Build it inside zero_ext.Init "
-                "without torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a "
-                "checkpoint."
+                "reset_parameters to initialize them, got none. Build it inside zero_ext.Init without "
+                "torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a checkpoint."
             )
     return done[module]
 

@@ -107,8 +107,7 @@ def _check_ties(model: nn.Module, splits: Mapping[str, int]) -> None:
             raise ValueError(
                 f"units.tiles: expected one number of tiles for the tied parameters {names}, got "
                 f"{[splits.get(name.rpartition('.')[0]) for name in names]} (None: not tiled). Name all "
-                "their "
-                "modules with the same number."
+                "their modules with the same number."
             )
 
 
