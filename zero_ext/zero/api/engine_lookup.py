@@ -142,9 +142,8 @@ def guard_module(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
 
 def _refuse_pickling(*_: object) -> Any:
     raise RuntimeError(
-        "pickling a sharded parameter: expected a whole value, got a part of it, as this "
-        "rank has only that. Use zero_ext.full_state_dict(model), or copy inside 'with "
-        "zero_ext.gathered(params):' by .clone()."
+        "pickling a sharded parameter: expected a whole value, got a part of it, as this rank has only that. "
+        "Use zero_ext.full_state_dict(model), or copy inside 'with zero_ext.gathered(params):' by .clone()."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,11 +15,14 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, subrange_of
+from zero_ext.optim import Segment
 from zero_ext.optim.elementwise_check import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
+from zero_ext.zero.construction.rank_consistency import of_all_ranks
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
+from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.quantized_params import packed_tensors
 from zero_ext.zero.units.unit import Unit
 
@@ -42,6 +44,20 @@ class ParameterInfo(NamedTuple):
     dtype: str
     aliases: tuple[str, ...]
     trainable: bool
+
+
+def owned_state(
+    engine: Engine, unit: Unit | None = None
+) -> Iterator[tuple[str, MasterShard, Segment, Values]]:
+    """Yield this rank's master weights and optimizer state, of one ``unit`` or of all, where they lie: their
+    kind, master shard, and segment of it."""
+    stepper = engine.optimizer_step.stepper
+    for number, master in enumerate(engine.masters):
+        if unit is None or master.unit is unit:
+            for segment in master.owned.values():
+                yield "master", master, segment, master.values_of(segment)
+            for kind, segment, values in stepper.values(number) if stepper is not None else ():
+                yield kind, master, segment, values
 
 
 class EngineState:
@@ -141,12 +157,9 @@ class EngineState:
                 values = storage.view(segment.begin, segment.end)
                 state_slice = StateSlice("master", segment.name, segment.start, values)
                 yield state_slice, unit, begin + segment.begin
-        stepper = engine.optimizer_step.stepper
-        for number, master in enumerate(engine.masters):
-            owned = [("master", segment, master.values_of(segment)) for segment in master.owned.values()]
-            for kind, segment, values in itertools.chain(owned, stepper.values(number) if stepper else ()):
-                state_slice = StateSlice(kind, segment.name, segment.start, values)
-                yield state_slice, master.unit, master.begin + segment.begin
+        for kind, master, segment, values in owned_state(engine):
+            state_slice = StateSlice(kind, segment.name, segment.start, values)
+            yield state_slice, master.unit, master.begin + segment.begin
 
     def scalar_state(self) -> dict[str, Any]:
         """Return steps, loss scaler, param groups and the optimizer's scalars."""
@@ -345,15 +358,11 @@ class ModelParallelState:
 
     def _exchanged(self, own: bytes) -> list[bytes]:
         """Return what every rank gives, in rank order."""
-        ranks = self.world_size
-        lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")
-        lengths[self.rank] = len(own)
-        lengths = self.everyone.sum_(lengths, "lengths of the parts' tables")
-        longest = int(lengths.max())
-        flat = torch.zeros(ranks, longest, dtype=torch.uint8, device="cpu")
-        flat[self.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        self.everyone.gather(flat.view(-1), flat[self.rank], "scalars", "the parts' tables").wait()
-        return [bytes(row[:length].tolist()) for row, length in zip(flat, lengths.tolist(), strict=True)]
+        size = torch.tensor([len(own)], device="cpu")
+        lengths = of_all_ranks(self.everyone, size, "lengths of the parts' tables").flatten().tolist()
+        padded = torch.frombuffer(bytearray(own.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        table = of_all_ranks(self.everyone, padded, "the parts' tables")
+        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths, strict=True)]
 
     # -- names --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.offload import Values, copy_of, count, replace, subrange_of
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
+from zero_ext.zero.api.engine_state import owned_state
 from zero_ext.zero.api.gathered import gathered
 from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.engine import Engine
@@ -244,21 +245,11 @@ def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice
     engine.follow_writes()
     unit, number = engine.index[parameter]
     name = unit.layout.specs[number].name
-    stepper = engine.optimizer_step.stepper
-    owned: list[OwnedSlice] = []
-    for position, master in enumerate(engine.masters):
-        if master.unit is not unit:
-            continue
-        if kind == MASTER:
-            if (segment := master.owned.get(name)) is not None:
-                owned.append(OwnedSlice(segment.start, master.values_of(segment)))
-        elif stepper is not None:
-            owned += [
-                OwnedSlice(segment.start, values)
-                for found, segment, values in stepper.values(position)
-                if found == kind and segment.name == name and count(values)
-            ]
-    return owned
+    return [
+        OwnedSlice(segment.start, values)
+        for found, _, segment, values in owned_state(engine, unit)
+        if found == kind and segment.name == name and (kind == MASTER or count(values))
+    ]
 
 
 def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:

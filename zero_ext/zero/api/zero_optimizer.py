@@ -11,6 +11,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise_check import on_other_tensors
+from zero_ext.zero.api.engine_state import owned_state
 from zero_ext.zero.engine import Engine
 
 
@@ -196,16 +197,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return stepper
 
     def _live_shards(self) -> dict[str, Values]:
-        """Return all state and master weights of this rank where they lie, by kind, parameter and first
-        element.
-        """
+        """Return all state of this rank where it lies, by kind, parameter and first element."""
         engine = self.engine
-        found: list[tuple[str, str, int, Values]] = []
-        for number, master in enumerate(engine.masters):
-            for kind, segment, values in self._stepper().values(number):
-                found.append((kind, segment.name, segment.start, values))
-            for segment in master.owned.values():
-                found.append(("master", segment.name, segment.start, master.values_of(segment)))
+        found = [(kind, each.name, each.start, values) for kind, _, each, values in owned_state(engine)]
         for auxiliary in engine.updates.auxiliary_state():
             layout = engine.masters[auxiliary.number].unit.layout
             found += ((auxiliary.kind, *each) for each in auxiliary.by_parameter(layout))

@@ -122,7 +122,7 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     # Models agree as a rule, so one digest per rank is compared first. Single facts follow only
     # after a difference, which all ranks have seen by then.
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
-    totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
+    totals = of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
     received = totals[totals[:, 1] > 0]  # One rank that simulates the others receives nothing from them.
     if bool((received == received[0]).all()):
         return
@@ -131,13 +131,13 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     common = min(len(own), len(wanted))
     differing = (own[:common] != wanted[:common]).nonzero()
     mine = int(differing[0]) if len(differing) else common if len(own) != len(wanted) else -1
-    firsts = _of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
+    firsts = of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
     ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
     first = firsts[ranks[0]]
     fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
     # Fields have a fixed width because a gather needs equal sizes on all ranks.
     fields = (shortened(text, _FIELD_BYTES).encode().ljust(_FIELD_BYTES, b"\0") for text in fact)
-    table = _of_all_ranks(collectives, torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8))
+    table = of_all_ranks(collectives, torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8))
     expected, got = (
         Fact(*(bytes(field.tolist()).rstrip(b"\0").decode() for field in table[rank].chunk(2)))
         for rank in (0, ranks[0])
@@ -153,8 +153,11 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _of_all_ranks(collectives: Collectives, own: torch.Tensor) -> torch.Tensor:
+def of_all_ranks(
+    collectives: Collectives, own: torch.Tensor, label: str = "agreement of the ranks"
+) -> torch.Tensor:
+    """Return the 1-D ``own`` of every rank, all of one size, in rank order; a collective."""
     table = torch.zeros(collectives.world_size, len(own), dtype=own.dtype, device="cpu")
     table[collectives.rank] = own
-    collectives.gather(table.view(-1), table[collectives.rank], "scalars", "agreement of the ranks").wait()
+    collectives.gather(table.view(-1), table[collectives.rank], "scalars", label).wait()
     return table
