@@ -1,4 +1,4 @@
-"""``zero_ext.gathered`` on parameters of ``zero_ext.Init`` before an engine exists, or after it was closed."""
+"""``zero_ext.gathered`` on parameters of ``zero_ext.Init`` before there is an engine, or after it closed."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class EngineState:
         self.config: ZeroConfig = engine.config
         self.everyone: Collectives = engine.collectives  # of all ranks that save and load together
         self.optimizer_class = None if optimizer is None else type(optimizer).__qualname__
-        self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
+        self._undo: tuple[Callable[[], None], ...] = ()  # what a load made that has not changed anything yet
 
     @property
     def trains(self) -> bool:
@@ -100,8 +100,7 @@ class EngineState:
 
     def save_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank saves: exactly its shard range of every unit, unless it is a replica of an
-        earlier rank's.
-        """
+        earlier rank's."""
         self._engine.follow_writes()
         if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
             return
@@ -187,7 +186,7 @@ class EngineState:
             self._check_optimizer(state)
         step.scaler.load_state_dict(state["loss_scaler"])
         # From here on the load uses what ``prepare_load`` made, so nothing may remove it any more.
-        self._undo = None
+        self._undo = ()
         if stepper is not None:
             stepper.load_scalars(engine.full_tensors.to_tiles(state["optimizer"]))
             for live, group in zip(step.groups, state["param_groups"], strict=True):
@@ -233,13 +232,7 @@ class EngineState:
         step = self._engine.optimizer_step
         if step.stepper is not None:
             tiles = self._engine.full_tensors.to_tiles(kinds)
-            undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
-
-            def undo_all() -> None:
-                for each in undo:
-                    each()
-
-            self._undo = undo_all
+            self._undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 
     def leaves(self, kind: str) -> bool:
         """Return whether state of this kind in a checkpoint has no place here and is left aside."""
@@ -247,9 +240,9 @@ class EngineState:
 
     def abandon_load(self) -> None:
         """Undo :meth:`prepare_load` after a load that was refused."""
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
+        for undo in self._undo:
+            undo()
+        self._undo = ()
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the module's persistent buffers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -228,25 +227,17 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return engine.views.full_average(engine.gradients_of(unit), number)
 
 
-class OwnedSlice(NamedTuple):
-    """Elements of a parameter that this rank owns: ``start`` counts in memory order."""
-
-    start: int
-    values: Values
-
-
-def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice]:
+def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[tuple[int, Values]]:
     """Return what this rank owns of a parameter's master weights (``kind`` "master") or optimizer state
-    ("exp_avg", ...), where it lies; replicated state is owned by all. ``ValueError`` for a parameter of no
-    prepared model.
-    """
+    ("exp_avg", ...), where it lies, each with its first element in memory order. Replicated state is owned by
+    all. ``ValueError`` for a parameter of no prepared model."""
     engine = engine_of_parameter(parameter)
     engine.finish_updates()
     engine.follow_writes()
     unit, number = engine.index[parameter]
     name = unit.layout.specs[number].name
     return [
-        OwnedSlice(segment.start, values)
+        (segment.start, values)
         for found, _, segment, values in owned_state(engine, unit)
         if found == kind and segment.name == name and (kind == MASTER or count(values))
     ]
@@ -255,8 +246,7 @@ def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[OwnedSlice
 def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:
     """Return a parameter's master weights or optimizer state of ``kind``, whole, in float32 on the CPU, on
     every rank; a collective. None where no rank has such state: frozen parameters, and state before the
-    first step of optimizers that make it then.
-    """
+    first step of optimizers that make it then."""
     engine = engine_of_parameter(parameter)
     unit, number = engine.index[parameter]
     spec = unit.layout.specs[number]

@@ -68,8 +68,7 @@ def adopt_assigned(
     engine: Engine, parameters: Sequence[nn.Parameter], compute: Callable[[], Result]
 ) -> Result:
     """Return the result of ``compute``, which sets ``parameter.grad`` of some of ``parameters`` rather than
-    have autograd bring it; a backward pass of its own, in which all of them are present.
-    """
+    have autograd bring it; a backward pass of its own, in which all of them are present."""
     holder = object()
     units = list(dict.fromkeys(engine.index[parameter][0] for parameter in parameters))
     with engine.backward_pass.by_hand():

@@ -190,8 +190,7 @@ def _activation_group(
 ) -> dist.ProcessGroup | None:
     """Return the ranks to partition activations over: the ``group`` given, else those with other parts of the
     same tensors. ``ValueError`` for a group that nothing is partitioned over, or with ranks that see other
-    samples.
-    """
+    samples."""
     partitions = settings.activation_checkpointing.partition_activations
     if group is None:
         return groups.tensor if partitions else None

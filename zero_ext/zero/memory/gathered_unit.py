@@ -85,8 +85,7 @@ class GatheredUnit(Protocol):
     @property
     def needs_early_gather(self) -> bool:
         """Return whether a gather or a copy to an accelerator follows the fetch, and should start
-        before use.
-        """
+        before use."""
 
     def to_fetching(self, exact: bool = False) -> None:
         """Attach a buffer and start to fetch the shard into it. From RELEASED only."""

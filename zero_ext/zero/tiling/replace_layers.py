@@ -90,8 +90,7 @@ def _check_layer(name: str, module: nn.Module, splits: int) -> None:
 
 def _has_foreign(hooks: Mapping[int, object] | None) -> bool:
     """Return whether there are other hooks than those of an engine, which go with it before layers are
-    tiled.
-    """
+    tiled."""
     return any(not getattr(hook, "__module__", "").startswith(_OWN) for hook in (hooks or {}).values())
 
 
