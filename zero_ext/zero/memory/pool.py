@@ -61,8 +61,9 @@ class BufferPool:
             warnings.warn(
                 f"unit '{unit}' needs {nbytes} bytes for its {purpose}, which {self._plan.nbytes} bytes of "
                 "staging have not left: more is in use simultaneously than by a model that uses its "
-                "parameters in the order of their registration, block by block. Staging grows for it; smaller "
-                "'units.prefetch_elements' and 'units.max_live_elements' bound what is gathered ahead.",
+                "parameters in the order of their registration, block by block. Staging grows for it; "
+                "smaller 'units.prefetch_elements' and 'units.max_live_elements' bound what is gathered "
+                "ahead.",
                 RuntimeWarning,
                 stacklevel=2,
             )
