@@ -41,18 +41,6 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def _check_embeddings(model: nn.Module, world_size: int) -> None:
-    for name, module in model.named_modules():
-        limit = getattr(module, "max_norm", None)
-        if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
-            raise ValueError(
-                f"module '{name}': expected max_norm=None on {world_size} ranks, got {limit}. Forward "
-                "rescales the rows that this rank looks up, so the ranks' weights would differ. Rescale the "
-                "rows after optimizer.step(), inside 'with zero_ext.gathered(embedding.weight, "
-                "modifier_rank=0):'."
-            )
-
-
 def check_parameters(
     model: nn.Module,
     owned: Sequence[OwnedParameter],
@@ -62,7 +50,15 @@ def check_parameters(
 ) -> None:
     """Refuse parameters that cannot be trained, split or sharded, and embeddings that write to their weight
     in forward. Raises ``ValueError``."""
-    _check_embeddings(model, world_size)
+    for name, module in model.named_modules():
+        limit = getattr(module, "max_norm", None)
+        if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
+            raise ValueError(
+                f"module '{name}': expected max_norm=None on {world_size} ranks, got {limit}. Forward "
+                "rescales the rows that this rank looks up, so the ranks' weights would differ. Rescale the "
+                "rows after optimizer.step(), inside 'with zero_ext.gathered(embedding.weight, "
+                "modifier_rank=0):'."
+            )
     for item in owned:
         name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
         if optimizer is not None and parameter.requires_grad and dtype.is_complex:

@@ -184,8 +184,8 @@ class _InitParameters:
         self._unsharded: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
         self._elements = 0  # of all unsharded ones, as they were when they were added
         self._cut_elements = 0  # since freed memory was returned to the system
-        self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._by_storage: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._by_placeholder = weakref.WeakValueDictionary[int, nn.Parameter]()
+        self._by_storage = weakref.WeakValueDictionary[int, nn.Parameter]()
         self._aliases: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
         stored = settings.offload.params == "nvme"
         self.storage = (
@@ -195,8 +195,7 @@ class _InitParameters:
     def add(self, parameter: nn.Parameter) -> None:
         """Add the new ``parameter``."""
         # nn.Parameter(other_parameter) shares the other's memory and is no torch function.
-        reference = self._by_placeholder.get(parameter.data_ptr()) if parameter.numel() else None
-        origin = reference() if reference is not None else None
+        origin = self._by_placeholder.get(parameter.data_ptr()) if parameter.numel() else None
         if origin is not None and origin is not parameter:
             presharded = presharded_of(origin)
             if presharded is not None and presharded.placeholder.data_ptr() == parameter.data_ptr():
@@ -211,12 +210,11 @@ class _InitParameters:
         memory = memory_of(parameter)
         if memory is None:
             return
-        reference = self._by_storage.get(memory.storage)
-        other = reference() if reference is not None else None
+        other = self._by_storage.get(memory.storage)
         seen = memory_of(other) if other is not None and other is not parameter else None
         if other is not None and seen is not None and seen.overlaps(memory):
             self._aliases.append((weakref.ref(other), weakref.ref(parameter)))
-        self._by_storage[memory.storage] = weakref.ref(parameter)
+        self._by_storage[memory.storage] = parameter
 
     def refuse_aliases(self, modules: Iterable[nn.Module]) -> None:
         """Raise ``ValueError`` if ``modules`` have two parameters that were made over the same memory."""
@@ -275,7 +273,7 @@ class _InitParameters:
             # A single rank needs no agreement, so it stops at the first failure.
             if self._collectives.world_size == 1:
                 self._raise_deferred()
-            self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
+            self._by_placeholder[parameter.data_ptr()] = parameter
         if self._cut_elements > UNSHARDED_ELEMENTS_LIMIT:
             self._cut_elements = 0
             trim_heap()
