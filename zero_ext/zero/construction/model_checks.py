@@ -24,8 +24,8 @@ from zero_ext.zero.units.rank_groups import RankGroups
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model that is compiled as a whole, and traced or scripted modules, whose parameters cannot be
-    followed. Raises ``ValueError``."""
+    """Refuse a model that is compiled as a whole, and traced or scripted modules, which use their parameters
+    outside Python. Raises ``ValueError``."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
             "model: expected a plain one, got one that is compiled as a whole. Compile its blocks instead "
