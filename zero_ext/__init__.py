@@ -14,13 +14,8 @@ if TYPE_CHECKING:
     from zero_ext.optim.lamb import Lamb
     from zero_ext.optim.lion import Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-    from zero_ext.zero.api.full_parameters import (
-        double_backward,
-        full_gradient,
-        full_state_dict,
-        gathered,
-        load_full_state_dict,
-    )
+    from zero_ext.zero.api.full_parameters import full_gradient, full_state_dict, load_full_state_dict
+    from zero_ext.zero.api.gathered import double_backward, gathered
     from zero_ext.zero.api.zero_module import ZeroModule
     from zero_ext.zero.construction.sharded_init import Init
     from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
@@ -81,10 +76,10 @@ __getattr__ = lazy_getattr(
         "ZeroModule": "zero_ext.zero.api.zero_module",
         "ZeroOneAdam": "zero_ext.optim.one_bit",
         "checkpoint_activations": "zero_ext.activation",
-        "double_backward": "zero_ext.zero.api.full_parameters",
+        "double_backward": "zero_ext.zero.api.gathered",
         "full_gradient": "zero_ext.zero.api.full_parameters",
         "full_state_dict": "zero_ext.zero.api.full_parameters",
-        "gathered": "zero_ext.zero.api.full_parameters",
+        "gathered": "zero_ext.zero.api.gathered",
         "initialize": "zero_ext.integrations.initialize",
         "load_checkpoint": "zero_ext.checkpoint.api",
         "load_full_state_dict": "zero_ext.zero.api.full_parameters",

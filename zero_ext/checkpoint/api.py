@@ -18,10 +18,8 @@ from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
 from zero_ext.checkpoint.save_session import SaveHandle, save_in_progress, session_of
-from zero_ext.zero.api.close_engine import OBSTACLES
-from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
-from zero_ext.zero.api.engine_state import EngineState
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.zero.api.engine_lookup import OBSTACLES, checkpoint_sources, engine_of
+from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
 from zero_ext.zero.engine import Engine
 
 

@@ -82,15 +82,13 @@ class Engine(Ending):
         tiers: TierManager,
         checkpointing: ActivationCheckpointing,
     ) -> None:
-        self.config = config
-        self.checkpointing = checkpointing  # what checkpoint_activations does inside the model's forward
-        self.collectives = collectives
+        self.config, self.checkpointing, self.collectives = config, checkpointing, collectives
         self.pool, self.gradient_staging, self.tiers = pool, gradient_staging, tiers
         self.names = {item.parameter: item.names for item in owned}
         self._assignments = [
             (item.parameter, name, weakref.ref(owner))
             for item in owned
-            for name, owner in item.named_owners()
+            for name, owner in zip(item.names, item.owners, strict=True)
         ]
         self.full_tensors = FullTensorMap(model)
         self.units = tuple(unit for unit, _ in units)
@@ -122,23 +120,16 @@ class Engine(Ending):
             for unit in self.units
             for number, parameter in enumerate(unit.parameters)
         }
-        updates, defers = partial(getattr, self.optimizer_step, "updates"), self._defers_factors(scales_loss)
+        # Factors of clipping by calls wait for the step, unless it has a norm or other stages other factors.
+        shown = config.gradient_clipping or scales_loss or collectives.model is not None
+        defers = not shown and config.offload.update_mode != "in_backward"
+        updates = partial(getattr, self.optimizer_step, "updates")
         self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
         moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
-        passes = config.batch.gradient_accumulation_steps
-        self.collector = GradientCollector(*moved, passes, scales_loss)
+        self.collector = GradientCollector(*moved, config.batch.gradient_accumulation_steps, scales_loss)
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
-
-    def _defers_factors(self, scales_loss: bool) -> bool:
-        """Return whether factors of clipping by calls wait for the step.
-
-        Steps with a norm need the gradients as they are shown, and other stages would have other factors.
-        """
-        config = self.config
-        shown = config.gradient_clipping or scales_loss or self.collectives.model is not None
-        return not shown and config.offload.update_mode != "in_backward"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the engine out of a copy: a copied model is an ordinary module."""
@@ -172,8 +163,7 @@ class Engine(Ending):
         Raises:
             RuntimeError: the model was deleted.
         """
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             raise RuntimeError(
                 "engine: expected its model to exist, got a deleted one. Keep a reference to the "
                 "model while training."
@@ -412,17 +402,14 @@ class Engine(Ending):
         if self.updates.clears:
             self.clear_gradients()
         self._clock.end("step", began)
-        self._publish_step_end(not stepped)
-        # The thread starts last because it changes state that subscribers of the step's end read.
-        self.updates.begin_delayed()
-        return stepped
-
-    def _publish_step_end(self, skipped: bool) -> None:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         loss = self._clock.end_step(self.steps, self.optimizer_step.late_norm)
         if self._bus:
-            self._bus.publish(self.optimizer_step.end(skipped, loss, seconds))
+            self._bus.publish(self.optimizer_step.end(not stepped, loss, seconds))
+        # The thread starts last because it changes state that subscribers of the step's end read.
+        self.updates.begin_delayed()
+        return stepped
 
     def _refuse_early_step(self) -> None:
         self.optimizer_step.refuse_damage()
@@ -452,14 +439,14 @@ class Engine(Ending):
         written = [unit for unit in self.units if not unit.placement.params and unit.written()]
         if written:
             self.updates.refuse_drift(f"a write to parameters of {written[0].describe()}")
-        if written and self.updates.in_progress:
-            name = written[0].layout.specs[written[0].written()[0]].name
-            raise RuntimeError(
-                f"parameter '{name}': expected no write while a delayed update is under way "
-                "(offload.update_mode is 'delayed'), which would undo it, got one. Write inside "
-                "'with zero_ext.gathered(params, modifier_rank=0):', or call model.finish_update() "
-                "first. Load a checkpoint to go on."
-            )
+            if self.updates.in_progress:
+                name = written[0].layout.specs[written[0].written()[0]].name
+                raise RuntimeError(
+                    f"parameter '{name}': expected no write while a delayed update is under way "
+                    "(offload.update_mode is 'delayed'), which would undo it, got one. Write inside "
+                    "'with zero_ext.gathered(params, modifier_rank=0):', or call model.finish_update() "
+                    "first. Load a checkpoint to go on."
+                )
         follow_writes(self.masters, collectives)
 
     def finish_updates(self, replaced: bool = False) -> None:

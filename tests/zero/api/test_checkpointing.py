@@ -1,6 +1,10 @@
-"""Activation checkpointing inside and around blocks, reentrant and not: same result, two gathers a step."""
+"""Checkpointing in and around blocks, torch's and `checkpoint_activations`: same bits, two gathers a step."""
 
 from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,17 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, check_against_plain, configuration, gathered_once, sgd
+from tests.zero.training import (
+    Plan,
+    adamw,
+    check_against_plain,
+    configuration,
+    gathered_once,
+    sgd,
+    train_prepared,
+)
+from zero_ext.config import ActivationCheckpointingConfig
+from zero_ext.config.events import ActivationEnd
 from zero_ext.zero import engine_of
 
 
@@ -107,3 +121,133 @@ def test_units_are_gathered_twice_a_step(world: World) -> None:
         padded = sum(unit.layout.numel for unit in engine.units)
         wanted = 2 * padded - gathered_once(engine)
         assert engine.traffic.last_elements["gather"] == wanted, (where, reentrant, early)
+
+
+# -- checkpoint_activations: every stage and tier ---------------------------------------------------------
+
+
+class CheckpointedBlocks(nn.Module):
+    """Blocks that are checkpointed from outside, or inside by pairs, with dropout between them."""
+
+    def __init__(self, run: bool, depth: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(depth))
+        self.run = run
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.entry(features)
+        for block in self.blocks:
+            hidden = zero_ext.checkpoint_activations(block, hidden) if self.run else block(hidden)
+        return hidden
+
+
+def sections(folder: str) -> list[dict[str, Any]]:
+    """Every way of keeping, with tensors of any size moved."""
+    nvme = {"tier": "nvme", "nvme_paths": [folder], "buffer_bytes": 2**20}
+    made: list[dict[str, Any]] = [
+        {},
+        {"tier": "host"},
+        nvme,
+        {"contiguous_memory_optimization": True, "number_checkpoints": 8},
+        {"save_ops": ["aten.addmm"], "tier": "host"},
+        {"save_budget_bytes": 2000},
+        {"mode": "offload_saved_tensors", "tier": "host"},
+        {"mode": "offload_saved_tensors", **nvme},
+    ]
+    return [
+        {**each, **({"min_offload_bytes": 0} if ActivationCheckpointingConfig(**each).moves else {})}
+        for each in made
+    ]
+
+
+def trained(world: World, stage: int, plan: Plan, run: bool, section: dict[str, Any], **more: Any) -> Any:
+    torch.manual_seed(world.seed)
+    model = CheckpointedBlocks(run)
+    config = configuration(stage, plan, activation_checkpointing=section, **more)
+    result = train_prepared(world, model, feature_loss, feature_batch, config, plan)
+    checkpointing = result.engine.checkpointing
+    gc.collect()
+    assert checkpointing.used_bytes() == 0
+    if section.get("tier", "device") != "device":
+        assert checkpointing.allocated_bytes()[section["tier"]] > 0
+    return result
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_same_bits_in_every_stage(world: World, dtype: str) -> None:
+    plan = Plan(steps=2, micro_batches=2, clip=0.5, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in (0, 2, 3):
+            wanted = trained(world, stage, plan, False, {})
+            for section in sections(folder) if stage == 3 else sections(folder)[1:3]:
+                found = trained(world, stage, plan, True, section)
+                assert found.losses == wanted.losses, (stage, section)
+                for name, value in found.parameters.items():
+                    assert torch.equal(value, wanted.parameters[name]), (stage, section, name)
+
+
+@on_ranks(2)
+def test_beside_offloaded_parameters_and_updates_inside_backward(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {
+            "params": "nvme",
+            "optimizer": "nvme",
+            "nvme_paths": [folder],
+            "update_mode": "in_backward",
+        }
+        wanted = trained(world, 3, Plan(), False, {}, offload=offload)
+        for section in sections(folder)[:3]:
+            found = trained(world, 3, Plan(), True, section, offload=offload)
+            assert found.losses == wanted.losses
+            assert all(map(torch.equal, found.parameters.values(), wanted.parameters.values()))
+
+
+@on_ranks(2)
+def test_units_are_gathered_twice_a_step_and_never_moved(world: World) -> None:
+    for section in ({"tier": "host"}, {"tier": "host", "mode": "offload_saved_tensors"}):
+        model = CheckpointedBlocks(True)
+        model, optimizer = zero_ext.prepare(
+            model,
+            adamw(model.parameters()),
+            configuration(3, activation_checkpointing={"min_offload_bytes": 0, "profile": True, **section}),
+            process_group=world.group,
+        )
+        engine, received = engine_of(model), []
+        engine._bus.subscribe(received.append)
+        for step in range(3):
+            feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
+            assert engine.prefetcher.live_elements == 0
+            optimizer.step()
+            optimizer.zero_grad()
+        padded = sum(unit.layout.numel for unit in engine.units)
+        assert engine.traffic.last_elements["gather"] == 2 * padded - gathered_once(engine)
+        moved = [event for event in received if isinstance(event, ActivationEnd) and event.what == "offload"]
+        sizes = {event.bytes for event in moved}
+        shapes = {
+            3 * WIDTH,
+            3 * (2 * WIDTH + 1),
+            3,
+        }  # hidden, inner, and per row: activations, and no weights
+        assert sizes <= {-(-n * 4 // 64) * 64 for n in shapes} and sizes
+
+
+@on_ranks(1)
+def test_inside_forward_only(world: World) -> None:
+    config = configuration(3, activation_checkpointing={"tier": "host", "min_offload_bytes": 0})
+    model, _ = zero_ext.prepare(CheckpointedBlocks(True), None, config, process_group=world.group)
+    inner = zero_ext.activation.current_checkpointing
+    seen = []
+    model.module.blocks[0].register_forward_hook(lambda *_: seen.append(inner()))
+    with torch.no_grad():
+        model(feature_batch(world.seed, 0, 0, 0))
+    assert seen == [engine_of(model).checkpointing] and inner() is not seen[0]
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    model.module.blocks[1].register_forward_pre_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        model(feature_batch(world.seed, 0, 0, 0))
+    assert inner() is not seen[0]

@@ -14,7 +14,7 @@ from tests.multi.rank import World
 from zero_ext.config import ZeroConfig
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero import engine_of
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step
 
 SHAPES = ((33, 7), (5,), (64, 3))

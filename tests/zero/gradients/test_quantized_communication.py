@@ -17,7 +17,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.simulated_communication import CommunicationSetup, Simulation
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.api.full_values import full_state
+from zero_ext.zero.api.full_parameters import full_state
 
 STEPS = 3
 

@@ -17,7 +17,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.simulated_communication import CommunicationSetup
 from tests.zero.training import adamw
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.full_values import full_state
+from zero_ext.zero.api.full_parameters import full_state
 
 ALL_ON = CommunicationSetup(4, 2, weights="int4", gradients="int4", secondary=True)
 GROUPS = CommunicationSetup(4, 2, weights="int8", group=2)

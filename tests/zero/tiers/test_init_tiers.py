@@ -169,7 +169,7 @@ def test_a_fault_on_one_rank_ends_init_on_all_and_leaves_nothing(world: World, f
             pytest.raises(RuntimeError, match=pattern) as caught,
             init,
         ):
-            store = init._parameters._storage._store  # type: ignore[union-attr]
+            store = init._parameters.storage._store  # type: ignore[union-attr]
             assert store is not None
             first = nn.Linear(50, 50)
             if world.rank == 0 and fault == "full":

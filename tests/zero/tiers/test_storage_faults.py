@@ -23,7 +23,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext import ops
 from zero_ext.offload import NvmeShard
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.full_values import full_state
+from zero_ext.zero.api.full_parameters import full_state
 
 
 def prepared(world: World, folder: str, stage: int = 3, **more: Any) -> tuple[Any, Any]:

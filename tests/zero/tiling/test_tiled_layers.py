@@ -33,7 +33,7 @@ from zero_ext import TiledEmbedding, TiledLinear
 from zero_ext.zero import engine_of
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.tiling.replace_layers import plan_tiling
-from zero_ext.zero.tiling.tile_slice import TileSlice, bounds
+from zero_ext.zero.tiling.tiled_module import TileSlice, bounds
 
 BOTH = {"embedding": 4, "head": 3}
 TIED = {"embedding": 4, "head": 4}
@@ -193,7 +193,7 @@ def test_state_dicts_are_those_of_the_plain_layers() -> None:
 
 def test_a_layer_that_is_tiled_already_is_left_alone() -> None:
     model = nn.Sequential(TiledLinear(4, 4, out_splits=2), TiledEmbedding(4, 4, 2))
-    assert plan_tiling(model, {"Linear": 2, "1": 2, "Embedding": 3}).splits == {}
+    assert plan_tiling(model, {"Linear": 2, "1": 2, "Embedding": 3}) == {}
 
 
 # -- under prepare -------------------------------------------------------------------------------------------

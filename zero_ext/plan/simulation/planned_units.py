@@ -12,7 +12,7 @@ from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 
 ParameterSpan = tuple[int, int]
 

@@ -13,7 +13,7 @@ from zero_ext.plan.simulation.planned_units import planned_units
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
 from zero_ext.zero.construction.staging_sizes import StateStep, staging_of
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.pool_replay import gathered_once
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.

@@ -1,3 +1,2 @@
 """The objects that users hold: prepare, module, optimizer, full parameters, ``param.grad``, state for
-checkpoints.
-"""
+checkpoints."""

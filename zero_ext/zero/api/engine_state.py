@@ -1,26 +1,30 @@
-"""The engine's state as checkpoints see it: 1-D slices of live memory, and JSON-able scalars."""
+"""A model's state as checkpoints see it, of one engine or of several ranks with slices of one model."""
 
 from __future__ import annotations
 
+import functools
+import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, subrange_of
+from zero_ext.optim import Segment
 from zero_ext.optim.elementwise_check import resumes_from
-from zero_ext.zero.construction.module_buffers import persistent_buffers
+from zero_ext.zero.construction.module_tensors import persistent_buffers
+from zero_ext.zero.construction.rank_consistency import of_all_ranks
+from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
+from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.quantized_params import packed_tensors
 from zero_ext.zero.units.unit import Unit
-
-if TYPE_CHECKING:
-    from zero_ext.comm import Collectives
-    from zero_ext.zero.engine import Engine
 
 
 class StateSlice(NamedTuple):
@@ -42,6 +46,20 @@ class ParameterInfo(NamedTuple):
     trainable: bool
 
 
+def owned_state(
+    engine: Engine, unit: Unit | None = None
+) -> Iterator[tuple[str, MasterShard, Segment, Values]]:
+    """Yield this rank's master weights and optimizer state, of one ``unit`` or of all, where they lie: their
+    kind, master shard, and segment of it."""
+    stepper = engine.optimizer_step.stepper
+    for number, master in enumerate(engine.masters):
+        if unit is None or master.unit is unit:
+            for segment in master.owned.values():
+                yield "master", master, segment, master.values_of(segment)
+            for kind, segment, values in stepper.values(number) if stepper is not None else ():
+                yield kind, master, segment, values
+
+
 class EngineState:
     """Implements the checkpoint's ``StateSource`` for one engine.
 
@@ -55,45 +73,25 @@ class EngineState:
         """``group`` is the engine's, None for a single rank; ``optimizer`` is the user's."""
         self._engine = weakref.proxy(engine)
         self.group = group
+        self.rank, self.world_size = engine.rank, engine.world_size
+        self.config: ZeroConfig = engine.config
+        self.everyone: Collectives = engine.collectives  # of all ranks that save and load together
         self.optimizer_class = None if optimizer is None else type(optimizer).__qualname__
-        self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return int(self._engine.rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return int(self._engine.world_size)
-
-    @property
-    def everyone(self) -> Collectives:
-        """The collectives of all ranks that save and load together."""
-        collectives: Collectives = self._engine.collectives
-        return collectives
+        self._undo: tuple[Callable[[], None], ...] = ()  # what a load made that has not changed anything yet
 
     @property
     def trains(self) -> bool:
         """Return whether there is an optimizer with state that a checkpoint has to restore."""
         return self._engine.optimizer_step.stepper is not None
 
-    @property
-    def config(self) -> ZeroConfig:
-        """The engine's configuration."""
-        config: ZeroConfig = self._engine.config
-        return config
-
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
         """Return every parameter by its first name."""
-        table = {}
-        for unit in self._engine.units:
+        engine, table = self._engine, {}
+        for unit in engine.units:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
                 dtype = str(spec.dtype).removeprefix("torch.")
-                name, *aliases = self._engine.full_tensors.names(self._engine.names[parameter])
-                tile_slice = self._engine.full_tensors.tile_slice(spec.name)
-                source = spec if tile_slice is None else tile_slice
+                name, *aliases = engine.full_tensors.names(engine.names[parameter])
+                source = engine.full_tensors.tile_slice(spec.name) or spec
                 shape, stride = source.shape, source.stride
                 if is_split(parameter):
                     shape, stride = tuple(parameter.shape), tuple(parameter.stride())
@@ -102,8 +100,7 @@ class EngineState:
 
     def save_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank saves: exactly its shard range of every unit, unless it is a replica of an
-        earlier rank's.
-        """
+        earlier rank's."""
         self._engine.follow_writes()
         if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
             return
@@ -113,9 +110,8 @@ class EngineState:
             if low < high:
                 values = subrange_of(state_slice.tensor, low - begin, high - begin)
                 yield from self._of_full_tensors(
-                    StateSlice(state_slice.kind, state_slice.name, state_slice.start + low - begin, values)
+                    state_slice._replace(start=state_slice.start + low - begin, tensor=values)
                 )
-
         yield from self._auxiliary_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
@@ -127,11 +123,8 @@ class EngineState:
         yield from self._auxiliary_slices(saves=False)
 
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
-        """Yield the auxiliary state of the updates: what is the same on all ranks is shared
-        out over them where it is saved.
-        """
-        updates = self._engine.updates
-        for auxiliary in updates.auxiliary_state():
+        """Yield the auxiliary state of the updates. Of what is the same on all ranks each saves a range."""
+        for auxiliary in self._engine.updates.auxiliary_state():
             layout = self._engine.masters[auxiliary.number].unit.layout
             if saves and auxiliary.ownership is Ownership.SHARED:
                 begin, end = layout.shard_range(self.rank)
@@ -156,26 +149,16 @@ class EngineState:
         for unit in engine.units:
             if unit in mastered:
                 continue
-            rank, sharded = unit.collectives.rank, unit.placement.params
-            begin, end = unit.layout.shard_range(rank) if sharded else (0, unit.layout.numel)
-            storage = unit.storage if unit.placement.params else engine.tiers.wrap_memory(unit.flat)
+            sharded = unit.placement.params
+            begin, end = unit.layout.shard_range(unit.collectives.rank) if sharded else (0, unit.layout.numel)
+            storage = unit.storage if sharded else engine.tiers.wrap_memory(unit.flat)
             for segment in unit.layout.segments(begin, end):
                 values = storage.view(segment.begin, segment.end)
                 state_slice = StateSlice("master", segment.name, segment.start, values)
                 yield state_slice, unit, begin + segment.begin
-        stepper = engine.optimizer_step.stepper
-        for number, master in enumerate(engine.masters):
-            for segment in master.owned.values():
-                values = master.values_of(segment)
-                state_slice = StateSlice("master", segment.name, segment.start, values)
-                yield state_slice, master.unit, master.begin + segment.begin
-            if stepper is not None:
-                for kind, segment, values in stepper.values(number):
-                    yield (
-                        StateSlice(kind, segment.name, segment.start, values),
-                        master.unit,
-                        master.begin + segment.begin,
-                    )
+        for kind, master, segment, values in owned_state(engine):
+            state_slice = StateSlice(kind, segment.name, segment.start, values)
+            yield state_slice, master.unit, master.begin + segment.begin
 
     def scalar_state(self) -> dict[str, Any]:
         """Return steps, loss scaler, param groups and the optimizer's scalars."""
@@ -203,7 +186,7 @@ class EngineState:
             self._check_optimizer(state)
         step.scaler.load_state_dict(state["loss_scaler"])
         # From here on the load uses what ``prepare_load`` made, so nothing may remove it any more.
-        self._undo = None
+        self._undo = ()
         if stepper is not None:
             stepper.load_scalars(engine.full_tensors.to_tiles(state["optimizer"]))
             for live, group in zip(step.groups, state["param_groups"], strict=True):
@@ -230,9 +213,8 @@ class EngineState:
         same = state["optimizer_class"] == own["optimizer_class"]
         if same and state["optimizer"].keys() != own["optimizer"].keys():
             raise ValueError(
-                f"checkpoint: expected state of {own['optimizer_class']} as this model has it, got "
-                "another form. Give the optimizer the settings that it was saved with, such as "
-                "amsgrad."
+                f"checkpoint: expected state of {own['optimizer_class']} as this model has it, got another "
+                "form. Give the optimizer the settings that it was saved with, such as amsgrad."
             )
         # Within a group the order says nothing: all state goes by name.
         groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
@@ -250,13 +232,7 @@ class EngineState:
         step = self._engine.optimizer_step
         if step.stepper is not None:
             tiles = self._engine.full_tensors.to_tiles(kinds)
-            undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
-
-            def undo_all() -> None:
-                for each in undo:
-                    each()
-
-            self._undo = undo_all
+            self._undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 
     def leaves(self, kind: str) -> bool:
         """Return whether state of this kind in a checkpoint has no place here and is left aside."""
@@ -264,9 +240,9 @@ class EngineState:
 
     def abandon_load(self) -> None:
         """Undo :meth:`prepare_load` after a load that was refused."""
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
+        for undo in self._undo:
+            undo()
+        self._undo = ()
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the module's persistent buffers."""
@@ -287,11 +263,8 @@ class TrainedState(EngineState):
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
         """Return every trained parameter by its first name."""
         engine = self._engine
-        trained = {
-            engine.full_tensors.name(spec.name)
-            for master in engine.masters
-            for spec in master.unit.layout.specs
-        }
+        specs = (spec for master in engine.masters for spec in master.unit.layout.specs)
+        trained = {engine.full_tensors.name(spec.name) for spec in specs}
         return {name: entry for name, entry in super().parameter_table().items() if name in trained}
 
     def _slices(self) -> Iterator[tuple[StateSlice, Unit, int]]:
@@ -302,6 +275,172 @@ class TrainedState(EngineState):
         """Return the module's persistent buffers."""
         attached = packed_tensors(self._engine.model)
         return {name: buffer for name, buffer in super().buffers().items() if name not in attached}
+
+
+class ModelParallelState:
+    """Implements the checkpoint's ``StateSource`` for all ranks of ``group``, each with its part, ``own``, of
+    one model.
+
+    Names are the whole model's; ``whole_names`` are those of parameters that have another one here. Those
+    that are saved ``elsewhere``, as several parts have them, are filled in all. :meth:`meet`, a collective of
+    all ranks before every save and load, gives each of them what the others have.
+    """
+
+    def __init__(
+        self,
+        own: EngineState,
+        group: dist.ProcessGroup,
+        full_names: Mapping[str, str],
+        elsewhere: Collection[str],
+    ) -> None:
+        self.own = own
+        self._full_names, self._elsewhere = dict(full_names), frozenset(elsewhere)
+        self.group, self.config = group, own.config
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.leaves, self.abandon_load, self.finish_load = own.leaves, own.abandon_load, own.finish_load
+        self._table: dict[str, ParameterInfo] = {}
+        self._scalars: dict[str, Any] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    # -- what the ranks tell each other -------------------------------------------------------------------
+
+    @functools.cached_property
+    def everyone(self) -> Collectives:
+        """The collectives of all ranks; made by all of them together at first use."""
+        return make_collectives(self.group, self.config.timeout_seconds)
+
+    def meet(self) -> None:
+        """Take in what all ranks have. Raises ``RuntimeError`` where parts do not make one model."""
+        own = self.own
+        table = {self._full_name(name): entry for name, entry in own.parameter_table().items()}
+        buffers = {name: (list(each.shape), str(each.dtype)) for name, each in own.buffers().items()}
+        message = {"table": table, "scalars": self._renamed(own.scalar_state()), "buffers": buffers}
+        states = [json.loads(text) for text in self._exchanged(json.dumps(message).encode())]
+        self._table, self._scalars = {}, {}
+        for stage_state in states:
+            for name, entry in stage_state["table"].items():
+                shape, stride, dtype, aliases, trainable = entry
+                self._add(name, ParameterInfo(tuple(shape), tuple(stride), dtype, tuple(aliases), trainable))
+            self._scalars = _united(self._scalars, stage_state["scalars"])
+        self._buffers = {}
+        for rank, stage_state in enumerate(states):
+            for name, (shape, dtype) in stage_state["buffers"].items():
+                if name not in self._buffers:
+                    self._buffers[name] = self._buffer_from(rank, name, shape, dtype)
+
+    def _add(self, name: str, entry: ParameterInfo) -> None:
+        """Add a parameter; what is tied has all names that any part gives it."""
+        known = self._table.get(name, entry)
+        if known._replace(aliases=()) != entry._replace(aliases=()):
+            raise RuntimeError(
+                f"parameter '{name}': expected the same in all parts of the model, got {known} in one "
+                f"and {entry} in another. Build all parts from one model."
+            )
+        aliases = tuple(sorted({*known.aliases, *entry.aliases} - {name}))
+        self._table[name] = entry._replace(aliases=aliases)
+
+    def _buffer_from(self, rank: int, name: str, shape: list[int], dtype: str) -> torch.Tensor:
+        """Return the live buffer if this rank has it, else a copy of that of ``rank``."""
+        live = self.own.buffers().get(name)
+        value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
+        if live is not None:
+            value.copy_(live)
+        if value.numel():
+            self.everyone.broadcast_(value.view(-1).view(torch.uint8), rank, f"buffer '{name}'")
+        return value if live is None else live
+
+    def _exchanged(self, own: bytes) -> list[bytes]:
+        """Return what every rank gives, in rank order."""
+        size = torch.tensor([len(own)], device="cpu")
+        lengths = of_all_ranks(self.everyone, size, "lengths of the parts' tables").flatten().tolist()
+        padded = torch.frombuffer(bytearray(own.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        table = of_all_ranks(self.everyone, padded, "the parts' tables")
+        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths, strict=True)]
+
+    # -- names --------------------------------------------------------------------------------------------
+
+    def _full_name(self, name: str) -> str:
+        return self._full_names.get(name, name)
+
+    def _renamed(self, value: Any) -> Any:
+        """JSON-like ``value`` with the whole model's names for this part's, among keys and in lists."""
+        if isinstance(value, Mapping):
+            return {self._full_name(name): self._renamed(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._renamed(item) for item in value]
+        return self._full_name(value) if isinstance(value, str) else value
+
+    def _own_subset(self, value: Any) -> Any:
+        """Undo :meth:`_renamed` of the full model's ``value``, without what only other ranks have."""
+        own_names = {self._full_name(name): name for name in self.own.parameter_table()}
+        elsewhere = self._table.keys() - own_names.keys()
+
+        def subset(item: Any) -> Any:
+            if isinstance(item, Mapping):
+                return {own_names.get(key, key): subset(v) for key, v in item.items() if key not in elsewhere}
+            if isinstance(item, list):
+                return [subset(v) for v in item if not (isinstance(v, str) and v in elsewhere)]
+            return own_names.get(item, item) if isinstance(item, str) else item
+
+        return subset(value)
+
+    # -- the source ---------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """See :class:`EngineState`."""
+        return self.own.trains
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Return every parameter of the model by its first name."""
+        return self._table
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers of all parts: live ones here, copies of the others."""
+        return self._buffers
+
+    def save_slices(self) -> Iterator[StateSlice]:
+        """See :class:`EngineState`; each parameter in one of the parts that have it."""
+        for state_slice in self.own.save_slices():
+            if state_slice.name not in self._elsewhere:
+                yield state_slice._replace(name=self._full_name(state_slice.name))
+
+    def load_slices(self) -> Iterator[StateSlice]:
+        """See :class:`EngineState`."""
+        for state_slice in self.own.load_slices():
+            yield state_slice._replace(name=self._full_name(state_slice.name))
+
+    def scalar_state(self) -> dict[str, Any]:
+        """See :class:`EngineState`: of all parts."""
+        return self._scalars
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """See :class:`EngineState`."""
+        self.own.load_scalar_state(self._own_subset(state))
+
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """See :class:`EngineState`."""
+        own_names = {self._full_name(name): name for name in self.own.parameter_table()}
+        self.own.prepare_load({own_names[name]: each for name, each in kinds.items() if name in own_names})
+
+
+def _united(one: Any, other: Any, key: str = "state") -> Any:
+    """JSON-like values of two parts as one: the entries of both, the names that lists have. Raises
+    ``RuntimeError`` where they have different numbers for one thing."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        both = {**other, **one}
+        return {k: _united(one[k], other[k], k) if k in one and k in other else both[k] for k in both}
+    if isinstance(one, list) and isinstance(other, list):
+        if all(isinstance(each, str) for each in (*one, *other)):
+            return list(dict.fromkeys([*one, *other]))
+        if len(one) == len(other):
+            return [_united(*pair, key) for pair in zip(one, other, strict=True)]
+    if one != other:
+        raise RuntimeError(
+            f"state of '{key}': expected the same on all parts of the model, got {one} and "
+            f"{other}. Give their optimizers the same param groups and settings."
+        )
+    return one
 
 
 def _plain(value: Any) -> Any:

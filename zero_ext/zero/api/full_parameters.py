@@ -1,138 +1,26 @@
-"""Full parameters outside forward: reading and editing them, whole state dicts, double backward."""
+"""Parameters and their state as whole tensors: state dicts, and one parameter's values, read and replaced."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from zero_ext.offload import Values, copy_of, count, replace, subrange_of
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
-from zero_ext.zero.construction.gathered_presharded import check_modifier, gathered_presharded
-from zero_ext.zero.construction.module_buffers import persistent_buffers
+from zero_ext.zero.api.engine_state import owned_state
+from zero_ext.zero.api.gathered import gathered
+from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.memory.gathered_unit import UnitState
-from zero_ext.zero.units.collective_errors import refuse_different
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks, refuse_different
 from zero_ext.zero.units.dtensor_local import full_tensor_of, is_split, local_value
 from zero_ext.zero.units.flat_layout import in_memory_order
-from zero_ext.zero.units.master_weights import MasterShard, store_values
+from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.parameter_marks import expert_ranks
-from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.on_demand import held
 
-
-@contextlib.contextmanager
-def gathered(
-    parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
-) -> Iterator[None]:
-    """Gather `parameters` on every rank inside the block, to read or to edit them; a collective.
-
-    Works for every stage. If the block raises, or writes what it may only read, edits of sharded parameters
-    are dropped. Those of replicated ones (stages 0 to 2) stay on this rank. Values for reading are those that
-    forward uses. Before an edit delayed updates are finished.
-
-    Args:
-        parameters: a module, a parameter or several, of prepared models or made inside
-            [`Init`][zero_ext.Init].
-        modifier_rank: None for reading. With a rank, that rank's values become everybody's at the end of the
-            block, shards and fp32 master weights included. Elements that were not changed keep the full
-            precision of their master.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        ValueError: a parameter is of neither kind, the rank does not exist, or experts that differ between
-            ranks are to be edited.
-        RuntimeError: a parameter was written to with `modifier_rank` None, or a backward pass ended inside
-            the block.
-
-    Examples:
-        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
-        >>> with zero_ext.gathered(model.parameters(), modifier_rank=0), torch.no_grad():
-        ...     _ = model.bias.fill_(1.0)
-        >>> with zero_ext.gathered(model.bias):
-        ...     model.bias.sum().item()
-        2.0
-    """
-    listed = _listed(parameters)
-    presharded = [parameter for parameter in listed if presharded_of(parameter) is not None]
-    units = _units_of(parameter for parameter in listed if presharded_of(parameter) is None)
-    with gathered_presharded(presharded, modifier_rank), _gathered_units(units, modifier_rank):
-        yield
-
-
-@contextlib.contextmanager
-def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
-    for engine, unit in units:
-        engine.updates.refuse_pending("gathered")
-        if modifier_rank is not None:
-            engine.updates.refuse_drift("a write to parameters")
-        check_modifier(modifier_rank, engine.collectives, unit.parameters[0], unit.describe())
-    if modifier_rank is not None:
-        for engine in dict.fromkeys(engine for engine, _ in units):
-            engine.finish_updates()
-    by_engine: dict[Engine, list[Unit]] = {}
-    for engine, unit in units:
-        by_engine.setdefault(engine, []).append(unit)
-    with contextlib.ExitStack() as holding:
-        for engine, those in by_engine.items():
-            holding.enter_context(held(engine, those))
-        before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
-        yield
-        for engine, unit in units:
-            _check_present(unit)
-            if modifier_rank is None:
-                _check_only_read(unit, before[unit])
-            else:
-                _adopt_writes(engine, unit, modifier_rank)
-
-
-def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, nn.Parameter):
-        parameters = [parameters]
-    return list(dict.fromkeys(parameters))
-
-
-def _units_of(parameters: Iterable[nn.Parameter]) -> list[tuple[Engine, Unit]]:
-    found: dict[Unit, Engine] = {}
-    for parameter in parameters:
-        engine = engine_of_parameter(parameter)
-        found[engine.index[parameter][0]] = engine
-    return [(engine, unit) for unit, engine in found.items()]
-
-
-def _check_present(unit: Unit) -> None:
-    if unit.state is not UnitState.GATHERED:
-        raise RuntimeError(
-            f"{unit.describe()} was released inside 'with zero_ext.gathered(...)': a backward pass ended "
-            "there. Run backward outside the block."
-        )
-
-
-def _check_only_read(unit: Unit, before: list[int]) -> None:
-    for number in unit.written():
-        if unit.parameters[number]._version != before[number]:
-            raise RuntimeError(
-                f"parameter '{unit.layout.specs[number].name}': it was written to inside 'with "
-                "zero_ext.gathered(params):', which is for reading. Name the rank with the values that "
-                "count: "
-                "'with zero_ext.gathered(params, modifier_rank=0):'."
-            )
-
-
-def _adopt_writes(engine: Engine, unit: Unit, modifier_rank: int) -> None:
-    engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
-    try:
-        store_values(unit, engine.masters, engine.collectives)
-    finally:
-        # After an error, too, the release must not commit the writes once more.
-        unit.accept_writes()
+MASTER = "master"
 
 
 def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
@@ -186,18 +74,15 @@ def full_state_dict(
             for number, parameter in enumerate(unit.parameters if keep else ()):
                 if parameter not in chosen:
                     continue
-                tile_slice, value = (
-                    engine.full_tensors.tile_slice(engine.names[parameter][0]),
-                    unit.view_of(number).detach(),
-                )
-                if tile_slice is None or is_split(parameter):
-                    value = full_tensor_of(parameter, value)
-                    full[parameter] = value.to("cpu", copy=True)
+                tile = engine.full_tensors.tile_slice(engine.names[parameter][0])
+                value = unit.view_of(number).detach()
+                if tile is None or is_split(parameter):
+                    full[parameter] = full_tensor_of(parameter, value).to("cpu", copy=True)
                     continue
-                if tile_slice.name not in tiled:
-                    tiled[tile_slice.name] = value.new_empty(tile_slice.shape, device="cpu")
-                tile_slice.view_in(tiled[tile_slice.name]).copy_(value)
-                full[parameter] = tiled[tile_slice.name]
+                if tile.name not in tiled:
+                    tiled[tile.name] = value.new_empty(tile.shape, device="cpu")
+                tile.view_in(tiled[tile.name]).copy_(value)
+                full[parameter] = tiled[tile.name]
     if not keep:
         return {}
     named = engine.model.named_parameters(remove_duplicate=False)
@@ -258,7 +143,7 @@ def load_full_state_dict(
         lasts = [[found[parameter][-1:] for parameter in unit.parameters] for unit in engine.units]
         values = [[state[name[0]] if name else None for name in names] for names in lasts]
         # All units are compared before the first one is filled, so that an error changes nothing.
-        for step in (refuse_different_values, fill_unit):
+        for step in (_refuse_different_values, _fill_unit):
             for unit, own in zip(engine.units, values, strict=True):
                 step(engine, unit, own)
         for name, buffer in buffers.items():
@@ -278,12 +163,11 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
         if tuple(value.shape) != shapes[name]:
             raise ValueError(
                 f"state dict: '{name}': expected shape {shapes[name]}, got {tuple(value.shape)}. Load the "
-                "weights of "
-                "this model. Nothing was loaded."
+                "weights of this model. Nothing was loaded."
             )
 
 
-def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+def _refuse_different_values(engine: Engine, unit: Unit, values: Sequence[torch.Tensor | None]) -> None:
     """Raise ``RuntimeError`` on all ranks if theirs are to give a parameter of ``unit`` different whole
     ``values``; a collective. None stands for a parameter that stays."""
     for value, parameter, spec in zip(values, unit.parameters, unit.layout.specs, strict=True):
@@ -296,14 +180,12 @@ def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tenso
             )
 
 
-def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
-    """Give the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, master
-    weights without rounding; a collective."""
+def _fill_unit(engine: Engine, unit: Unit, values: Sequence[torch.Tensor | None]) -> None:
+    """Store in the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, in
+    master weights without rounding; a collective."""
+    masters = (master for master in engine.masters if master.unit is unit)
+    targets: list[Unit | MasterShard] = [unit, *masters]
     with gathered(unit.parameters):
-        targets: list[Unit | MasterShard] = [
-            unit,
-            *(master for master in engine.masters if master.unit is unit),
-        ]
         for number, (value, spec) in enumerate(zip(values, unit.layout.specs, strict=True)):
             if value is not None:
                 flattened = in_memory_order(local_value(unit.parameters[number], value), spec)
@@ -345,63 +227,116 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return engine.views.full_average(engine.gradients_of(unit), number)
 
 
-@contextlib.contextmanager
-def double_backward(model: nn.Module) -> Iterator[None]:
-    """Gather saved parameters when autograd unpacks them, around a step that differentiates twice.
+def owned_slices(parameter: nn.Parameter, kind: str = MASTER) -> list[tuple[int, Values]]:
+    """Return what this rank owns of a parameter's master weights (``kind`` "master") or optimizer state
+    ("exp_avg", ...), where it lies, each with its first element in memory order. Replicated state is owned by
+    all. ``ValueError`` for a parameter of no prepared model."""
+    engine = engine_of_parameter(parameter)
+    engine.finish_updates()
+    engine.follow_writes()
+    unit, number = engine.index[parameter]
+    name = unit.layout.specs[number].name
+    return [
+        (segment.start, values)
+        for found, _, segment, values in owned_state(engine, unit)
+        if found == kind and segment.name == name and (kind == MASTER or count(values))
+    ]
 
-    Use it around forward and backward of a step with `create_graph=True`, or if blocks return objects in
-    which no tensor can be found. The order of the passes does not matter. About 10% slower on a small model.
 
-    Args:
-        model: what [`prepare`][zero_ext.prepare] returned.
+def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | None:
+    """Return a parameter's master weights or optimizer state of ``kind``, whole, in float32 on the CPU, on
+    every rank; a collective. None where no rank has such state: frozen parameters, and state before the
+    first step of optimizers that make it then."""
+    engine = engine_of_parameter(parameter)
+    unit, number = engine.index[parameter]
+    spec = unit.layout.specs[number]
+    flat = torch.zeros(spec.numel, dtype=torch.float32, device="cpu")
+    # Of replicated state every rank gives its shard range, so that each element comes from one rank.
+    first, last = unit.layout.shard_range(unit.collectives.rank)
+    offset = unit.layout.offsets[number]
+    found = torch.zeros(1, dtype=torch.float32, device="cpu")
 
-    Yields:
-        Nothing.
+    def read() -> None:
+        for start, values in owned_slices(parameter, kind):
+            found.fill_(1)
+            low, high = max(start, first - offset), min(start + count(values), last - offset)
+            if low < high:
+                own = copy_of(subrange_of(values, low - start, high - start))
+                flat[low:high] = own.to("cpu", torch.float32)
 
-    Raises:
-        RuntimeError: `offload.update_mode` is "in_backward", where parameters change during backward.
+    engine.finish_updates()
+    if any(master.state.tier == "nvme" for master in engine.masters):
+        everyone = engine.collectives.holders(bool(expert_ranks(parameter)))
+        raise_on_all_ranks(everyone, read, f"reading {kind} of '{spec.name}'")
+    else:
+        read()
+    unit.collectives.sum_(found, f"whether '{spec.name}' has state {kind}")
+    if not found.item():
+        return None
+    unit.collectives.sum_(flat, f"{kind} of '{spec.name}'")
+    return full_tensor_of(parameter, flat.as_strided(spec.shape, spec.stride))
 
-    Examples:
-        >>> model = torch.nn.Linear(4, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3})
-        >>> inputs = torch.ones(3, 4, requires_grad=True)
-        >>> with zero_ext.double_backward(model):
-        ...     (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-        ...     gradient.square().sum().backward()
-        >>> optimizer.step()
-    """
-    engine = engine_of(model)
-    if engine.config.offload.update_mode == "in_backward":
-        raise RuntimeError(
-            "double_backward: expected offload.update_mode 'after_backward', got 'in_backward', which "
-            "changes "
-            "parameters while backward may still need them. Set it to 'after_backward'."
+
+def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Make ``value``, whole and the same on every rank, the parameter's master weights, without rounding,
+    and its rounding the parameter; a collective. ``ValueError`` for another shape."""
+    engine = engine_of_parameter(parameter)
+    unit, number = engine.index[parameter]
+    _check_shape(engine, parameter, value)
+    engine.finish_updates()
+    values = [value if each == number else None for each in range(len(unit.parameters))]
+    with torch.no_grad():
+        _refuse_different_values(engine, unit, values)
+        _fill_unit(engine, unit, values)
+
+
+def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    """Make ``value``, whole and the same on every rank, the parameter's optimizer state of ``kind``; a
+    collective. ``ValueError`` for another shape, or where there is no such state."""
+    engine = engine_of_parameter(parameter)
+    unit, number = engine.index[parameter]
+    spec = unit.layout.specs[number]
+    _check_shape(engine, parameter, value)
+    flat = in_memory_order(local_value(parameter, value.detach()), spec)
+    slices = owned_slices(parameter, kind)
+    known = torch.full((1,), float(len(slices)), dtype=torch.float32, device="cpu")
+    engine.collectives.sum_(known, "whether there is state to replace")
+    if not known.item():
+        raise ValueError(
+            f"optimizer state {kind!r} of '{spec.name}': expected some to replace, got none. "
+            "Make a step first."
         )
-    # A unit's storage object stays the same while its memory comes and goes, so it identifies the
-    # unit.
-    by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
-    holder = object()
 
-    def pack(tensor: torch.Tensor) -> Any:
-        unit = by_storage.get(tensor.untyped_storage()._cdata)
-        if unit is None:
-            return tensor
-        return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
+    def write() -> None:
+        for start, values in slices:
+            replace(values, flat[start : start + count(values)].float())
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        unit, size, stride, offset = packed
-        engine.prefetcher.need(unit, holder, engine.prefetcher.backward_order)
-        view: torch.Tensor = unit.flat.as_strided(size, stride, offset)
-        return view
+    raise_on_all_ranks(engine.collectives, write, f"replacing {kind} of '{spec.name}'")
 
-    engine.hooks.gathers_saved_tensors = True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        engine.hooks.gathers_saved_tensors = False
-        for unit in by_storage.values():
-            engine.prefetcher.release(unit, holder)
+
+def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Make ``value``, whole and the same on every rank, the parameter's averaged gradient; a collective,
+    between backward and the step.
+
+    ``ValueError`` for another shape, or if the parameter has no gradient.
+    """
+    engine = engine_of_parameter(parameter)
+    engine.updates.refuse_pending("replacing a gradient")
+    _check_shape(engine, parameter, value)
+    engine.synchronize_gradients()
+    unit, number = engine.index[parameter]
+    spec = unit.layout.specs[number]
+    gradients = engine.gradients_of(unit) if unit in {master.unit for master in engine.masters} else None
+    if gradients is None or number not in gradients.contributed:
+        raise ValueError(
+            f"gradient of '{spec.name}': expected one to replace, got none. Call backward first."
+        )
+    engine.views.replace(gradients, number, value)
+
+
+def _check_shape(engine: Engine, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if tuple(value.shape) != tuple(parameter.shape):
+        raise ValueError(
+            f"parameter '{engine.names[parameter][0]}': expected a value of shape "
+            f"{tuple(parameter.shape)}, got {tuple(value.shape)}. Pass the whole value."
+        )

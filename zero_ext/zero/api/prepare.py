@@ -10,39 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.activation.partitioned_activations import check_group
+from zero_ext.activation.transfer_counters import TransferCounters
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.offload import Device, TierManager
-from zero_ext.optim.elementwise_check import (
-    check_elementwise,
-    check_step_time,
-    fusible,
-    is_one_bit,
-    was_stepped,
+from zero_ext.optim.elementwise_check import is_one_bit
+from zero_ext.zero.api.engine_lookup import (
+    CheckpointSources,
+    attach_engine,
+    close,
+    engines_before,
+    guard_module,
 )
-from zero_ext.optim.lamb import Lamb
-from zero_ext.optim.one_bit import check_one_bit_optimizer
-from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
-from zero_ext.zero.api.close_engine import close, engines_before
-from zero_ext.zero.api.engine_lookup import CheckpointSources, attach_engine
-from zero_ext.zero.api.engine_state import EngineState, TrainedState
-from zero_ext.zero.api.misuse_guards import guard_module
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.zero.api.engine_state import EngineState, ModelParallelState, TrainedState
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer
-from zero_ext.zero.construction.build_units import (
-    build_unit,
-    check_values,
-    device_of,
-    reserve_storage,
-    with_init_strides,
-)
-from zero_ext.zero.construction.expert_checks import check_experts
+from zero_ext.zero.construction.build_units import build_unit, check_values, device_of, reserve_storage
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,
@@ -51,24 +40,32 @@ from zero_ext.zero.construction.grouping import (
     restrict_to_local_modules,
     updates_on_trial,
 )
-from zero_ext.zero.construction.input_cast import cast_inputs
-from zero_ext.zero.construction.materialize import leave_meta
-from zero_ext.zero.construction.model_checks import check_embeddings, check_modules
-from zero_ext.zero.construction.module_buffers import broadcast_buffers, cast_running_statistics, move_buffers
+from zero_ext.zero.construction.model_checks import (
+    check_experts,
+    check_modules,
+    check_optimizer,
+    check_parameters,
+    is_partial,
+)
+from zero_ext.zero.construction.module_tensors import (
+    broadcast_buffers,
+    cast_inputs,
+    cast_running_statistics,
+    find_aliases,
+    move_buffers,
+    renew,
+)
 from zero_ext.zero.construction.oom_report import MemoryEstimate
-from zero_ext.zero.construction.parameter_aliases import find_aliases, renew
 from zero_ext.zero.construction.rank_consistency import check_agreement
+from zero_ext.zero.construction.sharded_init import leave_meta
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import PoolPlan
 from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
-from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
+from zero_ext.zero.units.parameter_marks import tie_of
 from zero_ext.zero.units.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.unshard.hook_installation import install, watch_reads
-
-_UNPREPARED = "The weights are as they were. Mend it and prepare the model again."
 
 
 def prepare(
@@ -141,36 +138,34 @@ def prepare(
         True
     """
     model, optimizer = unwrapped(model), original_optimizer(optimizer)
-    settings = _settings(config, optimizer)
+    settings = load_config(config)
+    if optimizer is None:
+        settings = settings.replace(offload=settings.offload.of_params_alone())
     check_modules(model)
     groups = rank_groups(process_group)
-    activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
-    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
+    activation_group = _activation_group(settings, activation_group, groups)
+    owned = owned_parameters(model, settings.precision.dtype)
     if not owned:
         raise ValueError(
             f"model: expected one with parameters, got {type(model).__name__} without any. "
             "Prepare the module that has them."
         )
     train_device = Device(device_of(owned, device))
-    collectives = _join(groups, settings, train_device)
-    collectives.shard_among(settings.communication.shard_group_size)
-    settings = _resolved(settings, collectives)
+    collectives, settings = _join(groups, settings, train_device)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
-    _check_parameters(model, owned, optimizer, groups, collectives.world_size)
+    check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
-    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
-    is_partial = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
-    check_one_bit_optimizer(optimizer, settings, is_partial)
+    check_optimizer(optimizer, owned, elementwise, settings, groups)
     if init == "broadcast":
         check_values(owned)
     check_agreement(owned, settings, collectives, optimizer)
     if collectives.model is not None:
         check_agreement((), settings, collectives.model)
         settings = own_settings
-    _see_to_swaps(settings, collectives)
+    _load_storage_swap(settings, collectives)
     # The earlier engine is closed after every check, so that an error leaves it in use.
     close(before, model)
     if settings.stage == 3:
@@ -179,7 +174,7 @@ def prepare(
         leave_meta(model)
     if any(item.parameter.device != train_device.device for item in owned):
         move_buffers(model, train_device.device)
-    owned = with_init_strides(owned_parameters(model, settings.precision.dtype))
+    owned = owned_parameters(model, settings.precision.dtype)
     owned = mark_counted(owned, collectives.model, groups.tensor_rank)
     estimate = MemoryEstimate(model, optimizer, owned, settings, collectives, train_device.device)
     with estimate.watching():
@@ -190,28 +185,28 @@ def prepare(
     return (ZeroModule(model) if wrap else model), prepared
 
 
-def _checkpoint_sources(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer | None,
-    owned: Sequence[OwnedParameter],
-    groups: RankGroups,
-    data_group: dist.ProcessGroup | None,
-) -> CheckpointSources:
-    """Let checkpoints hold the full model. This engine may have only a slice of it."""
-    full = EngineState(engine, data_group, optimizer)
-    trained = TrainedState(engine, data_group, optimizer)
-    everyone = groups.mesh
-    is_partial = engine.collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
-    if everyone is None or not is_partial:
-        return CheckpointSources(full, trained)
-    names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
-    elsewhere = [item.spec.name for item in owned if not item.counted]
-    states = [ModelParallelState(state, everyone, names, elsewhere) for state in (full, trained)]
-    return CheckpointSources(*states)
+def _activation_group(
+    settings: ZeroConfig, group: dist.ProcessGroup | None, groups: RankGroups
+) -> dist.ProcessGroup | None:
+    """Return the ranks to partition activations over: the ``group`` given, else those with other parts of the
+    same tensors. ``ValueError`` for a group that nothing is partitioned over, or with ranks that see other
+    samples."""
+    partitions = settings.activation_checkpointing.partition_activations
+    if group is None:
+        return groups.tensor if partitions else None
+    if not partitions:
+        raise ValueError(
+            "activation_group: expected None, as activation_checkpointing.partition_activations "
+            "is false, got a group that would have no effect. Set partition_activations to true, "
+            "or leave the group out."
+        )
+    if dist.is_initialized():
+        check_group(group, groups.data or dist.group.WORLD)
+    return group
 
 
-def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
-    """Return the ranks' collectives on tensors of ``device``."""
+def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Collectives, ZeroConfig]:
+    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -224,22 +219,16 @@ def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectiv
         collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
     if groups.same_experts:
         collectives.join_experts(groups.same_experts)
-    return collectives
-
-
-def _resolved(settings: ZeroConfig, collectives: Collectives) -> ZeroConfig:
-    """Return ``settings`` with what follows from the ranks."""
+    collectives.shard_among(settings.communication.shard_group_size)
     batch = settings.batch.resolve(collectives.world_size)
     precision = settings.precision.replace(reduction=collectives.reduction)
-    return settings.replace(batch=batch, precision=precision)
+    return collectives, settings.replace(batch=batch, precision=precision)
 
 
-def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:
-    """Gathered units swap memory: what PyTorch lacks for that is compiled before anything changes."""
-    placement = (
-        StatePlacement.of_stage(settings.stage).on_tiers(settings.offload).on_ranks(collectives.world_size)
-    )
-    if placement.params and not ops.torch_swaps_storages():
+def _load_storage_swap(settings: ZeroConfig, collectives: Collectives) -> None:
+    """Compile, before anything changes, what PyTorch may lack to swap the memory of gathered units."""
+    placement = StatePlacement.of_stage(settings.stage).on_tiers(settings.offload)
+    if placement.on_ranks(collectives.world_size).params and not ops.torch_swaps_storages():
         raise_on_all_ranks(
             collectives, ops.load_storage_swap, "compiling zero_ext._C_storage", "Nothing was changed."
         )
@@ -263,13 +252,23 @@ def _shard(
         build_unit(plan, collectives, pool, tiers, settings.communication, init == "broadcast")
         for plan in plans
     ]
-    if settings.precision.dtype != "keep":
-        cast_running_statistics(model, DTYPES[settings.precision.dtype])
+    dtype = DTYPES.get(settings.precision.dtype)  # None keeps that of the model
+    if dtype is not None:
+        cast_running_statistics(model, dtype)
     broadcast_buffers(model, collectives)
     gradient_staging = BufferPool(PoolPlan(estimate.staging.gradient_staging, {}), device, "host")
     data_group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
-    units = [unit for unit, _ in built]
-    checkpointing = checkpointing_of(settings, units, collectives, tiers, data_group, activation_group)
+    # Storage objects of gathered parameters stay the same for life while memory comes and goes.
+    storages = frozenset(unit.flat.untyped_storage()._cdata for unit, _ in built)
+    checkpointing = ActivationCheckpointing(
+        settings.activation_checkpointing,
+        activation_group,
+        data_parallel_group=data_group,
+        aio=settings.aio,
+        stays=lambda tensor: tensor.untyped_storage()._cdata in storages,
+        counters=TransferCounters(collectives.bus, collectives.traffic, tiers.transfers),
+        timeout_seconds=settings.timeout_seconds,
+    )
     engine = Engine(model, owned, built, settings, collectives, pool, gradient_staging, tiers, checkpointing)
     blocks = {
         parameter: (unit, plan.module)
@@ -279,18 +278,56 @@ def _shard(
     }
     install(model, engine.hooks, blocks)
     guard_module(model, blocks)
-    if settings.precision.dtype != "keep":
-        cast_inputs(model, DTYPES[settings.precision.dtype])
-    sources = _checkpoint_sources(engine, optimizer, owned, groups, data_group)
-    attach_engine(model, engine, sources)
+    if dtype is not None:
+        cast_inputs(model, dtype)
+    attach_engine(model, engine, _checkpoint_sources(engine, optimizer, owned, groups, data_group))
     return engine
 
 
-def _settings(
-    config: ZeroConfig | Mapping[str, Any] | str | Path | None, optimizer: torch.optim.Optimizer | None
-) -> ZeroConfig:
-    settings = load_config(config)
-    return settings if optimizer is not None else settings.replace(offload=settings.offload.of_params_alone())
+def _make_tiers(
+    estimate: MemoryEstimate, optimizer: torch.optim.Optimizer | None, device: Device
+) -> TierManager:
+    """Return the tiers with memory for everything, or an error on all ranks with nothing changed."""
+    settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
+
+    def make() -> TierManager:
+        tiers = TierManager(
+            settings.offload,
+            settings.aio,
+            estimate.staging.step_buffers,
+            estimate.kinds,
+            updates_on_trial(settings, (plan.layout.dtype for plan in plans)),
+            device,
+            estimate.staging.bounce_buffer,
+            collectives.bus,
+            is_one_bit(optimizer),
+        )
+        reserve_storage(plans, tiers, DTYPES[settings.precision.grad_accum_dtype])
+        return tiers
+
+    if not settings.offload.any_nvme:
+        return make()
+    advice = "The weights are as they were. Mend it and prepare the model again."
+    return raise_on_all_ranks(collectives, make, "setting up storage on NVMe", advice)
+
+
+def _checkpoint_sources(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    owned: Sequence[OwnedParameter],
+    groups: RankGroups,
+    data_group: dist.ProcessGroup | None,
+) -> CheckpointSources:
+    """Let checkpoints hold the full model. This engine may have only a slice of it."""
+    full = EngineState(engine, data_group, optimizer)
+    trained = TrainedState(engine, data_group, optimizer)
+    everyone = groups.mesh
+    if everyone is None or not is_partial(owned, groups):
+        return CheckpointSources(full, trained)
+    names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
+    elsewhere = [item.spec.name for item in owned if not item.counted]
+    states = [ModelParallelState(state, everyone, names, elsewhere) for state in (full, trained)]
+    return CheckpointSources(*states)
 
 
 def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
@@ -302,104 +339,3 @@ def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elemen
     # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return prepared
-
-
-def _check_parameters(
-    model: nn.Module,
-    owned: Sequence[OwnedParameter],
-    optimizer: torch.optim.Optimizer | None,
-    groups: RankGroups,
-    world_size: int,
-) -> None:
-    check_embeddings(model, world_size)
-    for item in owned:
-        name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
-        if optimizer is not None and parameter.requires_grad and dtype.is_complex:
-            raise ValueError(
-                f"parameter '{name}': expected real numbers, as optimizer state, clipping and "
-                f"reduction are in float32, got {dtype}. Keep it as real numbers with a last axis of "
-                "2, and use torch.view_as_complex(parameter) in forward, or freeze it."
-            )
-        if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
-            raise ValueError(
-                f"parameter '{name}': expected a trainable one in float32, bfloat16 or float16, got "
-                f"{dtype}. Convert the model, set 'precision.dtype', or freeze the parameter."
-            )
-        ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
-        check_placement(name, parameter, ranks, dtype)
-        value: Any = parameter
-        if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
-            raise ValueError(
-                f"parameter '{name}': expected one flat memory to shard, got a "
-                f"{type(value).__name__}, which is made of several tensors. Quantize with "
-                "bitsandbytes, which stores 4-bit weights as bytes, keep packed weights in a uint8 "
-                "parameter of your own, or prepare the model unquantized."
-            )
-
-
-def _make_tiers(
-    estimate: MemoryEstimate, optimizer: torch.optim.Optimizer | None, device: Device
-) -> TierManager:
-    """Return the tiers with memory for everything, or an error on all ranks with nothing changed."""
-    settings, plans, collectives = estimate.config, estimate.plans, estimate.collectives
-    on_trial = updates_on_trial(settings, (plan.layout.dtype for plan in plans))
-
-    def make() -> TierManager:
-        staging = estimate.staging
-        tiers = TierManager(
-            settings.offload,
-            settings.aio,
-            staging.step_buffers,
-            estimate.kinds,
-            on_trial,
-            device,
-            staging.bounce_buffer,
-            collectives.bus,
-            is_one_bit(optimizer),
-        )
-        reserve_storage(plans, tiers, DTYPES[settings.precision.grad_accum_dtype])
-        return tiers
-
-    if not settings.offload.any_nvme:
-        return make()
-    return raise_on_all_ranks(collectives, make, "setting up storage on NVMe", _UNPREPARED)
-
-
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer | None,
-    known: set[nn.Parameter],
-    elementwise: bool,
-    settings: ZeroConfig,
-    groups: RankGroups,
-) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build "
-            "it from model.parameters()."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in known:
-                raise ValueError(
-                    "optimizer: expected parameters of the model given to zero_ext.prepare, got another "
-                    f"in param group {number}, position {position}, of shape {tuple(parameter.shape)}. "
-                    "Build the optimizer from model.parameters() of that same model, after any change to "
-                    "it."
-                )
-    if was_stepped(optimizer):
-        raise ValueError(
-            "optimizer: expected one before its first step, got one with state. Call "
-            "zero_ext.prepare before the first step, and restore training with "
-            "zero_ext.load_checkpoint."
-        )
-    check_step_time(optimizer, settings.offload.update_mode)
-    if groups.tensor is not None and isinstance(optimizer, Lamb):
-        raise ValueError(
-            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', "
-            "as a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or "
-            "'tp' 1."
-        )
-    if not fusible(optimizer):
-        check_elementwise(optimizer, elementwise)

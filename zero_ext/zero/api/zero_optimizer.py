@@ -11,6 +11,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise_check import on_other_tensors
+from zero_ext.zero.api.engine_state import owned_state
 from zero_ext.zero.engine import Engine
 
 
@@ -121,9 +122,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # torch's constructor calls this method for each group, before ``engine`` is set.
         if hasattr(self, "engine"):
             raise RuntimeError(
-                "add_param_group: expected every parameter before zero_ext.prepare, got a group "
-                "after it. Give it to the optimizer before prepare, with lr 0 if it can wait for "
-                "later."
+                "add_param_group: expected every parameter before zero_ext.prepare, got a group after it. "
+                "Give it to the optimizer before prepare, with lr 0 if it can wait for later."
             )
         super().add_param_group(param_group)
 
@@ -143,11 +143,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for group, live in zip(groups, self.param_groups, strict=True):
             group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
-        world = {
-            "rank": self.engine.rank,
-            "world_size": self.engine.world_size,
-            "stage": self.engine.config.stage,
-        }
+        engine = self.engine
+        world = {"rank": engine.rank, "world_size": engine.world_size, "stage": engine.config.stage}
         return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,13 +169,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "optimizer state: expected the param groups and parameters of this optimizer, got "
                 "others. Build the param groups as when it was saved."
             )
-        stepper = self._stepper()
+        stepper, updates = self._stepper(), self.engine.updates
         kinds: dict[str, tuple[str, ...]] = {}
         for key in state_dict["shards"]:
             kind, _, rest = key.partition("/")
             name = rest.rpartition("/")[0]
             kinds[name] = (*kinds.get(name, ()), kind)
-        updates = self.engine.updates
         undo, undo_auxiliary = stepper.make_state(kinds), updates.prepare_auxiliary_state(kinds)
         live = self._live_shards()
         problem = _mismatch(live, state_dict["shards"])
@@ -201,22 +197,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return stepper
 
     def _live_shards(self) -> dict[str, Values]:
-        """Return all state and master weights of this rank where they lie, by kind, parameter and first
-        element.
-        """
-        shards: dict[str, Values] = {}
-        for number in range(len(self.engine.masters)):
-            for kind, segment, values in self._stepper().values(number):
-                shards[f"{kind}/{segment.name}/{segment.start}"] = values
-        for master in self.engine.masters:
-            for segment in master.owned.values():
-                shards[f"master/{segment.name}/{segment.start}"] = master.values_of(segment)
-        for auxiliary in self.engine.updates.auxiliary_state():
-            for name, start, values in auxiliary.by_parameter(
-                self.engine.masters[auxiliary.number].unit.layout
-            ):
-                shards[f"{auxiliary.kind}/{name}/{start}"] = values
-        return shards
+        """Return all state of this rank where it lies, by kind, parameter and first element."""
+        engine = self.engine
+        found = [(kind, each.name, each.start, values) for kind, _, each, values in owned_state(engine)]
+        for auxiliary in engine.updates.auxiliary_state():
+            layout = engine.masters[auxiliary.number].unit.layout
+            found += ((auxiliary.kind, *each) for each in auxiliary.by_parameter(layout))
+        return {f"{kind}/{name}/{start}": values for kind, name, start, values in found}
 
 
 def original_optimizer(optimizer: Any) -> Any:

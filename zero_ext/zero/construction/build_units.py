@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,17 +21,6 @@ from zero_ext.zero.units.presharded import INIT_CHUNK_BYTES, REBUILD, clear_pres
 from zero_ext.zero.units.unit import Unit
 
 
-def with_init_strides(owned: Sequence[OwnedParameter]) -> list[OwnedParameter]:
-    """Return ``owned`` with the strides that presharded parameters had before they were sharded."""
-    found = []
-    for item in owned:
-        presharded = presharded_of(item.parameter)
-        if presharded is not None:
-            item = replace(item, spec=replace(item.spec, stride=presharded.spec.stride))
-        found.append(item)
-    return found
-
-
 def check_values(owned: Sequence[OwnedParameter]) -> None:
     """Raise before anything changes if a parameter has no value that could be sharded.
 
@@ -45,16 +33,14 @@ def check_values(owned: Sequence[OwnedParameter]) -> None:
         if presharded is not None and presharded.was_replaced(parameter):
             raise RuntimeError(
                 f"parameter '{item.spec.name}': it was written to between zero_ext.Init and "
-                "zero_ext.prepare, "
-                "while only shards of it exist, and the value would be lost. Write inside 'with "
-                "zero_ext.Init(...)', or after prepare inside 'with zero_ext.gathered(params, "
+                "zero_ext.prepare, while only shards of it exist, and the value would be lost. Write inside "
+                "'with zero_ext.Init(...)', or after prepare inside 'with zero_ext.gathered(params, "
                 "modifier_rank=0)'."
             )
         if parameter.is_meta:
             raise ValueError(
                 f"parameter '{item.spec.name}': expected values, got device 'meta'. Build the model inside "
-                "'with "
-                "zero_ext.Init(config):', or pass init='skip' and load a checkpoint."
+                "'with zero_ext.Init(config):', or pass init='skip' and load a checkpoint."
             )
 
 

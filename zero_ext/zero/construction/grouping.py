@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.state_placement import StatePlacement, largest_within_ratio
 from zero_ext.offload import STORAGE_ALIGNMENT
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
 from zero_ext.zero.units.model_parallel_sync import sum_over_model
 from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
+from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.quantized_params import is_packed
 from zero_ext.zero.unshard.hook_installation import looks_up
 
@@ -47,10 +48,6 @@ class OwnedParameter:
         """Return whether it belongs to tiles only."""
         return all(isinstance(owner, Tile) for owner in self.owners)
 
-    def named_owners(self) -> Iterator[tuple[str, nn.Module]]:
-        """Return every full name with its owner."""
-        return zip(self.names, self.owners, strict=True)
-
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -68,7 +65,8 @@ class UnitPlan:
 
 
 def owned_parameters(model: nn.Module, precision: str) -> list[OwnedParameter]:
-    """Return all parameters in registration order, tied ones once, with the dtype they will have."""
+    """Return all parameters in registration order, tied ones once, with the dtype they will have, and the
+    strides that presharded ones had before they were sharded."""
     found_owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -80,7 +78,9 @@ def owned_parameters(model: nn.Module, precision: str) -> list[OwnedParameter]:
         local, dtype = local_tensor(parameter), parameter.dtype
         if precision != "keep" and dtype.is_floating_point and not is_packed(parameter):
             dtype = DTYPES[precision]
-        spec = ParameterSpec(names[0], tuple(local.shape), memory_order(local), dtype)
+        presharded = presharded_of(parameter)
+        stride = memory_order(local) if presharded is None else presharded.spec.stride
+        spec = ParameterSpec(names[0], tuple(local.shape), stride, dtype)
         found.append(OwnedParameter(parameter, names, tuple(module for _, module in owners), spec))
     return found
 
@@ -95,13 +95,12 @@ def mark_counted(
     """
     if model is None:
         return list(owned)
-    found = []
-    for item in owned:
-        tie = tie_of(item.parameter)
-        first = tie is None or tie.ranks[0] == model.rank
-        split = tensor_rank == 0 or is_split(item.parameter)
-        found.append(replace(item, counted=first and split))
-    return found
+
+    def counts(parameter: nn.Parameter) -> bool:
+        tie = tie_of(parameter)
+        return (tie is None or tie.ranks[0] == model.rank) and (tensor_rank == 0 or is_split(parameter))
+
+    return [replace(item, counted=counts(item.parameter)) for item in owned]
 
 
 def restrict_to_local_modules(
@@ -123,14 +122,11 @@ def restrict_to_local_modules(
     counts = torch.tensor([name in local for name in wanted], dtype=torch.int64, device="cpu")
     sum_over_model(model_ranks, counts, "agreement on the names in units")
     remote = {name for name, count in zip(wanted, counts.tolist(), strict=True) if count} - local
-    own = units.model_copy(
-        update={
-            "tiles": {name: number for name, number in units.tiles.items() if name not in remote},
-            "block_classes": tuple(name for name in units.block_classes if name not in remote),
-            "leaf_modules": tuple(name for name in units.leaf_modules if name not in remote),
-        }
-    )
-    return settings.replace(units=own)
+    own = {"tiles": {name: number for name, number in units.tiles.items() if name not in remote}} | {
+        key: tuple(name for name in getattr(units, key) if name not in remote)
+        for key in ("block_classes", "leaf_modules")
+    }
+    return settings.replace(units=units.model_copy(update=own))
 
 
 def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
@@ -165,9 +161,8 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     if unmatched:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            "units.block_classes / units.leaf_modules: expected names of modules or classes "
-            f"outside another block, got {sorted(unmatched)}. Choose among the model's classes: "
-            f"{classes}."
+            "units.block_classes / units.leaf_modules: expected names of modules or classes outside "
+            f"another block, got {sorted(unmatched)}. Choose among the model's classes: {classes}."
         )
     blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks
@@ -295,8 +290,10 @@ class _UnitPlanner:
         blocks = [block for block in self._blocks.values() if any(True for _ in block.parameters())]
         block_of = {inner: self._span(block) for block in reversed(blocks) for inner in block.modules()}
         self._number = {item.parameter: number for number, item in enumerate(owned)}
+        spans = [block_of.get(item.owners[0]) if len(item.owners) == 1 else None for item in owned]
+        # Tiles come one after another.
         self._grad_spans = gradient_spans(
-            [_block_span(number, item, block_of) for number, item in enumerate(owned)]
+            [(number, number) if item.tiled else spans[number] for number, item in enumerate(owned)]
         )
         self._outside = {
             item.parameter
@@ -353,8 +350,7 @@ class _UnitPlanner:
             groups.setdefault((name, _kind(item)), (module, []))[1].append(item)
         for (name, kind), (module, members) in groups.items():
             label = name or type(self._model).__name__
-            others = [key for key in groups if key[0] == name]
-            if len(others) > 1:
+            if sum(other == name for other, _ in groups) > 1:
                 label += f" ({kind})"
             yield self._plan(label, members, module, placement, ranks)
 
@@ -374,6 +370,8 @@ class _UnitPlanner:
         alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
         layout = FlatLayout.build([item.spec for item in members], ranks, alignment)
         itemsize, is_float = layout.dtype.itemsize, layout.dtype.is_floating_point
+        # A unit needs master weights if it is trainable, or in the optimizer's groups.
+        stepped = parameters[0].requires_grad or not self._stepped.isdisjoint(parameters)
         grads_start = max(last for _, last in spans)
         outside = placement.params and self._outside.issuperset(parameters)
         spec = UnitSpec(
@@ -384,7 +382,7 @@ class _UnitPlanner:
             placement,
             gathered=self._span(module) if module is not None else (min(spans)[0], grads_start),
             grads_start=grads_start,
-            grads_end=min(spans) if is_float and self._trains(parameters) else None,
+            grads_end=min(spans) if is_float and self._optimizer is not None and stepped else None,
             replicas=self._replicas,
             is_float=is_float,
             rereads=not all(looks_up(owner) for item in members for owner in item.owners),
@@ -395,22 +393,7 @@ class _UnitPlanner:
         )
         return UnitPlan(spec, layout, tuple(members), module)
 
-    def _trains(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether a unit needs master weights: trainable, or in the optimizer's groups."""
-        if self._optimizer is None:
-            return False
-        return parameters[0].requires_grad or not self._stepped.isdisjoint(parameters)
-
     def _span(self, module: nn.Module) -> tuple[int, int]:
         """Return first and last parameter of a module."""
         numbers = [number for inner in module.modules() for number in self._numbers.get(inner, ())]
         return min(numbers), max(numbers)
-
-
-def _block_span(
-    number: int, item: OwnedParameter, block_of: Mapping[nn.Module, tuple[int, int]]
-) -> tuple[int, int] | None:
-    """Return first and last parameter of the item's block. Tiles come one after another."""
-    if item.tiled:
-        return number, number
-    return block_of.get(item.owners[0]) if len(item.owners) == 1 else None

@@ -1,43 +1,55 @@
-"""Checks of a model, before anything is sharded, for what would train wrongly without an error."""
+"""Checks before anything is sharded, for what would train wrongly without an error, and before a forward."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_ext.config import ZeroConfig
+from zero_ext.optim.elementwise_check import check_elementwise, check_step_time, fusible, was_stepped
+from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.one_bit import check_one_bit_optimizer
+from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
+from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
+from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.presharded import presharded_of
+from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.units.rank_groups import RankGroups
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse modules with parameters that cannot be followed.
-
-    Raises:
-        ValueError: The model is compiled as a whole, or has traced or scripted modules.
-    """
+    """Refuse a model that is compiled as a whole, and traced or scripted modules, which use their parameters
+    outside Python. Raises ``ValueError``."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
-            "model: expected a plain one, got one that is compiled as a whole. Compile its "
-            "blocks instead (for block in model.layers: torch.compile(block)) and prepare the "
-            "plain model around them."
+            "model: expected a plain one, got one that is compiled as a whole. Compile its blocks instead "
+            "(for block in model.layers: torch.compile(block)) and prepare the plain model around them."
         )
     for name, module in model.named_modules():
         label = f"module '{name}'" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ValueError(
-                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or "
-                "scripted one, which uses its parameters outside Python. Prepare the original "
-                "module. To trace or script it, use a copy that is filled from "
-                "zero_ext.full_state_dict(model)."
+                f"{label}: expected an ordinary module, got {type(module).__name__}, a traced or scripted "
+                "one, which uses its parameters outside Python. Prepare the original module. To trace or "
+                "script it, use a copy that is filled from zero_ext.full_state_dict(model)."
             )
 
 
-def check_embeddings(model: nn.Module, world_size: int) -> None:
-    """Refuse embeddings that write to their weight in forward.
-
-    Raises:
-        ValueError: ``max_norm`` is set, and there are several ranks.
-    """
+def check_parameters(
+    model: nn.Module,
+    owned: Sequence[OwnedParameter],
+    optimizer: torch.optim.Optimizer | None,
+    groups: RankGroups,
+    world_size: int,
+) -> None:
+    """Refuse parameters that cannot be trained, split or sharded, and embeddings that write to their weight
+    in forward. Raises ``ValueError``."""
     for name, module in model.named_modules():
         limit = getattr(module, "max_norm", None)
         if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
@@ -47,6 +59,123 @@ def check_embeddings(model: nn.Module, world_size: int) -> None:
                 "rows after optimizer.step(), inside 'with zero_ext.gathered(embedding.weight, "
                 "modifier_rank=0):'."
             )
+    for item in owned:
+        name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
+        if optimizer is not None and parameter.requires_grad and dtype.is_complex:
+            raise ValueError(
+                f"parameter '{name}': expected real numbers, as optimizer state, clipping and "
+                f"reduction are in float32, got {dtype}. Keep it as real numbers with a last axis of "
+                "2, and use torch.view_as_complex(parameter) in forward, or freeze it."
+            )
+        if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
+            raise ValueError(
+                f"parameter '{name}': expected a trainable one in float32, bfloat16 or float16, got "
+                f"{dtype}. Convert the model, set 'precision.dtype', or freeze the parameter."
+            )
+        ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
+        check_placement(name, parameter, ranks, dtype)
+        value: Any = parameter
+        if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"parameter '{name}': expected one flat memory to shard, got a "
+                f"{type(value).__name__}, which is made of several tensors. Quantize with "
+                "bitsandbytes, which stores 4-bit weights as bytes, keep packed weights in a uint8 "
+                "parameter of your own, or prepare the model unquantized."
+            )
+
+
+def is_partial(owned: Sequence[OwnedParameter], groups: RankGroups) -> bool:
+    """Return whether ranks of ``groups`` have different parameters."""
+    return groups.model is not None or any(expert_ranks(item.parameter) for item in owned)
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    owned: Sequence[OwnedParameter],
+    elementwise: bool,
+    settings: ZeroConfig,
+    groups: RankGroups,
+) -> None:
+    """Refuse an optimizer of other parameters than those ``owned``, one that was stepped, and one that needs
+    tensors in full. Raises ``TypeError`` and ``ValueError``."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build "
+            "it from model.parameters()."
+        )
+    known = {item.parameter for item in owned}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ValueError(
+                    "optimizer: expected parameters of the model given to zero_ext.prepare, got another in "
+                    f"param group {number}, position {position}, of shape {tuple(parameter.shape)}. Build "
+                    "the optimizer from model.parameters() of that same model, after any change to it."
+                )
+    if was_stepped(optimizer):
+        raise ValueError(
+            "optimizer: expected one before its first step, got one with state. Call zero_ext.prepare "
+            "before the first step, and restore training with zero_ext.load_checkpoint."
+        )
+    check_step_time(optimizer, settings.offload.update_mode)
+    if groups.tensor is not None and isinstance(optimizer, Lamb):
+        raise ValueError(
+            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', as "
+            "a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or 'tp' 1."
+        )
+    if not fusible(optimizer):
+        check_elementwise(optimizer, elementwise)
+    check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
+
+
+def check_experts(
+    owned: Sequence[OwnedParameter],
+    tiling: Mapping[str, int],
+    optimizer: torch.optim.Optimizer | None,
+    settings: ZeroConfig,
+    groups: RankGroups,
+) -> None:
+    """Refuse experts on other ranks than those of the mesh, and features that need equal parameters. Raises
+    ``ValueError`` on all ranks."""
+    experts = [item for item in owned if expert_ranks(item.parameter)]
+    if not experts:
+        return
+    ranks = tuple(dist.get_process_group_ranks(groups.experts)) if groups.experts is not None else ()
+    for item in experts:
+        problem = _expert_problem(item, tiling, ranks)
+        if problem:
+            raise ValueError(f"expert parameter '{item.spec.name}': {problem}")
+    if settings.communication.shard_group_size is not None:
+        raise ValueError(
+            "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
+            f"those with the same ones, got {settings.communication.shard_group_size}. Leave it out."
+        )
+    if isinstance(optimizer, Lamb):
+        raise ValueError(
+            "optimizer: expected another one than Lamb with experts on several ranks, as a trust ratio "
+            "needs the norm of a parameter and the ranks have different ones. Use torch.optim.AdamW."
+        )
+
+
+def _expert_problem(item: OwnedParameter, tiling: Mapping[str, int], ranks: tuple[int, ...]) -> str | None:
+    spread = expert_ranks(item.parameter)
+    if spread != ranks:
+        return (
+            f"expected a mesh with the 'ep' ranks {list(spread)} that have the experts, got {list(ranks)}. "
+            "Pass zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with."
+        )
+    if presharded_of(item.parameter) is not None:
+        return (
+            "expected one that was built outside of zero_ext.Init, which shards over all ranks and gives "
+            "them one rank's values. Build experts outside of it."
+        )
+    if any(name.rpartition(".")[0] in tiling for name in item.names):
+        return "expected no tiles of experts on several ranks, got units.tiles. Name other layers."
+    if is_packed(item.parameter):
+        return "expected no quantized experts on several ranks, got some. Build them unquantized."
+    return None
 
 
 def check_unchanged(
@@ -54,16 +183,8 @@ def check_unchanged(
     owned: Sequence[tuple[nn.Parameter, str, weakref.ref[nn.Module]]],
     known: Mapping[nn.Parameter, object],
 ) -> None:
-    """Refuse a forward of a prepared model if its parameters are not those that were prepared.
-
-    Args:
-        model: The prepared model.
-        owned: Every parameter with each of its full names and the module that owns it under that name.
-        known: The parameters that were prepared.
-
-    Raises:
-        RuntimeError: A parameter was replaced, removed or added, or the forward is being traced.
-    """
+    """Refuse a forward of a prepared model if its parameters are not those ``known``, which were prepared,
+    each ``owned`` under all its full names by a module, or if it is being traced. Raises ``RuntimeError``."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "torch.jit.trace of a prepared model: expected a plain model, as the engine's hooks and the "

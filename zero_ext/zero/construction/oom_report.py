@@ -40,11 +40,8 @@ class MemoryEstimate:
     """Plan of a model's units under ``config``, and the bytes of their state on one rank.
 
     ``model`` has the parameters ``owned`` and is trained on ``device``. The batch of ``config`` is resolved.
-
-    Attributes:
-        plans: The planned units.
-        kinds: Optimizer state besides master weights; None without an optimizer.
-        staging: Staging memory of a step.
+    ``plans`` are the planned units, ``kinds`` the optimizer's state besides master weights, None without an
+    optimizer, and ``staging`` the staging memory of a step.
     """
 
     def __init__(
@@ -57,9 +54,7 @@ class MemoryEstimate:
         device: torch.device,
     ) -> None:
         self._subject = model, optimizer, owned
-        self.config = config
-        self.collectives = collectives
-        self.device = device
+        self.config, self.collectives, self.device = config, collectives, device
         self._fused = optimizer is not None and fusible(optimizer)
         self._separates_masters = is_one_bit(optimizer)
         self.kinds: Mapping[str, StateField] | None = None
@@ -79,19 +74,13 @@ class MemoryEstimate:
         held["device"]["staging"] += self.staging.device
         held["host"]["staging"] += self.staging.host + self.collectives.staging_bytes
         held["device"]["autograd's gradients"] += self.staging.autograd
-        held["device"]["NCCL's buffers (estimate)"] += self._communicator_bytes()
+        if self.device.type == "cuda":  # what open communicators have not allocated yet
+            held["device"]["NCCL's buffers (estimate)"] += sum(
+                communicator_bytes(each.world_size, each.nodes.ranks_per_node, opened=True)
+                for each in (self.collectives, self.collectives.model)
+                if each is not None and each.in_one_order
+            )
         return held
-
-    def _communicator_bytes(self) -> int:
-        """Return the bytes that open communicators have not allocated yet."""
-        if self.device.type != "cuda":
-            return 0
-        groups = [each for each in (self.collectives, self.collectives.model) if each is not None]
-        return sum(
-            communicator_bytes(each.world_size, each.nodes.ranks_per_node, opened=True)
-            for each in groups
-            if each.in_one_order
-        )
 
     def _add(self, held: Mapping[Tier, Counter[str]], plan: UnitPlan, used_up: bool) -> None:
         layout, placement = plan.layout, plan.spec.placement
@@ -104,10 +93,7 @@ class MemoryEstimate:
         held[params_tier]["params"] += numel * dtype.itemsize
         if placement.params:
             held["device"]["params"] += self.config.communication.secondary_bytes(
-                numel,
-                dtype.itemsize,
-                holders.nodes.nodes,
-                dtype.is_floating_point,
+                numel, dtype.itemsize, holders.nodes.nodes, dtype.is_floating_point
             )
         if self.kinds is None or not plan.spec.trained:
             return
@@ -130,9 +116,9 @@ class MemoryEstimate:
     def message(self, free_bytes: int) -> str:
         """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""
         planned = self.bytes_by_tier()["device"]
+        listed = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in planned.items() if nbytes)
         return (
-            f"{self.device}: expected {_size(sum(planned.values()))} free for {_listed(planned)}, and more "
-            "for "
+            f"{self.device}: expected {_size(sum(planned.values()))} free for {listed}, and more for "
             f"activations, got {_size(free_bytes)}. {self._advice(free_bytes)}"
         )
 
@@ -174,18 +160,20 @@ class MemoryEstimate:
     def watching(self) -> Iterator[None]:
         """Return a context for the allocation of all state; a collective. The CPU's memory is not checked.
 
-        Raises:
-            torch.OutOfMemoryError: The message has the plan. It is raised on all ranks before anything is
-                sharded if any has too little memory.
+        ``torch.OutOfMemoryError``, with the plan in its message, is raised on all ranks before anything is
+        sharded if any has too little memory.
         """
         if self.device.type == "cpu":
             yield
             return
         free_bytes = _free_bytes_on(self.device) + self._replaced_bytes()
+
+        def check() -> None:
+            if sum(self.bytes_by_tier()["device"].values()) > free_bytes:
+                raise torch.OutOfMemoryError(self.message(free_bytes))
+
         try:
-            raise_on_all_ranks(
-                self.collectives, lambda: self._check(free_bytes), "placing the model", "Nothing was sharded."
-            )
+            raise_on_all_ranks(self.collectives, check, "placing the model", "Nothing was sharded.")
         except CollectiveError as error:
             raise torch.OutOfMemoryError(str(error)) from error
         try:
@@ -196,19 +184,13 @@ class MemoryEstimate:
                 "sharded in part."
             ) from error
 
-    def _check(self, free_bytes: int) -> None:
-        if sum(self.bytes_by_tier()["device"].values()) > free_bytes:
-            raise torch.OutOfMemoryError(self.message(free_bytes))
-
     def _replaced_bytes(self) -> int:
         """Return the bytes of the device that the parameters use now, and their units will use."""
         members = [item.parameter for plan in self.plans for item in plan.members]
-        shards = {
-            id(found.storage): found.storage for each in members if (found := presharded_of(each)) is not None
-        }
+        shards = {found.storage for each in members if (found := presharded_of(each)) is not None}
         shard_bytes = sum(
             shard.numel * shard.dtype.itemsize
-            for shard in shards.values()
+            for shard in shards
             if isinstance(shard, MemoryShard) and shard.tier == "device"
         )
         ordinary = (each for each in members if each.device == self.device and presharded_of(each) is None)
@@ -251,10 +233,6 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 0
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in counts.items() if nbytes)
 
 
 def _size(nbytes: int) -> str:

@@ -36,16 +36,13 @@ def check_agreement(
 ) -> None:
     """Compare the optimizer, the configuration and the model of all ranks; a collective.
 
-    Experts differ by name.
-
-    Raises:
-        RuntimeError: They differ. It is raised on all ranks and names the first difference.
+    Experts differ by name. ``RuntimeError`` on all ranks names the first difference.
     """
     if collectives.world_size == 1:
         return
     groups = optimizer.param_groups if optimizer is not None else ()
-    facts = [Fact("optimizer", "none" if optimizer is None else type(optimizer).__qualname__)]
-    facts.append(Fact("optimizer param groups", str(len(groups))))
+    name = "none" if optimizer is None else type(optimizer).__qualname__
+    facts = [Fact("optimizer", name), Fact("optimizer param groups", str(len(groups)))]
     if optimizer is not None:
         facts += Hyperparameters(groups, optimizer.defaults).facts()
     facts += _configuration_facts(config)
@@ -68,11 +65,10 @@ def _configuration_facts(config: ZeroConfig) -> Iterator[Fact]:
 
 def _flattened(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        path = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
-            yield from _flattened(path, value)
+            yield from _flattened(f"{prefix}{key}.", value)
         else:
-            yield path, value
+            yield prefix + key, value
 
 
 def _parameter_fact(number: int, item: OwnedParameter, group_of: Mapping[Any, int]) -> Fact:
@@ -95,8 +91,7 @@ class Hyperparameters:
     """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
-        self._groups = groups
-        self._names = tuple(names)
+        self._groups, self._names = groups, tuple(names)
 
     def checksum(self) -> int:
         """Return a number from 1 on that is the same on ranks with the same settings."""
@@ -107,8 +102,7 @@ class Hyperparameters:
         """Yield each setting of each group."""
         for number, group in enumerate(self._groups):
             for name in self._names:
-                value = repr(_plain(group.get(name)))
-                yield Fact(f"optimizer param group {number}, '{name}'", value)
+                yield Fact(f"optimizer param group {number}, '{name}'", repr(_plain(group.get(name))))
 
 
 def _plain(value: Any) -> Any:
@@ -120,20 +114,15 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advice: str) -> None:
-    """Raise on all ranks unless all have the same facts in the same order; a collective.
+    """Raise ``RuntimeError`` on all ranks unless all have the same ``facts`` in the same order; a collective.
 
-    Args:
-        collectives: The ranks to compare.
-        facts: What this rank has.
-        advice: How the error ends.
-
-    Raises:
-        RuntimeError: The first rank with facts that differ from rank 0's, the first of them and both values.
+    It names the first rank that differs from rank 0, its first fact that does and both values, and ends with
+    ``advice``.
     """
     # Models agree as a rule, so one digest per rank is compared first. Single facts follow only
     # after a difference, which all ranks have seen by then.
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
-    totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
+    totals = of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
     received = totals[totals[:, 1] > 0]  # One rank that simulates the others receives nothing from them.
     if bool((received == received[0]).all()):
         return
@@ -142,14 +131,17 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     common = min(len(own), len(wanted))
     differing = (own[:common] != wanted[:common]).nonzero()
     mine = int(differing[0]) if len(differing) else common if len(own) != len(wanted) else -1
-    firsts = _of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
+    firsts = of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
     ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
     first = firsts[ranks[0]]
     fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
     # Fields have a fixed width because a gather needs equal sizes on all ranks.
-    written = b"".join(_field(text) for text in fact)
-    table = _of_all_ranks(collectives, torch.frombuffer(bytearray(written), dtype=torch.uint8))
-    expected, got = (_fact_of(table[rank]) for rank in (0, ranks[0]))
+    fields = (shortened(text, _FIELD_BYTES).encode().ljust(_FIELD_BYTES, b"\0") for text in fact)
+    table = of_all_ranks(collectives, torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8))
+    expected, got = (
+        Fact(*(bytes(field.tolist()).rstrip(b"\0").decode() for field in table[rank].chunk(2)))
+        for rank in (0, ranks[0])
+    )
     name = got.name if got.name == expected.name else f"{got.name} where rank 0 has {expected.name}"
     raise RuntimeError(
         f"rank {collectives.rank}: {name}: expected {expected.value} on all ranks, as on rank 0, got "
@@ -161,16 +153,11 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _field(text: str) -> bytes:
-    return shortened(text, _FIELD_BYTES).encode().ljust(_FIELD_BYTES, b"\0")
-
-
-def _fact_of(row: torch.Tensor) -> Fact:
-    return Fact(*(bytes(field.tolist()).rstrip(b"\0").decode() for field in row.chunk(2)))
-
-
-def _of_all_ranks(collectives: Collectives, own: torch.Tensor) -> torch.Tensor:
+def of_all_ranks(
+    collectives: Collectives, own: torch.Tensor, label: str = "agreement of the ranks"
+) -> torch.Tensor:
+    """Return the 1-D ``own`` of every rank, all of one size, in rank order; a collective."""
     table = torch.zeros(collectives.world_size, len(own), dtype=own.dtype, device="cpu")
     table[collectives.rank] = own
-    collectives.gather(table.view(-1), table[collectives.rank], "scalars", "agreement of the ranks").wait()
+    collectives.gather(table.view(-1), table[collectives.rank], "scalars", label).wait()
     return table

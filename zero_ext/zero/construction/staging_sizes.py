@@ -22,8 +22,8 @@ from zero_ext.config.buffer_sizes import (
 from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes
 from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.state_placement import StatePlacement
+from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
-from zero_ext.zero.memory.unit_spec import UnitSpec
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step
 
 _NEIGHBORS = 8
@@ -33,28 +33,17 @@ MEMORY: tuple[Tier, Tier] = ("device", "host")
 
 @dataclass(frozen=True)
 class Staging:
-    """Staging memory of one rank.
+    """Staging memory of one rank."""
 
-    Attributes:
-        pool: Device memory for gathered units, unreduced gradients and what their reductions receive.
-        demands: What the pool is planned for.
-        step_buffers: Memory of an optimizer step, by the tier of its state, where the state is stored in
-            another tier than gradients or parameters, or torch's own optimizers run.
-        ring: Host memory through which optimizer state on NVMe streams.
-        gradient_staging: Host memory in which gradients from an accelerator wait to be added to others.
-        bounce_buffer: Host memory through which parameters and gradients are copied between NVMe and an
-            accelerator.
-        autograd: Device memory for gradients that are not in their unit's buffer yet. Autograd allocates it,
-            so ``device`` does not contain it.
-    """
-
-    pool: PoolPlan
-    demands: tuple[Demand, ...]
+    pool: PoolPlan  # device memory: gathered units, unreduced gradients and what their reductions receive
+    demands: tuple[Demand, ...]  # what the pool is planned for
+    # Of an optimizer step, by the tier of its state, where that is stored in another tier than gradients or
+    # parameters, or torch's own optimizers run.
     step_buffers: Mapping[Tier, StagingSizes]
-    ring: int
-    gradient_staging: int = 0
-    bounce_buffer: int = 0
-    autograd: int = 0
+    ring: int  # host memory through which optimizer state on NVMe streams
+    gradient_staging: int = 0  # host memory in which gradients from an accelerator wait to be added
+    bounce_buffer: int = 0  # host memory of copies between NVMe and an accelerator
+    autograd: int = 0  # gradients that are not in their unit's buffer yet, in memory that ``device`` lacks
 
     @property
     def device(self) -> int:
@@ -74,17 +63,11 @@ class Staging:
 
 @dataclass(frozen=True)
 class StateStep:
-    """Properties of the optimizer step that staging depends on.
+    """Properties of the optimizer step that staging depends on."""
 
-    Attributes:
-        fused: one op runs it where state is in memory, else torch's own code does.
-        streams: the op also runs it where state is on NVMe.
-        sizes: bytes of an element of master weights, and of each other kind of state.
-    """
-
-    fused: bool
-    streams: bool
-    sizes: tuple[int, ...]
+    fused: bool  # one op runs it where state is in memory, else torch's own code does
+    streams: bool  # the op also runs it where state is on NVMe
+    sizes: tuple[int, ...]  # bytes of an element of master weights, and of each other kind of state
 
 
 def staging_of(
@@ -116,9 +99,7 @@ def staging_of(
     pool = plan_pool(demands)
     bounce = _bounce_bytes(units, config) if accelerated else 0
     if step is None:
-        return Staging(
-            pool, demands, {"device": StagingSizes(), "host": StagingSizes()}, 0, bounce_buffer=bounce
-        )
+        return Staging(pool, demands, dict.fromkeys(MEMORY, StagingSizes()), 0, bounce_buffer=bounce)
     trained = [unit for unit in units if unit.trained]
 
     def one_pass(unit: UnitSpec) -> bool:
@@ -129,15 +110,15 @@ def staging_of(
     buffers: dict[Tier, StagingSizes] = {}
     for tier in MEMORY:
         near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
-        own_code = [unit for unit in near if not one_pass(unit)]
-        buffers[tier] = StagingSizes(
-            max(
-                (_gradient_bytes(unit, config, chunk, one_pass(unit) and accelerated) for unit in near),
-                default=0,
-            ),
-            max((_output_bytes(unit, config, one_pass(unit), accelerated) for unit in near), default=0),
-            max((_elementwise_bytes(unit, chunk, state, config) for unit in own_code), default=0),
-        )
+        sizes = [
+            (
+                _gradient_bytes(unit, config, chunk, one_pass(unit) and accelerated),
+                _output_bytes(unit, config, one_pass(unit), accelerated),
+                0 if one_pass(unit) else _elementwise_bytes(unit, chunk, state, config),
+            )
+            for unit in near
+        ]
+        buffers[tier] = StagingSizes(*map(max, zip(*sizes, strict=True)))
     ring = config.offload.staging_buffer_bytes if config.offload.optimizer == "nvme" else 0
     gradients = _gradient_staging_bytes(trained, config) if accelerated else 0
     return Staging(pool, demands, buffers, ring, gradients, bounce, _autograd_bytes(trained))
@@ -187,10 +168,18 @@ def _autograd_bytes(trained: Sequence[UnitSpec]) -> int:
     )
 
 
-def _chunk_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int) -> int:
-    return extent_bytes(
-        min(unit.owned_numel, staging_chunk_elements(config.offload.staging_buffer_bytes)) * itemsize
+def _tiers(placement: StatePlacement) -> tuple[Tier, Tier]:
+    """Return the tiers of parameters and gradients. Replicated ones are on the device."""
+    return (
+        placement.params_tier if placement.params else "device",
+        placement.grads_tier if placement.grads else "device",
     )
+
+
+def _chunk_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int, chunks: int = 1) -> int:
+    """Return the bytes of that many ``chunks``, which have the elements of one chunk in sum."""
+    elements = staging_chunk_elements(config.offload.staging_buffer_bytes) // chunks
+    return chunks * extent_bytes(min(unit.owned_numel, elements) * itemsize)
 
 
 def _gradient_staging_bytes(trained: Sequence[UnitSpec], config: ZeroConfig) -> int:
@@ -200,7 +189,7 @@ def _gradient_staging_bytes(trained: Sequence[UnitSpec], config: ZeroConfig) -> 
     shards = [
         unit.shard_numel * (unit.itemsize if unit.world_size == 1 else sums)
         for unit in trained
-        if unit.placement.grads and unit.placement.grads_tier == "host"
+        if _tiers(unit.placement)[1] == "host"
     ]
     return (SHARD_TRANSFERS_IN_FLIGHT + 1) * extent_bytes(max(shards, default=0))
 
@@ -209,10 +198,10 @@ def _bounce_bytes(units: Sequence[UnitSpec], config: ZeroConfig) -> int:
     widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
-        placement = unit.placement
-        if placement.params and placement.params_tier == "nvme":
+        params_tier, grads_tier = _tiers(unit.placement)
+        if params_tier == "nvme":
             shards.append(unit.shard_numel * unit.itemsize)
-        if placement.grads and placement.grads_tier == "nvme":
+        if grads_tier == "nvme":
             shards.append(unit.shard_numel * max(unit.itemsize, widest))
     return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.staging_buffer_bytes // _GRAIN * _GRAIN)
 
@@ -223,13 +212,12 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
     if config.offload.update_mode == "delayed":
         return 0
     placement = unit.placement
-    tier = placement.grads_tier if placement.grads else "device"
-    accumulates = config.batch.gradient_accumulation_steps > 1
+    tier = _tiers(placement)[1]
     summed = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
-    width = summed if accumulates else unit.itemsize
+    width = summed if config.batch.gradient_accumulation_steps > 1 else unit.itemsize
     if far and _is_far(placement):
         # These are full chunks of the state, also for unannounced accumulation.
-        return _two_chunks_bytes(unit, config, max(width, summed)) if tier == "device" else 0
+        return _chunk_bytes(unit, config, max(width, summed), 2) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(unit.owned_numel, chunk) * width) if tier == "nvme" else 0
     return 0 if tier == placement.optimizer_tier else _chunk_bytes(unit, config, width)
@@ -237,25 +225,15 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
 
 def _is_far(placement: StatePlacement) -> bool:
     """Return whether state is on NVMe, and gradients or parameters on the device."""
-    tiers = {
-        placement.grads_tier if placement.grads else "device",
-        placement.params_tier if placement.params else "device",
-    }
-    return placement.optimizer_tier == "nvme" and "device" in tiers
-
-
-def _two_chunks_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int) -> int:
-    return 2 * extent_bytes(
-        min(unit.owned_numel, staging_chunk_elements(config.offload.staging_buffer_bytes) // 2) * itemsize
-    )
+    return placement.optimizer_tier == "nvme" and "device" in _tiers(placement)
 
 
 def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
-    tier = placement.params_tier if placement.params else "device"
+    tier = _tiers(placement)[0]
     delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
-        return _two_chunks_bytes(unit, config, unit.itemsize) if tier == "device" else 0
+        return _chunk_bytes(unit, config, unit.itemsize, 2) if tier == "device" else 0
     if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
         return 0
     return _chunk_bytes(unit, config, unit.itemsize)
@@ -263,8 +241,7 @@ def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: 
 
 def _elementwise_bytes(unit: UnitSpec, chunk: int, state: int, config: ZeroConfig) -> int:
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
-    placement = unit.placement
-    if placement.optimizer_tier != "nvme":
+    if unit.placement.optimizer_tier != "nvme":
         return unit.owned_numel * 4
-    stored = placement.params and placement.params_tier == "nvme" and config.offload.update_mode != "delayed"
+    stored = _tiers(unit.placement)[0] == "nvme" and config.offload.update_mode != "delayed"
     return chunk_buffer_bytes(chunk, state, unit.itemsize if stored else 0)

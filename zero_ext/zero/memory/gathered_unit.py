@@ -1,11 +1,64 @@
-"""The interface of a unit to the prefetcher: its sizes, its state and the transitions between states."""
+"""A unit as plans and the prefetcher see it: sizes and placement, states, and transitions between these."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Protocol
 
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.config.quantization_blocks import payload_bytes
+from zero_ext.config.sections.communication import CODE_BITS, CodeDtype
+from zero_ext.config.state_placement import StatePlacement
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSpec:
+    """Sizes and placement of a unit, and when a step uses it, before the unit exists.
+
+    Parameters are numbered in the order of registration.
+    """
+
+    name: str
+    numel: int  # elements, padding included
+    itemsize: int  # bytes of an element
+    world_size: int  # ranks that share it, and so shards
+    placement: StatePlacement
+    gathered: tuple[int, int]  # first and last parameter of the module that needs it, meanwhile gathered
+    grads_start: int  # parameter from which on its gradients are computed in backward
+    grads_end: tuple[int, int] | None  # first and last parameter where its last gradient may be computed
+    replicas: int = 1  # groups of ranks that each have all shards
+    is_float: bool = True  # only such units are gathered in quantized form
+    rereads: bool = True  # whether backward gathers it again
+    shared_bytes: int = 0  # of parameters that several modules share
+    largest_bytes: int = 0  # of its largest parameter
+    persistent: bool = False  # whether its parameters stay gathered because they are small
+    # Its first one. It is -1 for persistent units and for sharded ones outside blocks: the model's own, and
+    # those of several modules.
+    first_parameter: int = -1
+
+    @property
+    def trained(self) -> bool:
+        """Return whether it has master weights and gradients."""
+        return self.grads_end is not None
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world_size
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements with optimizer state on one rank."""
+        return self.shard_numel if self.placement.optimizer else self.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full flat buffer."""
+        return self.numel * self.itemsize
+
+    def payload_bytes(self, codes: CodeDtype) -> int:
+        """Return the bytes of all shards quantized to ``codes``."""
+        return self.world_size * payload_bytes(self.shard_numel, CODE_BITS[codes])
 
 
 class UnitState(enum.Enum):
@@ -18,19 +71,12 @@ class UnitState(enum.Enum):
 
 
 class GatheredUnit(Protocol):
-    """A unit of the engine, or one with sizes only, which plans and simulations use.
-
-    Attributes:
-        spec: Its sizes and placement.
-        state: Where its full parameters are in their life.
-        holders: The running calls that need it; it may be released when there is none.
-        exact: Whether the gathered values are the shards themselves, not quantized ones.
-    """
+    """A unit of the engine, or one with sizes only, which plans and simulations use."""
 
     spec: UnitSpec
     state: UnitState
-    holders: set[object]
-    exact: bool
+    holders: set[object]  # running calls that need it; without any it may be released
+    exact: bool  # whether the gathered values are the shards themselves, not quantized ones
 
     @property
     def is_aside(self) -> bool:
@@ -39,8 +85,7 @@ class GatheredUnit(Protocol):
     @property
     def needs_early_gather(self) -> bool:
         """Return whether a gather or a copy to an accelerator follows the fetch, and should start
-        before use.
-        """
+        before use."""
 
     def to_fetching(self, exact: bool = False) -> None:
         """Attach a buffer and start to fetch the shard into it. From RELEASED only."""

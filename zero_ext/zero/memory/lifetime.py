@@ -30,8 +30,7 @@ def end(ended: object, reason: str) -> None:
 
 def refuse_ended(asked: object) -> None:
     """Raise ``RuntimeError`` if ``asked`` was ended."""
-    reason = vars(asked).get(_REASON)
-    if reason is not None:
+    if (reason := vars(asked).get(_REASON)) is not None:
         raise RuntimeError(reason)
 
 
@@ -40,8 +39,7 @@ def weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
-        alive = weak()
-        if alive is not None:
+        if (alive := weak()) is not None:
             alive(*arguments, **named)
 
     return call

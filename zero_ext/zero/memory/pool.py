@@ -30,8 +30,7 @@ class BufferPool:
         self.live_bytes = 0
         self.device = device
         self.overflow = OverflowBuffers(device, tier)
-        self._tier = tier
-        self._plan = plan
+        self._tier, self._plan = tier, plan
         self._arena = ExtentArena(plan.nbytes)
         self._region = device.allocate(tier, plan.nbytes, torch.uint8)
         self._readers: list[tuple[int, int, CopyHandle]] = []  # released extents that a copy still reads
@@ -62,9 +61,9 @@ class BufferPool:
             warnings.warn(
                 f"unit '{unit}' needs {nbytes} bytes for its {purpose}, which {self._plan.nbytes} bytes of "
                 "staging have not left: more is in use simultaneously than by a model that uses its "
-                "parameters in "
-                "the order of their registration, block by block. Staging grows for it; smaller "
-                "'units.prefetch_elements' and 'units.max_live_elements' bound what is gathered ahead.",
+                "parameters in the order of their registration, block by block. Staging grows for it; "
+                "smaller 'units.prefetch_elements' and 'units.max_live_elements' bound what is gathered "
+                "ahead.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -99,13 +98,12 @@ class BufferPool:
         return _view_bytes(self._blank, 0, nbytes)
 
     def _await_readers(self, begin: int, end: int) -> None:
-        stay = []
-        for first, last, reader in self._readers:
+        readers, self._readers = self._readers, []
+        for first, last, reader in readers:
             if first < end and begin < last:
                 reader.wait_source()
             else:
-                stay.append((first, last, reader))
-        self._readers = stay
+                self._readers.append((first, last, reader))
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
@@ -128,10 +126,7 @@ class OverflowBuffers:
         self._device = device
         self._tier: Tier = tier
         self._idle: dict[int, list[tuple[torch.Tensor, CopyHandle]]] = defaultdict(list)
-        self._most_live = 0
-        self._largest = 0
-        self._live_bytes = 0
-        self._idle_bytes = 0
+        self._live_bytes = self._idle_bytes = self._most_live = self._largest = 0
 
     @property
     def total_bytes(self) -> int:

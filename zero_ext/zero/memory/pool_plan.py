@@ -57,18 +57,18 @@ def plan_pool(demands: Sequence[Demand]) -> PoolPlan:
     offset: by size, by size times duration, and by time, the last also with equal slots. The smallest pool is
     returned.
     """
-    orders: tuple[Callable[[Demand], Any], ...] = (
-        lambda demand: (-demand.extent, demand.when),
-        lambda demand: -demand.extent * sum(end - begin for begin, end in demand.when),
-        lambda demand: demand.when,
-    )
-    plans = [_laid_out(sorted(demands, key=order)) for order in orders]
     slot = max((demand.extent for demand in demands), default=0)
-    plans.append(_laid_out(sorted(demands, key=orders[-1]), slot))
+    orders: tuple[tuple[Callable[[Demand], Any], int], ...] = (
+        (lambda demand: (-demand.extent, demand.when), 0),
+        (lambda demand: -demand.extent * sum(end - begin for begin, end in demand.when), 0),
+        (lambda demand: demand.when, 0),
+        (lambda demand: demand.when, slot),
+    )
+    plans = [_laid_out(sorted(demands, key=order), size) for order, size in orders]
     return min(plans, key=lambda plan: plan.nbytes)
 
 
-def _laid_out(demands: Sequence[Demand], slot: int = 0) -> PoolPlan:
+def _laid_out(demands: Sequence[Demand], slot: int) -> PoolPlan:
     """Lay out the demands one after another in slots of at least ``slot`` bytes."""
     placed: list[tuple[int, int, Demand]] = []  # begin, end
     for demand in demands:

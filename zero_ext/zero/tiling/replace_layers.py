@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.zero.tiling.tile_consensus import add_tile_consensus
-from zero_ext.zero.tiling.tile_slice import bounds
-from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
-from zero_ext.zero.tiling.tiled_linear import TiledLinear
-from zero_ext.zero.tiling.tiled_module import TiledModule
+from zero_ext.zero.tiling.tiled_layers import TiledEmbedding, TiledLinear, arguments_of, set_tile_consensus
+from zero_ext.zero.tiling.tiled_module import TiledModule, bounds
 from zero_ext.zero.units.presharded import presharded_of, set_presharded, unshard_presharded
 
 _HOOKS = (
@@ -33,15 +30,10 @@ _HOOKS = (
 _OWN = "zero_ext.zero."
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Layers to be tiled by their first name, each with its number of tiles."""
-
-    splits: Mapping[str, int]
-
-
-def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> Tiling:
+def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> dict[str, int]:
     """Find and check the layers that ``wanted`` names, by module or class name, without changing them.
+
+    Returns each by its first name, with its number of tiles.
 
     Raises ``ValueError`` naming the entry for a name that matches nothing, a layer that is neither
     ``nn.Linear`` nor ``nn.Embedding``, a bad number of tiles, layers with hooks, and weights that are tied
@@ -64,7 +56,7 @@ def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> Tiling:
             "modules, such as 'lm_head', or their class."
         )
     _check_ties(model, splits)
-    return Tiling(splits)
+    return splits
 
 
 def _check_layer(name: str, module: nn.Module, splits: int) -> None:
@@ -98,8 +90,7 @@ def _check_layer(name: str, module: nn.Module, splits: int) -> None:
 
 def _has_foreign(hooks: Mapping[int, object] | None) -> bool:
     """Return whether there are other hooks than those of an engine, which go with it before layers are
-    tiled.
-    """
+    tiled."""
     return any(not getattr(hook, "__module__", "").startswith(_OWN) for hook in (hooks or {}).values())
 
 
@@ -115,15 +106,14 @@ def _check_ties(model: nn.Module, splits: Mapping[str, int]) -> None:
             raise ValueError(
                 f"units.tiles: expected one number of tiles for the tied parameters {names}, got "
                 f"{[splits.get(name.rpartition('.')[0]) for name in names]} (None: not tiled). Name all "
-                "their "
-                "modules with the same number."
+                "their modules with the same number."
             )
 
 
 def apply_tiling(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    tiling: Tiling,
+    tiling: Mapping[str, int],
     collectives: Collectives,
 ) -> None:
     """Replace the planned layers in ``model``, and their parameters in ``optimizer``'s groups by the tiles.
@@ -133,9 +123,13 @@ def apply_tiling(
     then on the ranks agree on the tiles that embeddings gather.
     """
     tiles_of: dict[nn.Parameter, list[nn.Parameter]] = {}
-    for name, number in tiling.splits.items():
+    for name, number in tiling.items():
         layer = model.get_submodule(name)
-        made = _like(layer, number)
+        made = (
+            TiledLinear(**arguments_of(layer), out_splits=number)
+            if isinstance(layer, nn.Linear)
+            else TiledEmbedding(**arguments_of(cast(nn.Embedding, layer)), splits=number)
+        )
         for inner, parameter in layer.named_parameters():
             if parameter not in tiles_of:
                 tiles_of[parameter] = _cut(made, inner, parameter, collectives)
@@ -148,7 +142,7 @@ def apply_tiling(
                     parent._modules[child] = made
     for group in optimizer.param_groups if optimizer is not None else ():
         _follow(group, tiles_of)
-    add_tile_consensus(model, collectives)
+    set_tile_consensus(model, collectives)
 
 
 def _cut(
@@ -168,24 +162,6 @@ def _cut(
         tiles.append(nn.Parameter(shard.placeholder, requires_grad=parameter.requires_grad))
         set_presharded(tiles[-1], shard)
     return tiles
-
-
-def _like(layer: nn.Module, number: int) -> TiledLinear | TiledEmbedding:
-    """Return a tiled layer of the sizes of ``layer``, without values."""
-    if isinstance(layer, nn.Linear):
-        sizes = (layer.in_features, layer.out_features, layer.bias is not None, 1, number)
-        return TiledLinear(*sizes, device="meta", dtype=layer.weight.dtype)
-    if not isinstance(layer, nn.Embedding):
-        raise zero_ext_bug(f"a plan to tile a {type(layer).__name__}")
-    return TiledEmbedding(
-        layer.num_embeddings,
-        layer.embedding_dim,
-        number,
-        layer.padding_idx,
-        layer.scale_grad_by_freq,
-        "meta",
-        layer.weight.dtype,
-    )
 
 
 def _follow(group: dict[str, object], tiles_of: Mapping[nn.Parameter, list[nn.Parameter]]) -> None:

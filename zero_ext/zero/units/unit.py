@@ -12,10 +12,9 @@ from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.communication import CommunicationConfig
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
-from zero_ext.zero.memory.gathered_unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitSpec, UnitState
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.memory.pool import BufferPool, attach, detach
-from zero_ext.zero.memory.unit_spec import UnitSpec
 from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor, point_at, set_data
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.param_gather import ParameterGather

@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus
-from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
-from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitSpec, UnitState
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 
 P = TypeVar("P", bound="PlannedUnit")

@@ -18,9 +18,8 @@ from zero_ext.config.overlap_limits import (
     SHARD_TRANSFERS_IN_FLIGHT,
     WRITES_BEHIND,
 )
-from zero_ext.zero.memory.gathered_unit import UnitState
+from zero_ext.zero.memory.gathered_unit import UnitSpec, UnitState
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
-from zero_ext.zero.memory.unit_spec import UnitSpec
 from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
 
 # Chunks of gradients on NVMe in memory at a time: read ahead for running reductions, written behind for those

@@ -11,9 +11,9 @@ from torch import nn
 
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.offload import copy_of, count, replace
-from zero_ext.zero.api.full_parameters import full_gradient
-from zero_ext.zero.api.full_values import (
+from zero_ext.zero.api.full_parameters import (
     MASTER,
+    full_gradient,
     full_state,
     owned_slices,
     replace_gradient,

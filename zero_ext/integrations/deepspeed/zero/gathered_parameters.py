@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.integrations.deepspeed.param_attributes import ZeroParamStatus, set_status
 from zero_ext.zero.api.engine_lookup import PARAMETER_ATTRIBUTE, engine_of
-from zero_ext.zero.api.full_parameters import gathered
+from zero_ext.zero.api.gathered import gathered
 from zero_ext.zero.units.presharded import presharded_of
 
 

@@ -16,7 +16,7 @@ from zero_ext.parallel.pipeline.schedule.graph_cut import Crossing, backward, cr
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
 from zero_ext.parallel.pipeline.schedule.runner import PipelineRunner
 from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule, in_turn
-from zero_ext.zero.api.layer_major_backward import LayerPasses, present
+from zero_ext.zero.api.manual_backward import LayerPasses, present
 from zero_ext.zero.engine import Engine
 
 

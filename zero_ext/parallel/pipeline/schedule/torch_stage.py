@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
 from zero_ext.parallel.pipeline.stages.stage_module import StageModule
-from zero_ext.zero.api.assigned_grads import adopt_assigned
+from zero_ext.zero.api.manual_backward import adopt_assigned
 from zero_ext.zero.engine import Engine
 
 

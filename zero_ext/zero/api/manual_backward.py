@@ -1,13 +1,18 @@
-"""A backward pass of the engine that is made of several of autograd's, one layer after the other."""
+"""Backward passes of the engine that autograd does not begin: layer by layer, and with assigned gradients."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import nn
 
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.gather_order import GatherOrder
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -57,3 +62,23 @@ class LayerPasses:
         for gradients in self._engine.reducer.gradients:
             if gradients.unit in wanted:
                 gradients.begin_pass(unreduced=self._micro_batches > 1)
+
+
+def adopt_assigned(
+    engine: Engine, parameters: Sequence[nn.Parameter], compute: Callable[[], Result]
+) -> Result:
+    """Return the result of ``compute``, which sets ``parameter.grad`` of some of ``parameters`` rather than
+    have autograd bring it; a backward pass of its own, in which all of them are present."""
+    holder = object()
+    units = list(dict.fromkeys(engine.index[parameter][0] for parameter in parameters))
+    with engine.backward_pass.by_hand():
+        # Nothing releases these units here. The end of the pass releases all units.
+        for unit in units:
+            engine.prefetcher.need(unit, holder, engine.prefetcher.backward_order)
+        for parameter in parameters:
+            parameter.grad = None
+        result = compute()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                engine.collector.collect(parameter)
+    return result
