@@ -22,29 +22,32 @@ from zero_ext.activation.activation_storage import (
 )
 from zero_ext.activation.checkpoint_call import (
     CheckpointedCall,
+    Context,
+    NamedErrors,
+    Recomputation,
     check_outputs,
     check_unchanged,
     code_of,
     is_parameter,
     modules_of,
     name_of,
+    nested_contexts,
     versions,
 )
 from zero_ext.activation.offload_saved_tensors import OffloadSavedTensors, Stays, UnmovedTensor
 from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord
 from zero_ext.activation.packed_layout import fits
-from zero_ext.activation.partitioned_activations import ActivationPartition, check_group
+from zero_ext.activation.partitioned_activations import ActivationPartition, TransferCounters, check_group
 from zero_ext.activation.random_streams import RandomStreams
-from zero_ext.activation.recompute_context import Context, NamedErrors, Recomputation, nested_contexts
-from zero_ext.activation.selective_budget import MeasuringMode, choose
 from zero_ext.activation.selective_policy import (
     Contexts,
+    MeasuringMode,
     Step,
+    choose,
     contexts_saving_ops,
     contexts_saving_steps,
     named_ops,
 )
-from zero_ext.activation.transfer_counters import TransferCounters
 from zero_ext.config import ActivationCheckpointingConfig, AioConfig, Tier
 from zero_ext.config.events import Bus
 from zero_ext.offload import Device

@@ -7,11 +7,7 @@ from torch import nn
 
 
 def pad_to_block(
-    block: int,
-    inputs: dict[str, torch.Tensor],
-    *,
-    pad_token_id: int = 0,
-    embeddings: nn.Module | None = None,
+    block: int, inputs: dict[str, torch.Tensor], *, pad_token_id: int = 0, embeddings: nn.Module | None = None
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Lengthen every sequence of a model's inputs at its end to whole blocks.
 

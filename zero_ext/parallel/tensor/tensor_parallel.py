@@ -11,21 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zero_ext.parallel.tensor.attention_styles import KEY_HEADS
 from zero_ext.parallel.tensor.auto_tp_plan import HEADS
-from zero_ext.parallel.tensor.style_registry import (
+from zero_ext.parallel.tensor.tp_plans import (
     EVEN,
     EXPERTS,
     MODULE_STYLES,
     PARAMETER_STYLES,
     REPLICATED,
     SUMMED,
+    corrections,
+    known_plan,
     module_problem,
     style_problem,
 )
-from zero_ext.parallel.tensor.tp_plans import corrections, known_plan
 from zero_ext.parallel.tensor.tp_rng import split_randomness
 from zero_ext.parallel.tensor.tp_styles import (
+    KEY_HEADS,
     ParameterSplit,
     is_conv1d,
     parameter_split,

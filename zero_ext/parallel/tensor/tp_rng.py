@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from zero_ext.activation.default_rng import DefaultGenerator
-from zero_ext.parallel.tensor.attention_styles import MultiQueryOutputs
-from zero_ext.parallel.tensor.tp_styles import InputsParallel, OutputsParallel
+from zero_ext.activation.random_streams import DefaultGenerator
+from zero_ext.parallel.tensor.tp_styles import InputsParallel, MultiQueryOutputs, OutputsParallel
 
 # Training forwards with random numbers between two looks at whether the ranks draw the same.
 LOOKS_EVERY = 16

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from zero_ext.activation import ActivationCheckpointing
-from zero_ext.activation.partitioned_activations import check_group
-from zero_ext.activation.transfer_counters import TransferCounters
+from zero_ext.activation.partitioned_activations import TransferCounters, check_group
 from zero_ext.comm import Collectives
 from zero_ext.config import ActivationCheckpointingConfig, ZeroConfig
 from zero_ext.offload import TierManager

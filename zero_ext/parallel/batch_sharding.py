@@ -9,17 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero_ext.parallel.sequence.ulysses import sequence_rank
+from zero_ext.parallel.ulysses import sequence_rank
 
 _IGNORED = -100
 
 
 def shard_batch(
-    batch: Mapping[str, Any],
-    mesh: DeviceMesh,
-    *,
-    shift_labels: bool = True,
-    padding_idx: int | None = None,
+    batch: Mapping[str, Any], mesh: DeviceMesh, *, shift_labels: bool = True, padding_idx: int | None = None
 ) -> dict[str, Any]:
     """Return this rank's chunk of a batch of sequences, which all ranks along mesh["cp"] hold in full.
 

@@ -16,9 +16,8 @@ from itertools import permutations, product
 import numpy as np
 import numpy.typing as npt
 
-from zero_ext.parallel.ranks.comm_cost import AxisTraffic
-from zero_ext.parallel.ranks.link_topology import LinkLevel, LinkTopology
-from zero_ext.parallel.ranks.rank_grid import RankGrid
+from zero_ext.parallel.link_topology import AxisTraffic, LinkLevel, LinkTopology
+from zero_ext.parallel.rank_grid import RankGrid
 
 Digit = tuple[str, int]  # axis, length
 _INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
