@@ -22,7 +22,7 @@ class Item:
 
 
 def test_an_ordered_weak_list_drops_dead_items() -> None:
-    draw, items, plain = random.Random(fresh_seed()), OrderedWeakList[Item](), list[Item]()
+    draw, items, plain = random.Random(fresh_seed()), OrderedWeakList(), list[Item]()
     for number in range(1, 2000):
         if plain and draw.random() < 0.45:
             del plain[draw.randrange(len(plain))]

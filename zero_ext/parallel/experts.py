@@ -15,6 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_ext.zero.units.parameter_marks import mark_expert
 from zero_ext.zero.units.rank_groups import data_group
 
+__all__ = ["MixtureOfExperts", "MoEOutput", "Routing", "balance_loss", "route"]
+_Expert = Callable[[torch.Tensor], torch.Tensor]
+MakeExpert = Callable[[int], nn.Module]
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -103,11 +107,8 @@ def _count(experts: torch.Tensor, number: int) -> torch.Tensor:
     return counts.scatter_add_(0, experts, torch.ones_like(experts))
 
 
-Expert = Callable[[torch.Tensor], torch.Tensor]
-
-
-def through_experts(
-    rows: torch.Tensor, counts: torch.Tensor, experts: Sequence[Expert], group: dist.ProcessGroup | None
+def _through_experts(
+    rows: torch.Tensor, counts: torch.Tensor, experts: Sequence[_Expert], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Return what the experts make of ``rows`` [R, width], which are sorted by expert, ``counts`` [E] int64
     of each; a collective of ``group`` with E / N experts per rank, ``experts`` those of this one.
@@ -116,8 +117,12 @@ def through_experts(
     its parameters have a gradient on every rank. Without a group all experts are here. Two all-to-all
     exchanges move rows, and as many in backward (GShard, section 3.1).
     """
+
+    def called(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([expert(rows) for expert, rows in zip(experts, inputs, strict=True)])
+
     if group is None:
-        return torch.cat(_called(experts, rows.split(counts.tolist())))
+        return called(rows.split(counts.tolist()))
     ranks = dist.get_world_size(group)
     sent = counts.view(ranks, -1)
     received = torch.empty_like(sent)
@@ -127,13 +132,8 @@ def through_experts(
     # They came by rank and, of each, by expert.
     numbers = torch.arange(len(experts), device=rows.device).repeat(ranks)
     by_expert = torch.argsort(numbers.repeat_interleave(received.view(-1)), stable=True)
-    outputs = torch.cat(_called(experts, rows[by_expert].split(received.sum(0).tolist())))
-    back = torch.argsort(by_expert)
-    return _exchanged(outputs[back], receives, sends, group)
-
-
-def _called(experts: Sequence[Expert], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [expert(rows) for expert, rows in zip(experts, inputs, strict=True)]
+    outputs = called(rows[by_expert].split(received.sum(0).tolist()))
+    return _exchanged(outputs[torch.argsort(by_expert)], receives, sends, group)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -157,9 +157,6 @@ def _exchanged(
     """``sends[r]`` of ``rows`` go to each rank r, ``receives[r]`` come from it, in the order of the ranks."""
     exchanged: torch.Tensor = _AllToAll.apply(rows, sends, receives, group)
     return exchanged
-
-
-MakeExpert = Callable[[int], nn.Module]
 
 
 class MoEOutput(NamedTuple):
@@ -233,17 +230,16 @@ class MixtureOfExperts(nn.Module):
         listed = list(experts) if isinstance(experts, Iterable) else experts
         self.count = _count_of(listed, count)
         self.top_k, self.capacity_factor = top_k, capacity_factor
-        spread = mesh if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
-        ranks, index = (spread["ep"].size(), spread.get_local_rank("ep")) if spread is not None else (1, 0)
+        spread = mesh["ep"] if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
+        ranks, index = (spread.size(), spread.get_local_rank()) if spread is not None else (1, 0)
         _check(self.count, ranks, top_k, capacity_factor)
-        self._group = spread["ep"].get_group() if spread is not None and ranks > 1 else None
+        self._group = spread.get_group() if spread is not None and ranks > 1 else None
         self._data = data_group(mesh) if mesh is not None else None
         self.gate = nn.Linear(width, self.count, bias=False)
         own = self.count // ranks
         numbers = range(index * own, (index + 1) * own)
-        made = [listed[n] for n in numbers] if isinstance(listed, list) else _made(listed, numbers)
-        self.experts = nn.ModuleDict({str(n): expert for n, expert in zip(numbers, made, strict=True)})
-        known = dict(enumerate(listed)) if isinstance(listed, list) else dict(zip(numbers, made, strict=True))
+        known = dict(enumerate(listed)) if isinstance(listed, list) else _made(listed, numbers)
+        self.experts = nn.ModuleDict({str(number): known[number] for number in numbers})
         _agree(_problem(known), self._group, mesh)
         if self._group is not None:
             for parameter in self.experts.parameters():
@@ -271,7 +267,7 @@ class MixtureOfExperts(nn.Module):
             logits = nn.functional.linear(tokens.float(), self.gate.weight.float())
         routing = route(logits, self.top_k, self.capacity_factor)
         rows = tokens[routing.order % len(tokens)]
-        made = through_experts(rows, routing.counts, list(self.experts.values()), self._group)
+        made = _through_experts(rows, routing.counts, list(self.experts.values()), self._group)
         slots = made.new_zeros(routing.experts.numel(), made.shape[-1]).index_copy(0, routing.order, made)
         weighted = routing.weights.unsqueeze(-1) * slots.view(*routing.experts.shape, made.shape[-1])
         first_choices = routing.first_choices
@@ -319,21 +315,21 @@ def _check(count: int, ranks: int, top_k: int, capacity_factor: float | None) ->
         )
 
 
-def _made(make: MakeExpert, numbers: Sequence[int]) -> list[nn.Module]:
+def _made(make: MakeExpert, numbers: Sequence[int]) -> dict[int, nn.Module]:
     """Return the experts ``numbers``, with values that ranks with other numbers do not change."""
     seed = int(torch.randint(2**62, (), device="cpu"))
-    made = []
+    made = {}
     for number in numbers:
         with torch.random.fork_rng():
             torch.manual_seed(seed + number)
-            made.append(make(number))
+            made[number] = make(number)
     return made
 
 
 def _problem(experts: Mapping[int, nn.Module]) -> str:
     """Why these, by number, cannot be the experts of one mixture; empty if they can."""
-    shapes: list[list[tuple[str, torch.Size]]] = []
     first = min(experts)
+    wanted = [(name, parameter.shape) for name, parameter in experts[first].named_parameters()]
     for number, expert in experts.items():
         buffers = [name for name, _ in expert.named_buffers()]
         if buffers:
@@ -341,11 +337,11 @@ def _problem(experts: Mapping[int, nn.Module]) -> str:
                 f"expert {number}: expected no buffers, as ranks with different experts would treat them as "
                 f"the same ones, got {buffers}. Keep them outside of the experts."
             )
-        shapes.append([(name, parameter.shape) for name, parameter in expert.named_parameters()])
-        if shapes[-1] != shapes[0]:
+        shapes = [(name, parameter.shape) for name, parameter in expert.named_parameters()]
+        if shapes != wanted:
             return (
-                f"expert {number}: expected the parameters of expert {first}, {shapes[0]}, got {shapes[-1]}. "
-                "Build all experts alike."
+                f"expert {number}: expected the parameters of expert {first}, {wanted}, got {shapes}. Build "
+                "all experts alike."
             )
     return ""
 

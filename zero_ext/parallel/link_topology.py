@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from zero_ext.config.state_placement import StatePlacement
@@ -60,7 +61,7 @@ class LinkTopology:
                 f"{self.world_size} ranks and levels {[level.name for level in self.levels]}. Start the "
                 "levels with a rank's own link."
             )
-        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+        for inner, outer in pairwise(self.levels):
             if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
                 raise ValueError(
                     f"level '{outer.name}': expected several full levels '{inner.name}' of {inner.ranks} "

@@ -14,7 +14,6 @@ from zero_ext.comm.process_group import make_collectives
 from zero_ext.comm.traffic_stats import TrafficStats
 
 _HEADS, _LENGTH = 1, 2
-_WHAT = "sequence exchange"
 
 
 class SequenceExchange:
@@ -132,7 +131,10 @@ class SequenceExchange:
         repeats = math.lcm(keys, self.size) // keys
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, _HEADS) for each in (key, value))
-        return self._full(query), self._full(key), self._full(value)
+        full_query, full_key, full_value = (
+            _moved(each, self, _LENGTH, _HEADS) for each in (query, key, value)
+        )
+        return full_query, full_key, full_value
 
     def leave(self, attended: torch.Tensor) -> torch.Tensor:
         """Undo `enter`.
@@ -144,9 +146,6 @@ class SequenceExchange:
             [batch, heads, length / cp, ...].
         """
         return _moved(attended, self, _HEADS, _LENGTH)
-
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _moved(tensor, self, _LENGTH, _HEADS)
 
     @contextlib.contextmanager
     def abort_on_error(self) -> Iterator[None]:
@@ -175,9 +174,8 @@ class SequenceExchange:
         sent = torch.stack(tensor.chunk(self.size, split))
         received = torch.empty_like(sent)
         received[self.rank].copy_(sent[self.rank])
-        self._collectives.exchange_payloads(
-            received.unbind(), sent.unbind(), "sequence", sent.numel(), _WHAT
-        ).wait()
+        payloads = received.unbind(), sent.unbind()
+        self._collectives.exchange_payloads(*payloads, "sequence", sent.numel(), "sequence exchange").wait()
         return torch.cat(received.unbind(), gathered)
 
 
@@ -234,8 +232,7 @@ class SequenceAttention:
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], exchange: SequenceExchange) -> None:
-        self.function = function
-        self.exchange = exchange
+        self.function, self.exchange = function, exchange
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any

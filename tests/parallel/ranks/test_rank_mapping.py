@@ -204,5 +204,3 @@ def test_topologies_that_cannot_be_are_refused() -> None:
         LinkLevel("node", 4, 0.0)
     with pytest.raises(ValueError, match=r"order: expected each of \['pp', 'tp'\], got \['pp'\]"):
         naive_mapping({"pp": 2, "tp": 2}, "pp")
-
-

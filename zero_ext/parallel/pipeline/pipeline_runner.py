@@ -1,4 +1,4 @@
-"""What runs a pipeline's batches on a rank, and failures that reach all of its ranks."""
+"""Base class for running a pipeline on a rank, and failures that reach all of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on the schedules of torch, whose stages make their passes through a prepared model."""
+"""Batches on the schedules of torch: their stages make passes through a prepared model."""
 
 from __future__ import annotations
 

@@ -139,94 +139,73 @@ def _rotary(model: nn.Module, name: str) -> int | None:
     return found
 
 
-_GPT2 = {
-    "h.*.attn": "local_heads",
-    "h.*.attn.c_attn": "colwise_thirds",  # query | key | value
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-    "h.*.crossattention": "local_heads",
-    "h.*.crossattention.q_attn": "colwise",
-    "h.*.crossattention.c_attn": "colwise_halves",  # key | value
-    "h.*.crossattention.c_proj": "rowwise",
-}
-_GPTJ = {
-    "h.*.attn": "local_heads",
-    "h.*.attn.q_proj": "colwise",
-    "h.*.attn.k_proj": "colwise",
-    "h.*.attn.v_proj": "colwise",
-    "h.*.attn.out_proj": "rowwise",
-    "h.*.mlp.fc_in": "colwise",
-    "h.*.mlp.fc_out": "rowwise",
-}
+def _layers(layer: str, **names: str) -> dict[str, str]:
+    """Return the styles of a layer's modules, by style their names in the layer."""
+    return {f"{layer}.{name}": style for style, some in names.items() for name in some.split()}
+
+
+_GPT2 = _layers(
+    "h.*",
+    local_heads="attn crossattention",
+    colwise_thirds="attn.c_attn",  # query | key | value
+    colwise_halves="crossattention.c_attn",  # key | value
+    colwise="mlp.c_fc crossattention.q_attn",
+    rowwise="attn.c_proj mlp.c_proj crossattention.c_proj",
+)
+_GPTJ = _layers(
+    "h.*",
+    local_heads="attn",
+    colwise="attn.q_proj attn.k_proj attn.v_proj mlp.fc_in",
+    rowwise="attn.out_proj mlp.fc_out",
+)
 # The query, key and value of a head are neighbors, so consecutive outputs are whole heads.
-_BLOOM = {
-    "h.*.self_attention": "local_heads",
-    "h.*.self_attention.query_key_value": "colwise",
-    "h.*.self_attention.dense": "rowwise",
-    "h.*.mlp.dense_h_to_4h": "colwise",
-    "h.*.mlp.dense_4h_to_h": "rowwise",
-}
+_BLOOM = _layers(
+    "h.*",
+    local_heads="self_attention",
+    colwise="self_attention.query_key_value mlp.dense_h_to_4h",
+    rowwise="self_attention.dense mlp.dense_4h_to_h",
+)
 # Falcon-7B: all heads' queries, and behind them one key and one value.
 _FALCON_MULTI_QUERY = {
     **_BLOOM,
     "h.*.self_attention": "local_query_heads",
     "h.*.self_attention.query_key_value": "colwise_multi_query",
 }
-_OPT = {
-    "decoder.layers.*.self_attn": "local_heads",
-    "decoder.layers.*.self_attn.q_proj": "colwise",
-    "decoder.layers.*.self_attn.k_proj": "colwise",
-    "decoder.layers.*.self_attn.v_proj": "colwise",
-    "decoder.layers.*.self_attn.out_proj": "rowwise",
-    "decoder.layers.*.fc1": "colwise",
-    "decoder.layers.*.fc2": "rowwise",
-}
-_BERT_ATTENTION = {
-    "encoder.layer.*.attention.self.query": "colwise",
-    "encoder.layer.*.attention.self.key": "colwise",
-    "encoder.layer.*.attention.self.value": "colwise",
-    "encoder.layer.*.attention.output.dense": "rowwise",
-}
+_OPT = _layers(
+    "decoder.layers.*",
+    local_heads="self_attn",
+    colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1",
+    rowwise="self_attn.out_proj fc2",
+)
+_BERT_ATTENTION = {"colwise": "self.query self.key self.value", "rowwise": "output.dense"}
 _BERT = {
-    **_BERT_ATTENTION,
-    **{name.replace("attention.", "crossattention.", 1): style for name, style in _BERT_ATTENTION.items()},
+    **_layers("encoder.layer.*.attention", **_BERT_ATTENTION),
+    **_layers("encoder.layer.*.crossattention", **_BERT_ATTENTION),
     "encoder.layer.*.intermediate.dense": "colwise",
     "encoder.layer.*[0-9].output.dense": "rowwise",
 }
 
 
-def _t5(stack: str, attention: str, number: int) -> dict[str, str]:
-    name = f"{stack}.block.*.layer.{number}.{attention}"
+def _t5(attention: str) -> dict[str, str]:
     return {
-        name: "local_heads",
-        **{f"{name}.{each}": "colwise" for each in "qkv"},
-        f"{name}.o": "rowwise",
-        f"{name}.relative_attention_bias": "embedding_heads",
+        attention: "local_heads",
+        **_layers(attention, colwise="q k v", rowwise="o", embedding_heads="relative_attention_bias"),
     }
 
 
 _T5 = {
-    **_t5("encoder", "SelfAttention", 0),
-    **_t5("decoder", "SelfAttention", 0),
-    **_t5("decoder", "EncDecAttention", 1),
-    "*.DenseReluDense.wi": "colwise",
-    "*.DenseReluDense.wi_0": "colwise",
-    "*.DenseReluDense.wi_1": "colwise",
-    "*.DenseReluDense.wo": "rowwise",
+    **_t5("encoder.block.*.layer.0.SelfAttention"),
+    **_t5("decoder.block.*.layer.0.SelfAttention"),
+    **_t5("decoder.block.*.layer.1.EncDecAttention"),
+    **_layers("*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
 }
 _PLANS = {
     "gpt2": _GPT2,
     "gptj": _GPTJ,
-    "bloom": _BLOOM,
-    "falcon": _BLOOM,
     "opt": _OPT,
-    "t5": _T5,
-    "mt5": _T5,
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
+    **dict.fromkeys(("bloom", "falcon"), _BLOOM),
+    **dict.fromkeys(("t5", "mt5"), _T5),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
 }
 
 # Changes to plans that transformers ships, by the type of the model. Between their projections these models
@@ -252,13 +231,8 @@ def corrections(config: Any) -> dict[str, str]:
 
 
 def known_plan(config: Any) -> dict[str, str]:
-    """Return the plan for the base model of transformers' ``config``, where it ships none.
-
-    Patterns that name nothing in a model are part of it, such as those of cross-attention.
-
-    Returns:
-        Styles by pattern; empty where no plan is known.
-    """
+    """Return the plan for the base model of transformers' ``config``, where it ships none; empty where none
+    is known. Patterns that name nothing in a model are part of it, such as those of cross-attention."""
     kind = str(getattr(config, "model_type", ""))
     if kind == "falcon" and config.multi_query and not config.new_decoder_architecture:
         return dict(_FALCON_MULTI_QUERY)

@@ -39,8 +39,8 @@ class OutputsParallel(ParallelStyle):
         self.fused = fused
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameter(module, device_mesh, "weight", self._placement(int(is_conv1d(module))))
-        distribute_parameter(module, device_mesh, "bias", self._placement(0))
+        _distribute(module, device_mesh, "weight", self._placement(int(is_conv1d(module))))
+        _distribute(module, device_mesh, "bias", self._placement(0))
         module.forward = MethodType(_share_of_outputs, module)
         return module
 
@@ -56,8 +56,8 @@ class InputsParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameter(module, device_mesh, "weight", Shard(int(not is_conv1d(module))))
-        distribute_parameter(module, device_mesh, "bias", Replicate())
+        _distribute(module, device_mesh, "weight", Shard(int(not is_conv1d(module))))
+        _distribute(module, device_mesh, "bias", Replicate())
         module.forward = MethodType(_sum_over_inputs, module)
         return module
 
@@ -71,16 +71,8 @@ class ParameterSplit(NamedTuple):
 
 
 def parameter_split(parameter: torch.Tensor, name: str, style: str) -> ParameterSplit | None:
-    """Return how ``style`` splits a parameter, as transformers does.
-
-    Args:
-        parameter: Weights [..., out, in], one matrix per expert, or a vector.
-        name: The parameter's own name. Biases that "rowwise" is given for stay replicated.
-        style: "colwise", "rowwise", "packed_colwise" or "packed_rowwise".
-
-    Returns:
-        None for a parameter that stays replicated.
-    """
+    """Return how ``style`` splits the parameter ``name``, weights [..., out, in], one matrix per expert, or a
+    vector, as transformers does; None where it stays replicated, as biases that "rowwise" is given for."""
     fused = 2 if style.startswith("packed") else 1
     if style.endswith("colwise"):
         return ParameterSplit(max(parameter.dim() - 2, 0), fused)
@@ -94,10 +86,10 @@ def split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: Param
     # Rows of a strided shard are a slice of two dimensions, whatever the parameter's (see local_slice_of).
     strided = split.fused > 1 or getattr(module, name).dim() > 2
     placement = _StridedShard(split.axis, split_factor=split.fused) if strided else Shard(split.axis)
-    distribute_parameter(module, mesh, name, placement)
+    _distribute(module, mesh, name, placement)
 
 
-def distribute_parameter(module: nn.Module, mesh: DeviceMesh, name: str, placement: Placement) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, name: str, placement: Placement) -> None:
     """Make the parameter ``name`` of ``module``, where there is one, a DTensor on ``mesh``."""
     parameter = getattr(module, name)
     if parameter is not None:
@@ -105,26 +97,20 @@ def distribute_parameter(module: nn.Module, mesh: DeviceMesh, name: str, placeme
         module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
-def sum_gradients(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _sum_gradients(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return ``value``, the same on all ranks, with gradients that backward sums over them."""
     replicated: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
     local: torch.Tensor = replicated.to_local(grad_placements=[Partial()])
     return local
 
 
-def sum_over_ranks(term: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the sum of the ranks' terms. Backward hands its gradient to each of them."""
-    total: torch.Tensor = _Sum.apply(term, mesh.get_group())
-    return total
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' terms. Its gradient is that of every term."""
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' terms. Backward hands its gradient to each of them."""
 
     @staticmethod
-    def forward(context: Any, term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(context: Any, term: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         total = term.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=mesh.get_group())
         return total
 
     @staticmethod
@@ -151,12 +137,12 @@ class ToLocalSlice(torch.autograd.Function):
 def _share_of_outputs(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[..., in] to [..., the outputs of this rank]."""
     bias = None if module.bias is None else ToLocalSlice.apply(module.bias)
-    return _project(module, sum_gradients(hidden, module.weight.device_mesh), bias)
+    return _project(module, _sum_gradients(hidden, module.weight.device_mesh), bias)
 
 
 def _sum_over_inputs(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[..., the inputs of this rank] to [..., out]."""
-    output = sum_over_ranks(_project(module, hidden, None), module.weight.device_mesh)
+    output: torch.Tensor = _SumOverRanks.apply(_project(module, hidden, None), module.weight.device_mesh)
     return output if module.bias is None else output + ToLocalSlice.apply(module.bias)
 
 
@@ -221,7 +207,7 @@ class MultiQueryOutputs(ParallelStyle):
 
         def forward(linear: Any, hidden: torch.Tensor) -> torch.Tensor:
             bias = None if linear.bias is None else rows(linear.bias)
-            return nn.functional.linear(sum_gradients(hidden, device_mesh), rows(linear.weight), bias)
+            return nn.functional.linear(_sum_gradients(hidden, device_mesh), rows(linear.weight), bias)
 
         module.forward = MethodType(forward, module)
         return module
@@ -242,7 +228,7 @@ class LatentKeys(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def hook(_: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             latent, keys = output[..., : -self.rotary], output[..., -self.rotary :]
-            return torch.cat([latent, sum_gradients(keys, device_mesh)], -1)
+            return torch.cat([latent, _sum_gradients(keys, device_mesh)], -1)
 
         module.register_forward_hook(hook)
         return module
@@ -255,7 +241,7 @@ class LocalParameters(ParallelStyle):
         forward = module.forward
 
         def on_slices(*args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module):
+            with _local_parameters(module):
                 return forward(*args, **kwargs)
 
         module.forward = on_slices
@@ -274,13 +260,13 @@ class ExpertsParallel(ParallelStyle):
 
         def shared(value: Any) -> Any:
             floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return sum_gradients(value, device_mesh) if floating else value
+            return _sum_gradients(value, device_mesh) if floating else value
 
-        def on_slices(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def on_slices(*args: Any, **kwargs: Any) -> Any:
             named = {name: shared(value) for name, value in kwargs.items()}
-            with local_parameters(module):
+            with _local_parameters(module):
                 term = forward(*map(shared, args), **named)
-            return sum_over_ranks(term, device_mesh)
+            return _SumOverRanks.apply(term, device_mesh)
 
         module.forward = on_slices
         return module
@@ -305,7 +291,7 @@ class VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameter(module, device_mesh, "weight", Shard(0))
+        _distribute(module, device_mesh, "weight", Shard(0))
         words = -(-module.num_embeddings // device_mesh.size())  # as torch's Shard: the last rank has fewer
         first = words * device_mesh.get_local_rank()
         end = first + local_tensor(module.weight).shape[0]
@@ -313,18 +299,18 @@ class VocabularyParallel(ParallelStyle):
         if padding is not None:
             module.padding_idx = padding - first if first <= padding < end else None
 
-        def look_up(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def look_up(ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             local = (ids >= first) & (ids < end)
-            with local_parameters(module):
+            with _local_parameters(module):
                 vectors = forward((ids - first).where(local, 0), *args, **kwargs)
-            return sum_over_ranks(vectors.where(local[..., None], 0), device_mesh)
+            return _SumOverRanks.apply(vectors.where(local[..., None], 0), device_mesh)
 
         module.forward = look_up
         return module
 
 
 @contextlib.contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
+def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the distributed parameters that ``module`` itself has by this rank's slices, for a while."""
     own: dict[str, Any] = module._parameters
     distributed = {name: each for name, each in own.items() if is_distributed(each)}
