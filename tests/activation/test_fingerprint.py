@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.activation.blocks import fresh_seed
-from zero_ext.activation.fingerprint import Fingerprint, checksum, sums
 from zero_ext.activation.packed_layout import PackedLayout
+from zero_ext.activation.partitioned_activations import Fingerprint, checksum, sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex64]
 

@@ -11,8 +11,7 @@ from tests.activation.blocks import fresh_seed, noted_records
 from tests.opcodes import count_opcodes
 from zero_ext.activation import ActivationCheckpointing
 from zero_ext.activation.activation_storage import MemoryActivationStorage
-from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord, RecordState
-from zero_ext.activation.ordered_weak_list import OrderedWeakList
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord, OrderedWeakList, RecordState
 from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.offload import CPU
 
@@ -23,7 +22,7 @@ class Item:
 
 
 def test_an_ordered_weak_list_drops_dead_items() -> None:
-    draw, items, plain = random.Random(fresh_seed()), OrderedWeakList[Item](), list[Item]()
+    draw, items, plain = random.Random(fresh_seed()), OrderedWeakList(), list[Item]()
     for number in range(1, 2000):
         if plain and draw.random() < 0.45:
             del plain[draw.randrange(len(plain))]

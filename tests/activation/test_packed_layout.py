@@ -67,12 +67,7 @@ def test_all_bits_come_back(dtype: torch.dtype, ranks: int) -> None:
     print(seed := secrets.randbits(31))
     bits = torch.randint(0, 256, (200_001 * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
     values = bits.to(torch.uint8).view(dtype)
-    sources = [
-        values,
-        values[1:],
-        values[: 300 * 600].view(300, 600)[:, ::7],
-        values[:4096].view(64, 64).t(),
-    ]
+    sources = [values, values[1:], values[: 300 * 600].view(300, 600)[:, ::7], values[:4096].view(64, 64).t()]
     layout = PackedLayout.of(sources, ranks)
     region = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
     for rank, shard in enumerate(region.chunk(ranks)):

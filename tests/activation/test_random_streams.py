@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tests.activation.blocks import fresh_seed, same
 from zero_ext.activation import MODEL_PARALLEL, ActivationCheckpointing, RandomStreams
-from zero_ext.activation.recompute_context import Recomputation
+from zero_ext.activation.checkpoint_call import Recomputation
 from zero_ext.config import ActivationCheckpointingConfig
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.activation.blocks import WIDTH, Counting, Stack, fresh_seed, gradients, same
 from zero_ext.activation import ActivationCheckpointing
-from zero_ext.activation.selective_budget import MeasuredOp, MeasuringMode, choose
+from zero_ext.activation.selective_policy import MeasuredOp, MeasuringMode, choose
 from zero_ext.config import ActivationCheckpointingConfig
 
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,29 +23,32 @@ from zero_ext.activation.activation_storage import (
 )
 from zero_ext.activation.checkpoint_call import (
     CheckpointedCall,
+    Context,
+    Recomputation,
     check_outputs,
     check_unchanged,
     code_of,
     is_parameter,
     modules_of,
     name_of,
+    named_errors,
+    nested_contexts,
     versions,
 )
 from zero_ext.activation.offload_saved_tensors import OffloadSavedTensors, Stays, UnmovedTensor
 from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord
 from zero_ext.activation.packed_layout import fits
-from zero_ext.activation.partitioned_activations import ActivationPartition, check_group
+from zero_ext.activation.partitioned_activations import ActivationPartition, TransferCounters, check_group
 from zero_ext.activation.random_streams import RandomStreams
-from zero_ext.activation.recompute_context import Context, NamedErrors, Recomputation, nested_contexts
-from zero_ext.activation.selective_budget import MeasuringMode, choose
 from zero_ext.activation.selective_policy import (
     Contexts,
+    MeasuringMode,
     Step,
+    choose,
     contexts_saving_ops,
     contexts_saving_steps,
     named_ops,
 )
-from zero_ext.activation.transfer_counters import TransferCounters
 from zero_ext.config import ActivationCheckpointingConfig, AioConfig, Tier
 from zero_ext.config.events import Bus
 from zero_ext.offload import Device
@@ -114,11 +118,8 @@ class ActivationCheckpointing:
         self.config = config
         self.counters = TransferCounters() if counters is None else counters
         self.streams = RandomStreams() if streams is None else streams
-        self._group = group
-        self._data_parallel_group = data_parallel_group
-        self._aio = aio
-        self._stays = stays
-        self._timeout_seconds = timeout_seconds
+        self._group, self._data_parallel_group = group, data_parallel_group
+        self._aio, self._stays, self._timeout_seconds = aio, stays, timeout_seconds
         self._ops = named_ops(config.save_ops)
         self._lock = threading.RLock()  # of the attributes below
         self._plans: dict[object, frozenset[Step]] = {}
@@ -210,11 +211,9 @@ class ActivationCheckpointing:
         Returns:
             Bytes by tier.
         """
-        held: dict[Tier, int] = {"device": 0, "host": 0, "nvme": 0}
-        for offloader in tuple(self._offloaders.values()):
-            for tier, nbytes in offloader.allocated_bytes().items():
-                held[tier] += nbytes
-        return held
+        held = [each.allocated_bytes() for each in tuple(self._offloaders.values())]
+        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
+        return {tier: sum(each.get(tier, 0) for each in held) for tier in tiers}
 
     def __enter__(self) -> ActivationCheckpointing:
         _current.set((*_current.get(), self))
@@ -284,16 +283,11 @@ class ActivationCheckpointing:
     def _contexts(
         self, call: CheckpointedCall, inputs: list[torch.Tensor], function: Callable[..., Any]
     ) -> Contexts:
-        modes = self._modes(call.name, inputs, function)
-        again = Recomputation(
-            call.name,
-            self.streams,
-            call.generators,
-            lambda: nested_contexts(self, modes[1]),
-            self.bus if self.config.profile else None,
-            self._synchronize,
-        )
-        return nested_contexts(NamedErrors(call.name), modes[0]), again
+        first, second = self._modes(call.name, inputs, function)
+        bus = self.bus if self.config.profile else None
+        current = partial(nested_contexts, self, second)
+        again = Recomputation(call.name, self.streams, call.generators, current, bus, self._synchronize)
+        return nested_contexts(named_errors(call.name), first), again
 
     def _modes(self, name: str, inputs: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
         """Contexts that save some of a call's results: for its first run, and for its recomputation."""
@@ -304,13 +298,10 @@ class ActivationCheckpointing:
             return contextlib.nullcontext(), contextlib.nullcontext()
         # Not all that decides what a call computes: what varies from call to call would never have a plan.
         code, modules = code_of(function)
-        key = (
-            name,
-            code,
-            *((weakref.ref(module), module.training) for module in modules),
-            *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
-            *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in inputs)})),
-        )
+        states = [(weakref.ref(module), module.training) for module in modules]
+        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        kinds = sorted({"cpu", *(tensor.device.type for tensor in inputs)})
+        key = (name, code, *states, *shapes, *map(_autocast, kinds))
         plan = self._plans.get(key)
         if plan is not None:
             return contexts_saving_steps(plan, budget)
@@ -318,8 +309,7 @@ class ActivationCheckpointing:
 
     @contextlib.contextmanager
     def _measured(self, key: object, budget: int, inputs: list[torch.Tensor]) -> Iterator[None]:
-        device = inputs[0].device if inputs else torch.device("cpu")
-        with MeasuringMode(device) as mode:
+        with MeasuringMode(inputs[0].device if inputs else torch.device("cpu")) as mode:
             yield
         with self._lock:
             self._plans[key] = choose(mode.steps, budget)
@@ -350,9 +340,8 @@ class ActivationCheckpointing:
         )
 
     def _new_storage(self, device: Device) -> ActivationStorage:
-        tier = self.config.storage_tier
-        if tier != "nvme":
-            return MemoryActivationStorage(tier, device, self.config.number_checkpoints)
+        if self.config.storage_tier != "nvme":
+            return MemoryActivationStorage(self.config.storage_tier, device, self.config.number_checkpoints)
         store = open_store(self.config.nvme_paths, self._aio)
         store.bus = self.bus
         return NvmeActivationStorage(store, device, self.config.buffer_bytes)

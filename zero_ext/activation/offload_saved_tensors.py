@@ -26,8 +26,7 @@ class OffloadedMemory:
 
     def __init__(self, offloader: ActivationOffloader, record: ActivationRecord) -> None:
         record.add_receiver(0)
-        self._offloader = offloader
-        self._record = record
+        self._offloader, self._record = offloader, record
         self._present: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
@@ -94,21 +93,15 @@ class OffloadSavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self, offloader_of: Callable[[torch.device], ActivationOffloader], min_bytes: int, stays: Stays
     ) -> None:
         super().__init__(self._pack, _unpack)
-        self._offloader_of = offloader_of
-        self._min_bytes = min_bytes
-        self._stays = stays
+        self._offloader_of, self._min_bytes, self._stays = offloader_of, min_bytes, stays
         # Offloaded memory by storage object, version and range. The weak reference keeps the object's address
         # from being used again.
         self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[OffloadedMemory]]] = {}
         self._prune_at = _FEW
 
     def _pack(self, tensor: torch.Tensor) -> OffloadedView | UnmovedTensor:
-        if (
-            not fits(tensor)
-            or tensor.is_inference()
-            or tensor.nbytes < self._min_bytes
-            or self._stays(tensor)
-        ):
+        moves = fits(tensor) and not tensor.is_inference() and tensor.nbytes >= self._min_bytes
+        if not moves or self._stays(tensor):
             return UnmovedTensor.of(tensor)
         memory, begin = _memory_to_move(tensor)
         storage = tensor.untyped_storage()
@@ -118,18 +111,18 @@ class OffloadSavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if moved is None:
             offloader = self._offloader_of(tensor.device)
             moved = OffloadedMemory(offloader, offloader.offload([memory], "saved tensors"))
-            self._forget()
+            self._prune()
             self._known[key] = (StorageWeakRef(storage), weakref.ref(moved))
         offset = tensor.storage_offset() - begin // tensor.element_size()
         return OffloadedView(moved, tensor.dtype, tensor.shape, tensor.stride(), int(offset))
 
-    def _forget(self) -> None:
-        if len(self._known) < self._prune_at:
-            return
-        gone = [key for key, (storage, moved) in self._known.items() if storage.expired() or moved() is None]
-        for key in gone:
-            del self._known[key]
-        self._prune_at = max(_FEW, 2 * len(self._known))
+    def _prune(self) -> None:
+        if len(self._known) >= self._prune_at:
+            known = self._known.items()
+            self._known = {
+                key: each for key, each in known if not each[0].expired() and each[1]() is not None
+            }
+            self._prune_at = max(_FEW, 2 * len(self._known))
 
 
 def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

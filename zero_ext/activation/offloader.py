@@ -5,20 +5,67 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import islice
 
 import torch
 
 from zero_ext.activation.activation_storage import ActivationExtent, ActivationStorage
-from zero_ext.activation.ordered_weak_list import OrderedWeakList
 from zero_ext.activation.packed_layout import PackedLayout
 from zero_ext.activation.partitioned_activations import ActivationPartition
 from zero_ext.config import Tier
 from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, TransferStats
+
+
+class OrderedWeakList:
+    """Records that others own, each added with a greater number than the one before it, at the same cost
+    however many there are.
+
+    A dead one is removed at the next call. The thread that drops it, maybe inside a finalizer, only notes
+    its number.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, weakref.ref[ActivationRecord]] = {}
+        # A ring of the numbers; 0 stands between the last one and the first one.
+        self._before, self._after = {0: 0}, {0: 0}
+        self._gone: deque[int] = deque()
+
+    def __len__(self) -> int:
+        self._forget()
+        return len(self._items)
+
+    def add(self, record: ActivationRecord) -> None:
+        """Put ``record`` at the end."""
+        self._forget()
+        number = record.number
+        self._items[number] = weakref.ref(record)
+        self._link(self._before[0], number)
+        self._link(number, 0)
+        weakref.finalize(record, self._gone.append, number).atexit = False
+
+    def before(self, record: ActivationRecord) -> Iterator[ActivationRecord]:
+        """Yield the records before ``record``, the nearest one first."""
+        self._forget()
+        number = self._before[record.number]
+        while number:
+            found = self._items[number]()
+            if found is not None:
+                yield found
+            number = self._before[number]
+
+    def _link(self, number: int, after: int) -> None:
+        self._after[number], self._before[after] = after, number
+
+    def _forget(self) -> None:
+        while self._gone:
+            number = self._gone.popleft()
+            del self._items[number]
+            self._link(self._before.pop(number), self._after.pop(number))
 
 
 class RecordState(Enum):
@@ -36,16 +83,9 @@ class ActivationRecord:
     """
 
     def __init__(
-        self,
-        number: int,
-        layout: PackedLayout,
-        extent: ActivationExtent,
-        queue: OrderedWeakList[ActivationRecord],
+        self, number: int, layout: PackedLayout, extent: ActivationExtent, queue: OrderedWeakList
     ) -> None:
-        self.number = number
-        self.queue = queue
-        self.layout = layout
-        self.extent = extent
+        self.number, self.layout, self.extent, self.queue = number, layout, extent, queue
         self.state = RecordState.OFFLOADED
         self.copy_handle: CopyHandle = COMPLETED
         self._shard: torch.Tensor | None = None
@@ -104,6 +144,13 @@ class ActivationRecord:
             raise zero_ext_bug(f"record {self.number} is {self.state.value}, not {wanted.value}")
 
 
+class _ThreadLocal(threading.local):
+    """The records of each thread."""
+
+    def __init__(self) -> None:
+        self.queue = OrderedWeakList()
+
+
 class ActivationOffloader:
     """Stores records in ``storage``, and prefetches ``ahead`` of them in backward.
 
@@ -122,14 +169,12 @@ class ActivationOffloader:
         bus: Bus | None = None,
         transfers: TransferStats | None = None,
     ) -> None:
-        self.storage = storage
-        self.partition = partition
-        self._device = device
-        self._ahead = ahead
+        self.storage, self.partition = storage, partition
+        self._device, self._ahead = device, ahead
         self._bus = Bus() if bus is None else bus
         self._transfers = TransferStats() if transfers is None else transfers
         self._count = 0
-        self._thread_local = threading.local()
+        self._thread_local = _ThreadLocal()
         # Guards storage, partition and all records. Reentrant: subscribers of the bus may call back.
         self._lock = threading.RLock()
 
@@ -155,7 +200,7 @@ class ActivationOffloader:
                 self._abort(f"offloading the inputs of {name} failed: {error}")
                 raise
             self._count += 1
-            record = ActivationRecord(self._count, layout, extent, self._thread_queue())
+            record = ActivationRecord(self._count, layout, extent, self._thread_local.queue)
             weakref.finalize(record, self.storage.release, extent).atexit = False
             record.queue.add(record)
             self._transfers.record("device", self.storage.tier, layout.shard_bytes)
@@ -165,7 +210,25 @@ class ActivationOffloader:
     def fetch(self, record: ActivationRecord, index: int) -> torch.Tensor:
         """Return a tensor of a record. ``RuntimeError`` where storage fails or another rank aborted."""
         with self._lock:
-            return self._fetch(record, index)
+            if record.has(index):
+                return record.hand_out(index)
+            if record.state is RecordState.PRESENT:
+                record.to_offloaded()
+            began = self._bus.now()
+            try:
+                self._start(record)
+                for each in islice(record.queue.before(record), self._ahead):
+                    self._start(each)
+                record.copy_handle.wait()
+            except RuntimeError as error:
+                self._abort(f"fetching offloaded inputs failed: {error}")
+                raise
+            region = record.shard
+            if self.partition is not None:
+                region = self.partition.gather(region, record.layout)
+            record.to_present(region)
+            self._publish("fetch", "", began, record.layout.shard_bytes)
+            return record.hand_out(index)
 
     def release_sources(self) -> None:
         """Wait until nothing that was offloaded needs its memory on the device."""
@@ -182,39 +245,12 @@ class ActivationOffloader:
         with self._lock:
             return self.storage.allocated_bytes()
 
-    def _fetch(self, record: ActivationRecord, index: int) -> torch.Tensor:
-        if record.has(index):
-            return record.hand_out(index)
-        if record.state is RecordState.PRESENT:
-            record.to_offloaded()
-        began = self._bus.now()
-        try:
-            self._start(record)
-            for each in islice(record.queue.before(record), self._ahead):
-                self._start(each)
-            record.copy_handle.wait()
-        except RuntimeError as error:
-            self._abort(f"fetching offloaded inputs failed: {error}")
-            raise
-        region = record.shard
-        if self.partition is not None:
-            region = self.partition.gather(region, record.layout)
-        record.to_present(region)
-        self._publish("fetch", "", began, record.layout.shard_bytes)
-        return record.hand_out(index)
-
     def _start(self, record: ActivationRecord) -> None:
         if record.state is not RecordState.OFFLOADED:
             return
         shard = torch.empty(record.layout.shard_bytes, dtype=torch.uint8, device=self._device)
         self._transfers.record(self.storage.tier, "device", shard.nbytes)
         record.to_fetching(shard, self.storage.fetch(record.extent, shard))
-
-    def _thread_queue(self) -> OrderedWeakList[ActivationRecord]:
-        """Return the records of this thread."""
-        if not hasattr(self._thread_local, "queue"):
-            self._thread_local.queue = OrderedWeakList()
-        return self._thread_local.queue
 
     def _abort(self, reason: str) -> None:
         if self.partition is not None:

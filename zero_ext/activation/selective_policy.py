@@ -1,15 +1,18 @@
-"""Selective checkpointing: save the results of named ops, or those that a plan chose."""
+"""Selective checkpointing: save the results of named ops, or those that a plan chose within a budget."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -20,7 +23,7 @@ Step = tuple[Any, int]
 _PROBABILITIES = ("dropout_p", "p", "dropout")
 # Namespaces of ops between ranks: c10d's change tensors that their schemas do not mark as changed, and all
 # of them wait for other ranks, which have to run them too.
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
@@ -46,17 +49,16 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
                 "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'."
             )
     for each in sorted(found, key=str):
-        if each.namespace in COLLECTIVES:
+        if each.namespace in _COLLECTIVES:
             does = "changes its input tensors" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
                 "activation_checkpointing.save_ops: expected ops with results that can be saved, got "
-                f"'{each}', "
-                f"which {does}, so backward has to run it again. Remove it, or save an op after it."
+                f"'{each}', which {does}, so backward has to run it again. Remove it, or save an op after it."
             )
     return frozenset(found)
 
 
-def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of ``op`` takes random numbers: skipping it would shift those of the ops after
     it.
     """
@@ -64,20 +66,24 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     for index, argument in enumerate(op._schema.arguments):
         if argument.name in _PROBABILITIES:
-            probability = (
-                args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-            )
+            default = kwargs.get(argument.name, argument.default_value)
+            probability = args[index] if index < len(args) else default
             return probability is None or float(probability) > 0.0
     return True
 
 
-def tensors_of(tree: Any) -> Iterable[torch.Tensor]:
+def _tensors_of(tree: Any) -> Iterable[torch.Tensor]:
     """Return the tensors among the arguments or results of an op."""
     return (each for each in tree_iter(tree) if isinstance(each, torch.Tensor))
 
 
 def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
-    return (each.untyped_storage() for each in tensors_of(tree) if each.layout is torch.strided)
+    return (each.untyped_storage() for each in _tensors_of(tree) if each.layout is torch.strided)
+
+
+def _inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return what the memory of the tensors among an op's arguments is known by."""
+    return {each.untyped_storage()._cdata for each in _tensors_of((args, dict(kwargs)))}
 
 
 class _SavedResults:
@@ -115,7 +121,7 @@ def contexts_saving_ops(ops: frozenset[OpOverload]) -> Contexts:
         saved.check(op, args, kwargs)
         if op not in ops:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if draws(op, args, kwargs):
+        if _draws(op, args, kwargs):
             raise ValueError(
                 f"activation_checkpointing.save_ops: '{op}' draws random numbers here. If backward did not "
                 "run it again, the ops after it would get other numbers than in forward. Remove it from "
@@ -138,7 +144,7 @@ def contexts_saving_steps(steps: frozenset[Step], budget: int) -> Contexts:
         saved.check(op, args, kwargs)
         step = (op, count[op])
         count[op] += 1
-        if step not in steps or draws(op, args, kwargs):
+        if step not in steps or _draws(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         nbytes = sum(storage.nbytes() for storage in _storages(context.op_output))
         if nbytes > left:
@@ -148,3 +154,88 @@ def contexts_saving_steps(steps: frozenset[Step], budget: int) -> Contexts:
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+@dataclass(frozen=True)
+class MeasuredOp:
+    """An op of a call: the bytes of its results, and the seconds of recomputation that saving them avoids."""
+
+    step: Step
+    nbytes: int
+    seconds: float
+
+
+def choose(steps: Sequence[MeasuredOp], budget: int) -> frozenset[Step]:
+    """Return the steps to save in ``budget`` bytes, by seconds saved per byte.
+
+    It is the best single step if that saves more. The choice saves at least half of what the best one would.
+    """
+    fitting = [each for each in steps if 0 < each.nbytes <= budget and each.seconds > 0]
+    chosen, left = [], budget
+    for each in sorted(fitting, key=lambda each: each.nbytes / each.seconds):
+        if each.nbytes <= left:
+            chosen.append(each)
+            left -= each.nbytes
+    best = max(fitting, key=lambda each: each.seconds, default=None)
+    if best is not None and best.seconds > sum(each.seconds for each in chosen):
+        chosen = [best]
+    return frozenset(each.step for each in chosen)
+
+
+class MeasuringMode(TorchDispatchMode):
+    """Inside, the ops that run are measured by ``clock``; on an accelerator each is waited for."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self._clock = clock
+        self._steps: dict[Step, tuple[MeasuredOp, list[StorageWeakRef]]] = {}
+        self._count: Counter[Any] = Counter()
+        self._synchronizes = device.type != "cpu"
+
+    @property
+    def steps(self) -> list[MeasuredOp]:
+        """The ops with results that can be saved: no view, nothing random, nothing that was changed later."""
+        return [measured for measured, _ in self._steps.values()]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op and note it."""
+        kwargs = kwargs or {}
+        began = self._now()
+        out = func(*args, **kwargs)
+        seconds = self._now() - began
+        step = (func, self._count[func])
+        self._count[func] += 1
+        if isinstance(func, OpOverload) and _changes(func):
+            inputs = _inputs(args, kwargs)
+            self._steps = {
+                step: (measured, storages)
+                for step, (measured, storages) in self._steps.items()
+                if all(storage.cdata not in inputs for storage in storages)
+            }
+        if _can_stay(func, args, kwargs, out):
+            made = [each.untyped_storage() for each in _tensors_of(out)]
+            nbytes = sum(storage.nbytes() for storage in made)
+            # Weak references keep the objects' addresses from being used again.
+            self._steps[step] = (MeasuredOp(step, nbytes, seconds), [*map(StorageWeakRef, made)])
+        return out
+
+    def _now(self) -> float:
+        if self._synchronizes:
+            torch.accelerator.synchronize()
+        return self._clock()
+
+
+def _changes(op: OpOverload) -> bool:
+    """Return whether ``op`` changes its input tensors, or may do so."""
+    return op._schema.is_mutable or op.namespace in _COLLECTIVES
+
+
+def _can_stay(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Return whether an output may stay: views cost nothing to compute again, and what draws random numbers,
+    changes its arguments or waits for other ranks, with plans of their own, has to run."""
+    if not isinstance(func, OpOverload) or func.is_view or _changes(func) or _draws(func, args, kwargs):
+        return False
+    inputs = _inputs(args, kwargs)
+    return all(each.untyped_storage()._cdata not in inputs for each in _tensors_of(out))

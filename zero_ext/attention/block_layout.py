@@ -181,12 +181,7 @@ class BlockLayout:
     @classmethod
     @torch.inference_mode(False)
     def from_block_mask(
-        cls,
-        mask: torch.Tensor,
-        block: int,
-        *,
-        query_length: int | None = None,
-        key_length: int | None = None,
+        cls, mask: torch.Tensor, block: int, *, query_length: int | None = None, key_length: int | None = None
     ) -> BlockLayout:
         """Return a layout of the True entries of a mask.
 

@@ -25,10 +25,8 @@ _masks: WeakKeyDictionary[BlockLayout, dict[bool, BlockMask]] = WeakKeyDictionar
 class LayoutMask:
     """FlexAttention's `mask_mod` of a layout: whether a query may attend to a key.
 
-    Args:
-        bits: int64 [heads, query tiles, key tiles], see :func:`tile_bits`; one head serves all.
-        block: tokens of the layout's blocks.
-        shift: query i attends to keys up to i + shift; None for all keys.
+    ``bits`` are those of :func:`tile_bits`, where one head serves all; ``block`` the tokens of the layout's
+    blocks. Query i attends to keys up to i + ``shift``; None for all keys.
     """
 
     def __init__(self, bits: torch.Tensor, block: int, shift: int | None) -> None:
@@ -80,14 +78,9 @@ def attend(
 ) -> torch.Tensor:
     """Attend by FlexAttention, compiled by torch on every device but the CPU.
 
-    On the CPU torch computes all scores and has no backward. The arguments are those of
-    :func:`zero_ext.ops.block_sparse_attention`, with the layout on the device of the query.
-
-    Returns:
-        [batch, query heads, query length, head dim], of query's dtype.
-
-    Raises:
-        ValueError: the bias wants a gradient, or the layout has too many tiles.
+    On the CPU torch computes all scores and has no backward. The arguments and the result are those of
+    :func:`zero_ext.ops.block_sparse_attention`, with the layout on the device of the query. ``ValueError`` if
+    the bias wants a gradient, or the layout has too many tiles.
     """
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -124,11 +117,7 @@ def _compiled() -> Callable[..., Any]:
 @torch.inference_mode(False)
 def block_mask(layout: BlockLayout, causal: bool) -> BlockMask:
     """Return the layout as FlexAttention takes it, on its device; made at the first call and kept with the
-    layout.
-
-    Raises:
-        ValueError: the layout has more than `MOST_TILES` tiles.
-    """
+    layout. ``ValueError`` for more than `MOST_TILES` tiles."""
     made = _masks.setdefault(layout, {})
     if causal not in made:
         bits = tile_bits(layout)
@@ -152,13 +141,7 @@ def block_mask(layout: BlockLayout, causal: bool) -> BlockMask:
 
 def tile_bits(layout: BlockLayout) -> torch.Tensor:
     """Return which blocks of each tile of 128 by 128 tokens a layout has, int64 [heads, query tiles, key
-    tiles].
-
-    Block (i, j) of a tile's n by n blocks is bit n * i + j.
-
-    Raises:
-        ValueError: there are more than `MOST_TILES` tiles.
-    """
+    tiles]: block (i, j) of a tile's n by n blocks is bit n * i + j."""
     each = TILE // layout.block
     rows, columns = check_tiles(layout)
     counts = layout.row_pointers.diff(dim=1).flatten()
@@ -172,11 +155,7 @@ def tile_bits(layout: BlockLayout) -> torch.Tensor:
 
 
 def check_tiles(layout: BlockLayout) -> tuple[int, int]:
-    """Return how many rows and columns of tiles a layout has.
-
-    Raises:
-        ValueError: there are more than `MOST_TILES` tiles.
-    """
+    """Return how many rows and columns of tiles a layout has; ``ValueError`` for more than `MOST_TILES`."""
     each = TILE // layout.block
     rows, columns = -(-layout.row_blocks // each), -(-layout.column_blocks // each)
     if layout.heads * rows * columns > MOST_TILES:

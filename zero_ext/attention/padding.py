@@ -7,11 +7,7 @@ from torch import nn
 
 
 def pad_to_block(
-    block: int,
-    inputs: dict[str, torch.Tensor],
-    *,
-    pad_token_id: int = 0,
-    embeddings: nn.Module | None = None,
+    block: int, inputs: dict[str, torch.Tensor], *, pad_token_id: int = 0, embeddings: nn.Module | None = None
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Lengthen every sequence of a model's inputs at its end to whole blocks.
 
@@ -47,8 +43,8 @@ def pad_to_block(
     fills = {"input_ids": pad_token_id, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
     found = dict(inputs)
     if found.get("attention_mask") is None:
-        ones = torch.ones(batch, length, dtype=torch.long, device=inputs[leading[0]].device)
-        found["attention_mask"] = ones
+        device = inputs[leading[0]].device
+        found["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=device)
     for name in (*fills, "position_ids", "inputs_embeds"):
         tensor = found.get(name)
         if tensor is None or (name == "labels" and (tensor.ndim < 2 or tensor.is_floating_point())):

@@ -1,10 +1,10 @@
-"""Self-attention over the blocks of a layout, called like torch's scaled_dot_product_attention."""
+"""The module that attends by a layout, and its masks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch._subclasses import FakeTensor
@@ -14,14 +14,23 @@ from typing_extensions import Unpack
 from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout_builder import LayoutCache
-from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionConfig
 from zero_ext.ops import block_sparse_attention
 
+# Batch, query heads, query length, key length.
+_Shape = tuple[int, int, int, int]
+_NAMES = ("batch", "query heads", "query length", "key length")
 LayoutSource = SparseAttentionConfig | Mapping[str, Any] | BlockLayout
 _SEEDS = 1 << 62
 _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
+
+
+class MoreMasks(TypedDict, total=False):
+    """Masks that scaled_dot_product_attention does not have; each may be left out."""
+
+    key_padding: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 class SparseSelfAttention(torch.nn.Module):
@@ -172,9 +181,7 @@ class SparseSelfAttention(torch.nn.Module):
         )
         return found[:, :, extra:, :dim]
 
-    def _layout_for(
-        self, scores_shape: tuple[int, int, int, int], causal: bool, device: torch.device | None
-    ) -> BlockLayout:
+    def _layout_for(self, scores_shape: _Shape, causal: bool, device: torch.device | None) -> BlockLayout:
         """Return the layout on `device`; None for any, where its numbers are not looked at."""
         _, heads, queries, keys = scores_shape
         if self._cache is None:
@@ -189,9 +196,7 @@ class SparseSelfAttention(torch.nn.Module):
             )
         return self._cache.get(heads, keys, queries=queries, causal=True, device=device or "cpu")
 
-    def _own_layout(
-        self, scores_shape: tuple[int, int, int, int], device: torch.device | None
-    ) -> BlockLayout:
+    def _own_layout(self, scores_shape: _Shape, device: torch.device | None) -> BlockLayout:
         layout, (_, heads, queries, keys) = self.layout, scores_shape
         if layout is None:
             raise zero_ext_bug("neither policy nor layout")
@@ -247,9 +252,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
 
 
-def _scores_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool
-) -> tuple[int, int, int, int]:
+def _scores_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> _Shape:
     """Batch, query heads, query length, key length."""
     shapes = {name: tuple(each.shape) for name, each in (("query", query), ("key", key), ("value", value))}
     for name, shape in shapes.items():
@@ -287,9 +290,7 @@ def _scores_shape(
 
 
 def _masks(
-    attn_mask: torch.Tensor | None,
-    more: MoreMasks,
-    scores_shape: tuple[int, int, int, int],
+    attn_mask: torch.Tensor | None, more: MoreMasks, scores_shape: _Shape
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return all masks as key padding and bias."""
     unknown = more.keys() - MoreMasks.__annotations__.keys()
@@ -298,12 +299,63 @@ def _masks(
             f"SparseSelfAttention: expected keywords among {', '.join(MoreMasks.__annotations__)}, got "
             f"{min(unknown)!r}. Remove it."
         )
-    key_padding, bias = split_mask(attn_mask, scores_shape)
+    key_padding, bias = _split_mask(attn_mask, scores_shape)
     own_padding, own_bias = more.get("key_padding"), more.get("bias")
     if own_padding is not None:
-        check_key_padding(own_padding, scores_shape[0], scores_shape[3])
+        wanted = (scores_shape[0], scores_shape[3])
+        if own_padding.dtype != torch.bool or tuple(own_padding.shape) != wanted:
+            raise ValueError(
+                f"key_padding: expected torch.bool of shape {wanted}, True where a key may be attended, got "
+                f"{own_padding.dtype} of shape {tuple(own_padding.shape)}. Convert it, or pass it as "
+                "attn_mask."
+            )
     if own_bias is not None:
-        own_bias = as_scores(own_bias, scores_shape, "bias")
+        own_bias = _as_scores(own_bias, scores_shape, "bias")
         if own_bias.dtype == torch.bool:
             raise TypeError("bias: expected a float dtype, got torch.bool. Pass a boolean mask as attn_mask.")
-    return both(key_padding, own_padding), both(bias, own_bias)
+    return _both(key_padding, own_padding), _both(bias, own_bias)
+
+
+def _split_mask(
+    attn_mask: torch.Tensor | None, scores_shape: _Shape
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what `attn_mask` says as (key padding, bias); None for what it does not say.
+
+    A boolean mask (True may be attended) that depends on batch and key alone is key padding, bool
+    [batch, key length]; every other becomes a float32 bias of its own shape with minus infinity where it is
+    False. A mask of floats is the bias. Raises as `_as_scores` does.
+    """
+    if attn_mask is None:
+        return None, None
+    mask = _as_scores(attn_mask, scores_shape, "attn_mask")
+    if mask.dtype != torch.bool:
+        return None, mask
+    if mask.shape[1] == mask.shape[2] == 1:
+        return mask[:, 0, 0].expand(scores_shape[0], scores_shape[3]), None
+    bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return None, bias.masked_fill_(~mask, float("-inf"))
+
+
+def _as_scores(tensor: torch.Tensor, scores_shape: _Shape, name: str) -> torch.Tensor:
+    """`tensor` with 4 dims, each 1 or that of `scores_shape`; a view. ``TypeError`` if it is neither boolean
+    nor floating, ``ValueError`` if its shape does not broadcast."""
+    if tensor.dtype != torch.bool and not tensor.is_floating_point():
+        raise TypeError(
+            f"{name}: expected torch.bool (True may be attended) or a float to add, got {tensor.dtype}. "
+            "Convert it, for example with .bool()."
+        )
+    shape = tuple(tensor.shape)
+    wide = (1,) * (4 - len(shape)) + shape
+    if len(wide) != 4 or any(size not in (1, full) for size, full in zip(wide, scores_shape, strict=True)):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to the scores {scores_shape} ({', '.join(_NAMES)}), "
+            f"got {shape}. Pass key padding of [batch, key length] as key_padding."
+        )
+    return tensor.reshape(wide)
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """Two boolean masks that both must allow, or two biases that add up; None adds nothing."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second if first.dtype == torch.bool else first + second

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero_ext.activation.default_rng import DefaultGenerator
+from zero_ext.activation.random_streams import DefaultGenerator
 from zero_ext.checkpoint import loading as loading
 from zero_ext.checkpoint import saving as saving
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError

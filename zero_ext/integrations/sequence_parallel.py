@@ -11,7 +11,7 @@ from zero_ext.integrations.sparse_attention_setup import outermost_models
 
 if TYPE_CHECKING:
     from zero_ext.attention import SparseSelfAttention
-    from zero_ext.parallel.sequence.ulysses import SequenceExchange
+    from zero_ext.parallel.ulysses import SequenceExchange
 
 
 def apply_sequence_parallel(
@@ -42,8 +42,7 @@ def apply_sequence_parallel(
             Nothing was changed.
     """
     from zero_ext.attention import SparseSelfAttention
-    from zero_ext.parallel.sequence.sequence_attention import SequenceAttention
-    from zero_ext.parallel.sequence.ulysses import SequenceExchange, sequence_rank
+    from zero_ext.parallel.ulysses import SequenceAttention, SequenceExchange, sequence_rank
 
     sequence_rank(mesh)
     found = outermost_models(model)

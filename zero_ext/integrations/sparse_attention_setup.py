@@ -22,7 +22,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
             or the model is cut into stages. Nothing has been changed then.
     """
     staged = sys.modules.get(
-        "zero_ext.parallel.pipeline.stages.hf_pipeline"
+        "zero_ext.parallel.pipeline.hf_pipeline"
     )  # there is none of its models otherwise
     if staged is not None and isinstance(model, staged.HfPipelineModule):
         raise ConfigError(

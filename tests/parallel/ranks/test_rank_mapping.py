@@ -138,13 +138,12 @@ def test_cost_is_what_the_links_carry() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"pp": 4, "dp": 4, "tp": 4}, {"pp": 2, "dp": 16, "tp": 2}, {"pp": 2, "dp": 2, "cp": 2, "tp": 8}],
+    "sizes", [{"pp": 4, "dp": 4, "tp": 4}, {"pp": 2, "dp": 16, "tp": 2}, {"pp": 2, "dp": 2, "cp": 2, "tp": 8}]
 )
 def test_what_huge_worlds_try_is_within_two_percent_too(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero_ext.parallel.ranks import rank_mapping as module
+    from zero_ext.parallel import rank_mapping as module
 
     monkeypatch.setattr(module, "_MOST_ORDERS", 0)
     for stage in (1, 3):
@@ -165,7 +164,7 @@ def test_a_slower_link_never_costs_less() -> None:
 
 def test_a_thousand_ranks_need_few_candidates() -> None:
     """Work is counted, not timed: what an axis costs is counted once for each way its digits lie."""
-    from zero_ext.parallel.ranks import rank_mapping as module
+    from zero_ext.parallel import rank_mapping as module
 
     module._seconds.cache_clear()
     sizes = {"pp": 8, "dp": 16, "tp": 8}
@@ -205,11 +204,3 @@ def test_topologies_that_cannot_be_are_refused() -> None:
         LinkLevel("node", 4, 0.0)
     with pytest.raises(ValueError, match=r"order: expected each of \['pp', 'tp'\], got \['pp'\]"):
         naive_mapping({"pp": 2, "tp": 2}, "pp")
-
-
-def test_plot(tmp_path) -> None:
-    from zero_ext.parallel.ranks.plot_mapping import plot_mapping
-
-    sizes = {"pp": 4, "dp": 2, "tp": 4}
-    mapping, _ = best_mapping(sizes, LinkTopology.of_nodes(32, 4, INSIDE, BETWEEN), traffic_of(sizes))
-    assert plot_mapping(mapping, 4, tmp_path / "mapping.png").stat().st_size > 10_000

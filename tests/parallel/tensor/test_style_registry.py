@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import apply_tensor_parallel, make_mesh
-from zero_ext.parallel.tensor.style_registry import KNOWN_STYLES, style_problem
+from zero_ext.parallel.tensor.tp_plans import KNOWN_STYLES, style_problem
 from zero_ext.zero.units.parameter_marks import tie_of
 
 WIDTH, WORDS, HEADS = 8, 12, 4
@@ -349,15 +349,9 @@ def test_every_style_that_transformers_ships_is_known_or_refused_by_name() -> No
         ({"block": "packed_rowwise"}, "expected a parameter, got a module"),
         ({"block.up": "colwise_multi_query"}, "expected head_dim in its attention module"),
         ({"block.up.weight": "local_params"}, "style of the parameter 'block.up.weight': expected one of"),
-        (
-            {"block.odd": "packed_colwise"},
-            "a multiple of tp (2 times 2 side by side) in dimension 0",
-        ),
+        ({"block.odd": "packed_colwise"}, "a multiple of tp (2 times 2 side by side) in dimension 0"),
         ({"block.odd.bias": "colwise"}, "'block.odd.bias': expected a multiple of tp (2) in dimension 0"),
-        (
-            {"block.left": "colwise"},
-            "expected 'block.right' to be split as the modules",
-        ),
+        ({"block.left": "colwise"}, "expected 'block.right' to be split as the modules"),
         ({"block.nothing": "colwise"}, "expected 'block.nothing' to name a module or parameter of Model"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_ext.integrations.deepspeed.unsupported import names_of
-from zero_ext.parallel.ranks.rank_grid import RankGrid
+from zero_ext.parallel.rank_grid import RankGrid
 
 _LEFT_OUT = ("data", "pipe")
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.integrations.transformers.attention_interface import is_cross, registry_attentions
-from zero_ext.parallel.sequence.ulysses import SequenceExchange, sequence_rank
+from zero_ext.parallel.ulysses import SequenceExchange, sequence_rank
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for all heads

@@ -1,13 +1,17 @@
 """Pipeline parallelism: a model cut into stages on torch's schedules. ZeRO shards the state of each stage."""
 
+from zero_ext.parallel.pipeline.hf_pipeline import HfPipelineModule, apply_pipeline_parallel
+from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec, layer_seed, profile_layers
 from zero_ext.parallel.pipeline.pipeline import Pipeline
-from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot, plot_timeline
-from zero_ext.parallel.pipeline.schedule.schedule_replay import bubble_bound, busy_fraction, replay
-from zero_ext.parallel.pipeline.schedule.schedules import SCHEDULES
-from zero_ext.parallel.pipeline.stages.hf_pipeline import HfPipelineModule, apply_pipeline_parallel
-from zero_ext.parallel.pipeline.stages.layer_timing import profile_layers
-from zero_ext.parallel.pipeline.stages.layers import LayerSpec, TiedLayerSpec
-from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule, layer_seed
+from zero_ext.parallel.pipeline.pipeline_timeline import (
+    Slot,
+    bubble_bound,
+    busy_fraction,
+    plot_timeline,
+    replay,
+)
+from zero_ext.parallel.pipeline.stage_layers import PipelineModule
+from zero_ext.parallel.pipeline.stage_module import SCHEDULES
 
 __all__ = [
     "SCHEDULES",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from zero_ext.parallel.pipeline.pipeline_checks import batch_problem, check_settings
-from zero_ext.parallel.pipeline.schedule.failure_sync import PipelineRanks
-from zero_ext.parallel.pipeline.schedule.layer_major import LayerMajorRunner
-from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
-from zero_ext.parallel.pipeline.schedule.runner import PipelineRunner
-from zero_ext.parallel.pipeline.schedule.torch_schedule_runner import TorchScheduleRunner
-from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule
-from zero_ext.parallel.pipeline.stages.stage_module import StageModule
+from zero_ext.config import ZeroConfig
+from zero_ext.parallel.pipeline.layer_major import LayerMajorRunner
+from zero_ext.parallel.pipeline.pipeline_runner import PipelineRanks, PipelineRunner
+from zero_ext.parallel.pipeline.pipeline_timeline import Slot
+from zero_ext.parallel.pipeline.stage_layers import PipelineModule
+from zero_ext.parallel.pipeline.stage_module import StageModule
+from zero_ext.parallel.pipeline.torch_schedule_runner import TorchScheduleRunner
 from zero_ext.zero.api.engine_lookup import engine_of
 
 
@@ -73,17 +72,16 @@ class Pipeline:
             )
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
-        check_settings(self._engine.config, found, micro_batches, grad_reduction, checkpoint)
+        _check_settings(self._engine.config, found, micro_batches, grad_reduction, checkpoint)
         self._micro_batches = micro_batches
         self._ranks = PipelineRanks(found, self._engine)
-        engine = self._engine
         self._runner: PipelineRunner
         if isinstance(found, PipelineModule) and found.kind.made is None:
-            self._runner = LayerMajorRunner(found, module, engine, micro_batches, checkpoint is not False)
+            again = checkpoint is not False
+            self._runner = LayerMajorRunner(found, module, self._engine, micro_batches, again)
         else:
-            self._runner = TorchScheduleRunner(
-                found, module, engine, micro_batches, self._ranks, grad_reduction == "per_step"
-            )
+            once = grad_reduction == "per_step"
+            self._runner = TorchScheduleRunner(found, module, self._engine, micro_batches, self._ranks, once)
 
     @property
     def slots(self) -> list[Slot]:
@@ -164,9 +162,11 @@ class Pipeline:
 
         Raises ``ValueError`` on all of them if a batch cannot be split.
         """
-        problem = batch_problem(
-            inputs if self.is_first else None, (targets,) if self.is_last else None, self._micro_batches
-        )
+        problem = ""
+        if self.is_first:
+            problem = _batch_problem("inputs", inputs, self._micro_batches)
+        if self.is_last:
+            problem = problem or _batch_problem("targets", (targets,), self._micro_batches)
         shape = 0
         if self.is_first and not problem:
             described = repr([(tuple(each.shape), str(each.dtype), each.requires_grad) for each in inputs])
@@ -177,3 +177,71 @@ class Pipeline:
             elsewhere = "batch: another stage of the pipeline cannot use it. See the message of that stage."
             raise ValueError(problem or elsewhere)
         return shape
+
+
+def _check_settings(
+    config: ZeroConfig, module: StageModule, micro_batches: int, grad_reduction: str, checkpoint: bool | None
+) -> None:
+    """Raise ``ValueError`` for settings of a pipeline of ``module`` that are wrong, or that do not fit it or
+    ``config``."""
+    chunks, by_layers = module.chunks, module.kind.made is None
+    accumulated = config.batch.gradient_accumulation_steps
+    if grad_reduction not in ("per_step", "per_micro_batch"):
+        raise ValueError(
+            f"grad_reduction: expected 'per_step' or 'per_micro_batch', got {grad_reduction!r}. Use one of "
+            "them."
+        )
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(
+            f"micro_batches: expected an integer of at least 1, got {micro_batches!r}. Pass the number of "
+            "micro-batches per step."
+        )
+    if accumulated not in (1, micro_batches):
+        raise ValueError(
+            f"micro_batches: expected batch.gradient_accumulation_steps ({accumulated}), which counts the "
+            f"micro-batches of a pipeline, got {micro_batches}. Set the key to the same number or leave it "
+            "out."
+        )
+    if grad_reduction == "per_micro_batch" and by_layers:
+        raise ValueError(
+            f"grad_reduction: expected 'per_step' in schedule {module.schedule!r}, where a layer's gradients "
+            "of all micro-batches are computed one after another and reduced once, got 'per_micro_batch'. "
+            "Leave it out."
+        )
+    if checkpoint is not None and not by_layers:
+        raise ValueError(
+            f"checkpoint: expected None in schedule {module.schedule!r}, where it has no effect, got "
+            f"{checkpoint!r}. Leave it out, and use zero_ext.checkpoint_activations inside the layers."
+        )
+    if grad_reduction == "per_micro_batch" and chunks > 1:
+        raise ValueError(
+            f"grad_reduction: expected 'per_step' with {chunks} stages per rank, as a pass computes the "
+            "gradients of one of them and all would be reduced, got 'per_micro_batch'. Use 'per_step'."
+        )
+    if grad_reduction == "per_micro_batch" and accumulated != micro_batches:
+        raise ValueError(
+            f"batch.gradient_accumulation_steps: expected the number of micro-batches ({micro_batches}) with "
+            f"grad_reduction 'per_micro_batch', got {accumulated}. Set it to {micro_batches}, or use "
+            "'per_step'."
+        )
+    if config.offload.update_mode == "in_backward" and not by_layers:
+        raise ValueError(
+            "offload.update_mode: expected 'after_backward' or 'delayed' in a pipeline, where no backward "
+            "pass before the last has the full batch's gradients, got 'in_backward'. Use one of the others, "
+            "or schedule 'layer_major' with 'pp' 1."
+        )
+
+
+def _batch_problem(name: str, values: tuple[Any, ...], micro_batches: int) -> str:
+    """Why ``values``, the inputs or targets of a batch, cannot be split here; empty if they can."""
+    if not values or values == (None,):
+        return f"batch: expected {name} on a rank with a stage that reads them, got none. Pass them there."
+    for each in values:
+        if not isinstance(each, torch.Tensor):
+            return f"{name}: expected a tensor [batch, ...], got {type(each).__name__}. Pass a tensor."
+        if each.dim() == 0 or each.shape[0] == 0 or each.shape[0] % micro_batches:
+            return (
+                f"{name}: expected a batch that divides into {micro_batches} micro-batches, got shape "
+                f"{tuple(each.shape)}. Make it a multiple of that, or choose another number of micro-batches."
+            )
+    return ""

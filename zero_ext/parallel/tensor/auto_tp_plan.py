@@ -95,8 +95,7 @@ def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> 
         if block.heads and not block.name:
             raise ValueError(
                 f"{type(model).__name__}: it is attention itself, and no plan can name its heads. Put it "
-                "into "
-                "a module."
+                "into a module."
             )
         if block.name not in seen:
             raise ValueError(
@@ -193,9 +192,8 @@ def _problem(module: nn.Module, block: _Block, ranks: int, seen: _Seen) -> str:
             returned = share(*seen.inputs, **seen.named)
     except Exception as error:
         return f"its share of the weights stops with {type(error).__name__}: {error}"
-    if len(narrow.inputs) != 1 or not _alike(
-        narrow.inputs[0], seen.narrow[..., : seen.narrow.shape[-1] // ranks]
-    ):
+    wanted = seen.narrow[..., : seen.narrow.shape[-1] // ranks]
+    if len(narrow.inputs) != 1 or not _alike(narrow.inputs[0], wanted):
         return "a share of its outputs is not computed from that share of its weights alone"
     if not _alike(returned, seen.returned):
         return "what it returns depends on a share alone"
@@ -208,10 +206,10 @@ def _problem(module: nn.Module, block: _Block, ranks: int, seen: _Seen) -> str:
 
 def _alike(found: Any, wanted: Any) -> bool:
     """Return whether the tensors in both are the same up to rounding."""
-    pairs = [
-        [each for each in tree_leaves(some) if isinstance(each, torch.Tensor)] for some in (found, wanted)
-    ]
-    return len(pairs[0]) == len(pairs[1]) and all(
+    some, others = (
+        [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)] for tree in (found, wanted)
+    )
+    return len(some) == len(others) and all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-        for one, other in zip(*pairs, strict=True)
+        for one, other in zip(some, others, strict=True)
     )

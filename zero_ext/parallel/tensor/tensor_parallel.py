@@ -11,21 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zero_ext.parallel.tensor.attention_styles import KEY_HEADS
 from zero_ext.parallel.tensor.auto_tp_plan import HEADS
-from zero_ext.parallel.tensor.style_registry import (
+from zero_ext.parallel.tensor.tp_plans import (
     EVEN,
     EXPERTS,
     MODULE_STYLES,
     PARAMETER_STYLES,
     REPLICATED,
     SUMMED,
+    corrections,
+    known_plan,
     module_problem,
     style_problem,
 )
-from zero_ext.parallel.tensor.tp_plans import corrections, known_plan
 from zero_ext.parallel.tensor.tp_rng import split_randomness
 from zero_ext.parallel.tensor.tp_styles import (
+    KEY_HEADS,
     ParameterSplit,
     is_conv1d,
     parameter_split,
@@ -98,8 +99,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
     _leave_unsplit_experts(chosen, splits)
     shared = shared_names(model)
     for name, split in splits.items():
-        owner, _, last = name.rpartition(".")
-        split_parameter(model.get_submodule(owner), last, mesh["tp"], split)
+        split_parameter(_owner(model, name), name.rpartition(".")[2], mesh["tp"], split)
     styles = {
         name: MODULE_STYLES[style](model, name) if isinstance(style, str) else style
         for name, style in chosen.modules.items()
@@ -111,8 +111,7 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = No
         parameters = [model.get_parameter(name) for name in names]
         first = next((each for each in parameters if is_distributed(each)), parameters[0])
         for name in names:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, first)
+            setattr(_owner(model, name), name.rpartition(".")[2], first)
     held = _model_parallel_ranks(mesh)
     for name, parameter in _summed_parameters(model, chosen):
         mark_tied(parameter, name, held)
@@ -173,6 +172,11 @@ def _vocabulary(model: Any) -> Iterator[tuple[str, str]]:
                 yield name, "colwise_gather_output"
 
 
+def _owner(model: nn.Module, name: str) -> Any:
+    """Return the module that has the module or parameter of that name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def _resolve(model: nn.Module, plan: Plan) -> _Resolved:
     """Find the modules that the patterns of ``plan`` name, or else the parameters."""
     modules = [name for name, _ in model.named_modules() if name]
@@ -197,7 +201,7 @@ def _resolve(model: nn.Module, plan: Plan) -> _Resolved:
             )
         found.parameters.update({name: str(style) for name in own})
     for name in [name for name, style in found.modules.items() if style == "colwise"]:
-        dot = name[: -len(name.rpartition(".")[2])]
+        dot = "".join(name.rpartition(".")[:2])
         for between in (dot + each for each in _BETWEEN if dot + each in modules):
             # Plans of transformers leave some of them out (Apertus, Qwen3-VL-MoE in version 5.23).
             found.modules.setdefault(between, SUMMED)
@@ -227,18 +231,13 @@ def _check_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
     counted: list[tuple[str, Any]] = []
     if style in ("local_heads", "local_query_heads"):
         skipped = KEY_HEADS if style == "local_query_heads" else ()
-        counted = [(f"{name}.{heads}", getattr(module, heads, 0)) for heads in HEADS if heads not in skipped]
+        counted = [(f"{name}.{each}", getattr(module, each, 0)) for each in HEADS if each not in skipped]
     elif style == "colwise" and ("attn" in name or "attention" in name):
-        attention = model.get_submodule(name.rpartition(".")[0])
+        attention = _owner(model, name)
         config = getattr(attention, "config", None) or getattr(model, "config", None)
-        heads = ["num_attention_heads"]
-        if name.rpartition(".")[2] in _KEYS:
-            heads.append("num_key_value_heads")
-        counted = [(each, _number(config, each)) for each in heads]
-        head_dim, outputs = (
-            getattr(attention, "head_dim", 0),
-            getattr(model.get_submodule(name), "out_features", 0),
-        )
+        keys = ["num_key_value_heads"] if name.rpartition(".")[2] in _KEYS else []
+        counted = [(each, _number(config, each)) for each in ("num_attention_heads", *keys)]
+        head_dim, outputs = getattr(attention, "head_dim", 0), getattr(module, "out_features", 0)
         if name.endswith((".k_proj", ".v_proj")) and head_dim and outputs % head_dim == 0:
             counted.append((f"heads of '{name}'", outputs // head_dim))
     for what, number in counted:
@@ -265,7 +264,7 @@ def _checked_splits(model: nn.Module, chosen: _Resolved, ranks: int) -> Iterator
     for name, style in chosen.parameters.items():
         if style not in PARAMETER_STYLES:
             continue
-        parameter, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+        parameter, owner = model.get_parameter(name), _owner(model, name)
         split = parameter_split(parameter, name.rpartition(".")[2], style)
         if split is not None and name.endswith(".gate_up_proj") and hasattr(owner, "is_concatenated"):
             # Gate and up are halves, or every other row. Inkling's plan in transformers 5.23 mixes them up.

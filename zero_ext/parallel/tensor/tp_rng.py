@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from zero_ext.activation.default_rng import DefaultGenerator
-from zero_ext.parallel.tensor.attention_styles import MultiQueryOutputs
-from zero_ext.parallel.tensor.tp_styles import InputsParallel, OutputsParallel
+from zero_ext.activation.random_streams import DefaultGenerator
+from zero_ext.parallel.tensor.tp_styles import InputsParallel, MultiQueryOutputs, OutputsParallel
 
 # Training forwards with random numbers between two looks at whether the ranks draw the same.
 LOOKS_EVERY = 16
@@ -36,12 +34,11 @@ def split_randomness(model: nn.Module, mesh: DeviceMesh, styles: dict[str, Paral
     region = _SplitRegion(mesh)
     for name, style in styles.items():
         if _splits_outputs(style):
-            model.get_submodule(name).register_forward_hook(region.after_outputs())
+            model.get_submodule(name).register_forward_hook(region.after_outputs)
         elif _has_split_inputs(style):
-            model.get_submodule(name).register_forward_pre_hook(region.before_inputs(), prepend=True)
-    before, after = region.around_model()
-    model.register_forward_pre_hook(before, prepend=True)
-    model.register_forward_hook(after, always_call=True)
+            model.get_submodule(name).register_forward_pre_hook(region.before_inputs, prepend=True)
+    model.register_forward_pre_hook(region.before_model, prepend=True)
+    model.register_forward_hook(region.after_model, always_call=True)
 
 
 def _splits_outputs(style: ParallelStyle) -> bool:
@@ -64,7 +61,11 @@ class _SplitRegion:
         self._generator = DefaultGenerator(torch.device("cpu"))
         self._seed: int | None = None
         self._outside = self._begun = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._before: tuple[DefaultGenerator, torch.Tensor] | None = None  # of the model's forward
         self._forwards = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SplitRegion:
+        return self  # the hooks of a copied model are in the same group of ranks
 
     def enter(self, device: torch.device) -> None:
         """Let the default generator of ``device`` give this rank's own numbers, unless it does already."""
@@ -89,45 +90,34 @@ class _SplitRegion:
         # Asked of the generator: who runs a block again and stops early puts its state back without a word.
         return self._seed is not None and self._generator.initial_seed() == self._seed
 
-    def after_outputs(self) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-        """Return a hook for a module with split outputs."""
+    @torch._dynamo.disable
+    def after_outputs(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        """Enter behind a module with split outputs."""
+        if module.training and output.device.type != "meta":
+            self.enter(output.device)
 
-        @torch._dynamo.disable
-        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            if module.training and output.device.type != "meta":
-                self.enter(output.device)
+    @torch._dynamo.disable
+    def before_inputs(self, module: nn.Module, inputs: Any) -> None:
+        """Leave before a module with split inputs."""
+        self.leave()
 
-        return hook
+    @torch._dynamo.disable
+    def before_model(self, module: nn.Module, inputs: Any) -> None:
+        """End a region that an exception left open, and note the state."""
+        self.leave()
+        self._before = None
+        parameter = next(module.parameters(), None)
+        if module.training and parameter is not None and parameter.device.type != "meta":
+            generator = DefaultGenerator(parameter.device)
+            self._before = generator, generator.state()
 
-    def before_inputs(self) -> Callable[[nn.Module, Any], None]:
-        """Return a hook for a module with split inputs."""
-
-        @torch._dynamo.disable
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self.leave()
-
-        return hook
-
-    def around_model(self) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], None]]:
-        """Hooks before and after the whole model, which end a region that an exception left open."""
-        begun: list[tuple[DefaultGenerator, torch.Tensor]] = []
-
-        @torch._dynamo.disable
-        def before(module: nn.Module, inputs: Any) -> None:
-            self.leave()
-            begun.clear()
-            parameter = next(module.parameters(), None)
-            if module.training and parameter is not None and parameter.device.type != "meta":
-                generator = DefaultGenerator(parameter.device)
-                begun.append((generator, generator.state()))
-
-        @torch._dynamo.disable
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.leave()
-            if output is not None and begun:
-                self._look(*begun.pop())
-
-        return before, after
+    @torch._dynamo.disable
+    def after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """End a region that is open, and look whether the ranks drew the same."""
+        self.leave()
+        before, self._before = self._before, None
+        if output is not None and before is not None:
+            self._look(*before)
 
     def _look(self, generator: DefaultGenerator, state: torch.Tensor) -> None:
         if torch.equal(state, generator.state()):

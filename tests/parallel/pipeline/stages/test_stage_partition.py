@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
+from zero_ext.parallel.pipeline.stage_module import split_stages
 
 
 def every_cut(weights: list[float], stages: int) -> list[list[range]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, outline_of
+from zero_ext.parallel.pipeline.layers import Layer, LayerSpec, outline_of
 
 _METHODS = "'parameters', 'uniform' or 'type:' and a regular expression for names of classes"
 

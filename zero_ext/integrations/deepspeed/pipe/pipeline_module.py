@@ -16,8 +16,7 @@ from zero_ext.integrations.deepspeed.pipe.layer_specs import LayerSpec, TiedLaye
 from zero_ext.integrations.deepspeed.pipe.partition_methods import weights_by
 from zero_ext.integrations.deepspeed.process_topology import PipeDataParallelTopology, ProcessTopology
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
-from zero_ext.parallel import make_mesh, pipeline
-from zero_ext.parallel.ranks import rank_mapping
+from zero_ext.parallel import make_mesh, pipeline, rank_mapping
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist
 from zero_ext.monitor.sources.process_memory import resident_bytes
-from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
+from zero_ext.parallel.pipeline.stage_module import split_stages
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:

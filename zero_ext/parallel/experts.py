@@ -1,21 +1,162 @@
-"""A mixture of experts as a module. Every rank builds its own experts only."""
+"""Expert parallelism: a mixture of experts, each on some of the data-parallel ranks; tokens go there."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.experts.gating import balance_loss, route
-from zero_ext.parallel.experts.token_dispatch import through_experts
 from zero_ext.zero.units.parameter_marks import mark_expert
 from zero_ext.zero.units.rank_groups import data_group
 
+__all__ = ["MixtureOfExperts", "MoEOutput", "Routing", "balance_loss", "route"]
+_Expert = Callable[[torch.Tensor], torch.Tensor]
 MakeExpert = Callable[[int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choices of T tokens among E experts, K each, the best first.
+
+    Attributes:
+        experts: [K, T] int64, the experts chosen.
+        weights: [K, T] float32, what their outputs are multiplied with.
+        probabilities: [T, E] float32, the gate's.
+        order: [routed] int64, the choices within the capacity of their expert, as numbers `choice * T +
+            token`: by expert, for each the first choices before the second ones, in the order of the tokens.
+        counts: [E] int64, the choices within capacity of each expert.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    probabilities: torch.Tensor
+    order: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def first_choices(self) -> torch.Tensor:
+        """Tokens by their first choice, [E] int64, whether its capacity suffices or not."""
+        return _count(self.experts[0], self.probabilities.shape[1])
+
+
+def route(logits: torch.Tensor, top_k: int = 2, capacity_factor: float | None = None) -> Routing:
+    """Send each token to the experts with the largest logits, in float32.
+
+    A choice's weight is its probability's share of those of all choices of the token. With one choice it is
+    the probability itself, or the gate would learn nothing. The second expert is always asked, not at random
+    as in GShard.
+
+    Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 2.2; Fedus et al., "Switch Transformers"
+    (arXiv 2101.03961), section 2.1.
+
+    Args:
+        logits: [T, E].
+        top_k: experts of a token.
+        capacity_factor: None drops nothing. Otherwise an expert takes `ceil(capacity_factor * top_k * T / E)`
+            of these tokens and the others go without it; weights stay as they are.
+
+    Returns:
+        The choices.
+    """
+    tokens, experts = logits.shape
+    probabilities = torch.softmax(logits.float(), dim=-1)
+    best, chosen = probabilities.topk(top_k, dim=-1)
+    weights = best / best.sum(-1, keepdim=True) if top_k > 1 else best
+    flat = chosen.t().reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = _count(flat, experts)
+    if capacity_factor is not None:
+        capacity = math.ceil(capacity_factor * top_k * tokens / experts)
+        sorted_experts = flat[order]
+        positions = (
+            torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[sorted_experts]
+        )
+        order, counts = order[positions < capacity], counts.clamp(max=capacity)
+    return Routing(chosen.t(), weights.t(), probabilities, order, counts)
+
+
+def balance_loss(first_choices: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the auxiliary loss that keeps experts equally busy.
+
+    It is E times the sum over the experts of the share of first choices that they have and their mean
+    probability. It is GShard's, times E squared, as later work has it. Its gradient goes through the
+    probabilities alone, so with the first choices of all ranks, which bring equally many tokens, the mean of
+    the ranks' losses is that of all their tokens.
+
+    Args:
+        first_choices: [E], tokens by their first choice.
+        probabilities: [T, E].
+
+    Returns:
+        0-d float32; 1 where all experts are equal.
+    """
+    share = first_choices.float() / first_choices.sum().clamp(min=1)
+    mean = probabilities.sum(0) / max(len(probabilities), 1)
+    return len(share) * (share * mean).sum()
+
+
+def _count(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """Return how often each of ``number`` experts occurs."""
+    counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts, torch.ones_like(experts))
+
+
+def _through_experts(
+    rows: torch.Tensor, counts: torch.Tensor, experts: Sequence[_Expert], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return what the experts make of ``rows`` [R, width], which are sorted by expert, ``counts`` [E] int64
+    of each; a collective of ``group`` with E / N experts per rank, ``experts`` those of this one.
+
+    An expert is called once, with the rows of all ranks in their order, also where there are none, so that
+    its parameters have a gradient on every rank. Without a group all experts are here. Two all-to-all
+    exchanges move rows, and as many in backward (GShard, section 3.1).
+    """
+
+    def called(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([expert(rows) for expert, rows in zip(experts, inputs, strict=True)])
+
+    if group is None:
+        return called(rows.split(counts.tolist()))
+    ranks = dist.get_world_size(group)
+    sent = counts.view(ranks, -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
+    rows = _exchanged(rows, sends, receives, group)
+    # They came by rank and, of each, by expert.
+    numbers = torch.arange(len(experts), device=rows.device).repeat(ranks)
+    by_expert = torch.argsort(numbers.repeat_interleave(received.view(-1)), stable=True)
+    outputs = called(rows[by_expert].split(received.sum(0).tolist()))
+    return _exchanged(outputs[torch.argsort(by_expert)], receives, sends, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+
+
+def _exchanged(
+    rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """``sends[r]`` of ``rows`` go to each rank r, ``receives[r]`` come from it, in the order of the ranks."""
+    exchanged: torch.Tensor = _AllToAll.apply(rows, sends, receives, group)
+    return exchanged
 
 
 class MoEOutput(NamedTuple):
@@ -89,17 +230,16 @@ class MixtureOfExperts(nn.Module):
         listed = list(experts) if isinstance(experts, Iterable) else experts
         self.count = _count_of(listed, count)
         self.top_k, self.capacity_factor = top_k, capacity_factor
-        spread = mesh if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
-        ranks, index = (spread["ep"].size(), spread.get_local_rank("ep")) if spread is not None else (1, 0)
+        spread = mesh["ep"] if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
+        ranks, index = (spread.size(), spread.get_local_rank()) if spread is not None else (1, 0)
         _check(self.count, ranks, top_k, capacity_factor)
-        self._group = spread["ep"].get_group() if spread is not None and ranks > 1 else None
+        self._group = spread.get_group() if spread is not None and ranks > 1 else None
         self._data = data_group(mesh) if mesh is not None else None
         self.gate = nn.Linear(width, self.count, bias=False)
         own = self.count // ranks
         numbers = range(index * own, (index + 1) * own)
-        made = [listed[n] for n in numbers] if isinstance(listed, list) else _made(listed, numbers)
-        self.experts = nn.ModuleDict({str(n): expert for n, expert in zip(numbers, made, strict=True)})
-        known = dict(enumerate(listed)) if isinstance(listed, list) else dict(zip(numbers, made, strict=True))
+        known = dict(enumerate(listed)) if isinstance(listed, list) else _made(listed, numbers)
+        self.experts = nn.ModuleDict({str(number): known[number] for number in numbers})
         _agree(_problem(known), self._group, mesh)
         if self._group is not None:
             for parameter in self.experts.parameters():
@@ -127,7 +267,7 @@ class MixtureOfExperts(nn.Module):
             logits = nn.functional.linear(tokens.float(), self.gate.weight.float())
         routing = route(logits, self.top_k, self.capacity_factor)
         rows = tokens[routing.order % len(tokens)]
-        made = through_experts(rows, routing.counts, list(self.experts.values()), self._group)
+        made = _through_experts(rows, routing.counts, list(self.experts.values()), self._group)
         slots = made.new_zeros(routing.experts.numel(), made.shape[-1]).index_copy(0, routing.order, made)
         weighted = routing.weights.unsqueeze(-1) * slots.view(*routing.experts.shape, made.shape[-1])
         first_choices = routing.first_choices
@@ -175,21 +315,21 @@ def _check(count: int, ranks: int, top_k: int, capacity_factor: float | None) ->
         )
 
 
-def _made(make: MakeExpert, numbers: Sequence[int]) -> list[nn.Module]:
+def _made(make: MakeExpert, numbers: Sequence[int]) -> dict[int, nn.Module]:
     """Return the experts ``numbers``, with values that ranks with other numbers do not change."""
     seed = int(torch.randint(2**62, (), device="cpu"))
-    made = []
+    made = {}
     for number in numbers:
         with torch.random.fork_rng():
             torch.manual_seed(seed + number)
-            made.append(make(number))
+            made[number] = make(number)
     return made
 
 
 def _problem(experts: Mapping[int, nn.Module]) -> str:
     """Why these, by number, cannot be the experts of one mixture; empty if they can."""
-    shapes: list[list[tuple[str, torch.Size]]] = []
     first = min(experts)
+    wanted = [(name, parameter.shape) for name, parameter in experts[first].named_parameters()]
     for number, expert in experts.items():
         buffers = [name for name, _ in expert.named_buffers()]
         if buffers:
@@ -197,11 +337,11 @@ def _problem(experts: Mapping[int, nn.Module]) -> str:
                 f"expert {number}: expected no buffers, as ranks with different experts would treat them as "
                 f"the same ones, got {buffers}. Keep them outside of the experts."
             )
-        shapes.append([(name, parameter.shape) for name, parameter in expert.named_parameters()])
-        if shapes[-1] != shapes[0]:
+        shapes = [(name, parameter.shape) for name, parameter in expert.named_parameters()]
+        if shapes != wanted:
             return (
-                f"expert {number}: expected the parameters of expert {first}, {shapes[0]}, got {shapes[-1]}. "
-                "Build all experts alike."
+                f"expert {number}: expected the parameters of expert {first}, {wanted}, got {shapes}. Build "
+                "all experts alike."
             )
     return ""
 

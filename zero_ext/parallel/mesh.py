@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.ranks.rank_mapping import RankMapping, naive_mapping
+from zero_ext.parallel.rank_mapping import RankMapping, naive_mapping
 from zero_ext.zero.units.rank_groups import MESH_AXES
 
 

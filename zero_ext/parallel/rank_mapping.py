@@ -7,20 +7,22 @@ cut into several digits, so that a part of it lies inside a node and the rest be
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as Sizes
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import groupby, pairwise, permutations, product
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from zero_ext.parallel.ranks.comm_cost import AxisTraffic
-from zero_ext.parallel.ranks.link_topology import LinkLevel, LinkTopology
-from zero_ext.parallel.ranks.rank_grid import RankGrid
+from zero_ext.parallel.link_topology import AxisTraffic, LinkLevel, LinkTopology
+from zero_ext.parallel.rank_grid import RankGrid
 
 Digit = tuple[str, int]  # axis, length
+_Ranks = npt.NDArray[np.int64]
 _INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 _MOST_ORDERS = 10_000
 
@@ -140,14 +142,18 @@ def best_mapping(
         >>> str(mapping)
         'pp2 × dp2 × tp4'
     """
-    _check(sizes, topology)
+    volume = math.prod(sizes.values())
+    if any(length < 1 for length in sizes.values()) or volume != topology.world_size:
+        lengths = " × ".join(f"{axis} {length}" for axis, length in sizes.items())
+        raise ValueError(
+            f"lengths of the axes: expected a product of {topology.world_size}, the ranks of the topology, "
+            f"got {lengths} = {volume}. Change one of them or the number of ranks."
+        )
     if _orders(sizes) <= _MOST_ORDERS:
         candidates = list(all_mappings(sizes))
     else:
-        candidates = [
-            *_filling(sizes, topology),
-            *(naive_mapping(sizes, *each) for each in permutations(sizes)),
-        ]
+        naive = (naive_mapping(sizes, *each) for each in permutations(sizes))
+        candidates = [*_filling(sizes, topology), *naive]
     best = min(candidates, key=lambda mapping: (_total(mapping, topology, traffic), _looks(mapping)))
     return best, _total(best, topology, traffic)
 
@@ -161,56 +167,32 @@ def all_mappings(sizes: Sizes[str, int]) -> Iterator[RankMapping]:
     Yields:
         The mappings.
     """
-    left = {axis: _primes(length) for axis, length in sizes.items()}
 
-    def orders(left: dict[str, tuple[int, ...]], digits: tuple[Digit, ...]) -> Iterator[tuple[Digit, ...]]:
-        if not any(left.values()):
+    def orders(left: Counter[Digit], digits: tuple[Digit, ...]) -> Iterator[tuple[Digit, ...]]:
+        if not left:
             yield digits
-        for axis, primes in left.items():
-            for prime in sorted(set(primes)):
-                rest = list(primes)
-                rest.remove(prime)
-                yield from orders({**left, axis: tuple(rest)}, (*digits, (axis, prime)))
+        for digit in left:
+            yield from orders(left - Counter([digit]), (*digits, digit))
 
-    for digits in orders(left, ()):
-        yield RankMapping(tuple(sizes), _merged(digits))
-
-
-def _merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """Neighboring digits of one axis as one."""
-    found: list[Digit] = []
-    for axis, length in digits:
-        if found and found[-1][0] == axis:
-            length *= found.pop()[1]
-        found.append((axis, length))
-    return tuple(found)
+    primes = [(axis, prime) for axis, length in sizes.items() for prime in _primes(length)]
+    for digits in orders(Counter(primes), ()):
+        by_axis = ((axis, [*some]) for axis, some in groupby(digits, key=itemgetter(0)))
+        merged = tuple((axis, math.prod(length for _, length in some)) for axis, some in by_axis)
+        yield RankMapping(tuple(sizes), merged)
 
 
 def _orders(sizes: Sizes[str, int]) -> int:
     """Return how many :func:`all_mappings` gives."""
-    primes = {axis: _primes(length) for axis, length in sizes.items()}
-    count = math.factorial(sum(map(len, primes.values())))
-    for digits in primes.values():
-        for prime in set(digits):
-            count //= math.factorial(digits.count(prime))
-    return count
-
-
-def _check(sizes: Sizes[str, int], topology: LinkTopology) -> None:
-    volume = math.prod(sizes.values())
-    if any(length < 1 for length in sizes.values()) or volume != topology.world_size:
-        product = " × ".join(f"{axis} {length}" for axis, length in sizes.items())
-        raise ValueError(
-            f"lengths of the axes: expected a product of {topology.world_size}, the ranks of the topology, "
-            f"got {product} = {volume}. Change one of them or the number of ranks."
-        )
+    primes = [(axis, prime) for axis, length in sizes.items() for prime in _primes(length)]
+    repeats = math.prod(math.factorial(count) for count in Counter(primes).values())
+    return math.factorial(len(primes)) // repeats
 
 
 def _filling(sizes: Sizes[str, int], topology: LinkTopology) -> Iterator[RankMapping]:
     """Yield mappings with digits that fill each level exactly, from the innermost outwards."""
-    widths = []
-    for inner, outer in zip(topology.levels, topology.levels[1:], strict=False):
-        widths.append(min(outer.ranks, topology.world_size) // inner.ranks)
+    widths = [
+        min(outer.ranks, topology.world_size) // inner.ranks for inner, outer in pairwise(topology.levels)
+    ]
     filled = math.prod(widths)
     if topology.world_size % filled:
         return
@@ -220,12 +202,12 @@ def _filling(sizes: Sizes[str, int], topology: LinkTopology) -> Iterator[RankMap
         if not widths:
             yield RankMapping(tuple(sizes), digits)
             return
-        for shares in product(*(_divisors(left[axis]) for axis in left)):
-            if math.prod(shares) != widths[0]:
+        for lengths in product(*map(_divisors, left.values())):
+            if math.prod(lengths) != widths[0]:
                 continue
-            rest = {axis: left[axis] // share for axis, share in zip(left, shares, strict=True)}
-            level_digits = [(axis, share) for axis, share in zip(left, shares, strict=True) if share > 1]
-            for order in permutations(level_digits):
+            shares = dict(zip(left, lengths, strict=True))
+            rest = {axis: left[axis] // share for axis, share in shares.items()}
+            for order in permutations(digit for digit in shares.items() if digit[1] > 1):
                 yield from fill(rest, widths[1:], (*order, *digits))
 
     yield from fill(dict(sizes), widths, ())
@@ -254,23 +236,27 @@ def _seconds(topology: LinkTopology, traffic: AxisTraffic, strides: tuple[tuple[
     count = math.prod(length for length, _ in strides)
     if count == 1:
         return 0.0
-    offsets = _offsets(strides)
     ranks = np.arange(topology.world_size)
-    position, first = _axis_positions(ranks, strides)
+    # Each rank's position on the axis, and the rank at the first position of its group.
+    position, first = np.zeros_like(ranks), ranks.copy()
+    for length, stride in strides:
+        digit = ranks // stride % length
+        position = position * length + digit
+        first -= digit * stride
+    senders = position < count - 1
+    receiving = first[senders] + _offsets(strides)[position[senders] + 1]
     total = 0.0
     for level in topology.levels:
         if traffic.pattern == "collective":
             load = _collective_load(topology, level, first, count) * traffic.nbytes
         else:
-            load = _chain_load(topology, level, position, ranks, offsets) * traffic.nbytes
+            load = _chain_load(topology, level, ranks[senders], receiving) * traffic.nbytes
         if load:
             total += load / level.bandwidth + level.latency * traffic.messages
     return total
 
 
-def _collective_load(
-    topology: LinkTopology, level: LinkLevel, first: npt.NDArray[np.int64], count: int
-) -> float:
+def _collective_load(topology: LinkTopology, level: LinkLevel, first: _Ranks, count: int) -> float:
     """Buffers that the busiest link of ``level`` carries inwards, as fractions of a full one."""
     if level.ranks == 1:
         return 1.0 - 1.0 / count
@@ -282,43 +268,20 @@ def _collective_load(
     return float(missing.reshape(-1, domains).sum(axis=0).max())
 
 
-def _chain_load(
-    topology: LinkTopology,
-    level: LinkLevel,
-    position: npt.NDArray[np.int64],
-    ranks: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-) -> float:
+def _chain_load(topology: LinkTopology, level: LinkLevel, sending: _Ranks, receiving: _Ranks) -> float:
     """Payloads that the busiest link of ``level`` carries in either direction."""
-    senders = position < len(offsets) - 1
-    sending = ranks[senders]
-    receiving = sending - offsets[position[senders]] + offsets[position[senders] + 1]
-    domains = -(-topology.world_size // level.ranks)
-    crossing = sending // level.ranks != receiving // level.ranks
-    out = np.bincount(sending[crossing] // level.ranks, minlength=domains)
-    back = np.bincount(receiving[crossing] // level.ranks, minlength=domains)
+    source, target = sending // level.ranks, receiving // level.ranks
+    crossing = np.concatenate([domains[source != target] for domains in (source, target)])
     # Forward goes one way and backward the other: what leaves a link in forward enters it in backward.
-    return float((out + back).max(initial=0))
+    return float(np.bincount(crossing, minlength=-(-topology.world_size // level.ranks)).max(initial=0))
 
 
-def _offsets(strides: tuple[tuple[int, int], ...]) -> npt.NDArray[np.int64]:
+def _offsets(strides: tuple[tuple[int, int], ...]) -> _Ranks:
     """Return the distance in ranks from an axis's first position to each of its positions."""
     found = np.zeros((1,), dtype=np.int64)
     for length, stride in strides:
         found = (found[:, None] + np.arange(length)[None, :] * stride).reshape(-1)
     return found
-
-
-def _axis_positions(
-    ranks: npt.NDArray[np.int64], strides: tuple[tuple[int, int], ...]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return each rank's position on the axis, and the rank at the first position of its group."""
-    position, first = np.zeros_like(ranks), ranks.copy()
-    for length, stride in strides:
-        digit = ranks // stride % length
-        position = position * length + digit
-        first -= digit * stride
-    return position, first
 
 
 @lru_cache(maxsize=4096)

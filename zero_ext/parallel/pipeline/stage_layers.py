@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, TiedLayerSpec, outline_of
-from zero_ext.parallel.pipeline.stages.stage_module import Loss, StageModule
-from zero_ext.parallel.pipeline.stages.tied_params import check_ties, layer_of, mark_ties, tied_groups
+from zero_ext.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, layer_seed, outline_of
+from zero_ext.parallel.pipeline.stage_module import Loss, StageModule
+from zero_ext.zero.units.parameter_marks import mark_tied
 
 
 def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
@@ -75,18 +76,19 @@ class PipelineModule(StageModule):
     ) -> None:
         listed = list(layers)
         super().__init__(mesh, loss, schedule, chunks, weights_of(listed, split))
-        groups = tied_groups(listed, ties)
-        check_ties(listed, self.holders, groups)
+        groups = _tied_groups(listed, ties)
+        _check_ties(listed, self.holders, groups)
         self.layers = nn.ModuleDict()
         self._tied: dict[str, nn.Module] = {}
         self._calls = [
             [self._add_layer(number, listed) for number in self.ranges[stage]] for stage in self.stages
         ]
-        mark_ties(
-            dict(self.layers.items()),
-            groups,
-            [self.model_ranks([self.holders[layer_of(name)] for name in group]) for group in groups],
-        )
+        for group in groups:
+            ranks = self.model_ranks(_layer_of(name) for name in group)
+            for name in group:
+                number, rest = name.split(".", 2)[1:]
+                if number in self.layers and len(ranks) > 1:
+                    mark_tied(self.layers[number].get_parameter(rest), group[0], ranks)
 
     def _add_layer(self, number: int, listed: Sequence[Layer]) -> Callable[..., Any]:
         """Register layer ``number``, and return the callable of its stage."""
@@ -155,26 +157,93 @@ def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[fl
     if split == "uniform":
         return [1.0] * len(layers)
     if split == "parameters":
-        outlines = (outline_of(layer) for layer in layers)
-        return [
-            float(sum(parameter.numel() for parameter in outline.parameters()))
-            if outline is not None
-            else 0.0
-            for outline in outlines
-        ]
+        outlines = map(outline_of, layers)
+        sums = (0 if each is None else sum(p.numel() for p in each.parameters()) for each in outlines)
+        return [*map(float, sums)]
     raise ValueError(
         f"split: expected 'parameters', 'uniform' or a weight for every layer, got {split!r}. Use one of "
         "these."
     )
 
 
-def layer_seed(number: int) -> int:
-    """Return the seed that a layer is built with, made of torch's own.
+def _full_name(number: int, name: str) -> str:
+    """Return the name of a parameter of layer ``number`` in the whole model."""
+    return f"layers.{number}.{name}"
 
-    Args:
-        number: of the layer in the full model.
 
-    Returns:
-        The seed.
+def _layer_of(name: str) -> int:
+    """Return the layer's number in a full name."""
+    return int(name.split(".")[1])
+
+
+def _tied_groups(layers: Sequence[Layer], named: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return groups of full names of one parameter each: those ``named``, and those of tied specifications.
+
+    Raises ``ValueError`` for a name that no layer has, a group of fewer than two, and parameters that are
+    neither one object nor equal.
     """
-    return (torch.initial_seed() + 1_000_003 * (number + 1)) % 2**63
+    groups = [tuple(group) for group in named]
+    for group in groups:
+        _check_group(layers, group)
+    by_key: dict[str, dict[int, TiedLayerSpec]] = defaultdict(dict)
+    for number, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            by_key[layer.key][number] = layer
+    for key, tied in by_key.items():
+        parameters = [each.outline().named_parameters() for each in tied.values()]
+        first, *others = ({name: tuple(each.shape) for name, each in some} for some in parameters)
+        if any(shapes != first for shapes in others):
+            raise ValueError(
+                f"TiedLayerSpec '{key}': expected the same parameters in layers {[*tied]}, got {first} and "
+                f"{next(shapes for shapes in others if shapes != first)}. Give them one class and the same "
+                "arguments."
+            )
+        groups += [tuple(_full_name(number, name) for number in tied) for name in first]
+    return groups
+
+
+def _check_group(layers: Sequence[Layer], group: tuple[str, ...]) -> None:
+    if len(group) < 2:
+        raise ValueError(
+            f"ties: expected the names of at least two parameters, got {group}. Name all parameters of the "
+            "tie."
+        )
+    first, *others = (_parameter(layers, name) for name in group)
+    for name, parameter in zip(group[1:], others, strict=True):
+        if parameter is not first and (first.shape != parameter.shape or not torch.equal(first, parameter)):
+            raise ValueError(
+                f"ties: '{group[0]}' and '{name}' are different parameters with different values. Set one "
+                "module's parameter to the other's before, or use TiedLayerSpec."
+            )
+
+
+def _parameter(layers: Sequence[Layer], name: str) -> nn.Parameter:
+    prefix, number, rest = (*name.split(".", 2), "", "")[:3]
+    module = None
+    if prefix == "layers" and number.isdigit() and int(number) < len(layers):
+        module = outline_of(layers[int(number)])
+    parameter = dict(module.named_parameters()).get(rest) if module is not None else None
+    if parameter is None:
+        raise ValueError(
+            "ties: expected names of parameters, layers.<number>.<name in the layer> with the numbers of "
+            f"{len(layers)} layers, got '{name}'. Correct the name."
+        )
+    return parameter
+
+
+def _check_ties(layers: Sequence[Layer], ranks: Sequence[int], groups: Sequence[tuple[str, ...]]) -> None:
+    """Raise ``ValueError`` for a parameter that layers on several ranks share, ``ranks`` those of the
+    layers, in none of ``groups``."""
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            for name, parameter in layer.named_parameters():
+                owners[parameter].append(_full_name(number, name))
+    known = {frozenset(group) for group in groups}
+    for names in owners.values():
+        if len({ranks[_layer_of(name)] for name in names}) > 1 and frozenset(names) not in known:
+            raise ValueError(
+                f"parameter '{names[0]}': it is also {names[1:]}, and these layers are in stages on several "
+                "ranks, where they would train apart. To sum their gradients, name the tie: "
+                f"PipelineModule(..., ties=[{tuple(names)}])."
+            )

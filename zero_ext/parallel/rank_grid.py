@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -113,16 +113,8 @@ class RankGrid:
         Raises:
             ValueError: there is no such axis.
         """
-        unknown = sorted(set(coordinate) - set(self.sizes))
-        if unknown:
-            raise ValueError(
-                f"axis: expected one of {list(self.sizes)}, got {unknown[0]!r}. Use one of these."
-            )
-        return [
-            rank
-            for at, rank in self._coordinates()
-            if all(at[axis] == wanted for axis, wanted in coordinate.items())
-        ]
+        self._check(sorted(coordinate))
+        return [rank for at, rank in self._coordinates() if coordinate.items() <= at.items()]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks that differ in `axes` only.
@@ -136,21 +128,19 @@ class RankGrid:
         Raises:
             ValueError: there is no such axis.
         """
-        unknown = [axis for axis in axes if axis not in self.sizes]
-        if unknown:
-            raise ValueError(
-                f"axis: expected one of {list(self.sizes)}, got {unknown[0]!r}. Use one of these."
-            )
+        self._check(axes)
         found: dict[tuple[int, ...], list[int]] = {}
         for at, rank in self._coordinates():
-            found.setdefault(_without(at, axes), []).append(rank)
+            others = tuple(position for axis, position in at.items() if axis not in axes)
+            found.setdefault(others, []).append(rank)
         return list(found.values())
+
+    def _check(self, axes: Iterable[str]) -> None:
+        for axis in axes:
+            if axis not in self.sizes:
+                raise ValueError(f"axis: expected one of {list(self.sizes)}, got {axis!r}. Use one of these.")
 
     def _coordinates(self) -> Iterator[tuple[dict[str, int], int]]:
         coordinates = product(*(range(length) for length in self.sizes.values()))
         for at, rank in zip(coordinates, self.ranks, strict=True):
             yield dict(zip(self.sizes, at, strict=True)), rank
-
-
-def _without(at: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    return tuple(index for axis, index in at.items() if axis not in axes)

@@ -9,17 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero_ext.parallel.sequence.ulysses import sequence_rank
+from zero_ext.parallel.ulysses import sequence_rank
 
 _IGNORED = -100
 
 
 def shard_batch(
-    batch: Mapping[str, Any],
-    mesh: DeviceMesh,
-    *,
-    shift_labels: bool = True,
-    padding_idx: int | None = None,
+    batch: Mapping[str, Any], mesh: DeviceMesh, *, shift_labels: bool = True, padding_idx: int | None = None
 ) -> dict[str, Any]:
     """Return this rank's chunk of a batch of sequences, which all ranks along mesh["cp"] hold in full.
 
@@ -76,15 +72,10 @@ def shard_batch(
         full["num_items_in_batch"] = ((labels != _IGNORED).sum() if items is None else items) / size
     mask = full.pop("attention_mask", None)
     extent = slice(rank * length // size, (rank + 1) * length // size)
-    found = {
-        name: each[:, extent].contiguous() if _has_length(each, length) else each
-        for name, each in full.items()
-    }
-    return found if mask is None else {**found, "attention_mask": mask}
-
-
-def _has_length(value: Any, length: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
+    for name, each in full.items():
+        if isinstance(each, torch.Tensor) and each.ndim >= 2 and each.shape[1] == length:
+            full[name] = each[:, extent].contiguous()
+    return full if mask is None else {**full, "attention_mask": mask}
 
 
 def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:

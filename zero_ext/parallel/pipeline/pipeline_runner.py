@@ -1,4 +1,4 @@
-"""The ranks of one pipeline: sums over them, and failures that reach all of them."""
+"""Base class for running a pipeline on a rank, and failures that reach all of its ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,51 @@ import contextlib
 import datetime
 import traceback
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zero_ext.config.schema.config_errors import clause_of
-from zero_ext.parallel.pipeline.stages.stage_module import StageModule
+from zero_ext.parallel.pipeline.pipeline_timeline import Slot
+from zero_ext.parallel.pipeline.stage_module import StageModule
 from zero_ext.zero.engine import Engine
+
+
+class PipelineRunner(ABC):
+    """Runs ``module``, which ``engine`` moves and ``prepared`` is called for, on batches of
+    ``micro_batches``. ``slots`` are what it computed in the last step."""
+
+    def __init__(self, module: StageModule, prepared: nn.Module, engine: Engine, micro_batches: int) -> None:
+        self.slots: list[Slot] = []
+        self._module, self._prepared, self._engine = module, prepared, engine
+        self._micro_batches = micro_batches
+
+    @abstractmethod
+    def train(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None, shape: int
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of a batch of the shapes ``shape``; each micro-batch's share of the
+        mean loss, scaled as its gradients are, on the rank with the last stage."""
+
+    @abstractmethod
+    def evaluate(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the same without gradients, unscaled."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Release what a failed batch has left."""
+
+    def _split(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(each.chunk(self._micro_batches) for each in inputs), strict=True))
+
+    def _scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's share of the batch's mean loss, scaled where gradients are fp16."""
+        if torch.is_grad_enabled():
+            loss = self._engine.scale_loss(loss)
+        return loss / self._micro_batches
 
 
 class PipelineRanks:
@@ -61,7 +98,9 @@ class PipelineRanks:
             traceback.clear_frames(error.__traceback__)
             drop()
             self._finalizer()
-            reason = _first_cause(error)
+            reason: BaseException = error
+            while reason.__cause__ is not None:  # what torch's schedules put around it
+                reason = reason.__cause__
             if self._model is not None:
                 self._model.abort(f"pipeline rank {self._rank} stopped: {reason}")
             raise RuntimeError(
@@ -69,13 +108,6 @@ class PipelineRanks:
                 "Its other ranks stop too. Look for the first message among them, and restart all of them "
                 "from a checkpoint."
             ) from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return what an error came from, without what torch's schedules put around it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _forget(groups: list[dist.ProcessGroup]) -> None:

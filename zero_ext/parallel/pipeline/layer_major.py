@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from zero_ext.activation import checkpoint_activations
-from zero_ext.parallel.pipeline.schedule.graph_cut import Crossing, backward, cross
-from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
-from zero_ext.parallel.pipeline.schedule.runner import PipelineRunner
-from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule, in_turn
+from zero_ext.parallel.pipeline.pipeline_runner import PipelineRunner
+from zero_ext.parallel.pipeline.pipeline_timeline import Slot
+from zero_ext.parallel.pipeline.stage_layers import PipelineModule, in_turn
 from zero_ext.zero.api.manual_backward import LayerPasses, present
 from zero_ext.zero.engine import Engine
 
@@ -104,17 +105,13 @@ class LayerMajorRunner(PipelineRunner):
         return made
 
     def _timed(
-        self,
-        what: Literal["forward", "backward"],
-        number: int,
-        micro_batch: int,
-        run: Callable[[], Any],
+        self, what: Literal["forward", "backward"], number: int, micro_batch: int, run: Callable[[], Any]
     ) -> Any:
         began = time.perf_counter()
         result = run()
-        layer = self._groups[number].start
         if torch.is_grad_enabled():  # an evaluation is no step
-            self.slots.append(Slot(what, layer, micro_batch, began, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            self.slots.append(Slot(what, self._groups[number].start, micro_batch, began, seconds))
         return result
 
 
@@ -122,3 +119,50 @@ def _loss_of(
     loss: Callable[..., torch.Tensor], target: torch.Tensor, *calls: Callable[..., Any], values: Any
 ) -> torch.Tensor:
     return loss(in_turn(*calls, values=values), target)
+
+
+@dataclass
+class Crossing:
+    """A tensor that went from one layer to the next: where the graph goes on behind it, and, once the later
+    layer's backward ran, its gradient. The tensor itself is kept by whoever saved it for backward."""
+
+    edge: GradientEdge
+    gradient: torch.Tensor | None = None
+
+
+def cross(values: Any) -> tuple[Any, list[Crossing]]:
+    """``values``, tensors in whatever torch's pytrees support, as the next layer gets them: the same memory,
+    and a graph that begins there.
+    """
+    leaves, structure = pytree.tree_flatten(values)
+    crossings = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            crossings.append(Crossing(get_gradient_edge(leaf)))
+            anchor = torch.empty(0, device=leaf.device, requires_grad=True)
+            leaves[index] = _Beginning.apply(anchor, leaf.detach(), crossings[-1])
+    return pytree.tree_unflatten(leaves, structure), crossings
+
+
+def backward(crossings: Iterable[Crossing]) -> None:
+    """Take the gradients of what crossed back through the layer that it came from."""
+    arrived = [each for each in crossings if each.gradient is not None]
+    gradients = [each.gradient for each in arrived]
+    for each in arrived:
+        each.gradient = None  # graphs keep crossings alive to the end of the step
+    if arrived:
+        torch.autograd.backward([each.edge for each in arrived], gradients)
+
+
+class _Beginning(torch.autograd.Function):
+    """``value`` as it is; its gradient is kept. ``anchor`` makes autograd take part."""
+
+    @staticmethod
+    def forward(context: Any, anchor: torch.Tensor, value: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        context.crossing = crossing
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        context.crossing.gradient = gradient
+        return None, None, None

@@ -1,1 +1,0 @@
-"""Running a pipeline: schedules, their runners, timelines and replays."""

@@ -1,1 +1,0 @@
-"""The parts of a pipeline stage: layers, splits of models, shared parameters."""

@@ -1,1 +1,0 @@
-"""Rank layout: the grid of axes, its mapping to links, meshes and traffic."""

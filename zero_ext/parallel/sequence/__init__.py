@@ -1,1 +1,0 @@
-"""Sequence parallelism (Ulysses): batches sharded by sequence, attention by heads."""
