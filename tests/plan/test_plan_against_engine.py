@@ -104,10 +104,7 @@ def planned(hidden: int, layers: int, vocabulary: int, sequence: int, tied: bool
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("tiers", [tiers for stage, tiers in PLACEMENTS if stage == 3])
 def test_buffers_of_a_model_in_tiles(
-    tiers: dict[str, str],
-    ranks: int,
-    folder: str,
-    without_data: Callable[[Transformer], ModelAndOptimizer],
+    tiers: dict[str, str], ranks: int, folder: str, without_data: Callable[[Transformer], ModelAndOptimizer]
 ) -> None:
     """Layers of 113 million parameters, each matrix in fourteen tiles."""
     found = planned(3072, 2, 50_000, 512, tied=False)

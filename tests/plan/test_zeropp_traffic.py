@@ -13,14 +13,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import configuration, units_gathered_once
 from zero_ext.config import CommunicationConfig
-from zero_ext.plan import (
-    Sent,
-    TrainingState,
-    model_staging,
-    model_state_bytes,
-    secondary_bytes,
-    step_bytes,
-)
+from zero_ext.plan import Sent, TrainingState, model_staging, model_state_bytes, secondary_bytes, step_bytes
 from zero_ext.zero import Engine, engine_of
 
 SETTINGS = (

@@ -95,13 +95,7 @@ _add(
 )
 _add(export, "export", _CHECKPOINTS, "export checkpoints exported --dtype bfloat16")
 _add(import_deepspeed, "import-deepspeed", _CHECKPOINTS, "import-deepspeed deepspeed_run imported")
-_add(
-    env,
-    "env",
-    _MACHINE,
-    "env",
-    "env --measure machine.json --nvme-path .",
-)
+_add(env, "env", _MACHINE, "env", "env --measure machine.json --nvme-path .")
 _add(build, "build", _MACHINE, "build", "build --cuda-architectures 8.0,9.0")
 _add(
     bench_nvme,

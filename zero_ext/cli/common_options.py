@@ -13,8 +13,7 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout.", rich_help_panel=OUTPUT)
 ]
 Write = Annotated[
-    Path | None,
-    typer.Option(help="Write the best configuration to this JSON file.", rich_help_panel=OUTPUT),
+    Path | None, typer.Option(help="Write the best configuration to this JSON file.", rich_help_panel=OUTPUT)
 ]
 Machine = Annotated[
     str,

@@ -21,12 +21,7 @@ class Candidate:
     @property
     def options(self) -> dict[str, Any]:
         """Return what :class:`Training` takes."""
-        return {
-            "stage": self.stage,
-            "params": self.params,
-            "grads": self.grads,
-            "optimizer": self.optimizer,
-        }
+        return {"stage": self.stage, "params": self.params, "grads": self.grads, "optimizer": self.optimizer}
 
     @property
     def distance(self) -> int:

@@ -49,15 +49,7 @@ def tried(wanted: LayoutRequest) -> dict[tuple[int, int, int], float]:
     ("gpus", "samples", "changes"),
     [
         (4, 4, {"device_bytes": 2 * COMMUNICATOR + 120 * 10**6}),
-        (
-            4,
-            8,
-            {
-                "device_bytes": 2 * COMMUNICATOR + 150 * 10**6,
-                "inter_bandwidth": 1e9,
-                "ranks_per_node": 2,
-            },
-        ),
+        (4, 8, {"device_bytes": 2 * COMMUNICATOR + 150 * 10**6, "inter_bandwidth": 1e9, "ranks_per_node": 2}),
         (6, 6, {"intra_bandwidth": 1e9, "inter_bandwidth": 1e8}),
     ],
 )

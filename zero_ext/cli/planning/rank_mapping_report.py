@@ -29,7 +29,7 @@ def print_rank_placement(console: Console, placement: RankPlacement, ranks_per_h
     console.print(
         f"[green]Best: count ranks as {placement.mapping}[/], the last axis fastest, {ranks_per_host} to a "
         f"host. Communication is {placement.gain:.2f} times faster. "
-        "Use make_mesh(..., mapping=best_mapping(...)[0]).",
+        "Use make_mesh(..., mapping=best_mapping(...)[0])."
     )
 
 

@@ -61,8 +61,7 @@ class TuneOptions:
         False
     )
     write: Annotated[
-        Path,
-        typer.Option(help="Write the best configuration to this JSON file.", rich_help_panel=OUTPUT),
+        Path, typer.Option(help="Write the best configuration to this JSON file.", rich_help_panel=OUTPUT)
     ] = Path("tuned.json")
     results: Annotated[
         Path | None, typer.Option(help="Write every trial to this JSON file.", rich_help_panel=OUTPUT)

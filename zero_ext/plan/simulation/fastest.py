@@ -33,8 +33,7 @@ def fastest_placements(model: ModelCost, training: Training, hardware: Hardware)
     found = [simulate(model, one, hardware) for one in _candidates(training) if fits(model, one, hardware)]
     quickest = min((one.seconds for one in found), default=0.0)
     return sorted(
-        found,
-        key=lambda one: (0.0, *_distance(one)) if one.seconds <= ALIKE * quickest else (one.seconds,),
+        found, key=lambda one: (0.0, *_distance(one)) if one.seconds <= ALIKE * quickest else (one.seconds,)
     )
 
 

@@ -109,20 +109,10 @@ PUBLISHED = (
         assumed="batch of 8",
     ),
     Published(
-        "DeepSpeed ZeRO-3, 1T, 1,024 A100",
-        AZURE,
-        165.36,
-        "dgx-a100",
-        _GPT["gpt-1t"],
-        _offload(1024, 8),
+        "DeepSpeed ZeRO-3, 1T, 1,024 A100", AZURE, 165.36, "dgx-a100", _GPT["gpt-1t"], _offload(1024, 8)
     ),
     Published(
-        "DeepSpeed ZeRO-3, 2T, 1,024 A100",
-        AZURE,
-        157.0,
-        "dgx-a100",
-        _GPT["gpt-2t"],
-        _offload(1024, 8),
+        "DeepSpeed ZeRO-3, 2T, 1,024 A100", AZURE, 157.0, "dgx-a100", _GPT["gpt-2t"], _offload(1024, 8)
     ),
     Published(
         "DeepSpeed ZeRO-3, 175B, 512 tokens, 256 A100",
