@@ -16,7 +16,7 @@ import torch
 from tests.cli.command import run
 from tests.ops import fake_toolkit
 from zero_ext import ops
-from zero_ext.cli.machine import cuda_environment, environment
+from zero_ext.cli import environment
 from zero_ext.ops.jit import jit_build, toolchain
 
 
@@ -65,7 +65,7 @@ def test_a_machine_without_ops_is_described_all_the_same(monkeypatch: pytest.Mon
         raise RuntimeError("no C++ compiler was found\nmore lines")
 
     monkeypatch.setattr(environment, "load", no_compiler)
-    monkeypatch.setattr(cuda_environment, "load", no_compiler)
+    monkeypatch.setattr(environment, "load", no_compiler)
     monkeypatch.setattr(ops, "get_isa", no_compiler)
     monkeypatch.setattr(ops, "aio_backends", no_compiler)
     monkeypatch.setattr(environment, "NvmeStore", lambda paths: no_compiler())
@@ -118,7 +118,7 @@ def test_kernels_are_built_or_would_be_or_cannot_be(cuda: Path, monkeypatch: pyt
     assert found["nvcc"] == f"13.0, {cuda}/toolkit/bin/nvcc"
     assert kernels().startswith("none yet: no GPU here uses them; `zero-ext build` compiles them; ")
     assert found["cache"] == f"{cuda}/cache/zero_ext, empty"
-    monkeypatch.setattr(cuda_environment, "present_architectures", lambda: {(9, 0)})
+    monkeypatch.setattr(environment, "present_architectures", lambda: {(9, 0)})
     assert kernels().startswith("none yet: the first use compiles them; none came with this installation")
     module = jit_build.cached_kernels({(9, 0)})
     jit_build.obtain(module, lambda: jit_build.cuda_recipe(jit_build.source_root("_C_cuda"), {(9, 0)}))
@@ -155,8 +155,8 @@ def test_gpus_come_with_capability_and_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cufile_is_found_where_wheels_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_environment, "_cufile_paths", lambda: [tmp_path / "a", tmp_path / "b"])
-    monkeypatch.setattr(cuda_environment, "_NVIDIA_FS", tmp_path)
+    monkeypatch.setattr(environment, "_cufile_paths", lambda: [tmp_path / "a", tmp_path / "b"])
+    monkeypatch.setattr(environment, "_NVIDIA_FS", tmp_path)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     assert facts()["CUDA"]["GPUDirect Storage"] == "no: libcufile.so.0 was not found"
     (tmp_path / "b").touch()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.command import run
-from zero_ext.cli.machine import measure_machine
+from zero_ext.cli import measure_machine
 from zero_ext.plan.simulation import Hardware
 
 SMALL = measure_machine.Scale(memory=8 << 20, file=48 << 20, exchanged=4 << 20, product=128)

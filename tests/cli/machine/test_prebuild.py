@@ -11,7 +11,7 @@ import torch
 
 from tests.cli.command import run
 from tests.ops.torch_2_11 import hide_swap
-from zero_ext.cli.machine import prebuild
+from zero_ext.cli import environment as prebuild
 from zero_ext.ops import load, torch_swaps_storages
 from zero_ext.ops.jit import jit_build as just_in_time
 

@@ -12,10 +12,9 @@ import pytest
 
 from tests.cli.command import run
 from zero_ext import ops
+from zero_ext.cli import nvme_sweep
 from zero_ext.cli.console import cleaned_up_when_ended
-from zero_ext.cli.nvme import nvme_sweep
-from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile
-from zero_ext.cli.nvme.nvme_sweep import device_file
+from zero_ext.cli.nvme_sweep import Cost, DeviceFile, device_file
 from zero_ext.config import load_config
 
 SMALL = (

@@ -10,10 +10,9 @@ import pytest
 
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.layout import LayoutRequest, ParallelLayout, best_layouts, fullest_rank, layouts, step_time
-from zero_ext.plan.layout.explain import why_no_layout
-from zero_ext.plan.layout.layout_search import fewest_gpus
+from zero_ext.plan.layout.layout_search import fewest_gpus, why_no_layout
 from zero_ext.plan.models import ModelSpec, model_named
-from zero_ext.plan.placement_candidates import CANDIDATES
+from zero_ext.plan.plan_entry import CANDIDATES
 from zero_ext.plan.simulation import Hardware, Training, Transformer, machine_named
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.tune import Launch, Trial, TrialOutcome, run_trial
+from zero_ext.plan.trial import Launch, Trial, TrialOutcome, run_trial
 
 CONFIG = ZeroConfig.from_mapping({"stage": 2, "batch": {"micro_batch_size": 4}})
 READ = "import json, os; config = json.load(open(os.environ['ZERO_EXT_TRIAL_CONFIG']));"
@@ -111,7 +111,7 @@ def in_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_trial_times_its_steps_and_ends(in_trial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     now = [100.0]
-    monkeypatch.setattr("zero_ext.plan.tune.trial.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("zero_ext.plan.trial.time.perf_counter", lambda: now[0])
     trial, batches_seen = Trial.current({"stage": 1}), 0
     assert trial.config.stage == 3
     for _ in trial.steps(iter(range(1000))):

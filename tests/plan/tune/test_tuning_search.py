@@ -11,8 +11,8 @@ import pytest
 from zero_ext.config import ZeroConfig
 from zero_ext.plan.models import model_named
 from zero_ext.plan.simulation import MACHINES
-from zero_ext.plan.tune import Prediction, Space, TrialOutcome, search
-from zero_ext.plan.tune.search_space import placements_of
+from zero_ext.plan.trial import TrialOutcome
+from zero_ext.plan.tune import Prediction, Space, placements_of, search
 
 GRID = Space(placements_of((1, 2, 3), ("device", "host"))[:4], (1, 2, 4), (4_000_000, 16_000_000))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero_ext.plan.simulation.fastest import fastest_placements
-from zero_ext.plan.simulation.machines import MACHINES
-from zero_ext.plan.simulation.simulate import Simulation, simulate
+from zero_ext.plan.simulation.hardware import MACHINES
+from zero_ext.plan.simulation.simulate import Simulation, fastest_placements, simulate
 from zero_ext.plan.simulation.training_setup import Training
 from zero_ext.plan.simulation.transformer_cost import TRANSFORMERS, Transformer
 
