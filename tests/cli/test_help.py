@@ -18,7 +18,7 @@ import typer.main
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from tests.cli.command import run, run_json
-from tests.cli.machine.test_measure_machine import SMALL as SMALL_SCALE
+from tests.cli.test_measure_machine import SMALL as SMALL_SCALE
 from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import save_state
 from zero_ext.cli import app, environment, measure_machine

@@ -12,11 +12,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from zero_ext import ops
-from zero_ext.cli.console import print_json, terminal
+from zero_ext.cli.console import print_json, terminal, write_json
 from zero_ext.cli.nvme_sweep import Contender, Grid, Sweep, fio_installed, sweep_device
-from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.parse_sizes import bytes_of, size_text
 from zero_ext.config.plot_colors import SERIES
+
+_COLORS = dict(zip(("io_uring", "libaio", "threads"), SERIES, strict=False))
+_LINES = ("-", "--", ":", "-.")
 
 
 def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Grid:
@@ -67,18 +69,18 @@ def measure_and_report(
             soft_wrap=True,
         )
     if write is not None:
-        _write(notes, sweep, write)
+        write_json(write, {"aio": sweep.best.section})
+        notes.print(f"wrote {escape(str(write))}", soft_wrap=True)
+        try:
+            plot = plot_sweep(sweep, write.with_suffix(".png"))
+            notes.print(f"wrote {escape(str(plot))}", soft_wrap=True)
+        except ModuleNotFoundError:
+            notes.print("no plot: matplotlib is not installed (pip install matplotlib)")
     if as_json:
         print_json(sweep_as_json(sweep))
     else:
-        _print_sweep(notes, sweep)
-
-
-def _print_sweep(console: Console, sweep: Sweep) -> None:
-    console.print(sweep_table(sweep))
-    setting = sweep.best.setting
-    if setting is not None:
-        console.print(json.dumps({"aio": setting.section()}), soft_wrap=True)
+        notes.print(sweep_table(sweep))
+        notes.print(json.dumps({"aio": sweep.best.section}), soft_wrap=True)
 
 
 def _say_what_is_missing(console: Console, left_out: int, nbytes: int) -> None:
@@ -89,16 +91,6 @@ def _say_what_is_missing(console: Console, left_out: int, nbytes: int) -> None:
         console.print("fio is not installed, so there is no figure of its (apt-get install fio)")
     if left_out:
         console.print(f"{left_out} settings left out: they keep more than {size_text(nbytes)} in flight")
-
-
-def _write(console: Console, sweep: Sweep, output: Path) -> None:
-    console.print(f"wrote {escape(str(write_section(sweep, output)))}", soft_wrap=True)
-    try:
-        plot = plot_sweep(sweep, output.with_suffix(".png"))
-    except ModuleNotFoundError:
-        console.print("no plot: matplotlib is not installed (pip install matplotlib)")
-    else:
-        console.print(f"wrote {escape(str(plot))}", soft_wrap=True)
 
 
 def _check_write(write: Path | None) -> None:
@@ -128,10 +120,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
-_COLORS = dict(zip(("io_uring", "libaio", "threads"), SERIES, strict=False))
-_LINES = ("-", "--", ":", "-.")
-
-
 def sweep_table(sweep: Sweep) -> Table:
     """Return one row a contender, ours sorted by speed, the chosen one marked."""
     plain = sweep.peers[0]
@@ -139,59 +127,44 @@ def sweep_table(sweep: Sweep) -> Table:
         title=f"{sweep.path}: {size_text(sweep.nbytes)}, medians of {len(plain.reads)}", title_justify="left"
     )
     for column in ("", "block", "depth", "io_threads", "read GB/s", "write GB/s", "of plain", "CPU s/GB"):
-        table.add_column(column, justify="left" if not column else "right")
-    for contender in sweep.peers:
-        table.add_row(contender.name, "", "", "", *_figures(contender, plain, sweep.nbytes))
-    table.add_section()
-    for contender in sorted(sweep.engine, key=lambda each: each.both_seconds):
-        setting = contender.setting
-        if setting is None:
-            raise zero_ext_bug(f"{contender.name} has no setting")
+        table.add_column(column, justify="right" if column else "left")
+    for contender in (*sweep.peers, *sorted(sweep.engine, key=lambda each: each.both_seconds)):
+        setting, sizes = contender.setting, ("", "", "")
+        if setting is not None:
+            sizes = size_text(setting.block_bytes), str(setting.queue_depth), str(setting.io_threads)
         table.add_row(
-            setting.backend,
-            size_text(setting.block_bytes),
-            str(setting.queue_depth),
-            str(setting.io_threads),
-            *_figures(contender, plain, sweep.nbytes),
+            contender.name if setting is None else setting.backend,
+            *sizes,
+            f"{_rate(contender, sweep.nbytes, False):.2f}",
+            f"{_rate(contender, sweep.nbytes, True):.2f}",
+            f"{plain.both_seconds / contender.both_seconds:.2f}",
+            f"{contender.processor_seconds / (2 * sweep.nbytes) * 1e9:.3f}",
             style="bold green" if contender is sweep.best else None,
+            end_section=contender is sweep.peers[-1],
         )
     return table
 
 
 def sweep_as_json(sweep: Sweep) -> dict[str, Any]:
     """Return the best section and the rates of every contender, in bytes and seconds."""
+
+    def row(contender: Contender) -> dict[str, Any]:
+        return {
+            "name": contender.name,
+            **contender.section,
+            "read_bytes_per_second": sweep.nbytes / contender.seconds(False),
+            "write_bytes_per_second": sweep.nbytes / contender.seconds(True),
+            "processor_seconds": contender.processor_seconds,
+        }
+
     return {
         "path": str(sweep.path),
         "bytes": sweep.nbytes,
         "why_not_direct": sweep.why_not_direct or None,
-        "aio": None if sweep.best.setting is None else sweep.best.setting.section(),
-        "engine": [_contender_as_json(each, sweep.nbytes) for each in sweep.engine],
-        "peers": [_contender_as_json(each, sweep.nbytes) for each in sweep.peers],
+        "aio": sweep.best.section,
+        "engine": [row(each) for each in sweep.engine],
+        "peers": [row(each) for each in sweep.peers],
     }
-
-
-def _contender_as_json(contender: Contender, nbytes: int) -> dict[str, Any]:
-    return {
-        "name": contender.name,
-        **({} if contender.setting is None else contender.setting.section()),
-        "read_bytes_per_second": nbytes / contender.seconds(False),
-        "write_bytes_per_second": nbytes / contender.seconds(True),
-        "processor_seconds": contender.processor_seconds,
-    }
-
-
-def write_section(sweep: Sweep, path: Path) -> Path:
-    """Write the best setting as a JSON file that ``load_config`` reads, complete or not at all."""
-    if sweep.best.setting is None:
-        raise zero_ext_bug("the best contender has no setting")
-    text = json.dumps({"aio": sweep.best.setting.section()}, indent=2) + "\n"
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
 
 
 def plot_sweep(sweep: Sweep, path: Path) -> Path:
@@ -239,15 +212,6 @@ def _lines(sweep: Sweep) -> dict[tuple[str, int, int], list[tuple[int, Contender
             key = (setting.backend, setting.queue_depth, setting.io_threads)
             lines.setdefault(key, []).append((setting.block_bytes, contender))
     return {key: sorted(members, key=lambda member: member[0]) for key, members in lines.items()}
-
-
-def _figures(contender: Contender, plain: Contender, nbytes: int) -> tuple[str, str, str, str]:
-    return (
-        f"{_rate(contender, nbytes, False):.2f}",
-        f"{_rate(contender, nbytes, True):.2f}",
-        f"{plain.both_seconds / contender.both_seconds:.2f}",
-        f"{contender.processor_seconds / (2 * nbytes) * 1e9:.3f}",
-    )
 
 
 def _rate(contender: Contender, nbytes: int, writing: bool) -> float:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, print_json, terminal
+from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, print_json, terminal, write_json
 from zero_ext.cli.options import AsJson, output
 from zero_ext.config.parse_sizes import bytes_of
 
@@ -82,7 +82,7 @@ def _measure(path: Path, ranks: int | None, nvme_path: Path | None, as_json: boo
         machine = measure_machine.measure_machine(
             path.stem, ranks, nvme_path, tick=lambda what: progress.print(f"[dim]{escape(what)}")
         )
-        measure_machine.write_machine(machine, path)
+        write_json(path, machine.to_mapping())
     if as_json:
         print_json(machine.to_mapping())
     else:

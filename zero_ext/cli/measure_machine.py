@@ -34,6 +34,10 @@ _BUDGET_SECONDS = 1.0  # of one figure
 _ADAM_BYTES = 2 * 12 + 2 + 2  # of an element: state read and written, gradient read, parameter written
 _HYPER = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 1.0, 0.0)  # in the order that adam_step_ takes
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_LINKS = ("intra_bandwidth", "inter_bandwidth")
+_GATHER_PASSES = 9
+_SMALL_ELEMENTS = 4096
+_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,11 @@ class Scale:
     product: int = 0  # by the device: 4096 on an accelerator, 1024 else
 
 
-_FULL = Scale()
-
-
 def measure_machine(
     name: str,
     ranks: int | None,
     folder: Path | None,
-    scale: Scale = _FULL,
+    scale: Scale | None = None,
     tick: Callable[[str], None] = print,
 ) -> Hardware:
     """Measure this host: memory, products, the optimizer's update, copies to and from an accelerator, a
@@ -62,6 +63,7 @@ def measure_machine(
     A tier that is missing gets one byte. Rates between hosts are those inside this one. ``tick`` is called
     with what is being measured. RuntimeError with the reason if the ranks or the device fail.
     """
+    scale = scale or Scale()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator if accelerator is not None else torch.device("cpu")
     ranks = ranks or (torch.accelerator.device_count() if accelerator is not None else 2)
@@ -182,7 +184,7 @@ def _stored(folder: Path | None, nbytes: int, tick: Callable[[str], None]) -> di
 
 def _collectives(ranks: int, nbytes: int, bandwidth: float) -> dict[str, object]:
     if ranks == 1:
-        return {"intra_bandwidth": bandwidth, "inter_bandwidth": bandwidth, "collective_seconds": 0.0}
+        return {**dict.fromkeys(_LINKS, bandwidth), "collective_seconds": 0.0}
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     with tempfile.TemporaryDirectory(prefix="zero-ext-measure-") as folder:
@@ -202,11 +204,7 @@ def _collectives(ranks: int, nbytes: int, bandwidth: float) -> dict[str, object]
                 "MASTER_ADDR and the free memory, or measure with --ranks 1."
             )
         found = read_json_object(result)
-    return {
-        "intra_bandwidth": found["bandwidth"],
-        "inter_bandwidth": found["bandwidth"],
-        "collective_seconds": found["latency"],
-    }
+    return {**dict.fromkeys(_LINKS, found["bandwidth"]), "collective_seconds": found["latency"]}
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
@@ -231,11 +229,6 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     return max(sorted(samples)[len(samples) // 4], 1e-9)
 
 
-def write_machine(machine: Hardware, path: Path) -> None:
-    """As JSON, which ``zero-ext plan --machine`` reads."""
-    path.write_text(json.dumps(machine.to_mapping(), indent=2) + "\n", encoding="utf-8")
-
-
 def figures(machine: Hardware) -> dict[str, str]:
     """Return every figure in words."""
     found = {}
@@ -251,11 +244,6 @@ def figures(machine: Hardware) -> dict[str, str]:
         else:
             found[name] = f"{value:g}" if value < _MIB else f"{short_bytes(value)}/s"
     return found
-
-
-_GATHER_PASSES = 9
-_SMALL_ELEMENTS = 4096
-_TIMEOUT_SECONDS = 120.0
 
 
 def gather_seconds(collectives: Collectives, elements: int, device: torch.device) -> float:

@@ -24,6 +24,14 @@ from zero_ext.config import load_config
 from zero_ext.config.parse_sizes import size_text
 from zero_ext.offload import NvmeStore
 
+_PAGE = 4096
+_SPARE_BYTES = 64 << 20
+_TIE = 0.98  # a setting this close to the fastest is as fast: repeats of one setting differ by more
+FIO_DEPTH = 32
+_BUFFERS = 4
+_MIN_BUFFER_BYTES = 16 << 20
+PLAIN_BLOCK = 1 << 20
+_HANDLE = 0x7A65_726F
 FIO_ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync"}
 
 
@@ -138,12 +146,6 @@ def parse_fio(text: str) -> FioResult:
         ) from error
 
 
-_BUFFERS = 4
-_MIN_BUFFER_BYTES = 16 << 20
-PLAIN_BLOCK = 1 << 20
-_HANDLE = 0x7A65_726F
-
-
 @dataclass(frozen=True)
 class Setting:
     """An ``aio`` section: backend, bytes per block, blocks in flight per thread, I/O threads."""
@@ -184,18 +186,13 @@ class DeviceFile:
     nbytes: int
     direct: bool
 
-    def drop_page_cache(self) -> None:
-        """Make the next read come from the device where the page cache stands between."""
+    def sync(self, drop: bool) -> None:
+        """Bring a write in the page cache to the device; ``drop``: the next read comes from there too."""
         if not self.direct:
             with _opened(self.path, os.O_RDWR) as descriptor:
                 os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def sync_write(self) -> None:
-        """Make a write that went into the page cache reach the device."""
-        if not self.direct:
-            with _opened(self.path, os.O_RDWR) as descriptor:
-                os.fsync(descriptor)
+                if drop:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def buffer_bytes(setting: Setting) -> int:
@@ -212,7 +209,15 @@ def engine_pass(file: DeviceFile, setting: Setting, memory: Tensor, writing: boo
     ops.aio_open(_HANDLE, setting.backend, setting.queue_depth, setting.block_bytes, setting.io_threads)
     try:
         with _measured(file, writing) as costs:
-            _move(file, memory, buffer_bytes(setting) // _BUFFERS, writing)
+            start, buffer = ops.aio_write_ if writing else ops.aio_read_, buffer_bytes(setting) // _BUFFERS
+            for number, offset in enumerate(range(0, file.nbytes, buffer)):
+                ticket = number % _BUFFERS
+                ops.aio_wait(_HANDLE, ticket)
+                length = min(buffer, file.nbytes - offset)
+                block = memory[ticket * buffer : ticket * buffer + length]
+                start(_HANDLE, ticket, str(file.path), offset, block)
+            for ticket in range(_BUFFERS):
+                ops.aio_wait(_HANDLE, ticket)
         return costs[0]
     finally:
         ops.aio_close(_HANDLE)
@@ -230,22 +235,10 @@ def plain_pass(file: DeviceFile, memory: Tensor, writing: bool) -> Cost:
             if moved == 0:
                 raise RuntimeError(
                     f"'{file.path}': expected {file.nbytes} bytes, got {offset}: another process has "
-                    "shortened it. "
-                    "Run the measurement again."
+                    "shortened it. Run the measurement again."
                 )
             offset += moved
     return costs[0]
-
-
-def _move(file: DeviceFile, memory: Tensor, buffer: int, writing: bool) -> None:
-    start = ops.aio_write_ if writing else ops.aio_read_
-    for number, offset in enumerate(range(0, file.nbytes, buffer)):
-        ticket = number % _BUFFERS
-        ops.aio_wait(_HANDLE, ticket)
-        length = min(buffer, file.nbytes - offset)
-        start(_HANDLE, ticket, str(file.path), offset, memory[ticket * buffer : ticket * buffer + length])
-    for ticket in range(_BUFFERS):
-        ops.aio_wait(_HANDLE, ticket)
 
 
 @contextmanager
@@ -253,11 +246,11 @@ def _measured(file: DeviceFile, writing: bool) -> Iterator[list[Cost]]:
     """Yield a list that gets the block's cost when it ends; reads start cold, writes end on the device."""
     costs: list[Cost] = []
     if not writing:
-        file.drop_page_cache()
+        file.sync(drop=True)
     begin, used = time.perf_counter(), time.process_time()
     yield costs
     if writing:
-        file.sync_write()
+        file.sync(drop=False)
     costs.append(Cost(time.perf_counter() - begin, time.process_time() - used))
 
 
@@ -268,12 +261,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-_PAGE = 4096
-_SPARE_BYTES = 64 << 20
-_TIE = 0.98  # a setting this close to the fastest is as fast: repeats of one setting differ by more
-FIO_DEPTH = 32
 
 
 @dataclass(frozen=True)
@@ -299,9 +286,8 @@ class Grid:
         if not settings:
             least = min((setting.in_flight_bytes for setting in every), default=0)
             raise ValueError(
-                f"--size: expected at least {size_text(least)}, which block size x depth x I/O threads "
-                "keep in "
-                f"flight, got {size_text(nbytes)}. Raise --size or lower them."
+                f"--size: expected at least {size_text(least)}, which block size x depth x I/O threads keep "
+                f"in flight, got {size_text(nbytes)}. Raise --size or lower them."
             )
         return settings, [setting for setting in every if setting.in_flight_bytes > nbytes]
 
@@ -315,6 +301,11 @@ class Contender:
     setting: Setting | None = None
     reads: list[Cost] = field(default_factory=list)
     writes: list[Cost] = field(default_factory=list)
+
+    @property
+    def section(self) -> dict[str, object]:
+        """The ``aio`` section of the setting, if there is one."""
+        return {} if self.setting is None else self.setting.section()
 
     def seconds(self, writing: bool) -> float:
         """Median of the passes of one direction."""
@@ -389,11 +380,10 @@ def sweep_device(
         return Sweep(path, nbytes, why_not_direct, engine, peers)
 
 
-def engine_contender(file: DeviceFile, setting: Setting, memory: torch.Tensor) -> Contender:
+def engine_contender(file: DeviceFile, setting: Setting, memory: Tensor) -> Contender:
     """Our engine with one setting."""
-    name = (
-        f"{setting.backend} {size_text(setting.block_bytes)} x {setting.queue_depth} x {setting.io_threads}"
-    )
+    block = size_text(setting.block_bytes)
+    name = f"{setting.backend} {block} x {setting.queue_depth} x {setting.io_threads}"
     return Contender(name, lambda writing: engine_pass(file, setting, memory, writing), setting)
 
 
@@ -429,8 +419,7 @@ def device_file(path: Path, nbytes: int) -> Iterator[tuple[DeviceFile, str]]:
         if free < nbytes + _SPARE_BYTES:
             raise RuntimeError(
                 f"'{path}': expected {nbytes:,} bytes free and {_SPARE_BYTES:,} to spare, got {free:,}. "
-                "Free some, "
-                "or choose a smaller --size or another path."
+                "Free some, or choose a smaller --size or another path."
             )
         store.reserve(nbytes)
         device = store.facts().devices[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_ext.config import ZeroConfig
@@ -16,6 +16,7 @@ from zero_ext.plan.simulation.simulate import estimate_step
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
 from zero_ext.plan.trial import TrialOutcome
 
+CLOSE = 0.85  # of the best rate: slower placements are not tried any further
 HOPELESS = 0.4  # of the best prediction: not tried
 FINALISTS, FINAL_RUNS = 3, 2  # the fastest so many are tried so many times more, in turn
 EQUAL = 0.9  # of the best rate: slower ones are no finalists
@@ -196,20 +197,26 @@ def search(
     most_trials: int | None = None,
     tick: Callable[[TrialResult], None] = lambda one: None,
 ) -> Tuning:
-    """Find the fastest point of ``space`` by ``measure``, in rounds that the faster half goes on from.
+    """Find the fastest point of ``space`` by ``measure``, in rounds that fewer and fewer points go on from.
 
-    Every placement is tried with its largest micro-batch that runs; the faster half with smaller ones as long
-    as those are faster; the faster half of these with every size of units and every I/O section. The fastest
-    three within 10% of the best run twice more in turn, as one run does not separate them. A ``prediction``
-    puts the most promising placements first, and leaves out what would not fit and what would reach less than
-    40% of the best prediction. ``tick`` is called with every run. At most ``most_trials`` are made.
+    Every placement is tried with its largest micro-batch that runs; those within 15% of the best with every
+    size of units and every I/O section; the fastest with smaller micro-batches, as long as those are faster.
+    The fastest three within 10% of the best run twice more in turn, as one run does not separate them. A
+    ``prediction`` puts the most promising placements first, and leaves out what would not fit and what would
+    reach less than 40% of the best prediction. ``tick`` is called with every run. At most ``most_trials``
+    are made.
     """
     one = _Search(Tuning(space), measure, prediction, most_trials, tick)
-    points = one.faster_half([one.largest(placement) for placement in one.ranked])
-    for point in one.faster_half([one.smaller(point) for point in points]):
-        for variant in space.variants(point.placement, point.micro_batch):
-            one.rate(variant)
-    one.final()
+    for placement in one.ranked:
+        one.try_largest(placement)
+    running = one.tuning.fastest
+    for each in running:
+        if each.outcome.samples_per_second >= CLOSE * running[0].outcome.samples_per_second:
+            for variant in space.variants(each.point.placement, each.point.micro_batch):
+                one.rate(variant)
+    if one.tuning.best is not None:
+        one.try_smaller(one.tuning.best.point)
+    one.try_again()
     return one.tuning
 
 
@@ -246,30 +253,22 @@ class _Search:
             promise[point.placement] = max(promise[point.placement], rate)
         self.ranked = sorted(promise, key=lambda placement: -promise[placement])
 
-    def largest(self, placement: Candidate) -> Point:
-        """Return the point of the largest micro-batch that runs."""
+    def try_largest(self, placement: Candidate) -> None:
+        """Try the largest micro-batch, and smaller ones until one runs."""
         for micro_batch in self._space.micro_batches[::-1]:
-            point = self._space.variants(placement, micro_batch)[0]
-            if self.rate(point):
+            if self.rate(self._space.variants(placement, micro_batch)[0]):
                 break
-        return point
 
-    def smaller(self, point: Point) -> Point:
-        """Return the point of a smaller micro-batch, as long as each is faster than the one before."""
+    def try_smaller(self, point: Point) -> None:
+        """Try smaller micro-batches, as long as each is faster than the one before."""
         for micro_batch in self._space.micro_batches[::-1]:
             if micro_batch < point.micro_batch:
-                below = self._space.variants(point.placement, micro_batch)[0]
+                below = replace(point, micro_batch=micro_batch)
                 if self.rate(below) <= self._rates[point]:
                     break
                 point = below
-        return point
 
-    def faster_half(self, points: Sequence[Point]) -> list[Point]:
-        """Return the faster half of ``points``, of those that run."""
-        running = [point for point in points if self._rates.get(point)]
-        return sorted(running, key=lambda point: -self._rates[point])[: -(-len(points) // 2)]
-
-    def final(self) -> None:
+    def try_again(self) -> None:
         """Try the fastest once more, in turn."""
         fastest = self.tuning.fastest[:FINALISTS]
         enough = EQUAL * max((one.outcome.samples_per_second for one in fastest), default=0.0)

@@ -1,4 +1,4 @@
-"""Volumes and memory of compressed communication: as the engine counts them, and as the paper says."""
+"""Volumes of collectives: closed formulas, a step walked event by event, and what the engine counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import zero_ext
@@ -13,7 +15,19 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import configuration, units_gathered_once
 from zero_ext.config import CommunicationConfig
-from zero_ext.plan import Sent, TrainingState, model_staging, model_state_bytes, secondary_bytes, step_bytes
+from zero_ext.ops import sign_payload_bytes
+from zero_ext.plan import (
+    Sent,
+    TrainingState,
+    bytes_sent,
+    collective_elements,
+    model_staging,
+    model_state_bytes,
+    onebit_state_bytes,
+    onebit_step_bytes,
+    secondary_bytes,
+    step_bytes,
+)
 from zero_ext.zero import Engine, engine_of
 
 SETTINGS = (
@@ -188,3 +202,111 @@ def test_groups_and_nodes_that_the_engine_refuses(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         step_bytes(stage, ranks, {64: 1}, CommunicationConfig(**policy))
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("stage", "no_sync", "multiple"),
+    [
+        (0, False, lambda k: 2),
+        (0, True, lambda k: 2),
+        (1, False, lambda k: 2),
+        (1, True, lambda k: 2),
+        (2, False, lambda k: k + 1),
+        (2, True, lambda k: 2),
+        (3, False, lambda k: 3 * k),
+        (3, True, lambda k: 2 * k + 1),
+    ],
+)
+def test_closed_formulas(stage: int, no_sync: bool, multiple, k: int) -> None:
+    kinds = collective_elements(stage, 4, 1024, accumulation_steps=k, no_sync=no_sync)
+    assert sum(kinds.values()) == multiple(k) * 1024
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 3),
+    st.integers(1, 9),
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_each_kind_against_a_walk_through_one_step(
+    stage: int, world_size: int, trainable: int, frozen: int, k: int, no_sync: bool
+) -> None:
+    walked = {"gather": 0, "gather_updated": 0, "reduce_scatter": 0, "gather_gradients": 0}
+    for micro_batch in range(k):
+        if stage == 3:
+            walked["gather"] += 2 * (trainable + frozen)  # forward and backward
+        if micro_batch == k - 1 or (stage >= 2 and not no_sync):
+            walked["reduce_scatter"] += trainable
+    if stage == 0:
+        walked["gather_gradients"] += trainable
+    if stage in (1, 2):
+        walked["gather_updated"] += trainable
+    if world_size == 1:
+        walked = dict.fromkeys(walked, 0)
+    found = collective_elements(
+        stage, world_size, trainable, frozen=frozen, accumulation_steps=k, no_sync=no_sync
+    )
+    assert {**dict.fromkeys(walked, 0), **found} == walked
+
+
+def test_a_rank_sends_all_but_its_own_shard() -> None:
+    assert bytes_sent({"gather": 1024, "reduce_scatter": 512}, 4, 2) == {
+        "gather": 1536,
+        "reduce_scatter": 768,
+    }
+    assert bytes_sent({"gather": 1024}, 1, 2) == {"gather": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"stage": 4}, "stage: expected .*, got 4"),
+        ({"stage": 4, "world_size": 1}, "stage: expected .*, got 4"),
+        ({"world_size": 0}, "world_size: expected .*, got 0"),
+        ({"trainable": -1}, "trainable: expected .*, got -1"),
+        ({"frozen": 0.5}, "frozen: expected .*, got 0.5"),
+        ({"accumulation_steps": 0}, "accumulation_steps: expected .*, got 0"),
+    ],
+)
+def test_impossible_arguments_are_refused_by_name(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        collective_elements(**{"stage": 3, "world_size": 2, "trainable": 8, **arguments})
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_volumes_are_those_counted(world: World, stage: int) -> None:
+    for per_node in (1, 2, 4)[: world.size // 2 + 1]:
+        model = Decoder()
+        config = {
+            "stage": stage,
+            "communication": {"ranks_per_node": per_node},
+            "units": {"bucket_elements": 40_000},
+            "timeout_seconds": 120.0,
+        }
+        optimizer = zero_ext.OneBitAdam(model.parameters(), freeze_step=1)
+        model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+        for _ in range(2):
+            model(torch.randint(0, 96, (2, 5))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = engine_of(model)
+        units = Counter(unit.layout.numel for unit in engine.units)
+        assert len(engine.units) > 1
+        found = {kind: sent for kind, sent in counted(engine).items() if sent.all}
+        assert found == onebit_step_bytes(world.size, units, ranks_per_node=per_node)
+        messages = sum(2 * world.size * sign_payload_bytes(numel // world.size) for numel in units.elements())
+        allocated = engine.updates.allocated_bytes()["device"]
+        wanted = allocated + messages if world.size > 1 else allocated
+        assert onebit_state_bytes(stage, world.size, units) == wanted
+
+
+def test_ranks_that_do_not_fill_their_nodes() -> None:
+    with pytest.raises(ValueError, match=r"ranks_per_node: expected a divisor of the 4 ranks.*, got 3"):
+        onebit_step_bytes(4, {64: 1}, ranks_per_node=3)
+    with pytest.raises(ValueError, match="world_size"):
+        onebit_step_bytes(0, {64: 1})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.command import run, run_json
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS, LINES = 100, 40
 CASES = {
     "small": ("125m", "--gpus", "1"),

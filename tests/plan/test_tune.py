@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -14,7 +14,8 @@ from zero_ext.plan.simulation import MACHINES
 from zero_ext.plan.trial import TrialOutcome
 from zero_ext.plan.tune import Prediction, Space, placements_of, search
 
-GRID = Space(placements_of((1, 2, 3), ("device", "host"))[:4], (1, 2, 4), (4_000_000, 16_000_000))
+PLACEMENTS = placements_of((1, 2, 3), ("device", "host"))
+GRID = Space(PLACEMENTS[:4], (1, 2, 4), (4_000_000, 16_000_000))
 
 
 @dataclass
@@ -42,22 +43,25 @@ class Machine:
         return TrialOutcome("measured", 1000 * self.speed[key] * samples / (samples + self.overhead) * size)
 
 
-def test_at_least_95_percent_of_the_best_of_24_points() -> None:
+@pytest.mark.parametrize(("first", "share"), [(0, 0.95), (2, 0.9)])
+def test_at_least_95_percent_of_the_best_after_about_a_third_of_24_points(first: int, share: float) -> None:
+    """With stage 3, whose units are others, among the placements one in hundreds may fall short of it."""
     seed = random.randrange(10**9)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    assert sum(1 for _ in GRID) == 24
+    grid = replace(GRID, placements=PLACEMENTS[first : first + 4])
+    assert len([*grid]) == 24
     points = []
-    for _ in range(300):
+    for _ in range(200):
         machine = Machine(draw)
-        best = max(machine.measure(GRID.config(point)).samples_per_second for point in GRID)
-        found = search(GRID, machine.measure)
+        best = max(machine.measure(grid.config(point)).samples_per_second for point in grid)
+        found = search(grid, machine.measure)
         assert found.best is not None
-        assert found.best.outcome.samples_per_second >= 0.95 * best
+        assert found.best.outcome.samples_per_second >= share * best
         tried = [one.point for one in found.measured if one.tried]
         points.append(len(set(tried)))
         assert len(tried) - points[-1] in (0, 2 * 2, 3 * 2)
-    assert sum(points) / len(points) < 0.75 * 24
+    assert sum(points) / len(points) < 0.36 * 24
 
 
 def test_one_slow_run_does_not_decide() -> None:
@@ -78,18 +82,33 @@ def test_one_slow_run_does_not_decide() -> None:
     assert search(space, measure, most_trials=4).trials == 4
 
 
-def test_what_ran_out_of_memory_is_not_tried_larger() -> None:
-    tried: list[int] = []
+@pytest.mark.parametrize(
+    ("rates", "tried", "best"),
+    [
+        ({4: 0.0, 2: 0.0, 1: 10.0}, [8, 4, 2, 1], 1),  # what runs out of memory is tried smaller
+        ({8: 10.0, 4: 8.0}, [8, 4], 8),
+        (
+            {8: 10.0, 4: 12.0, 2: 13.0, 1: 11.0},
+            [8, 4, 2, 1, 2, 4, 2, 4],
+            2,
+        ),  # the fastest within 10% once more
+    ],
+)
+def test_micro_batches_fall_until_one_runs_and_as_long_as_they_are_faster(
+    rates: dict[int, float], tried: list[int], best: int
+) -> None:
+    seen: list[int] = []
 
     def measure(config: ZeroConfig) -> TrialOutcome:
-        tried.append(config.batch.micro_batch_size or 0)
-        return TrialOutcome("out of memory") if tried[-1] > 1 else TrialOutcome("measured", 10.0)
+        seen.append(config.batch.micro_batch_size or 0)
+        rate = rates.get(seen[-1], 0.0)
+        return TrialOutcome("measured", rate) if rate else TrialOutcome("out of memory")
 
     found = search(Space(GRID.placements[:1], (1, 2, 4, 8)), measure)
-    assert tried == [1, 2]
-    assert [one.tried for one in found.measured] == [True, True, False, False]
+    assert seen == tried
+    assert [one.tried for one in found.measured] == [True] * len(tried)
     assert found.best is not None
-    assert found.best.point.micro_batch == 1
+    assert found.best.point.micro_batch == best
 
 
 def test_nothing_measured_is_no_best() -> None:
@@ -111,17 +130,27 @@ def test_a_prediction_leaves_out_what_cannot_fit_or_win() -> None:
         seen.append(config)
         return TrialOutcome("measured", 1.0)
 
-    found = search(space, measure, Prediction(model, machine, 8))
+    prediction = Prediction(model, machine, 8)
+    found = search(space, measure, prediction)
     assert seen
     assert all(config.stage > 0 for config in seen)  # 16 bytes a parameter do not fit
     reasons = [one.outcome.reason for one in found.measured if not one.tried]
     assert any("does not fit: device" in reason for reason in reasons)
+    assert any("of the best" in reason for reason in reasons)
+    # The most promising placement first: by the best that it promises, and not in the order of the space.
     promises: dict[object, float] = {}
-    for config in seen[: len({*map(_placement, seen)}) * len(space.micro_batches)]:
-        rate = Prediction(model, machine, 8).samples_per_second(config)
-        promises[_placement(config)] = max(rate, promises.get(_placement(config), 0.0))
-    assert len(promises) > 2
-    assert list(promises.values()) == sorted(promises.values(), reverse=True)  # the most promising one first
+    for point in space:
+        config = space.config(point)
+        if not prediction.why_not(config):
+            rate = prediction.samples_per_second(config)
+            promises[_placement(config)] = max(rate, promises.get(_placement(config), 0.0))
+    first = list(dict.fromkeys(map(_placement, seen)))
+    assert len(first) > 2
+    best = max(promises.values())
+    assert [promises[one] for one in first] == sorted(
+        (rate for rate in promises.values() if rate >= 0.4 * best), reverse=True
+    )
+    assert first != [one for one in promises if one in first]
 
 
 def test_points_become_configurations() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.cli.command import run
 from tests.ops.torch_2_11 import hide_swap
-from zero_ext.cli import environment as prebuild
+from zero_ext.cli import environment
 from zero_ext.ops import load, torch_swaps_storages
 from zero_ext.ops.jit import jit_build as just_in_time
 
@@ -26,7 +26,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]]:
         return SimpleNamespace(__file__="/cache/_C_cuda.abi3.so")
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(prebuild, "build_kernels", build)
+    monkeypatch.setattr(environment, "build_kernels", build)
     return asked
 
 
@@ -35,7 +35,7 @@ def test_requested_architectures_come_before_local_and_wheel_ones(
 ) -> None:
     output = run("build")
     assert f"zero_ext._C: {load().__file__}\nzero_ext._C_cuda: /cache/_C_cuda.abi3.so\n" in output
-    monkeypatch.setattr(prebuild, "present_architectures", lambda: {(8, 6)})
+    monkeypatch.setattr(environment, "present_architectures", lambda: {(8, 6)})
     run("build")
     run("build", "--cuda-architectures", "90, 10.0")
     assert builds == [{(8, 0), (9, 0)}, {(8, 6)}, {(9, 0), (10, 0)}]
@@ -70,9 +70,9 @@ def test_what_is_no_compute_capability_from_8_on_is_refused(
 def test_built_kernels_stay_as_they_are(
     builds: list[set[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prebuild, "kernels_are_loaded", lambda: True)
-    loaded = {prebuild.CUDA_MODULE: SimpleNamespace(__file__="/site/_C_cuda.abi3.so")}
-    monkeypatch.setattr(prebuild, "sys", SimpleNamespace(modules=loaded))
+    monkeypatch.setattr(environment, "kernels_are_loaded", lambda: True)
+    loaded = {environment.CUDA_MODULE: SimpleNamespace(__file__="/site/_C_cuda.abi3.so")}
+    monkeypatch.setattr(environment, "sys", SimpleNamespace(modules=loaded))
     assert "zero_ext._C_cuda: /site/_C_cuda.abi3.so" in run("build")
     assert "got one with /site/_C_cuda.abi3.so. Leave the option out" in run(
         "build", "--cuda-architectures", "9.0", status=2

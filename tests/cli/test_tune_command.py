@@ -48,11 +48,10 @@ def test_the_best_configuration_of_24_points_is_written(script: Path, tmp_path: 
     assert units == 4_000_000
     table = json.loads(results.read_text())
     assert table["points"] == 24
-    assert 0 < table["trials"] < 24
+    assert 0 < table["trials"] < 24 / 2
     assert {one["fate"] for one in table["measured"]} == {"measured", "out of memory"}
     assert table["best"]["samples_per_second"] == pytest.approx(chosen)
     assert "samples/s" in text
-    assert "left out" in text
     assert "best configuration in" in text
 
 
@@ -72,7 +71,7 @@ def test_other_keys_stay_as_they_were(script: Path, tmp_path: Path) -> None:
     text = run("tune", *options, str(script), "--lr", "0.1")
     assert load_config(best).gradient_clipping == 0.5
     assert load_config(best).batch.train_batch_size == 12
-    assert "train_batch_size" in text  # why 5 was left out
+    assert "left out" in text and "train_batch_size" in text  # why 5 was left out
 
 
 def test_a_script_that_never_runs_ends_with_the_reason(tmp_path: Path) -> None:
