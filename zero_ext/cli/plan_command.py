@@ -13,12 +13,10 @@ from zero_ext.cli import plan_report as report
 from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, said, terminal, write_json
 from zero_ext.cli.options import AsJson, Machine, Model, NvmePath, Sequence, Write, output, taking
 from zero_ext.config.parse_sizes import bytes_of, count_of, rate_of
-from zero_ext.plan.layout import LayoutRequest, best_layouts
-from zero_ext.plan.layout.layout_search import why_no_layout
-from zero_ext.plan.layout.rank_placement import RankPlacement, best_rank_placement, lengths_of
 from zero_ext.plan.models import model_named
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, Batch, config_of
 from zero_ext.plan.planner import OBJECTIVES, Plan, make_plan
+from zero_ext.plan.rank_placement import RankPlacement, best_rank_placement, lengths_of
 from zero_ext.plan.simulation.hardware import DEFAULT_MACHINE, Hardware, cluster_of
 
 Text = str | None
@@ -141,6 +139,9 @@ def plan_of(options: PlanOptions) -> Plan:
 
 def _plan_layouts(options: PlanOptions) -> None:
     """Search for the fastest layouts, print them, and write the configuration of the first."""
+    from zero_ext.plan.layout import LayoutRequest, best_layouts
+    from zero_ext.plan.layout.layout_search import why_no_layout
+
     unused = {"--tokens": options.tokens, "--plot": options.plot, "--html": options.html}
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -14,13 +14,14 @@ from rich.table import Table
 
 from zero_ext.cli.console import counted, said
 from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
-from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
-from zero_ext.plan.layout.layout_search import reasons_of
-from zero_ext.plan.layout.rank_placement import RankPlacement
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, KINDS, PlanEntry, config_of
 from zero_ext.plan.planner import Plan, why_nothing_fits
+from zero_ext.plan.rank_placement import RankPlacement
 from zero_ext.plan.simulation.run_memory import Shortfall
 from zero_ext.plan.simulation.training_setup import TIERS, Training
+
+if TYPE_CHECKING:
+    from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
 
 SCREEN_COLUMNS = 100
 TIER_NAMES = {"device": "GPU", "host": "host", "nvme": "NVMe"}
@@ -281,6 +282,8 @@ def _row_as_json(plan: Plan, row: PlanEntry) -> dict[str, Any]:
 
 def print_layouts(console: Console, wanted: LayoutRequest, found: Sequence[FoundLayout]) -> None:
     """Print the layouts with their reasons, and what to write for the first."""
+    from zero_ext.plan.layout.layout_search import reasons_of  # late: it needs torch
+
     table = Table(title=f"{wanted.model.name} on {wanted.gpus} GPUs of {wanted.hardware.name}")
     for name in ("pp", "dp", "tp", "ZeRO", "micro-batch", "memory", "s/step", "tokens/s"):
         table.add_column(name, justify="left" if name == "ZeRO" else "right", no_wrap=True)
@@ -308,6 +311,8 @@ def print_layouts(console: Console, wanted: LayoutRequest, found: Sequence[Found
 
 def layouts_as_json(wanted: LayoutRequest, found: Sequence[FoundLayout]) -> dict[str, Any]:
     """Return everything that the table shows, in bytes and seconds."""
+    from zero_ext.plan.layout.layout_search import reasons_of  # late: it needs torch
+
     return {
         "model": {"name": wanted.model.name, "parameters": wanted.model.parameters},
         "gpus": wanted.gpus,
