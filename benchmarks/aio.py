@@ -39,9 +39,7 @@ from benchmarks.peers.tensor_storage import (
     why_no_loop_device,
 )
 from zero_ext import ops
-from zero_ext.cli.nvme.fio import fio_installed
-from zero_ext.cli.nvme.nvme_run import DeviceFile, Setting, buffer_bytes
-from zero_ext.cli.nvme.nvme_sweep import device_file
+from zero_ext.cli.nvme_sweep import DeviceFile, Setting, buffer_bytes, device_file, fio_installed
 
 BLOCK, DEPTH = 1 << 20, 32
 FIO_BAR, DEEPSPEED_BAR = 0.95, 1.00

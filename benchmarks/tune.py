@@ -12,8 +12,8 @@ import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, terminal
-from zero_ext.plan.tune import Launch, Point, Space, TrialOutcome, TrialResult, run_trial, search
-from zero_ext.plan.tune.search_space import placements_of
+from zero_ext.plan.trial import Launch, TrialOutcome, run_trial
+from zero_ext.plan.tune import Point, Space, TrialResult, placements_of, search
 
 SCRIPT = Path(__file__).parent / "tuned_script.py"  # not beside modules named like the standard library
 BAR = 0.95

@@ -91,8 +91,8 @@ def test_the_command_line_plans_without_torch() -> None:
     """A plan is there in a moment: torch alone takes longer to import than all else takes together."""
     code = (
         "import sys\n"
-        "from zero_ext.cli.planning.plan_command import PlanOptions, plan_of\n"
-        "import zero_ext.cli.planning.plan_report, zero_ext.plan.nearest_fit, zero_ext.plan.tune\n"
+        "from zero_ext.cli.plan_command import PlanOptions, plan_of\n"
+        "import zero_ext.cli.plan_report, zero_ext.plan.planner, zero_ext.plan.tune\n"
         "if plan_of(PlanOptions('1t', gpus=16)).entries == (): raise SystemExit('no plan')\n"
         "if 'torch' in sys.modules: raise SystemExit('planning imported torch')\n"
         "print(0)\n"

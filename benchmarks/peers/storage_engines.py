@@ -10,8 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.cli.nvme.fio import FIO_ENGINES, FioJob, run_fio
-from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile, Setting, engine_pass, plain_pass
+from zero_ext.cli.nvme_sweep import (
+    FIO_ENGINES,
+    Cost,
+    DeviceFile,
+    FioJob,
+    Setting,
+    engine_pass,
+    plain_pass,
+    run_fio,
+)
 
 HANDLE = 0x6265_6E63
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.cli.nvme.nvme_run import Setting
+from zero_ext.cli.nvme_sweep import Setting
 from zero_ext.offload import NvmeStore
 
 HANDLE = 0x7065_7266

@@ -14,7 +14,7 @@ from benchmarks import aio
 from benchmarks.peers import storage_engines, tensor_storage
 from benchmarks.peers.storage_engines import Mover, block_latencies, percentile_99
 from zero_ext import ops
-from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile, Setting
+from zero_ext.cli.nvme_sweep import Cost, DeviceFile, Setting
 
 SETTING = Setting("threads", 8192, 4, 1)
 SIZES = (8192, 4096, 3 * 8192, 4096) * 5

@@ -23,9 +23,10 @@ from benchmarks import (
 from benchmarks.harness.loader import Loader
 from benchmarks.peers.storage_engines import Mover
 from tests.benchmarks.conftest import Concluded
-from zero_ext.cli.nvme.nvme_run import Cost
+from zero_ext.cli.nvme_sweep import Cost
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.tune import Launch, TrialOutcome, search
+from zero_ext.plan.trial import Launch, TrialOutcome
+from zero_ext.plan.tune import search
 
 
 def test_adam(concluded: Concluded) -> None:

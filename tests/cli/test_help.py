@@ -18,11 +18,10 @@ import typer.main
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from tests.cli.command import run, run_json
-from tests.cli.machine.test_measure_machine import SMALL as SMALL_SCALE
+from tests.cli.test_measure_machine import SMALL as SMALL_SCALE
 from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import save_state
-from zero_ext.cli import app
-from zero_ext.cli.machine import measure_machine, prebuild
+from zero_ext.cli import app, environment, measure_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = r"""
@@ -71,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(measure_machine, "measure_machine", quick)
     monkeypatch.setattr(measure_machine, "_BUDGET_SECONDS", 0.05)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(prebuild, "build_kernels", lambda wanted: SimpleNamespace(__file__="_C_cuda.so"))
+    monkeypatch.setattr(environment, "build_kernels", lambda wanted: SimpleNamespace(__file__="_C_cuda.so"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     offload = {"grads": "host", "optimizer": "host"}

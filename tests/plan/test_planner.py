@@ -7,25 +7,22 @@ from dataclasses import replace
 import pytest
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.cluster import ClusterOptions
-from zero_ext.plan.estimate import estimate_step
 from zero_ext.plan.models import model_named
-from zero_ext.plan.nearest_fit import fewest_gpus, why_nothing_fits
-from zero_ext.plan.plan_entry import Batch, PlanEntry, largest_micro_batch
-from zero_ext.plan.planner import Plan, make_plan
-from zero_ext.plan.recommendation import recommend
+from zero_ext.plan.plan_entry import Batch, PlanEntry, config_of, largest_micro_batch
+from zero_ext.plan.planner import Plan, fewest_gpus, make_plan, recommend, why_nothing_fits
 from zero_ext.plan.simulation import MACHINES, Training, simulate
+from zero_ext.plan.simulation.hardware import cluster_of
 from zero_ext.plan.simulation.run_memory import memory_needs
-from zero_ext.plan.write_config import config_of
+from zero_ext.plan.simulation.simulate import estimate_step
 
 
 def planned(
     model: str, gpus: int, samples: int | None = None, micro: int | None = None, **options: object
 ) -> Plan:
     objective = options.pop("objective", "speed")
-    cluster = ClusterOptions(**{"machine": "dgx2-v100", **options})  # type: ignore[arg-type]
+    hardware = cluster_of(**{"machine": "dgx2-v100", **options})  # type: ignore[arg-type]
     batch = Batch(samples or gpus, micro, gpus)
-    return make_plan(model_named(model), cluster.hardware(), gpus, batch, objective)  # type: ignore[arg-type]
+    return make_plan(model_named(model), hardware, gpus, batch, objective)  # type: ignore[arg-type]
 
 
 def fitting(plan: Plan) -> list[PlanEntry]:
@@ -93,7 +90,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
         for samples, fits in ((row.largest_micro_batch, True), (row.largest_micro_batch + 1, False)):
             needs = memory_needs(model.full_cost, replace(row.training, micro_batch=samples), machine)
             assert (not needs.shortfalls(machine)) == fits
-    assert largest_micro_batch(model, Training(1, stage=0), machine) == 0
+    assert largest_micro_batch(model.full_cost, Training(1, stage=0), machine) == 0
 
 
 def test_batches_divide_and_every_entry_sees_the_same_samples() -> None:
@@ -115,7 +112,7 @@ def test_deep_models_are_continued_as_if_every_layer_had_been_simulated(model: s
     found, machine = model_named(model), MACHINES["dgx2-v100"]
     training = Training(16, **options)
     timeline = simulate(found.cost(), training, machine)
-    quick = estimate_step(found, training, machine)
+    quick = estimate_step(found.full_cost, training, machine)
     assert quick.seconds == pytest.approx(timeline.seconds, rel=0.02)
     assert quick.read == pytest.approx(
         timeline.busy.get("NVMe read", 0.0) * machine.for_rank(16).nvme_read, rel=0.02
@@ -140,8 +137,8 @@ def test_bytes_moved_are_those_of_the_state() -> None:
 def test_half_duplex_reads_and_writes_are_counted_separately() -> None:
     hardware = MACHINES["dgx2-v100"].replace(nvme_half_duplex=True)
     training = Training(16, stage=2, grads="host", optimizer="nvme")
-    both = estimate_step(model_named("13b"), training, hardware)
-    apart = estimate_step(model_named("13b"), training, MACHINES["dgx2-v100"])
+    both = estimate_step(model_named("13b").full_cost, training, hardware)
+    apart = estimate_step(model_named("13b").full_cost, training, MACHINES["dgx2-v100"])
     assert (both.read, both.written) == (apart.read, apart.written)
     assert both.seconds > apart.seconds
 
@@ -187,7 +184,7 @@ def test_cluster_options_override_the_machine() -> None:
 def test_total_time_is_steps_times_step_time() -> None:
     plan = replace(planned("1.5B", 8, 64), tokens=10**9)
     row = plan.entries[0]
-    assert row.samples * row.sequence == 64 * 2048 or row.sequence == 1024
+    assert row.tokens == 64 * 2048 or row.sequence == 1024
     steps = -(-(10**9) // (64 * row.sequence))
     assert plan.total_seconds(row) == pytest.approx(steps * row.step.seconds)
     assert planned("1.5B", 8).total_seconds(row) is None

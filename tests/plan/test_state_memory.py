@@ -69,8 +69,7 @@ def test_formula_equals_bytes_counted_tensor_by_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "bytes_per_parameter"),
-    [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (0.5, 0.5, 3))],
+    ("stage", "bytes_per_parameter"), [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (0.5, 0.5, 3))]
 )
 def test_mixed_precision_adam_on_four_ranks(stage: int, bytes_per_parameter: tuple[float, ...]) -> None:
     found = model_state_bytes(stage, 4, TrainingState({"bf16": 1000}))

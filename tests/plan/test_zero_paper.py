@@ -11,7 +11,7 @@ from zero_ext.plan.models import model_named
 from zero_ext.plan.plan_entry import Batch
 from zero_ext.plan.planner import Plan, make_plan
 from zero_ext.plan.simulation import MACHINES
-from zero_ext.plan.simulation.simulated_staging import lengths_gathered_once
+from zero_ext.plan.simulation.planned_units import lengths_gathered_once
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 # Table 1, GB of model state a device, as printed: by model, then by stage over the ranks.

@@ -9,12 +9,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from zero_ext.config import ZeroConfig
 
 NEGATIVE, WRONG_USAGE = 1, 2
 EXIT_STATUSES = {
@@ -60,6 +63,21 @@ class _WithoutTrailingSpaces:
 def print_json(values: Any) -> None:
     """Print a result to stdout as JSON."""
     print(json.dumps(values, indent=2))
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write a JSON file, complete or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def said(config: ZeroConfig) -> dict[str, Any]:
+    """Return the keys of a configuration that were set."""
+    return config.model_dump(mode="json", exclude_unset=True)
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zero_ext.cli.common_options import OUTPUT, AsJson, ConfigFile, examples
 from zero_ext.cli.console import errors_on_stderr, print_json
-from zero_ext.cli.dataclass_options import taking
+from zero_ext.cli.options import AsJson, ConfigFile, examples, output, taking
 from zero_ext.config import SparseAttentionConfig, load_config
 from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.config.sections.sparse_attention import MOST_HEADS
@@ -47,9 +46,7 @@ class PlotOptions:
         typer.Option("--set", help="Any other key, such as num_local_blocks=8. May be repeated."),
     ] = None
     config: ConfigFile = None
-    plot: Annotated[
-        Path, typer.Option(help="File of the plot: .png, .svg or .pdf.", rich_help_panel=OUTPUT)
-    ] = Path("layout.png")
+    plot: Annotated[Path, output("File of the plot: .png, .svg or .pdf.")] = Path("layout.png")
     as_json: AsJson = False
 
 

@@ -4,15 +4,19 @@ from typing import TYPE_CHECKING
 
 from zero_ext.config.lazy_imports import lazy_getattr
 
-from .comm_volume import bytes_sent, collective_elements
-from .fixed_slot_pool import slot_pool_bytes
-from .onebit_traffic import onebit_state_bytes, onebit_step_bytes
 from .state_memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
-from .zeropp_traffic import Sent, step_bytes
+from .step_traffic import (
+    Sent,
+    bytes_sent,
+    collective_elements,
+    onebit_state_bytes,
+    onebit_step_bytes,
+    step_bytes,
+)
 
 if TYPE_CHECKING:
-    from .planned_staging import model_staging
-    from .tune.trial import Trial
+    from .module_plans import model_staging, slot_pool_bytes
+    from .trial import Trial
 
 __all__ = [
     "Sent",
@@ -30,6 +34,7 @@ __all__ = [
     "step_bytes",
 ]
 
+_MODULES = f"{__name__}.module_plans"
 __getattr__ = lazy_getattr(
-    __name__, {"Trial": f"{__name__}.tune.trial", "model_staging": f"{__name__}.planned_staging"}
+    __name__, {"Trial": f"{__name__}.trial", "model_staging": _MODULES, "slot_pool_bytes": _MODULES}
 )

@@ -1,22 +1,74 @@
-"""One entry of a plan: a placement's bytes, traffic, time, and what does not fit."""
+"""One entry of a plan: a placement with its bytes, traffic, time, and what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from typing import Any
 
-from zero_ext.config import Tier
-from zero_ext.plan.estimate import StepEstimate, estimate_step
+from zero_ext.config import Tier, UnitConfig, ZeroConfig
 from zero_ext.plan.models import ModelSpec
-from zero_ext.plan.placement_candidates import Candidate
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Activations, Training
+from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
+from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS, Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+
+@dataclass(frozen=True)
+class Candidate:
+    """A stage and the tiers of its state kinds; ``label`` for tables."""
+
+    stage: int
+    label: str
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """Tiers of parameters, gradients and optimizer state."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what :class:`Training` takes."""
+        return {"stage": self.stage, **self.tiers}
+
+    @property
+    def distance(self) -> int:
+        """Return how far state lies from the device, over all kinds."""
+        return sum(map(TIERS.index, self.tiers.values()))
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.label}"
+
+
+CANDIDATES = (
+    Candidate(0, "device"),
+    Candidate(1, "device"),
+    Candidate(1, "host", optimizer="host"),
+    Candidate(1, "nvme", optimizer="nvme"),
+    Candidate(2, "device"),
+    Candidate(2, "host", grads="host", optimizer="host"),
+    Candidate(2, "nvme", grads="host", optimizer="nvme"),
+    Candidate(3, "device"),
+    Candidate(3, "optimizer on host", grads="host", optimizer="host"),
+    Candidate(3, "host", params="host", grads="host", optimizer="host"),
+    Candidate(3, "optimizer on nvme", params="host", grads="host", optimizer="nvme"),
+    Candidate(3, "nvme", params="nvme", grads="nvme", optimizer="nvme"),
+)
+
+
 KINDS = ("params", "grads", "optimizer", "activations", "buffers", "autograd", "NCCL")
+DEFAULT_NVME_PATH = "/nvme"
+MOST_GPUS = 1 << 16  # that anybody is told would do
+ACTIVATION_WORDS = {
+    "saved": "activations are saved",
+    "recomputed": "activations are recomputed (checkpoint the blocks)",
+    "recomputed_host": "activations are recomputed, the outputs of blocks wait in host memory",
+}
 _LIVE_GRAIN = 100_000_000
-_ACTIVATION_KEYS = ("activations", "outputs of blocks")
 
 
 @dataclass(frozen=True)
@@ -29,7 +81,6 @@ class PlanEntry:
         needs: bytes by tier, of this micro-batch.
         step: time and traffic of this micro-batch.
         shortfalls: what does not fit.
-        samples: that all ranks see in a step.
         sequence: tokens of a sample.
     """
 
@@ -39,7 +90,6 @@ class PlanEntry:
     needs: MemoryNeeds
     step: StepEstimate
     shortfalls: tuple[Shortfall, ...]
-    samples: int
     sequence: int
 
     @property
@@ -55,26 +105,25 @@ class PlanEntry:
 
     @property
     def excess(self) -> tuple[float, float]:
-        """Return what is asked of the tier that is shortest of memory, over what it has; and all such
-        ratios.
-        """
-        return _excess(self.shortfalls)
+        """See :func:`excess`."""
+        return excess(self.shortfalls)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all ranks see in a step."""
+        return self.training.samples * self.sequence
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
-        return self.samples * self.sequence / self.step.seconds
+        return self.tokens / self.step.seconds
 
     def by_kind(self, tier: Tier) -> dict[str, int]:
-        """Return bytes of one GPU (``device``), or of all GPUs of a host (``host``, ``nvme``), by
-        :data:`KINDS`.
-        """
-        bytes_by_use: dict[str, int] = getattr(self.needs, tier)
-        ranks = 1 if tier == "device" else self.needs.ranks
+        """Return bytes of one GPU, or of all GPUs of a host (``host``, ``nvme``), by :data:`KINDS`."""
         found = dict.fromkeys(KINDS, 0)
-        for name, nbytes in bytes_by_use.items():
-            kind = "activations" if name in _ACTIVATION_KEYS else name if name in KINDS else "buffers"
-            found[kind] += nbytes * ranks
+        for name, nbytes in getattr(self.needs, tier).items():
+            kind = "activations" if name == "outputs of blocks" else name if name in KINDS else "buffers"
+            found[kind] += nbytes * (1 if tier == "device" else self.needs.ranks)
         return found
 
 
@@ -96,11 +145,6 @@ class Batch:
                 f"{multiple}."
             )
 
-    @property
-    def of_rank(self) -> int:
-        """Samples of a rank's step."""
-        return self.samples // self.ranks
-
 
 def make_plan_entry(
     model: ModelSpec, candidate: Candidate, base: Training, hardware: Hardware, batch: Batch
@@ -111,30 +155,21 @@ def make_plan_entry(
     tried = []
     for activations in ACTIVATIONS:
         training = replace(base, **candidate.options, activations=activations)
-        training, largest = _with_micro_batch(model, training, hardware, batch)
+        training, largest = _with_micro_batch(model.full_cost, training, hardware, batch)
         needs = memory_needs(model.full_cost, training, hardware)
-        shortfalls = needs.shortfalls(hardware)
-        tried.append((_excess(shortfalls), training, largest, needs, shortfalls))
-        if not shortfalls:
+        tried.append((training, largest, needs, needs.shortfalls(hardware)))
+        if not tried[-1][-1]:
             break
-    _, training, largest, needs, shortfalls = min(tried, key=lambda one: one[0])
+    training, largest, needs, shortfalls = min(tried, key=lambda one: excess(one[-1]))
     if not shortfalls:
-        training = _with_look_ahead(model, training, hardware)
-        _, largest = _with_micro_batch(model, training, hardware, batch)
+        training = _with_look_ahead(model.full_cost, training, hardware)
+        _, largest = _with_micro_batch(model.full_cost, training, hardware, batch)
         needs = memory_needs(model.full_cost, training, hardware)
-    return PlanEntry(
-        candidate=candidate,
-        training=training,
-        largest_micro_batch=largest,
-        needs=needs,
-        step=estimate_step(model, training, hardware),
-        shortfalls=shortfalls,
-        samples=batch.samples,
-        sequence=model.shape.sequence,
-    )
+    step = estimate_step(model.full_cost, training, hardware)
+    return PlanEntry(candidate, training, largest, needs, step, shortfalls, model.shape.sequence)
 
 
-def _with_look_ahead(model: ModelSpec, training: Training, hardware: Hardware) -> Training:
+def _with_look_ahead(model: ModelCost, training: Training, hardware: Hardware) -> Training:
     """Return ``training`` with a limit for the blocks ahead, the one in use and tied tables, if it fits.
 
     The default of ``units.max_live_elements`` leaves none where blocks have more than half a billion
@@ -142,43 +177,37 @@ def _with_look_ahead(model: ModelSpec, training: Training, hardware: Hardware) -
     """
     if not training.placement.params:
         return training
-    units = model.full_cost.units
-    tied = sum(unit.parameters for unit in units if unit.tied)
-    largest = max(unit.parameters for unit in units if not unit.tied)
+    tied = sum(unit.parameters for unit in model.units if unit.tied)
+    largest = max(unit.parameters for unit in model.units if not unit.tied)
     for ahead in (2, 1) if training.params == "nvme" else (1,):
         wanted = -(-(tied + (1 + ahead) * largest) // _LIVE_GRAIN) * _LIVE_GRAIN
         raised = replace(training, max_live_elements=max(wanted, training.max_live_elements))
-        if fits(model.full_cost, raised, hardware):
+        if fits(model, raised, hardware):
             return raised
     return training
 
 
-def largest_micro_batch(model: ModelSpec, training: Training, hardware: Hardware) -> int:
+def largest_micro_batch(model: ModelCost, training: Training, hardware: Hardware) -> int:
     """Return samples of a rank's forward that fit in every tier; 0 if one does not. Activations grow with it,
     all else stays.
     """
 
-    def possible(samples: int) -> bool:
-        return fits(model.full_cost, replace(training, micro_batch=samples), hardware)
+    def too_large(samples: int) -> bool:
+        return not fits(model, replace(training, micro_batch=samples), hardware)
 
-    if not possible(1):
-        return 0
-    low, high = 1, 2
-    while possible(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle)
-    return low
+    high = 1
+    while not too_large(high):
+        high *= 2
+    return bisect_left(range(1, high), True, lo=high // 2, key=too_large)
 
 
 def _with_micro_batch(
-    model: ModelSpec, training: Training, hardware: Hardware, batch: Batch
+    model: ModelCost, training: Training, hardware: Hardware, batch: Batch
 ) -> tuple[Training, int]:
     """``training`` with the micro-batch that was said, else the largest that fits and divides a rank's
     samples; and the largest that fits. Gradients of several micro-batches take more memory than those of
     one."""
-    own, said = batch.of_rank, batch.micro_batch
+    own, said = batch.samples // batch.ranks, batch.micro_batch
     largest = largest_micro_batch(model, training, hardware)
     if (said or min(own, largest)) < own:
         largest = largest_micro_batch(model, replace(training, accumulation_steps=2), hardware)
@@ -186,15 +215,44 @@ def _with_micro_batch(
     return replace(training, micro_batch=micro_batch, accumulation_steps=own // micro_batch), largest
 
 
-def _excess(shortfalls: Sequence[Shortfall]) -> tuple[float, float]:
-    times = [short.times for short in shortfalls]
-    return max(times, default=0.0), sum(times)
+def gpus_in_words(gpus: int | None) -> str:
+    """Return how many GPUs would do, None for more than :data:`MOST_GPUS`."""
+    if gpus is None:
+        return f"It would not fit {MOST_GPUS} GPUs of this kind either."
+    return f"It would fit {gpus} GPUs of this kind."
 
 
-def activation_words(activations: Activations) -> str:
-    """Return what a user has to do in his model."""
-    return {
-        "saved": "activations are saved",
-        "recomputed": "activations are recomputed (checkpoint the blocks)",
-        "recomputed_host": "activations are recomputed, the outputs of blocks wait in host memory",
-    }[activations]
+def config_of(
+    model: ModelSpec,
+    training: Training,
+    nvme_paths: tuple[str, ...] = (DEFAULT_NVME_PATH,),
+    *,
+    tiles: bool = True,
+) -> ZeroConfig:
+    """Return the configuration of ``training``: stage, precision, batch sizes, tiers, ``tiles`` of large
+    layers, and the limit under which large blocks are gathered ahead.
+
+    Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
+    """
+    offload: dict[str, Any] = {kind: tier for kind, tier in training.tiers.items() if tier != "device"}
+    if "nvme" in offload.values():
+        offload["nvme_paths"] = list(nvme_paths)
+    units: dict[str, Any] = {}
+    if tiles and training.stage == 3 and model.shape.tiles > 1:
+        units["tiles"] = {"Linear": model.shape.matrix_tiles}
+    if training.max_live_elements != UnitConfig().max_live_elements:
+        units["max_live_elements"] = training.max_live_elements
+    return ZeroConfig.from_mapping(
+        {
+            "stage": training.stage,
+            "precision": {"dtype": "bf16", "moments_dtype": training.moments_dtype},
+            "batch": {
+                "train_batch_size": training.samples,
+                "micro_batch_size": training.micro_batch,
+                "gradient_accumulation_steps": training.accumulation_steps,
+            },
+            "gradient_clipping": 1.0,
+            "offload": offload,
+            "units": units,
+        }
+    )

@@ -64,12 +64,7 @@ def lengths_of(text: str, ranks: int) -> dict[str, int]:
 
 
 def best_rank_placement(
-    model: ModelSpec,
-    hardware: Hardware,
-    sizes: dict[str, int],
-    samples: int,
-    micro_batch: int,
-    stage: int,
+    model: ModelSpec, hardware: Hardware, sizes: dict[str, int], samples: int, micro_batch: int, stage: int
 ) -> RankPlacement:
     """Return the best places for ``samples`` a step, shared out over the replicas in micro-batches of
     ``micro_batch``, with ZeRO's ``stage``.

@@ -34,12 +34,7 @@ def mesh_of(pp: int, tp: int) -> DeviceMesh:
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("pp", "tp", "stage", "offload"),
-    [
-        (2, 2, 0, {}),
-        (2, 1, 1, {"optimizer": "host"}),
-        (1, 2, 2, {}),
-        (2, 1, 3, {}),
-    ],
+    [(2, 2, 0, {}), (2, 1, 1, {"optimizer": "host"}), (1, 2, 2, {}), (2, 1, 3, {})],
 )
 def test_a_real_run_holds_what_was_planned(
     world: World, pp: int, tp: int, stage: int, offload: dict[str, str]

@@ -10,10 +10,9 @@ import pytest
 
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.layout import LayoutRequest, ParallelLayout, best_layouts, fullest_rank, layouts, step_time
-from zero_ext.plan.layout.explain import why_no_layout
-from zero_ext.plan.layout.layout_search import fewest_gpus
+from zero_ext.plan.layout.layout_search import fewest_gpus, why_no_layout
 from zero_ext.plan.models import ModelSpec, model_named
-from zero_ext.plan.placement_candidates import CANDIDATES
+from zero_ext.plan.plan_entry import CANDIDATES
 from zero_ext.plan.simulation import Hardware, Training, Transformer, machine_named
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 
@@ -49,15 +48,7 @@ def tried(wanted: LayoutRequest) -> dict[tuple[int, int, int], float]:
     ("gpus", "samples", "changes"),
     [
         (4, 4, {"device_bytes": 2 * COMMUNICATOR + 120 * 10**6}),
-        (
-            4,
-            8,
-            {
-                "device_bytes": 2 * COMMUNICATOR + 150 * 10**6,
-                "inter_bandwidth": 1e9,
-                "ranks_per_node": 2,
-            },
-        ),
+        (4, 8, {"device_bytes": 2 * COMMUNICATOR + 150 * 10**6, "inter_bandwidth": 1e9, "ranks_per_node": 2}),
         (6, 6, {"intra_bandwidth": 1e9, "inter_bandwidth": 1e8}),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.harness.simulated_layout import planned_layout, untied
 from benchmarks.harness.simulated_process import simulated
 from zero_ext.plan import collective_elements
-from zero_ext.plan.layout.stages import stages_of
+from zero_ext.plan.layout.parallel_layout import stages_of
 from zero_ext.plan.simulation.planned_units import padded_elements
 
 

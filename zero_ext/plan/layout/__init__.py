@@ -1,10 +1,8 @@
 """The choice of pipeline, tensor and data parallelism for a model (docs/how_to/parallel.md)."""
 
-from .layout_candidates import LayoutRequest, layouts
-from .layout_memory import RankNeeds, fullest_rank, rank_needs
+from .layout_costs import RankNeeds, StepTime, fullest_rank, rank_needs, step_time
 from .layout_search import FoundLayout, best_layouts
-from .layout_time import StepTime, step_time
-from .parallel_layout import ParallelLayout
+from .parallel_layout import LayoutRequest, ParallelLayout, layouts
 
 __all__ = [
     "FoundLayout",

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from zero_ext.plan.layout.layout_candidates import LayoutRequest, layouts
-from zero_ext.plan.layout.layout_memory import RankNeeds, fullest_rank
-from zero_ext.plan.layout.layout_time import StepTime, least_seconds, step_time
-from zero_ext.plan.layout.parallel_layout import ParallelLayout
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS
+from zero_ext.config.parse_sizes import short_bytes
+from zero_ext.plan.layout.layout_costs import RankNeeds, StepTime, fullest_rank, least_seconds, step_time
+from zero_ext.plan.layout.parallel_layout import LayoutRequest, ParallelLayout, layouts
+from zero_ext.plan.plan_entry import ACTIVATION_WORDS, MOST_GPUS, gpus_in_words
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS
 
 SHOWN = 5
-MOST_GPUS = 1 << 16
+_WHERE = {"device": "a GPU", "host": "a host", "nvme": "its NVMe"}
+_WORTH_SAYING = 0.005  # of a step
 _ROUNDING = 1 - 1e-9  # of sums of the same seconds in another order
-
-Lengths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,13 @@ def best_layouts(wanted: LayoutRequest, count: int = SHOWN) -> list[FoundLayout]
             key=lambda one: one[:2],
         )
         offered = offered or bool(bounded)
-        best: dict[Lengths, FoundLayout] = {}
+        best: dict[tuple[int, ...], FoundLayout] = {}
         for least, _, layout in bounded:
             ranking = sorted(best.values(), key=_order)
             if len(ranking) >= count and least > ranking[count - 1].time.seconds:
                 break
-            known = best.get(lengths(layout))
+            lengths = tuple(layout.sizes.values())
+            known = best.get(lengths)
             if known is not None and least > known.time.seconds:
                 continue
             fullest = fullest_rank(wanted.model, layout, wanted.hardware)
@@ -60,7 +61,7 @@ def best_layouts(wanted: LayoutRequest, count: int = SHOWN) -> list[FoundLayout]
                 continue
             found = FoundLayout(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
             if known is None or _order(found) < _order(known):
-                best[lengths(layout)] = found
+                best[lengths] = found
         if best:
             return sorted(best.values(), key=_order)[:count]
     if not offered:
@@ -92,20 +93,21 @@ def _smallest(wanted: LayoutRequest) -> Iterator[ParallelLayout]:
     return chain(layouts(least), layouts(least, beyond_nodes=True))
 
 
-def lengths(layout: ParallelLayout) -> Lengths:
-    """Of pp, dp and tp."""
-    return layout.pp, layout.dp, layout.tp
-
-
 def _order(found: FoundLayout) -> tuple[float, tuple[int, ...]]:
     return found.time.seconds, _plainness(found.layout)
 
 
 def _plainness(layout: ParallelLayout) -> tuple[int, ...]:
     training = layout.training
-    tiers = sum(TIERS.index(getattr(training, kind)) for kind in FIRST_STAGE)
     activations = ACTIVATIONS.index(training.activations)
-    return tiers, activations, training.stage, layout.pp * layout.tp, layout.pp, training.micro_batch
+    return (
+        training.distance,
+        activations,
+        training.stage,
+        layout.pp * layout.tp,
+        layout.pp,
+        training.micro_batch,
+    )
 
 
 def _why_none_offered(wanted: LayoutRequest) -> str:
@@ -114,4 +116,36 @@ def _why_none_offered(wanted: LayoutRequest) -> str:
         f"samples: {wanted.samples} per step{size} cannot be divided over {wanted.gpus} GPUs. The replicas "
         "of every layout get different numbers of samples, or fewer micro-batches than it has pipeline "
         f"stages. Pass a multiple of {wanted.gpus * (wanted.micro_batch or 1)} samples."
+    )
+
+
+def reasons_of(found: FoundLayout, hardware: Hardware) -> str:
+    """Return what bounds the step, what else it waits for, and the memory of its fullest rank."""
+    shares = [
+        f"{name} {seconds / found.time.seconds:.0%}"
+        for name, seconds in sorted(found.time.components.items(), key=lambda item: -item[1])
+        if seconds > _WORTH_SAYING * found.time.seconds
+    ]
+    layout, needs = found.layout, found.fullest.needs
+    used = (
+        f"{short_bytes(needs.total(tier))} of {_WHERE[tier]}'s "
+        f"{short_bytes(getattr(hardware, f'{tier}_bytes'))}"
+        for tier in TIERS
+        if needs.total(tier)
+    )
+    where = f"stage {found.fullest.stage} of {layout.pp}" if layout.pp > 1 else "a rank"
+    memory = f"{where} takes {', '.join(used)}"
+    return "; ".join(
+        (f"bound by {', then '.join(shares)}", memory, ACTIVATION_WORDS[layout.training.activations])
+    )
+
+
+def why_no_layout(wanted: LayoutRequest) -> str:
+    """Return what the nearest layout lacks, and how many GPUs would do."""
+    nearest = nearest_layout(wanted)
+    layout, lacks = nearest.layout, "; ".join(map(str, nearest.fullest.shortfalls))
+    return (
+        f"{wanted.model.name} fits no layout on {wanted.gpus} GPUs of {wanted.hardware.name}. The nearest, "
+        f"{layout} in {layout.placement} with micro-batch {layout.training.micro_batch}, lacks {lacks}. "
+        f"{gpus_in_words(fewest_gpus(wanted))}"
     )

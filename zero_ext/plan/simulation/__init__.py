@@ -4,17 +4,14 @@ from typing import TYPE_CHECKING
 
 from zero_ext.config.lazy_imports import lazy_getattr
 
-from .calibrate import calibrated
-from .fastest import fastest_placements, nearest_to_fit
-from .hardware import Hardware
-from .machines import MACHINES, machine_named
+from .hardware import MACHINES, Hardware, machine_named
 from .published import PUBLISHED, Comparison, Published, compare_published, scaling
-from .simulate import Simulation, simulate
+from .simulate import Simulation, calibrated, fastest_placements, nearest_to_fit, simulate
 from .training_setup import Training
 from .transformer_cost import TRANSFORMERS, ModelCost, Transformer, UnitCost, transformer_named
 
 if TYPE_CHECKING:
-    from .module_cost import model_cost
+    from zero_ext.plan.module_plans import model_cost
 
 __all__ = [
     "MACHINES",
@@ -39,4 +36,4 @@ __all__ = [
     "transformer_named",
 ]
 
-__getattr__ = lazy_getattr(__name__, {"model_cost": f"{__name__}.module_cost"})
+__getattr__ = lazy_getattr(__name__, {"model_cost": "zero_ext.plan.module_plans"})

@@ -1,18 +1,26 @@
-"""The units that the engine makes of a planned model: which tensors share one, and how long each is."""
+"""The units that the engine makes of a planned model, and the staging buffers of a rank for them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 
+from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
-from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
-from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
+from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
+from zero_ext.zero.construction.staging_sizes import StateStep, bucket_groups, gradient_spans, staging_of
 from zero_ext.zero.memory.gathered_unit import UnitSpec
+from zero_ext.zero.unshard.pool_replay import gathered_once
+
+# The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
+_UNITS_AT_ONCE = 8
+_MOST_BLOCKS = 64
+_MOST_TILES = 5  # of each matrix
+_UNIT_SIZES = ("prefetch_elements", "reuse_elements", "bucket_elements", "max_live_elements")
 
 ParameterSpan = tuple[int, int]
 
@@ -157,3 +165,114 @@ def _tensors(group: TensorGroup, tiled: bool) -> list[tuple[int, bool]]:
         if vector:
             found.append((vector, False))
     return found
+
+
+def staging_bytes(
+    model: ModelCost, training: Training, accelerated: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return bytes by use that :func:`zero_ext.prepare` with AdamW sets aside on one rank of ``training`` for
+    what passes through, on the device and in host memory; ``accelerated``: the device is not the processor.
+
+    Stacks are cut to the blocks that a busiest moment can touch.
+    """
+    key = "staging", _what_counts(training), accelerated
+    if key not in model.derived:
+        placement = training.placement
+        if training.uses_up_gradients:
+            placement = placement.consuming_gradients(training.world_size)
+        found = staging_of(
+            _shallow_units(model, placement, training),
+            config_of(training),
+            StateStep(True, True, tuple(nbytes for nbytes, _ in training.state_fields)),
+            used_up=training.uses_up_gradients,
+            accelerated=accelerated,
+        )
+        device, host = {"passing through": found.pool.nbytes, "autograd": found.autograd}, dict[str, int]()
+        for tier, nbytes in ((device, sum(found.step_buffers["device"])), (host, found.host)):
+            if nbytes:
+                tier["staging"] = nbytes
+        model.derived[key] = device, host
+    staging: tuple[dict[str, int], dict[str, int]] = model.derived[key]
+    return staging
+
+
+def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
+    """Return elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
+    if not training.placement.params:
+        return Counter()
+    key = "gathered once", _what_counts(training)
+    if key not in model.derived:
+        units = _shallow_units(model, training.placement, training)
+        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, config_of(training)))
+    return model.derived[key]
+
+
+def unit_specs(units: Sequence[UnitCost], training: Training) -> list[UnitSpec]:
+    """Return ``units``, each a unit of the engine, as the engine describes them."""
+    last = len(units) - 1
+    return [
+        UnitSpec(
+            str(number),
+            unit.parameters,
+            PARAMETER_BYTES,
+            training.world_size,
+            training.placement,
+            gathered=(0, last) if unit.tied else (number, number),
+            grads_start=number,
+            grads_end=(number, number),
+            rereads=not unit.looked_up,
+        )
+        for number, unit in enumerate(units)
+    ]
+
+
+def _what_counts(training: Training) -> Training:
+    """Return the same with one value for what staging does not depend on."""
+    steps = min(training.accumulation_steps, 2)
+    return replace(training, micro_batch=1, accumulation_steps=steps, in_flight=1, activations="saved")
+
+
+def config_of(training: Training) -> ZeroConfig:
+    """Return the configuration of a run with ``training``."""
+    paths = {"nvme_paths": ["/"]} if "nvme" in training.tiers.values() else {}
+    return ZeroConfig.from_mapping(
+        {
+            "stage": training.stage,
+            "precision": {"dtype": "bf16", "moments_dtype": training.moments_dtype},
+            "batch": {"gradient_accumulation_steps": training.accumulation_steps},
+            "gradient_clipping": float(training.clipping),
+            "units": {name: getattr(training, name) for name in _UNIT_SIZES},
+            "offload": {
+                **training.tiers,
+                **paths,
+                "update_mode": training.update_mode,
+                "staging_buffer_bytes": training.staging_buffer_bytes,
+            },
+        }
+    )
+
+
+def _shallow_units(model: ModelCost, placement: StatePlacement, training: Training) -> tuple[UnitSpec, ...]:
+    groups = tuple(_shallow(model.tensor_groups, training))
+    return tuple(planned_units(groups, placement, training))
+
+
+def _shallow(groups: Sequence[TensorGroup], training: Training) -> Iterator[TensorGroup]:
+    for group, like in groupby(groups):
+        count = len(list(like))
+        if group.block:
+            sharded = training.stage == 3
+            tiled = sharded and group.tiles > 1
+            units = 1 + len(group.matrices) * min(group.tiles, _MOST_TILES) if tiled else 1
+            ahead = training.prefetch_elements if sharded else _UNITS_AT_ONCE * training.bucket_elements
+            most = 1 + -(-_UNITS_AT_ONCE // units) + -(-ahead // max(1, group.elements))
+            count = min(count, most, _MOST_BLOCKS)
+        yield from [_with_few_tiles(group)] * count
+
+
+def _with_few_tiles(group: TensorGroup) -> TensorGroup:
+    """Return the same with fewer tiles of the same size."""
+    if group.tiles <= _MOST_TILES:
+        return group
+    few = tuple(-(-matrix // group.tiles) * _MOST_TILES for matrix in group.matrices)
+    return replace(group, matrices=few, tiles=_MOST_TILES)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero_ext.plan.simulation.fastest import fastest_placements
-from zero_ext.plan.simulation.machines import MACHINES
-from zero_ext.plan.simulation.simulate import Simulation, simulate
+from zero_ext.plan.simulation.hardware import MACHINES
+from zero_ext.plan.simulation.simulate import Simulation, fastest_placements, simulate
 from zero_ext.plan.simulation.training_setup import Training
 from zero_ext.plan.simulation.transformer_cost import TRANSFORMERS, Transformer
 
@@ -109,20 +108,10 @@ PUBLISHED = (
         assumed="batch of 8",
     ),
     Published(
-        "DeepSpeed ZeRO-3, 1T, 1,024 A100",
-        AZURE,
-        165.36,
-        "dgx-a100",
-        _GPT["gpt-1t"],
-        _offload(1024, 8),
+        "DeepSpeed ZeRO-3, 1T, 1,024 A100", AZURE, 165.36, "dgx-a100", _GPT["gpt-1t"], _offload(1024, 8)
     ),
     Published(
-        "DeepSpeed ZeRO-3, 2T, 1,024 A100",
-        AZURE,
-        157.0,
-        "dgx-a100",
-        _GPT["gpt-2t"],
-        _offload(1024, 8),
+        "DeepSpeed ZeRO-3, 2T, 1,024 A100", AZURE, 157.0, "dgx-a100", _GPT["gpt-2t"], _offload(1024, 8)
     ),
     Published(
         "DeepSpeed ZeRO-3, 175B, 512 tokens, 256 A100",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.planned_units import padded_elements, unit_elements
-from zero_ext.plan.simulation.simulated_staging import staging_bytes
-from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.planned_units import padded_elements, staging_bytes, unit_elements
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, TIERS, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 from zero_ext.plan.state_memory import TrainingState, model_state_bytes
 
@@ -54,17 +53,22 @@ class MemoryNeeds:
 
     def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
         """Return the tiers that are too small."""
+        used = {tier: self.total(tier) for tier in TIERS}
         if hardware.device_is_host:
-            used = {"host": self.ranks * self.total("device") + self.total("host")}
-        else:
-            used = {"device": self.total("device"), "host": self.total("host")}
-        used["nvme"] = self.total("nvme")
-        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
+            used["host"] += self.ranks * used.pop("device")
+        available: dict[Tier, int] = {tier: getattr(hardware, f"{tier}_bytes") for tier in used}
         return tuple(
-            Shortfall(tier, used[tier], getattr(hardware, f"{tier}_bytes"))
-            for tier in tiers
-            if used.get(tier, 0) > getattr(hardware, f"{tier}_bytes")
+            Shortfall(tier, needed, available[tier])
+            for tier, needed in used.items()
+            if needed > available[tier]
         )
+
+
+def excess(shortfalls: Sequence[Shortfall]) -> tuple[float, float]:
+    """Return what is asked of the tier that is shortest of memory, over what it has; and the sum of all such
+    ratios."""
+    times = [short.times for short in shortfalls]
+    return max(times, default=0.0), sum(times)
 
 
 def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
@@ -74,13 +78,9 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
     The allocator's own losses and CUDA's context are not counted.
     """
     found = state_needs(model, training, hardware)
-    staging = staging_bytes(model, training, not hardware.device_is_host)
-    found.device["passing through"] = staging.pool
-    found.device["autograd"] = staging.autograd
-    if staging.step_buffers:
-        found.device["staging"] = staging.step_buffers
-    if staging.host:
-        found.host["staging"] = staging.host
+    device, host = staging_bytes(model, training, not hardware.device_is_host)
+    found.device.update(device)
+    found.host.update(host)
     return found
 
 
@@ -108,20 +108,20 @@ def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], staging
 
 def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
     """:func:`memory_needs` without what passes through, which takes longest to work out."""
-    placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
-    found = MemoryNeeds({}, {}, {}, ranks)
-    tier_of: dict[str, Tier] = {
-        kind: getattr(placement, f"{kind}_tier") if getattr(placement, kind) else "device"
-        for kind in ("params", "grads", "optimizer")
-    }
-    for kind, tier in tier_of.items():
+    found = MemoryNeeds({}, {}, {}, min(training.world_size, hardware.ranks_per_node))
+    for kind, tier in training.tiers.items():
         getattr(found, tier)[kind] = 0
     for elements, units in unit_elements(model, training).items():
-        state_bytes = _state_bytes(elements, tier_of, training)
-        for kind, tier in tier_of.items():
+        state_bytes = _state_bytes(elements, training)
+        for kind, tier in training.tiers.items():
             getattr(found, tier)[kind] += units * state_bytes[kind]
     if training.update_mode == "delayed":
-        _add_delayed(found, model, training)
+        # Updates alongside the next step have gradients of their own, and host memory for the updated
+        # parameters where they would have to be read from storage.
+        owned = padded_elements(model, training) // training.world_size
+        found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
+        if training.optimizer == "nvme":
+            found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
     _add_activations(found, model, training)
     if not hardware.device_is_host:
         # The machine that plans is another one: its environment says nothing about NCCL there.
@@ -129,7 +129,7 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     return found
 
 
-def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
+def _state_bytes(elements: int, training: Training) -> dict[str, int]:
     """Return bytes of the state of one unit of ``elements``, by kind."""
     state = TrainingState(
         {"bf16": elements},
@@ -139,9 +139,9 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
     state_bytes = asdict(model_state_bytes(training.stage, training.world_size, state))
     if training.uses_up_gradients:
         state_bytes["grads"] = 0
-    elif tier_of["grads"] == "nvme":  # has memory for sums in fp32, also if none are made
+    elif training.grads == "nvme":  # has memory for sums in fp32, also if none are made
         state_bytes["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
-    if tier_of["optimizer"] == "nvme":
+    if training.optimizer == "nvme":
         owned = training.owned(elements, training.placement.optimizer)
         state_bytes["optimizer"] = stored_state_bytes(
             owned, training.state_fields, training.staging_buffer_bytes
@@ -149,21 +149,11 @@ def _state_bytes(elements: int, tier_of: Mapping[str, Tier], training: Training)
     return state_bytes
 
 
-def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    """Add what updates alongside the next step need: gradients of their own, and host memory for the updated
-    parameters where they would have to be read from storage."""
-    owned = padded_elements(model, training) // training.world_size
-    found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
-    if training.optimizer == "nvme":
-        found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
-
-
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
     tokens = training.micro_batch * model.sequence
     if training.activations == "saved":
         found.device["activations"] = round(training.in_flight * tokens * model.activations)
         return
-    outputs = round(training.in_flight * tokens * model.outputs)
     found.device["activations"] = round(tokens * model.widest_block)  # a block's own while it runs again
     tier = found.host if training.activations == "recomputed_host" else found.device
-    tier["outputs of blocks"] = outputs
+    tier["outputs of blocks"] = round(training.in_flight * tokens * model.outputs)

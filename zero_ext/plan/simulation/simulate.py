@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 
-from zero_ext.plan.simulation.costs import Costs
+from zero_ext.config import CommunicationConfig
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.resources import COMPUTE
-from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, memory_needs
+from zero_ext.plan.simulation.planned_units import lengths_gathered_once, unit_elements
+from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
 from zero_ext.plan.simulation.step_schedule import StepSchedule
-from zero_ext.plan.simulation.task_timeline import Timeline
-from zero_ext.plan.simulation.training_setup import Training
-from zero_ext.plan.simulation.transformer_cost import ModelCost
+from zero_ext.plan.simulation.task_timeline import COMPUTE, READ, TO_DEVICE, TO_HOST, WRITE, Costs, Timeline
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, TIERS, Training
+from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
+from zero_ext.plan.step_traffic import Sent, step_bytes
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,206 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
         tokens=micro * training.micro_batch * model.sequence,
         flops=micro * (3 * forward + again),
         model_flops=micro * 3 * forward,
-        busy=dict(timeline.busy),
+        busy=timeline.busy,
         memory=needs,
         shortfalls=needs.shortfalls(hardware),
         timeline=timeline,
     )
+
+
+MOST_UNITS = 96  # that are simulated one by one; deeper models are continued from two shallower ones
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One step of one rank.
+
+    Attributes:
+        seconds: of the step.
+        busiest: the resource that works longest.
+        sent: bytes that it sends.
+        to_device, to_host: bytes that it copies from and to host memory.
+        read, written: bytes from and to NVMe.
+    """
+
+    seconds: float
+    busiest: str
+    sent: int
+    to_device: int
+    to_host: int
+    read: int
+    written: int
+
+
+def estimate_step(model: ModelCost, training: Training, hardware: Hardware) -> StepEstimate:
+    """Simulate a step of ``model``; one with many layers from two depths, as every further layer adds the
+    same."""
+    seconds, busy = simulated(model, training, hardware)
+    counted = busy
+    if hardware.nvme_half_duplex:  # bytes read and written are told apart where each has its own rate
+        _, counted = simulated(model, training, hardware.replace(nvme_half_duplex=False))
+    rates = hardware.for_rank(training.world_size)
+    return StepEstimate(
+        seconds=seconds,
+        busiest=max(busy, key=lambda name: busy[name]),
+        sent=sent_in_step(model, training, CommunicationConfig()).all,
+        to_device=round(counted.get(TO_DEVICE, 0.0) * rates.to_device),
+        to_host=round(counted.get(TO_HOST, 0.0) * rates.to_host),
+        read=round(counted.get(READ, 0.0) * rates.nvme_read),
+        written=round(counted.get(WRITE, 0.0) * rates.nvme_write),
+    )
+
+
+def simulated(
+    model: ModelCost, training: Training, hardware: Hardware, most_units: int = MOST_UNITS
+) -> tuple[float, dict[str, float]]:
+    """Return seconds of a step, and seconds by resource. Where the layers make more than ``most_units`` units
+    they are continued from a sixth and a third of that.
+    """
+
+    def run(units: Sequence[UnitCost]) -> Timeline:
+        return StepSchedule(units, Costs(hardware, training, model.sequence)).run()
+
+    layers = [unit for unit in model.units if unit.recomputes]
+    if len(layers) <= most_units:
+        timeline = run(model.units)
+        return timeline.end, timeline.busy
+    tiles = round(1 / layers[0].share)
+    few = max(1, most_units // (3 * tiles)) * tiles
+    begin = model.units.index(layers[0])
+    before, after = model.units[:begin], model.units[begin + len(layers) :]
+    shallow, deep = (run((*before, *layers[:count], *after)) for count in (few, 2 * few))
+
+    def continued(at_few: float, at_twice: float) -> float:
+        return at_few + (at_twice - at_few) * (len(layers) - few) / few
+
+    busy = {name: continued(shallow.busy.get(name, 0.0), time) for name, time in deep.busy.items()}
+    return continued(shallow.end, deep.end), busy
+
+
+def sent_in_step(model: ModelCost, training: Training, policy: CommunicationConfig) -> Sent:
+    """Return what one rank sends in a step."""
+    sent = step_bytes(
+        training.stage,
+        training.world_size,
+        unit_elements(model, training),
+        policy,
+        bytes_per_element=PARAMETER_BYTES,
+        gradient_bytes=training.gradient_bytes,
+        accumulation_steps=training.accumulation_steps,
+        gathered_once=lengths_gathered_once(model, training),
+    )
+    return sum(sent.values(), Sent())
+
+
+ALIKE = 1.01
+
+
+def fastest_placements(model: ModelCost, training: Training, hardware: Hardware) -> list[Simulation]:
+    """Return the placements that fit, the fastest first.
+
+    Tried are every stage, tier of each state kind and strategy for activations. What takes at most a
+    hundredth longer than the fastest and moves less comes before it: nearer tiers, activations nearer, a
+    lower stage.
+
+    Args:
+        model: the cost of its units.
+        training: everything else, such as the world size.
+        hardware: the machine.
+
+    Returns:
+        Simulations; none if nothing fits.
+    """
+    found = [simulate(model, one, hardware) for one in _candidates(training) if fits(model, one, hardware)]
+    quickest = min((one.seconds for one in found), default=0.0)
+
+    def order(one: Simulation) -> tuple[float, ...]:
+        if one.seconds > ALIKE * quickest:
+            return (one.seconds,)
+        nearness = ACTIVATIONS.index(one.training.activations)
+        return 0.0, one.training.distance, nearness, one.training.stage
+
+    return sorted(found, key=order)
+
+
+def nearest_to_fit(model: ModelCost, training: Training, hardware: Hardware) -> Simulation:
+    """Return the placement that lacks the fewest bytes, for messages where nothing fits.
+
+    Args:
+        model: the cost of its units.
+        training: everything else, such as the world size.
+        hardware: the machine.
+
+    Returns:
+        Its simulation.
+    """
+
+    def missing(one: Training) -> int:
+        short = memory_needs(model, one, hardware).shortfalls(hardware)
+        return sum(tier.needed - tier.available for tier in short)
+
+    return simulate(model, min(_candidates(training), key=missing), hardware)
+
+
+def _candidates(training: Training) -> Iterator[Training]:
+    for stage, params, grads, optimizer, activations in product(range(4), TIERS, TIERS, TIERS, ACTIVATIONS):
+        # Tiers that the stage does not shard, and delayed updates on the device, are refused.
+        with suppress(ValueError):
+            yield replace(
+                training,
+                stage=stage,
+                activations=activations,
+                params=params,
+                grads=grads,
+                optimizer=optimizer,
+            )
+
+
+def calibrated(
+    hardware: Hardware,
+    key: str,
+    bounds: tuple[float, float],
+    model: ModelCost,
+    training: Training,
+    seconds: float,
+) -> Hardware:
+    """Return `hardware` with one figure such that a simulated step takes a measured time.
+
+    Args:
+        hardware: the machine.
+        key: the figure.
+        bounds: positive numbers between which it is searched.
+        model: as measured.
+        training: as measured.
+        seconds: of the measured step.
+
+    Returns:
+        The machine with the figure.
+
+    Raises:
+        ValueError: no value between the bounds gives that time; names the times at both ends.
+    """
+    low, high = bounds
+    if not 0 < low < high:
+        raise ValueError(
+            f"bounds: expected two positive numbers in rising order, got {bounds}. Pass the lower bound "
+            "first."
+        )
+
+    def simulated_seconds(value: float) -> float:
+        return simulate(model, training, hardware.replace(**{key: value})).seconds
+
+    at_low, at_high = simulated_seconds(low), simulated_seconds(high)
+    if not min(at_low, at_high) <= seconds <= max(at_low, at_high):
+        raise ValueError(
+            f"{key}: no value between {low:g} and {high:g} makes a step take {seconds:.4g} s. At these "
+            f"bounds it takes {at_low:.4g} and {at_high:.4g} s. Widen the bounds, or correct the other "
+            "keys of the machine."
+        )
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        if (simulated_seconds(middle) < seconds) == (at_high > at_low):
+            low = middle
+        else:
+            high = middle
+    return hardware.replace(**{key: math.sqrt(low * high)})

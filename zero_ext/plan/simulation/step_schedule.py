@@ -1,4 +1,4 @@
-"""Forward and backward of one rank as tasks on a timeline, in the order in which the engine starts them."""
+"""A step of one rank as tasks on a timeline, in the order in which the engine starts them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,146 @@ from collections import deque
 from collections.abc import Sequence
 
 from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
-from zero_ext.plan.simulation.costs import Costs
-from zero_ext.plan.simulation.optimizer_schedule import OptimizerSchedule
-from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
-from zero_ext.plan.simulation.simulated_staging import config_of, unit_specs
-from zero_ext.plan.simulation.task_timeline import Timeline
+from zero_ext.plan.simulation.planned_units import config_of, unit_specs
+from zero_ext.plan.simulation.task_timeline import (
+    COMPUTE,
+    HOST,
+    LINK,
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WRITE,
+    Costs,
+    Timeline,
+    merged_resources,
+)
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+
+CHUNKS = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
+CHUNKS_IN_BUFFER = 8  # simultaneously, in the staging buffer
+READ_AHEAD = 4
+STATE = "write state"
+
+Write = tuple[str, float, list[int]]
+
+
+class OptimizerSchedule:
+    """Adds the tasks of updates to a timeline, one unit or all together.
+
+    Writes to NVMe are handed over behind the reads that run ahead of them, as the engine's ring does it.
+    """
+
+    def __init__(self, units: Sequence[UnitCost], costs: Costs, timeline: Timeline) -> None:
+        self._units, self._costs, self._add = units, costs, timeline.add
+        self._training, self._placement = costs.training, costs.placement
+        self.gradients_at = {"device": COMPUTE, "host": HOST, "nvme": READ}[costs.training.grads]
+        self._writes: deque[Write] = deque()
+        self._written: deque[int] = deque(maxlen=CHUNKS_IN_BUFFER)
+        self._stored: list[int] = []
+        self._done: dict[int, list[int]] = {}
+
+    def norm(self) -> float:
+        """Return seconds of the global norm, if one is asked for."""
+        if not self._training.clipping:
+            return 0.0
+        sharded = self._placement.grads or self._placement.optimizer
+        return self._costs.norm(sum(self._training.owned(unit.parameters, sharded) for unit in self._units))
+
+    def run_all(self, after: Sequence[int]) -> None:
+        """Update all units, each after ``after``."""
+        for number in range(len(self._units)):
+            self._one(number, after)
+
+    def run(self, number: int, after: Sequence[int]) -> list[int]:
+        """Update one unit; return the tasks after which all of it is done, writes included."""
+        self._stored = []
+        done = self._one(number, after)
+        self.end()
+        return [*done, *self._stored]
+
+    def publish_rest(self, after: Sequence[int]) -> None:
+        """Finish the updates made before the end of the step: parameters that follow in the step itself."""
+        if self._training.update_mode == "delayed" or not self._placement.params:
+            for number in range(len(self._units)):
+                self._publish(number, [*self._done.get(number, ()), *after])
+
+    def end(self) -> None:
+        """Hand over the writes that are left."""
+        while self._writes:
+            self._write()
+
+    def _one(self, number: int, after: Sequence[int]) -> list[int]:
+        in_storage, mode = self._training.optimizer == "nvme", self._training.update_mode
+        done = self._stream(number, after) if in_storage else self._in_memory(number, after)
+        self._done[number] = done
+        if mode == "after_backward" or (mode == "in_backward" and self._placement.params):
+            return self._publish(number, done)
+        return done
+
+    def _in_memory(self, number: int, after: Sequence[int]) -> list[int]:
+        elements, ready, training = self._owned(number), list(after), self._training
+        nbytes = elements * training.gradient_bytes
+        if training.grads == "nvme":
+            ready = [self._add(f"read gradient {number}", READ, nbytes / self._costs.rates.nvme_read, ready)]
+        if training.optimizer == "host" and training.grads == "device":
+            ready = [self._add(f"gradient {number}", TO_HOST, self._costs.to_host(nbytes), ready)]
+        if training.optimizer == "device" and training.grads != "device":
+            ready = [self._add(f"gradient {number}", TO_DEVICE, self._costs.to_device(nbytes), ready)]
+        where = COMPUTE if training.optimizer == "device" else HOST
+        return [self._add(f"update {number}", where, self._costs.update(elements), ready)]
+
+    def _stream(self, number: int, after: Sequence[int]) -> list[int]:
+        """Read run ahead of updates; a chunk's buffer is free again once it is written."""
+        elements, chunks, done = self._owned(number), -(-CHUNKS // len(self._units)), []
+        gradient = elements * self._training.gradient_bytes / chunks
+        read, write = (seconds / chunks for seconds in self._costs.stored_state(elements))
+        update = self._costs.update(elements) / chunks
+        if self._training.grads == "nvme":
+            read += gradient / self._costs.rates.nvme_read
+        for chunk in range(chunks):
+            while len(self._writes) > READ_AHEAD:
+                self._write()
+            ready = [self._add(f"read state {number}.{chunk}", READ, read, [*after, *self._freed_by()])]
+            if self._training.grads == "device":
+                copy = self._costs.to_host(gradient)
+                ready.append(self._add(f"gradient {number}.{chunk}", TO_HOST, copy, after))
+            done.append(self._add(f"update {number}.{chunk}", HOST, update, ready))
+            self._writes.append((f"{STATE} {number}.{chunk}", write, [done[-1]]))
+        return done
+
+    def _freed_by(self) -> list[int]:
+        """Return the write that frees the next chunk's buffer, if it has to wait for one."""
+        waiting = sum(name.startswith(STATE) for name, _, _ in self._writes)
+        behind = CHUNKS_IN_BUFFER - waiting
+        return [self._written[-behind]] if len(self._written) >= behind else []
+
+    def _write(self) -> None:
+        name, seconds, after = self._writes.popleft()
+        task = self._add(name, WRITE, seconds, after)
+        self._stored.append(task)
+        if name.startswith(STATE):
+            self._written.append(task)
+
+    def _publish(self, number: int, after: Sequence[int]) -> list[int]:
+        """Move updated parameters to their tier, and to all ranks where they are replicated."""
+        ready, nbytes = list(after), self._owned(number) * PARAMETER_BYTES
+        if self._training.optimizer == "device" and self._training.params != "device":
+            ready = [self._add(f"parameters {number}", TO_HOST, self._costs.to_host(nbytes), ready)]
+        if self._training.optimizer != "device" and self._training.params == "device":
+            ready = [self._add(f"parameters {number}", TO_DEVICE, self._costs.to_device(nbytes), ready)]
+        if self._training.params == "nvme":
+            seconds = nbytes / self._costs.rates.nvme_write
+            self._writes.append((f"store parameters {number}", seconds, ready))
+        if self._training.world_size > 1 and self._placement.optimizer and not self._placement.params:
+            seconds = self._costs.collective(self._units[number].parameters, PARAMETER_BYTES)
+            ready = [self._add(f"gather updated {number}", LINK, seconds, ready)]
+        return ready
+
+    def _owned(self, number: int) -> int:
+        return self._training.owned(self._units[number].parameters, self._placement.optimizer)
 
 
 class _SimulatedUnit(PlannedUnit):
@@ -53,13 +184,11 @@ class StepSchedule:
     """
 
     def __init__(self, units: Sequence[UnitCost], costs: Costs) -> None:
-        self.units = tuple(units)
-        self.costs = costs
-        self.training = costs.training
-        self.placement = costs.placement
-        self.timeline = Timeline()
-        self._add = Resources(self.timeline, costs.hardware, self.training).add
-        self._updates = OptimizerSchedule(self.units, costs, self._add)
+        self.units, self.costs = tuple(units), costs
+        self.training, self.placement = costs.training, costs.placement
+        self.timeline = Timeline(merged_resources(costs.hardware, self.training))
+        self._add = self.timeline.add
+        self._updates = OptimizerSchedule(self.units, costs, self.timeline)
         specs = unit_specs(self.units, self.training)
         simulated = [_SimulatedUnit(spec, number, self) for number, spec in enumerate(specs)]
         self._passes = PlannedPasses(simulated, len(specs), config_of(self.training).units)
@@ -94,7 +223,7 @@ class StepSchedule:
             unit = self.units[number]
             self._now = [self._compute("forward", number, self.costs.forward(unit), self._now)]
             if self.training.activations == "recomputed_host" and unit.recomputes:
-                away, _ = self.costs.output(unit)
+                away = self.costs.to_host(self.costs.tokens * unit.output)
                 self._outputs[number] = self._add(f"offload output {number}", TO_HOST, away, self._now)
 
     def _backward(self, first: bool, last: bool) -> None:
@@ -102,7 +231,7 @@ class StepSchedule:
         for number in self._passes.backward():
             unit, after = self.units[number], self._now
             if number in self._outputs:
-                _, back = self.costs.output(unit)
+                back = self.costs.to_device(self.costs.tokens * unit.output)
                 ready = [self._outputs.pop(number), *self._now]
                 after = [*self._now, self._add(f"fetch output {number}", TO_DEVICE, back, ready)]
             self._now = [self._compute("backward", number, self.costs.backward(unit), after)]
@@ -131,20 +260,21 @@ class StepSchedule:
 
     def fetch(self, number: int) -> None:
         """Read the shard of a unit, if it is on NVMe."""
-        if self.placement.params_tier == "nvme":
-            seconds = self.costs.fetch(self.units[number])
+        if self.training.params == "nvme":
+            shard = self.training.owned(self.units[number].parameters, True)
+            seconds = shard * PARAMETER_BYTES / self.costs.rates.nvme_read
             self._fetched[number] = self._add(f"fetch {number}", READ, seconds, [*self._now, *self._awaited])
 
     def gather(self, number: int) -> None:
         """Bring the shards of a unit to the device, on every rank."""
-        unit, tier = self.units[number], self.placement.params_tier
+        unit, tier = self.units[number], self.training.params
         ready = [*self._now, *self._awaited]
         if number in self._fetched:
             ready.append(self._fetched.pop(number))
         straight = tier == "nvme" and self.costs.hardware.device_is_host
         if tier != "device" and not straight:
             shard = self.training.owned(unit.parameters, True)
-            seconds = self.costs.to_device(shard, PARAMETER_BYTES)
+            seconds = self.costs.to_device(shard * PARAMETER_BYTES)
             ready = [self._add(f"shard {number}", TO_DEVICE, seconds, ready)]
         if self.training.world_size > 1:
             seconds = self.costs.collective(unit.parameters, PARAMETER_BYTES)
@@ -176,10 +306,10 @@ class StepSchedule:
     def _store_gradient(self, number: int, task: int, first: bool) -> int:
         if not self.placement.grads:
             return task
-        tier, rates = self.placement.grads_tier, self.costs.rates
+        tier, rates = self.training.grads, self.costs.rates
         shard = self.training.owned(self.units[number].parameters, True)
         if tier != "device":
-            seconds = self.costs.to_host(shard, PARAMETER_BYTES)
+            seconds = self.costs.to_host(shard * PARAMETER_BYTES)
             task = self._add(f"gradient {number}", TO_HOST, seconds, [task])
         nbytes = shard * self.training.gradient_bytes
         if not first:

@@ -1,9 +1,21 @@
-"""Tasks on resources that work on one task at a time, in the order in which they are handed over."""
+"""Tasks of a rank on resources that work simultaneously, and the seconds that each kind of task takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.transformer_cost import UnitCost
+
+COMPUTE, LINK, TO_DEVICE, TO_HOST = "compute", "collectives", "to device", "to host"
+READ, WRITE, HOST = "NVMe read", "NVMe write", "host update"
+NVME = "NVMe"
+# Of every byte that is kept for backward, a forward writes one and reads one; backward reads it, and writes
+# and reads a gradient of it twice as often.
+FORWARD_TRAFFIC = 2
+BACKWARD_TRAFFIC = 4
 
 
 @dataclass(frozen=True)
@@ -21,10 +33,11 @@ class Timeline:
 
     A task begins when its resource has ended the one handed over before and all tasks that it comes after
     have ended, as on the streams of a device. All times are sums and maxima of durations, so a shorter
-    task never makes anything later.
+    task never makes anything later. Resources of ``merged`` are another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, merged: Mapping[str, str] | None = None) -> None:
+        self._merged = merged or {}
         self.spans: list[TaskSpan] = []
         self.busy: dict[str, float] = {}
         self._free: dict[str, float] = {}
@@ -36,6 +49,7 @@ class Timeline:
 
     def add(self, name: str, resource: str, seconds: float, after: Iterable[int] = ()) -> int:
         """Hand a task over and return its number, by which later ones name it in ``after``."""
+        resource = self._merged.get(resource, resource)
         begin = self._free.get(resource, 0.0)
         for number in after:
             begin = max(begin, self.spans[number].end)
@@ -43,3 +57,105 @@ class Timeline:
         self._free[resource] = begin + seconds
         self.busy[resource] = self.busy.get(resource, 0.0) + seconds
         return len(self.spans) - 1
+
+
+def merged_resources(hardware: Hardware, training: Training) -> dict[str, str]:
+    """Return the resources that are one on ``hardware``.
+
+    Where the device is the host all but NVMe is one processor; delayed updates have a thread of their own
+    there, so they are taken to find cores of their own.
+    """
+    merged = {READ: NVME, WRITE: NVME} if hardware.nvme_half_duplex else {}
+    if hardware.device_is_host:
+        merged |= dict.fromkeys((LINK, TO_DEVICE, TO_HOST), COMPUTE)
+        if training.update_mode != "delayed":
+            merged[HOST] = COMPUTE
+    return merged
+
+
+class Costs:
+    """Durations on ``hardware`` in ``training``; one method for each kind of task, all in seconds."""
+
+    def __init__(self, hardware: Hardware, training: Training, sequence: int) -> None:
+        self.hardware = hardware
+        self.training = training
+        self.placement = training.placement
+        self.rates = hardware.for_rank(training.world_size)
+        self.tokens = training.micro_batch * sequence
+
+    def forward(self, unit: UnitCost) -> float:
+        """Matrix products, weights read, activations, launches."""
+        saved = self.tokens * unit.activations
+        moved = PARAMETER_BYTES * unit.parameters + FORWARD_TRAFFIC * saved
+        return self._compute(self.flops(unit), moved) + unit.share * self.hardware.unit_seconds
+
+    def backward(self, unit: UnitCost) -> float:
+        """Two products for each of forward; weights read, gradients written and, where there are other ranks,
+        moved into the unit's flat buffer; the forward again if it is recomputed."""
+        saved = self.tokens * unit.activations
+        passes = 2 if self.training.world_size == 1 else 4
+        moved = passes * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * saved
+        again = self.forward(unit) if self.recomputes(unit) else 0.0
+        seconds = self._compute(2 * self.flops(unit), moved) + 2 * unit.share * self.hardware.unit_seconds
+        return seconds + again
+
+    def flops(self, unit: UnitCost) -> float:
+        """FLOPs (no seconds) of a unit's forward of one micro-batch."""
+        return self.tokens * unit.forward_flops
+
+    def recomputes(self, unit: UnitCost) -> bool:
+        """Return whether a unit's forward runs twice."""
+        return unit.recomputes and self.training.activations != "saved"
+
+    def collective(self, elements: int, itemsize: int) -> float:
+        """Return one gather or reduce-scatter of ``elements``: a rank receives all but its own part.
+
+        Where parameters are not sharded, units go in buckets: a smaller one has its part of the latency.
+        """
+        ranks = self.training.world_size
+        if ranks == 1:
+            return 0.0
+        share = 1.0 if self.placement.params else min(1.0, elements / self.training.bucket_elements)
+        return share * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
+
+    def reduce(self, elements: int, itemsize: int) -> float:
+        """Return a reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its
+        own.
+        """
+        ranks, seconds = self.training.world_size, self.collective(elements, itemsize)
+        if ranks > 1 and self.hardware.device_is_host:
+            seconds += elements * itemsize * (1 + 1 / ranks) / self.rates.device
+        return seconds
+
+    def to_device(self, nbytes: float) -> float:
+        """Return a copy from host memory."""
+        return nbytes / self.rates.to_device
+
+    def to_host(self, nbytes: float) -> float:
+        """Return a copy to host memory."""
+        return nbytes / self.rates.to_host
+
+    def accumulate(self, elements: int, rate: float) -> float:
+        """Return a gradient added to what there is in fp32: one read, one read and written."""
+        return elements * (PARAMETER_BYTES + 2 * 4) / rate
+
+    def norm(self, elements: int) -> float:
+        """Squares of the gradients summed, one small sum over the ranks."""
+        rates = {"device": self.rates.device, "host": self.rates.host, "nvme": self.rates.nvme_read}
+        latency = self.rates.latency if self.training.world_size > 1 else 0.0
+        return elements * self.training.gradient_bytes / rates[self.training.grads] + latency
+
+    def update(self, elements: int) -> float:
+        """Return one pass of Adam: state read and written, gradient read, parameter written."""
+        moved = 2 * self.training.state_bytes + self.training.gradient_bytes + PARAMETER_BYTES
+        return (
+            elements * moved / (self.rates.device if self.training.optimizer == "device" else self.rates.host)
+        )
+
+    def stored_state(self, elements: int) -> tuple[float, float]:
+        """State read from NVMe and written back."""
+        nbytes = elements * self.training.state_bytes
+        return nbytes / self.rates.nvme_read, nbytes / self.rates.nvme_write
+
+    def _compute(self, flops: float, moved: float) -> float:
+        return flops / self.rates.matmul + moved / self.rates.device

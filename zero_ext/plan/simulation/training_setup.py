@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
@@ -14,9 +14,16 @@ from zero_ext.plan.state_memory import TrainingState, check_count
 Activations = Literal["saved", "recomputed", "recomputed_host"]
 ACTIVATIONS: tuple[Activations, ...] = ("saved", "recomputed", "recomputed_host")
 UPDATE_MODES = ("after_backward", "in_backward", "delayed")
-TIERS = ("device", "host", "nvme")
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
 PARAMETER_BYTES = 2
+_LEAST = dict.fromkeys(("world_size", "micro_batch", "accumulation_steps", "in_flight"), 1) | {
+    "bucket_elements": 1,
+    "max_live_elements": 1,
+    "staging_buffer_bytes": 1,
+    "prefetch_elements": 0,
+    "reuse_elements": 0,
+}
 # Bytes of an entry of each kind of moments, and how many elements share it.
 _MOMENT_FIELDS = {
     "fp32": ((4, 1), (4, 1)),
@@ -74,21 +81,12 @@ class Training:
     staging_buffer_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in (
-            "world_size",
-            "micro_batch",
-            "accumulation_steps",
-            "in_flight",
-            "bucket_elements",
-            "max_live_elements",
-            "staging_buffer_bytes",
-        ):
-            check_count(name, getattr(self, name), 1)
-        check_count("prefetch_elements", self.prefetch_elements, 0)
-        check_count("reuse_elements", self.reuse_elements, 0)
+        for name, least in _LEAST.items():
+            check_count(name, getattr(self, name), least)
         StatePlacement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
-        for name, known in (("update_mode", UPDATE_MODES), ("activations", ACTIVATIONS)):
+        choices: dict[str, tuple[str, ...]] = {"update_mode": UPDATE_MODES, "activations": ACTIVATIONS}
+        for name, known in (choices | dict.fromkeys(FIRST_STAGE, TIERS)).items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}. Choose one "
@@ -96,10 +94,6 @@ class Training:
                 )
         for kind, first in FIRST_STAGE.items():
             tier = getattr(self, kind)
-            if tier not in TIERS:
-                raise ValueError(
-                    f"{kind}: expected one of {', '.join(TIERS)}, got {tier!r}. Choose one of them."
-                )
             if tier != "device" and self.stage < first:
                 raise ValueError(
                     f"{kind}: expected 'device' in stage {self.stage}, where they are not sharded, got "
@@ -153,12 +147,25 @@ class Training:
         )
 
     @property
+    def tiers(self) -> dict[str, Tier]:
+        """Tiers of parameters, gradients and optimizer state."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
+    @property
+    def distance(self) -> int:
+        """Return how far state lies from the device, over all kinds."""
+        return sum(map(TIERS.index, self.tiers.values()))
+
+    @property
     def placement(self) -> StatePlacement:
         """Shard and tiers of each state kind."""
-        stage = StatePlacement.of_stage(self.stage)
-        return StatePlacement(
-            stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
-        ).on_ranks(self.world_size)
+        found = replace(
+            StatePlacement.of_stage(self.stage),
+            params_tier=self.params,
+            grads_tier=self.grads,
+            optimizer_tier=self.optimizer,
+        )
+        return found.on_ranks(self.world_size)
 
     @property
     def samples(self) -> int:

@@ -1,1 +1,0 @@
-"""Commands that describe, measure and prepare this machine."""

@@ -1,1 +1,0 @@
-"""``zero-ext bench-nvme``: I/O engine settings measured on a device."""

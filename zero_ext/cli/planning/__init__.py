@@ -1,1 +1,0 @@
-"""Commands that plan, simulate and tune training runs."""
