@@ -28,7 +28,7 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         if settings.monitor is None and settings.steps_per_print is None:
             return prepare(*bound.args, **bound.kwargs)
         # Whoever watches nothing imports none of it.
-        from zero_ext.monitor.attach import attach, check_packages
+        from zero_ext.monitor.run_monitor import attach, check_packages
 
         check_packages(settings.monitor)
         model, optimizer = prepare(*bound.args, **bound.kwargs)
