@@ -1,4 +1,4 @@
-"""The loader as training uses it: ranks in step, positions by sample, errors that name the sample, a thread."""
+"""The loader as training uses it: ranks in step, positions by sample, errors that name it, threads."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from zero_ext.config import MonitorConfig
 from zero_ext.config.events import DeviceStepEnd, Event, StepEnd, Subscriber
-from zero_ext.monitor.console import ProgressLine, StepLog, on_a_terminal
 from zero_ext.monitor.dashboards import TensorBoard, WandbRun, require
 from zero_ext.monitor.file_writers import CommsLog, CsvFile, JsonLines
 from zero_ext.monitor.flops import Flops
+from zero_ext.monitor.progress import ProgressLine, StepLog, on_a_terminal
 from zero_ext.monitor.sources import PHASES, EngineBytes, Source, StepTimes, Value, Writer, facts_of
 from zero_ext.monitor.trace import Trace
 from zero_ext.zero.api.engine_lookup import engine_of
