@@ -265,17 +265,12 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
         if self._adapters is None:
             super()._check_adapters()
 
-    def _shard_for_training(self) -> None:
-        keep_packing(self.model)
-        super()._shard_for_training()
-        self._mark()
+    def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
+        keep_packing(model)
+        return super()._prepare(model, optimizer)
 
-    def _shard_for_evaluation(self) -> None:
-        keep_packing(self.model)
-        super()._shard_for_evaluation()
-        self._mark()
-
-    def _mark(self) -> None:
+    def _finish_sharding(self) -> None:
+        keep_packing(self.model)  # also of one that was prepared elsewhere
         if self._adapters is not None:
             mark_adapters(self._adapters)
 

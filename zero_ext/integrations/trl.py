@@ -48,15 +48,8 @@ class ZeroDPOTrainer(ZeroPeftTrainerMixin, DPOTrainer):
                 "and each rank has only shards. Leave it False."
             )
 
-    def _shard_for_training(self) -> None:
-        super()._shard_for_training()
-        self._shard_reference()
-
-    def _shard_for_evaluation(self) -> None:
-        super()._shard_for_evaluation()
-        self._shard_reference()
-
-    def _shard_reference(self) -> None:
+    def _finish_sharding(self) -> None:
+        super()._finish_sharding()
         if self.ref_model is not None and not is_prepared(self.ref_model):
             self._prepare(self.ref_model, None)
             mark_prepared(self.ref_model, None)

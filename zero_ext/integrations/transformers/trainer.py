@@ -140,6 +140,10 @@ class ZeroTrainerMixin(_Base):
         mark_prepared(self.model, self.optimizer)
         if self._engine.optimizer_step.scales_loss:
             self.accelerator.scaler = _LossScale(self._engine)
+        self._finish_sharding()
+
+    def _finish_sharding(self) -> None:
+        """Do nothing: for subclasses, before each training and evaluation."""
 
     def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
         return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
@@ -158,13 +162,13 @@ class ZeroTrainerMixin(_Base):
             )
 
     def _shard_for_evaluation(self) -> None:
-        if is_prepared(self.model):
-            return
-        if self.train_dataset is not None:
-            self._shard_for_training()
-            return
-        self._prepare(self.model, None)
-        mark_prepared(self.model, None)
+        if not is_prepared(self.model):
+            if self.train_dataset is not None:
+                self._shard_for_training()
+                return
+            self._prepare(self.model, None)
+            mark_prepared(self.model, None)
+        self._finish_sharding()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer: the one given, else that of `zero_config`, else that of TrainingArguments.
