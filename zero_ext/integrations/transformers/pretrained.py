@@ -220,6 +220,11 @@ class _ResizeShards:
         self._config = config
         self._group = process_group
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ResizeShards:
+        """Return that of the model's copy, which is resized by itself."""
+        model: Any = self._model()
+        return _ResizeShards(memo.get(id(model), model), self._config, self._group)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         with Init(self._config, process_group=self._group):
