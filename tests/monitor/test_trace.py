@@ -17,7 +17,7 @@ from tests.zero.training import units_gathered_once
 from zero_ext.config import TraceConfig
 from zero_ext.config.events import Event, StepEnd
 from zero_ext.monitor import Trace
-from zero_ext.monitor.trace import write_atomically
+from zero_ext.monitor.file_writers import write_atomically
 from zero_ext.zero import engine_of
 
 
@@ -100,8 +100,8 @@ def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     path.write_text("old")
     (tmp_path / ".trace.json.new").mkdir()
     with pytest.raises(OSError):
-        write_atomically(path, b"new")
+        write_atomically(path, [b"new"])
     assert path.read_text() == "old"
     (tmp_path / ".trace.json.new").rmdir()
-    write_atomically(path, b"new")
+    write_atomically(path, [b"new"])
     assert path.read_text() == "new" and [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]

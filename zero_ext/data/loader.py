@@ -1,19 +1,22 @@
-"""A loader that deals a data set to the ranks and tracks its position by sample."""
+"""A loader that deals a data set to the ranks, tracks its position by sample, and reads ahead on a thread."""
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import IterableDataset, default_collate
 
-from .prefetch import BatchPrefetcher
-from .sample_stream import Position, SampleStream
-from .shuffle import EpochOrder
+from zero_ext.data.sample_stream import EpochOrder, Position, SampleStream
 
+Item = TypeVar("Item")
 Collate = Callable[[list[Any]], Any]
 _STATE_FORMAT = 1
+_EXIT_PATIENCE_SECONDS = 10.0
+_LIVENESS_SECONDS = 5.0
 
 
 class MapDataset(Protocol):
@@ -230,26 +233,23 @@ def _batches(
         try:
             batch = collate(samples)
         except Exception as error:
-            raise RuntimeError(
-                f"collate_fn: it failed on samples {indices} ({where}): {_described(error)}. Fix collate_fn "
-                "or these samples."
-            ) from error
+            what = f"collate_fn: it failed on samples {indices} ({where})"
+            raise _failed(what, error, "Fix collate_fn or these samples.") from error
         position = stream.after(position)
         yield batch, position
 
 
 def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
+    name = type(dataset).__name__
     many = getattr(dataset, "__getitems__", None)
     if many is not None:
         try:
             samples = list(many(list(indices)))
         except Exception as error:
-            raise RuntimeError(
-                f"{type(dataset).__name__}.__getitems__: reading samples {list(indices)} ({where}) failed: "
-                f"{_described(error)}. Repair these samples, or leave them out of the data set."
-            ) from error
+            what = f"{name}.__getitems__: reading samples {list(indices)} ({where}) failed"
+            fix = "Repair these samples, or leave them out of the data set."
+            raise _failed(what, error, fix) from error
         if len(samples) != len(indices):
-            name = type(dataset).__name__
             raise RuntimeError(
                 f"{name}.__getitems__: expected {len(indices)} samples, one for each index, got "
                 f"{len(samples)}. Return one sample for each index."
@@ -260,15 +260,14 @@ def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
         try:
             samples.append(dataset[index])
         except Exception as error:
-            raise RuntimeError(
-                f"{type(dataset).__name__}: reading sample {index} ({where}) failed: {_described(error)}. "
-                "Repair this sample, or leave it out of the data set."
-            ) from error
+            what = f"{name}: reading sample {index} ({where}) failed"
+            fix = "Repair this sample, or leave it out of the data set."
+            raise _failed(what, error, fix) from error
     return samples
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _failed(what: str, error: Exception, fix: str) -> RuntimeError:
+    return RuntimeError(f"{what}: {type(error).__name__}: {error}. {fix}")
 
 
 def _check_number(name: str, value: object, least: int | None, most: int | None = None) -> None:
@@ -280,3 +279,117 @@ def _check_number(name: str, value: object, least: int | None, most: int | None 
         raise ValueError(f"{name}: expected {expected}, got {got}. Pass an int.")
     if (least is not None and value < least) or (most is not None and value > most):
         raise ValueError(f"{name}: expected {expected}, got {value}. Pass a number in this range.")
+
+
+class BatchPrefetcher(Generic[Item]):
+    """Iterates over `source` on a thread of its own, at most `depth` items ahead of the consumer.
+
+    An exception of `source` is raised at the consumer, in its place behind the items before it. The thread
+    ends, after the item it is at, when the prefetcher is closed or dropped or the interpreter exits.
+    """
+
+    def __init__(self, source: Generator[Item], depth: int) -> None:
+        if depth < 1:
+            raise ValueError(
+                f"depth: expected at least 1, got {depth}. Pass the number of batches to prefetch."
+            )
+        self._channel = _Channel[Item](depth)
+        # The thread refers to the channel and the source only: dropping this object can stop it.
+        self._thread = threading.Thread(
+            target=_produce, args=(source, self._channel), name="zero_ext-prefetch", daemon=True
+        )
+        weakref.finalize(self, self._channel.stop).atexit = False
+        weakref.finalize(self._thread, _stop_and_join, self._channel, weakref.ref(self._thread))
+        self._thread.start()
+
+    def __iter__(self) -> BatchPrefetcher[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self._channel.get(self._thread)
+
+    def close(self) -> None:
+        """Stop the thread after the item it is at and drop what was prefetched; iteration is over."""
+        self._channel.stop()
+
+
+class _Channel(Generic[Item]):
+    """Bounded hand-over between the two threads.
+
+    Its lock is reentrant: a garbage collection inside a locked section may finalise a prefetcher, which
+    stops a channel on the same thread.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._ready: deque[Item] = deque()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._changed = threading.Condition(threading.RLock())
+
+    def wait_for_capacity(self) -> bool:
+        """Block the producer until another item is needed; return False when none is any more."""
+        with self._changed:
+            while not self._ended and len(self._ready) >= self._depth:
+                self._changed.wait()
+            return not self._ended
+
+    def put(self, item: Item) -> None:
+        with self._changed:
+            if not self._ended:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def finish(self, failure: BaseException | None) -> None:
+        with self._changed:
+            if not self._ended:
+                self._failure, self._ended = failure, True
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._failure = None
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def get(self, producer: threading.Thread) -> Item:
+        with self._changed:
+            while not self._ready and not self._ended:
+                if not producer.is_alive():
+                    raise RuntimeError(
+                        "loop over the loader: the prefetching thread is gone, since this process was forked "
+                        "after the loop began. Start a new loop in the child."
+                    )
+                self._changed.wait(_LIVENESS_SECONDS)
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            failure, self._failure = self._failure or StopIteration(), None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame: a cycle that would keep the data set alive
+
+
+def _produce(source: Generator[Item], channel: _Channel[Item]) -> None:
+    failure: BaseException | None = None
+    try:
+        while channel.wait_for_capacity():
+            channel.put(next(source))
+    except StopIteration:
+        pass
+    except BaseException as error:  # also SystemExit: the consumer must hear of it, not wait for ever
+        failure = error
+    finally:
+        source.close()
+        channel.finish(failure)
+
+
+def _stop_and_join(channel: _Channel[Item], thread: weakref.ref[threading.Thread]) -> None:
+    """At exit: a daemon thread inside a torch op while the interpreter goes down would crash the process."""
+    channel.stop()
+    running = thread()
+    if running is not None and running is not threading.current_thread():
+        running.join(_EXIT_PATIENCE_SECONDS)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-from zero_ext.config import load_config
+from torch import nn
+
+from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig, load_config
+from zero_ext.config.schema.config_errors import Problem
 from zero_ext.zero.api.prepare import prepare as prepare_alone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PrepareParameters = ParamSpec("PrepareParameters")
 Prepared = tuple[Any, Any]
@@ -22,13 +29,11 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
         bound = signature.bind(*args, **kwargs)
         settings = bound.arguments["config"] = load_config(bound.arguments.get("config"))
         if settings.sparse_attention is not None:
-            from zero_ext.integrations.sparse_attention_setup import apply_sparse_attention
-
             apply_sparse_attention(bound.arguments["model"], settings.sparse_attention)
         if settings.monitor is None and settings.steps_per_print is None:
             return prepare(*bound.args, **bound.kwargs)
         # Whoever watches nothing imports none of it.
-        from zero_ext.monitor.attach import attach, check_packages
+        from zero_ext.monitor.run_monitor import attach, check_packages
 
         check_packages(settings.monitor)
         model, optimizer = prepare(*bound.args, **bound.kwargs)
@@ -39,3 +44,80 @@ def _completed(prepare: Callable[PrepareParameters, Prepared]) -> Callable[Prepa
 
 
 prepare = _completed(prepare_alone)
+
+
+def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> None:
+    """Make attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
+
+    Raises:
+        ConfigError: one of them cannot take the policy, there is none, or what is there follows another one;
+            or the model is cut into stages. Nothing has been changed then.
+    """
+    # Without that module there is none of its models.
+    staged = sys.modules.get("zero_ext.parallel.pipeline.stages.hf_pipeline")
+    if staged is not None and isinstance(model, staged.HfPipelineModule):
+        raise _refused(
+            "the model is cut into pipeline stages, and some may have no attention. Leave the section out, "
+            "and call sparsify_attention(model, ...) before apply_pipeline_parallel."
+        )
+    from zero_ext.attention import SparseSelfAttention
+
+    present = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]
+    for module in present:
+        if module.policy is not None and module.policy not in (policy, policy.in_a_model()):
+            raise _refused(
+                f"the configuration has {policy}, but the model has SparseSelfAttention with "
+                f"{module.policy}. Make them agree, or leave the section out."
+            )
+    if present:
+        return
+    found = outermost_models(model)
+    if not found:
+        raise _refused(
+            f"{type(model).__name__} is no model of transformers and has no SparseSelfAttention. Call "
+            "zero_ext.attention.SparseSelfAttention(config.sparse_attention) in its attention, or leave the "
+            "section out."
+        )
+    from zero_ext.integrations.transformers import attention_interface as interface
+
+    for path, each in found.items():
+        try:
+            interface.exchangeable_attention(each)
+        except ValueError as error:
+            where = f"module '{path}': " if path else ""
+            raise _refused(f"{where}{error} Or leave the section out.") from error
+    interface.own_configurations(model)  # of all at once: what is around them holds them too
+    for each in found.values():
+        interface.exchange_attention(each, SparseSelfAttention(policy.in_a_model()))
+
+
+def _refused(text: str) -> ConfigError:
+    return ConfigError(Problem("sparse_attention", text))
+
+
+def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """By path, the models of transformers that are in no other one."""
+    if "transformers" not in sys.modules:  # a model of it cannot be there otherwise
+        return {}
+    from transformers import PreTrainedModel
+
+    found: dict[str, PreTrainedModel] = {}
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found[path] = module
+            inside.update(module.modules())
+    return found
+
+
+def written_value(config: ZeroConfig, path: str) -> Any:
+    """Return the value at a key path if whoever wrote the configuration set one, else None."""
+    found: Any = config
+    for name in path.split("."):
+        if isinstance(found, Mapping):
+            found = found.get(name)
+        elif found is None or name not in found.model_fields_set:
+            return None
+        else:
+            found = getattr(found, name)
+    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.integrations.sparse_attention_setup import outermost_models
+from zero_ext.integrations.prepare_with_features import outermost_models
 
 if TYPE_CHECKING:
     from zero_ext.attention import SparseSelfAttention
@@ -60,7 +60,7 @@ def apply_sequence_parallel(
     for module in sparse:
         _check_layouts(module)
     if found:
-        from zero_ext.integrations.transformers.config_copy import own_configurations
+        from zero_ext.integrations.transformers.attention_interface import own_configurations
         from zero_ext.integrations.transformers.sequence_interface import check_sequences, exchange_sequences
 
         for each in found.values():
@@ -84,7 +84,6 @@ def _check_layouts(module: SparseSelfAttention) -> None:
         layouts = 1 if module.policy is None else module.policy.layout_heads(2)
     if layouts > 1:
         raise ValueError(
-            f"SparseSelfAttention: expected one layout for all heads, got {layouts}: a rank has only some "
-            "of the "
-            "heads. Set different_layout_per_head to false, or pass a layout of one head."
+            f"SparseSelfAttention: expected one layout for all heads, got {layouts}: a rank has only some of "
+            "the heads. Set different_layout_per_head to false, or pass a layout of one head."
         )

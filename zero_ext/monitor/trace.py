@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import weakref
 from pathlib import Path
@@ -20,12 +19,14 @@ from zero_ext.config.events import (
     StepEnd,
     WaitEnd,
 )
-from zero_ext.monitor.optional_deps import require
-from zero_ext.monitor.sources.memory_timeline import MemoryTimeline
-from zero_ext.monitor.sources.step_times import wait_of
+from zero_ext.monitor.dashboards import require
+from zero_ext.monitor.file_writers import write_atomically
+from zero_ext.monitor.memory_timeline import MemoryTimeline, draw
+from zero_ext.monitor.sources import wait_of
 from zero_ext.zero.engine import Engine
 
 _PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
+_TRACKS = {_PHASES: "phases", _WAITS: "waits", _ACTIVATIONS: "activations"}
 
 
 class Trace:
@@ -96,95 +97,65 @@ class Trace:
         if self.is_written or not self._spans:
             return
         self.is_written = True
-        names = [
-            _named("process_name", self._rank, 0, f"rank {self._rank}"),
-            _named("thread_name", self._rank, _PHASES, "phases"),
-            _named("thread_name", self._rank, _WAITS, "waits"),
-            _named("thread_name", self._rank, _ACTIVATIONS, "activations"),
-        ]
         for unit in list(self._gathered):
-            self._unit("e", unit, time.perf_counter())
+            self._unit("e", unit)
+        tracks = [("process_name", 0, f"rank {self._rank}")]
+        tracks += [("thread_name", track, name) for track, name in _TRACKS.items()]
+        names = [
+            {"ph": "M", "name": what, "pid": self._rank, "tid": track, "args": {"name": name}}
+            for what, track, name in tracks
+        ]
         events = names + self._spans + self.memory.counters()
-        write_atomically(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+        write_atomically(self.path, [text.encode()])
         if self._plot:
-            from zero_ext.monitor.plot_memory import draw
-
             phases = [span for span in self._spans if span.get("tid") == _PHASES]
-            write_atomically(self._folder / f"memory-rank{self._rank}.png", draw(self.memory, phases))
+            plot = draw(self.memory, phases)
+            write_atomically(self._folder / f"memory-rank{self._rank}.png", [plot])
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, PhaseEnd):
-            self._span(_PHASES, event.phase, event.began, event.seconds, {"step": self._step})
-            self._sample(at_rest=False)
-        elif isinstance(event, WaitEnd):
-            self._span(_WAITS, event.what, event.began, event.seconds, {})
-        elif isinstance(event, CollectiveEnd):
-            facts = {
-                "kind": event.kind,
-                "what": event.label,
-                "ranks": event.ranks,
-                "elements": event.elements,
-                "bytes_sent": event.bytes_sent,
-            }
-            self._span(_WAITS, wait_of(event.kind), event.began, event.seconds, facts)
-        elif isinstance(event, ActivationEnd):
-            facts = {"name": event.name, "bytes": event.bytes}
-            self._span(_ACTIVATIONS, event.what, event.began, event.seconds, facts)
-        elif isinstance(event, GatherEvent):
-            self._gathered[event.unit] = event.elements * self._itemsize[event.unit]
-            self._unit("b", event.unit, time.perf_counter())
-        elif isinstance(event, ReleaseEvent):
-            if event.unit in self._gathered:  # else gathered before the recording began
-                self._unit("e", event.unit, time.perf_counter())
-        elif isinstance(event, StepEnd):
-            self._sample(at_rest=True)
+        match event:
+            case PhaseEnd():
+                self._span(_PHASES, event.phase, event, step=self._step)
+                self._sample(at_rest=False)
+            case WaitEnd():
+                self._span(_WAITS, event.what, event)
+            case CollectiveEnd():
+                facts = {"kind": event.kind, "what": event.label, "ranks": event.ranks}
+                facts |= {"elements": event.elements, "bytes_sent": event.bytes_sent}
+                self._span(_WAITS, wait_of(event.kind), event, **facts)
+            case ActivationEnd():
+                self._span(_ACTIVATIONS, event.what, event, name=event.name, bytes=event.bytes)
+            case GatherEvent():
+                self._gathered[event.unit] = event.elements * self._itemsize[event.unit]
+                self._unit("b", event.unit)
+            case ReleaseEvent() if event.unit in self._gathered:  # else gathered before the recording began
+                self._unit("e", event.unit)
+            case StepEnd():
+                self._sample(at_rest=True)
 
-    def _span(self, track: int, name: str, began: float, seconds: float, facts: dict[str, Any]) -> None:
+    def _span(
+        self,
+        track: int,
+        label: str,
+        event: PhaseEnd | WaitEnd | CollectiveEnd | ActivationEnd,
+        **facts: object,
+    ) -> None:
+        times = {"ts": event.began * 1e6, "dur": event.seconds * 1e6}
         self._spans.append(
-            {
-                "ph": "X",
-                "name": name,
-                "pid": self._rank,
-                "tid": track,
-                "ts": began * 1e6,
-                "dur": seconds * 1e6,
-                "args": facts,
-            }
+            {"ph": "X", "name": label, "pid": self._rank, "tid": track, **times, "args": facts}
         )
 
-    def _unit(self, what: str, name: str, now: float) -> None:
-        facts = {"bytes": self._gathered[name]}
-        self._spans.append(
-            {
-                "ph": what,
-                "cat": "gathered",
-                "id": name,
-                "name": name,
-                "pid": self._rank,
-                "ts": now * 1e6,
-                "args": facts,
-            }
-        )
+    def _unit(self, what: str, name: str) -> None:
+        now, facts = time.perf_counter(), {"bytes": self._gathered[name]}
+        ids = {"ph": what, "cat": "gathered", "id": name, "name": name}
+        self._spans.append({**ids, "pid": self._rank, "ts": now * 1e6, "args": facts})
         if what == "e":
             del self._gathered[name]
-        self.memory.gathered(now, sum(self._gathered.values()))
+        self.memory.live.append((now, sum(self._gathered.values())))
 
     def _sample(self, at_rest: bool) -> None:
         engine = self._engine()
         # While a delayed update runs beside the training its state must not be looked at.
         if engine is not None and (at_rest or not engine.updates.in_progress):
             self.memory.sample(engine)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, which is there afterwards as a whole, or as it was."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertModel,
+    LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
@@ -261,3 +263,12 @@ def test_bad_folders_are_refused_on_all_ranks(world: World) -> None:
         ids = torch.arange(8)[None]
         wanted = MixtralForCausalLM.from_pretrained(folder / "experts")(ids).logits
         assert torch.equal(prepared(ids).logits, wanted)
+
+
+def test_a_copy_is_resized_by_itself(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes)).save_pretrained(tmp_path)
+    model = from_pretrained(LlamaForCausalLM, tmp_path, {"stage": 3})
+    copied = copy.deepcopy(model)
+    copied.resize_token_embeddings(60)
+    assert (model.config.vocab_size, copied.config.vocab_size) == (50, 60)

@@ -11,8 +11,7 @@ from tests.multi.rank import World
 from zero_ext import ConfigError
 from zero_ext.attention import SparseSelfAttention
 from zero_ext.config import SparseAttentionConfig
-from zero_ext.integrations.prepare_with_features import prepare
-from zero_ext.integrations.sparse_attention_setup import apply_sparse_attention
+from zero_ext.integrations.prepare_with_features import apply_sparse_attention, prepare
 from zero_ext.integrations.transformers import sparsify_attention
 
 LAYOUT = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero_ext.integrations.deepspeed.unsupported import module_for, names_of
-from zero_ext.monitor.sources.process_memory import resident_bytes
+from zero_ext.monitor.process_memory import resident_bytes
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 
 _TENSORS = {

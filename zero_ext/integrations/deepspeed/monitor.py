@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.integrations.deepspeed.unsupported import names_of
-from zero_ext.monitor.optional_deps import require
+from zero_ext.monitor.dashboards import require
 
 _Event = tuple[str, Any, int]
 _JOB = "DeepSpeedJobName"

@@ -9,19 +9,16 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zero_ext.checkpoint import loading as loading
-from zero_ext.checkpoint import saving as saving
+from zero_ext.checkpoint import loading, saving
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.state_source import MASTER
 from zero_ext.checkpoint.inspection import open_checkpoint
-from zero_ext.config import ZeroConfig
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
-from zero_ext.zero.api.engine_state import ParameterInfo, StateSlice
+from zero_ext.zero.api.engine_state import EngineState, StateSlice
 from zero_ext.zero.engine import Engine
 
 _LIGHTNING = "lightning"
@@ -66,8 +63,7 @@ def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
         if "optimizer_states" not in state:
             raise ValueError(
                 f"{folder}: expected a checkpoint with optimizer state, got weights only "
-                "(save_weights_only=True). "
-                "Resume from a whole checkpoint."
+                "(save_weights_only=True). Resume from a whole checkpoint."
             )
         load_checkpoint(folder, module)
     else:
@@ -89,61 +85,32 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-class WeightsAlone:
-    """The state of an engine without its optimizer's: what ``save_weights_only`` keeps, and what evaluation
-    loads. A source of checkpoints (``zero_ext.checkpoint.StateSource``)."""
+class WeightsAlone(EngineState):
+    """The state of an engine without its optimizer's: what ``save_weights_only`` stores, and what evaluation
+    loads."""
 
     trains = False
 
     def __init__(self, engine: Engine) -> None:
-        self._state = checkpoint_sources(engine).own
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._state.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._state.world_size
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The engine's process group."""
-        return self._state.group
-
-    @property
-    def config(self) -> ZeroConfig:
-        """The engine's configuration."""
-        return self._state.config
-
-    def parameter_table(self) -> Mapping[str, ParameterInfo]:
-        """Return every parameter by its first name."""
-        return self._state.parameter_table()
+        super().__init__(engine, checkpoint_sources(engine).own.group, None)
 
     def save_slices(self) -> Iterator[StateSlice]:
         """Return this rank's shard of the weights."""
-        return (shard_slice for shard_slice in self._state.save_slices() if shard_slice.kind == MASTER)
+        return (each for each in super().save_slices() if each.kind == MASTER)
 
     def load_slices(self) -> Iterator[StateSlice]:
         """Return the weights that this rank needs."""
-        return (shard_slice for shard_slice in self._state.load_slices() if shard_slice.kind == MASTER)
+        return (each for each in super().load_slices() if each.kind == MASTER)
+
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Make no state of the optimizer."""
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the engine's, without an optimizer."""
-        return {**self._state.scalar_state(), "optimizer": None, "optimizer_class": None, "param_groups": []}
+        return {**super().scalar_state(), "optimizer": None, "param_groups": []}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Nothing: steps and loss scale belong to the training."""
-
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the module's persistent buffers."""
-        return self._state.buffers()
-
-    def finish_load(self) -> None:
-        """Parameters follow the loaded weights, on all ranks."""
-        self._state.finish_load()
+        """Load nothing: steps and loss scale belong to the training."""
 
 
 def _lightning_state(folder: Path) -> dict[str, Any]:
@@ -161,9 +128,8 @@ def _lightning_state(folder: Path) -> dict[str, Any]:
     found = state.get(_LIGHTNING) if isinstance(state, dict) else None
     if not isinstance(found, dict):
         raise ValueError(
-            f"{folder}: expected a checkpoint of a ZeroStrategy, got one without Lightning's state. Load "
-            "it with "
-            "zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path."
+            f"{folder}: expected a checkpoint of a ZeroStrategy, got one without Lightning's state. Load it "
+            "with zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path."
         )
     if manifest.scalar_state.get("optimizer") is not None:
         found["optimizer_states"] = []

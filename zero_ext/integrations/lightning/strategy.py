@@ -20,8 +20,13 @@ from torchmetrics import Metric
 from zero_ext.config import ZeroConfig
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.integrations.lightning import lightning_checkpoints
-from zero_ext.integrations.lightning.precision import ZeroPrecision
-from zero_ext.integrations.lightning.strategy_config import ConfigSource, completed, own_settings, with_dtype
+from zero_ext.integrations.lightning.strategy_config import (
+    ConfigSource,
+    ZeroPrecision,
+    completed,
+    own_settings,
+    with_dtype,
+)
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.construction.sharded_init import Init
@@ -317,8 +322,7 @@ class ZeroStrategy(DDPStrategy):
         if storage_options is not None:
             raise TypeError(
                 "storage_options: expected None, got a value: ZeroStrategy saves to a file system of all "
-                "ranks. "
-                "Leave it out."
+                "ranks. Leave it out."
             )
         lightning_checkpoints.save(Path(self.broadcast(str(filepath))), self._module, checkpoint)
 

@@ -1,27 +1,30 @@
-"""Sparse attention in Hugging Face models: through transformers' registry, or in place."""
+"""Sparse attention in Hugging Face models: through transformers' registry, in BLOOM's in place."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import BloomConfig, BloomPreTrainedModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
     causal_mask_function,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
 from zero_ext.config import SparseAttentionConfig
 from zero_ext.config.sections.sparse_attention import AttentionBackend
-from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
-from zero_ext.integrations.transformers.config_copy import own_configurations
 
 NAME = "zero_ext_sparse"
+# Has masks alone in transformers' registries: so no model can be built with it, of a sparse one's
+# configuration, that would take these masks for those of its own attention.
+ALIBI_NAME = "zero_ext_sparse_alibi"
 _UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask")
 _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
@@ -79,12 +82,24 @@ def sparsify_attention(
     return sparse
 
 
+def own_configurations(model: torch.nn.Module) -> None:
+    """Give `model` copies of the configurations its modules hold, so that changes reach no other model.
+
+    Modules that shared an object share its copy, and a configuration within another one stays there.
+    """
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copied))
+
+
 def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> None:
     """Have all layers of a model attend by `sparse`. No other model may hold its configuration."""
     attentions, blooms = exchangeable_attention(model)
     if attentions:
         model.set_attn_implementation(NAME)
-    exchange_bloom(model)
+    _exchange_bloom(model)
     for module in (*attentions, *blooms):
         module.sparse_attention = sparse
 
@@ -96,14 +111,12 @@ def exchangeable_attention(
 
     Raises ValueError where `sparsify_attention` does.
     """
-    attentions = registry_attentions(model)
-    blooms = exchangeable_bloom(model)
+    attentions, blooms = registry_attentions(model), _exchangeable_bloom(model)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
         raise ValueError(
-            f"{name}: expected self-attention only, got cross-attention, which a layout does not cover. "
-            "Pass its "
-            "encoder or decoder alone."
+            f"{name}: expected self-attention only, got cross-attention, which a layout does not cover. Pass "
+            "its encoder or decoder alone."
         )
     if not (attentions or blooms):
         raise ValueError(
@@ -148,9 +161,42 @@ def _refuse_what_stays_dense(model: PreTrainedModel) -> None:
     if kinds != {"full_attention"} or window:
         raise ValueError(
             f"{name}: expected full attention in all layers, got {', '.join(sorted(kinds))} and window "
-            f"{window}. "
-            "Set them to full attention in its configuration."
+            f"{window}. Set them to full attention in its configuration."
         )
+
+
+def _exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return BLOOM's attention modules; ValueError where one is in no BloomModel, or adds up in slices."""
+    name = type(model).__name__
+    attentions = [module for module in model.modules() if isinstance(module, BloomAttention)]
+    owned = {module for owner in _owners(model) for module in owner.modules()}
+    if not owned.issuperset(attentions):
+        raise ValueError(
+            f"{name}: expected BloomAttention inside a BloomModel, which makes its masks, got some outside. "
+            "Pass the BloomModel."
+        )
+    if any(module.pretraining_tp > 1 and module.slow_but_exact for module in attentions):
+        raise ValueError(
+            f"{name}: expected slow_but_exact = False, got True with pretraining_tp = "
+            f"{attentions[0].pretraining_tp}. Set slow_but_exact to False in its configuration."
+        )
+    return list(attentions)
+
+
+def _exchange_bloom(model: PreTrainedModel) -> None:
+    """Make the attention of BLOOM's models in `model` look for a `sparse_attention`, masks small."""
+    for owner in _owners(model):
+        owner.config._attn_implementation_internal = ALIBI_NAME
+        # The class says no, as its attention does not look at the configuration. Now it does.
+        vars(owner)["_can_set_attn_implementation"] = _yes
+        for module in owner.modules():
+            if isinstance(module, BloomAttention):
+                module.__class__ = SparseBloomAttention
+                module.config = owner.config
+
+
+def _owners(model: PreTrainedModel) -> list[BloomPreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, BloomPreTrainedModel)]
 
 
 def _attend(
@@ -179,20 +225,14 @@ def _attend(
                 f"{type(module).__name__}: sparse attention does not support {name}. Use another attention "
                 "here."
             )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions: expected False, got True: sparse attention never stores the weights. Set "
-            "it to "
-            "False."
-        )
+    _refuse_weights(kwargs.get("output_attentions"))
     if attention_mask is not None and not (
         attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
     ):
         raise TypeError(
             "attention_mask: expected torch.bool (True may be attended) or floats to add, got "
             f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}. Pass attention_mask.bool() "
-            "where 1 "
-            "means that it may be attended."
+            "where 1 means that it may be attended."
         )
     two = attention_mask is not None and attention_mask.ndim == 2
     width = value.shape[3]
@@ -232,15 +272,13 @@ def _mask(
         )
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise ValueError(
-            "attention mask: expected a causal or bidirectional one, got the model's own (packed "
-            "sequences, a "
-            "window, or an overlay). Pass an attention_mask of [batch, length] and one sequence per row."
+            "attention mask: expected a causal or bidirectional one, got the model's own (packed sequences, "
+            "a window, or an overlay). Pass an attention_mask of [batch, length] and one sequence per row."
         )
     if mask_function is causal_mask_function and (kv_offset or int(q_offset) + q_length != kv_length):
         raise ValueError(
-            f"cache: expected as many keys as queries up to {int(q_offset) + q_length}, got {kv_length} "
-            "keys from "
-            f"{kv_offset}, as of a cache of fixed size. Use a DynamicCache."
+            f"cache: expected as many keys as queries up to {int(q_offset) + q_length}, got {kv_length} keys "
+            f"from {kv_offset}, as of a cache of fixed size. Use a DynamicCache."
         )
     mask: torch.Tensor | None = more.get("attention_mask")
     if mask is None:
@@ -248,8 +286,7 @@ def _mask(
     if tuple(mask.shape) != (batch_size, kv_length):
         raise ValueError(
             f"attention_mask: expected shape {(batch_size, kv_length)}, got {tuple(mask.shape)}. Pass one "
-            "value "
-            "per token."
+            "value per token."
         )
     return mask.bool()
 
@@ -257,6 +294,71 @@ def _mask(
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ALIBI_NAME, _mask)
+
+
+def _yes() -> bool:
+    return True
+
+
+def _refuse_weights(asked_for: Any) -> None:
+    if asked_for:
+        raise ValueError(
+            "output_attentions: expected False, got True: sparse attention never stores the weights. Set it "
+            "to False."
+        )
+
+
+class SparseBloomAttention(BloomAttention):
+    """A BloomAttention that attends by its `sparse_attention`; made by `sparsify_attention`, never built.
+
+    It is dense again where the model's configuration names another implementation.
+    ALiBi (Press et al., arXiv 2108.12409) is a bias of [batch, heads, 1, key length].
+    """
+
+    sparse_attention: SparseSelfAttention
+    config: BloomConfig
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        alibi: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """As BloomAttention's; attention_mask is bool [batch, key length] or None.
+
+        Raises ValueError for output_attentions, since the weights are never there.
+        """
+        if self.config._attn_implementation != ALIBI_NAME:
+            kwargs |= {
+                "layer_past": layer_past,
+                "use_cache": use_cache,
+                "output_attentions": output_attentions,
+            }
+            return super().forward(hidden_states, residual, alibi, attention_mask, **kwargs)
+        _refuse_weights(output_attentions)
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        batch, _, length, _ = query.shape
+        two = attention_mask is not None and attention_mask.ndim == 2
+        found = self.sparse_attention(
+            query,
+            key,
+            value,
+            None if two else attention_mask,
+            dropout_p=self.attention_dropout.p if self.training else 0.0,
+            is_causal=True,
+            scale=self.inv_norm_factor,
+            key_padding=attention_mask if two else None,
+            bias=alibi.view(batch, self.num_heads, 1, -1),
+        )
+        output = self.dense(found.transpose(1, 2).reshape(batch, length, self.hidden_size))
+        return dropout_add(output, residual, self.hidden_dropout, self.training), None
 
 
 def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
@@ -278,8 +380,7 @@ def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
     if not owners:
         raise ValueError(
             f"{type(model).__name__}: expected a learnt position embedding, got none. Use it as it is: it "
-            "has no "
-            "fixed length."
+            "has no fixed length."
         )
     for module, _, embedding in owners:
         padding = getattr(embedding, "padding_idx", None)

@@ -1,14 +1,17 @@
-"""The additions of a Hugging Face model besides its engine: marks that its libraries look for, and saving."""
+"""Additions to a sharded Hugging Face model besides its engine: marks for its libraries, other methods."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from zero_ext.activation import checkpoint_activations
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
@@ -36,13 +39,56 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
     bind_methods(model)
 
 
+def checkpoint_by_configuration(model: nn.Module) -> None:
+    """Has the layers of a prepared ``model`` that checkpoint themselves, which ``gradient_checkpointing`` of
+    the training arguments turns on, do it as ``activation_checkpointing`` of its configuration says. Without
+    that section they stay as they are."""
+    if engine_of(model).config.activation_checkpointing == ActivationCheckpointingConfig():
+        return
+    layer: Any  # torch's stubs let modules have tensors and modules alone
+    for layer in model.modules():
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer._gradient_checkpointing_func = checkpoint_activations
+
+
+class BoundMethod:
+    """Stands in for a method of a sharded model: ``body`` gets the model, the method's name and the method.
+    On a copy of the model, which is an ordinary one, it is the method itself."""
+
+    def __init__(
+        self, model: nn.Module | None, name: str, body: Callable[..., Any], sharded: bool = True
+    ) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._name = name
+        self._body = body
+        self._sharded = sharded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundMethod:
+        model = self._model()
+        return BoundMethod(memo.get(id(model), model), self._name, self._body, sharded=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        if model is None:
+            raise zero_ext_bug(f"{self._name} of a deleted model was called")
+        own = getattr(type(model), self._name, None)
+        plain = partial(own, model) if own is not None else getattr(model.base_model, self._name)
+        if self._sharded and is_prepared(model):
+            return self._body(model, self._name, plain, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+
 def bind_methods(model: nn.Module) -> None:
     """Give a sharded ``model`` of transformers or PEFT its ``save_pretrained``, which writes whole weights,
     and its ``resize_token_embeddings``, which is an error that says what to do."""
-    for kind in (_SavePretrained, _ResizeTooLate):
-        method = getattr(type(model), kind.name, getattr(model, kind.name, None))
-        if method is not None and kind.parameter in inspect.signature(method).parameters:
-            setattr(model, kind.name, kind(model))
+    for name, parameter, body in (
+        ("save_pretrained", "is_main_process", _save_full),
+        ("resize_token_embeddings", "new_num_tokens", _refuse_resizing),
+    ):
+        method = getattr(type(model), name, getattr(model, name, None))
+        # By the parameter it is told from others of its name.
+        if method is not None and parameter in inspect.signature(method).parameters:
+            setattr(model, name, BoundMethod(model, name, body))
 
 
 def another_rank_saves(settings: dict[str, Any]) -> bool:
@@ -55,61 +101,21 @@ def another_rank_saves(settings: dict[str, Any]) -> bool:
     return without_values and not settings.get("is_main_process", True)
 
 
-class _BoundToModel(ABC):
-    """A method of a sharded model; on a copy of the model, which is an ordinary one, the class's own."""
-
-    name = ""
-    parameter = ""  # by which the method is told from others of its name
-
-    def __init__(self, model: nn.Module | None, sharded: bool = True) -> None:
-        self._model = weakref.ref(model) if model is not None else lambda: None
-        self._sharded = sharded
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        model = self._model()
-        return type(self)(memo.get(id(model), model), sharded=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        if model is None:
-            raise zero_ext_bug(f"{self.name} of a deleted model was called")
-        if self._sharded and is_prepared(model):
-            return self._call(model, *args, **kwargs)
-        return getattr(type(model), self.name)(model, *args, **kwargs)
-
-    @abstractmethod
-    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the method on a sharded model."""
+def _save_full(model: nn.Module, name: str, plain: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save the whole weights; all ranks call it, rank 0 writes."""
+    if another_rank_saves(kwargs):
+        return None
+    if not args and kwargs.get("state_dict") is None:
+        kwargs = {"is_main_process": engine_of(model).rank == 0, **kwargs}
+        kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
+    return plain(folder, *args, **kwargs)
 
 
-class _SavePretrained(_BoundToModel):
-    """``save_pretrained`` with the whole weights; all ranks call it, rank 0 writes."""
-
-    name = "save_pretrained"
-    parameter = "is_main_process"
-
-    def _call(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if another_rank_saves(kwargs):
-            return None
-        if not args and kwargs.get("state_dict") is None:
-            writes = engine_of(model).rank == 0
-            kwargs = {"is_main_process": writes, **kwargs}
-            kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
-        return getattr(type(model), self.name)(model, save_directory, *args, **kwargs)
-
-
-class _ResizeTooLate(_BoundToModel):
-    """``resize_token_embeddings`` after sharding."""
-
-    name = "resize_token_embeddings"
-    parameter = "new_num_tokens"
-
-    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs:
-            return model.get_input_embeddings()  # type: ignore[operator]
-        raise RuntimeError(
-            f"{type(model).__name__}.resize_token_embeddings(): it would replace parameters of a sharded "
-            "model, "
-            "which the optimizer has. Call it before train() or evaluate(), or save_model(), load the folder "
-            "with from_pretrained, and resize that."
-        )
+def _refuse_resizing(model: Any, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs:
+        return model.get_input_embeddings()
+    raise RuntimeError(
+        f"{type(model).__name__}.resize_token_embeddings(): it would replace parameters of a sharded model, "
+        "which the optimizer has. Call it before train() or evaluate(), or save_model(), load the folder "
+        "with from_pretrained, and resize that."
+    )

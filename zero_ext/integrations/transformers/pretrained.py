@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,11 +84,9 @@ def from_pretrained(
         raise TypeError(
             f"settings: expected none with config=, got {sorted(settings)}. Put them into config."
         )
-    _check_kind(model_class, config, folder)
-    _refuse_quantized(model_class, config, folder)
+    _check_config(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
-    naming = _Naming(model)
-    missing, unexpected = load_into_meta(model, folder, chosen, naming, process_group)
+    missing, unexpected = load_into_meta(model, folder, chosen, partial(_names, model), process_group)
     _report(model, missing, unexpected, folder)
     # What is still to be initialized, or written to by tying, is whole only while it is touched.
     with Init(chosen, process_group=process_group):
@@ -100,8 +99,7 @@ def from_pretrained(
 
 
 def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
-    """Raise ``TypeError`` for what is no class of models, ``ValueError`` for a dtype that weights cannot
-    have."""
+    """Raise ``TypeError`` for what is no class of models, ``ValueError`` for a dtype not of weights."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise TypeError(
             f"model_class: expected a class of transformers, got {show(model_class)}. Pass for example "
@@ -120,8 +118,7 @@ def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> An
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(
             f"{os.fspath(folder)}: expected a config.json, got none. Pass a folder that save_pretrained "
-            "wrote, or "
-            "config=."
+            "wrote, or config=."
         )
     refused = {name: why for name, why in _UNSUPPORTED.items() if settings.get(name) is not None}
     config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
@@ -132,22 +129,31 @@ def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> An
         )
         raise TypeError(
             f"settings: neither {type(config).__name__} nor zero_ext's from_pretrained supports {listed}. "
-            "Leave "
-            "them out."
+            "Leave them out."
         )
     return config
 
 
-def _check_kind(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
-    """Raise ``ValueError`` if the folder holds a model of another class."""
+def _check_config(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError`` if the folder holds a model of another class, or quantized weights."""
     wanted = getattr(model_class, "config_class", None)
     if isinstance(wanted, type) and not isinstance(config, wanted):
         raise ValueError(
             f"{os.fspath(folder)}: expected a model of {wanted.__name__} for {model_class.__name__}, got "
-            f"{config.model_type!r}. Pass the class that its config.json names ({config.architectures}), "
-            "or an "
-            "AutoModel class."
+            f"{config.model_type!r}. Pass the class that its config.json names ({config.architectures}), or "
+            "an AutoModel class."
         )
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    raise ValueError(
+        f"{os.fspath(folder)}: expected plain weights, got quantized ones "
+        f"({getattr(method, 'value', method)}), which only the quantizer's own code reads, not shard by "
+        f"shard. Load it with model = {getattr(model_class, '__name__', model_class)}.from_pretrained(folder)"
+        " on every rank, then zero_ext.integrations.peft shards the bytes (docs/how_to/peft.md, QLoRA), or "
+        "load the weights it was quantized from."
+    )
 
 
 def _skeleton(
@@ -162,49 +168,26 @@ def _skeleton(
     return model
 
 
-def _refuse_quantized(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    name = getattr(method, "value", method)
-    raise ValueError(
-        f"{os.fspath(folder)}: expected plain weights, got quantized ones ({name}), which only the "
-        "quantizer's "
-        "own code reads, not shard by shard. Load it with model = "
-        f"{getattr(model_class, '__name__', model_class)}.from_pretrained(folder) on every rank, then "
-        "zero_ext.integrations.peft shards the bytes (docs/how_to/peft.md, QLoRA), or load the weights it "
-        "was quantized from."
-    )
+def _names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """Return names in the model by names in the files, as ``from_pretrained`` of transformers maps them.
 
-
-class _Naming:
-    """Names in the model by names in the files, as ``from_pretrained`` of transformers maps them."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __call__(self, files: WeightFiles) -> dict[str, str]:
-        """Raise ``ValueError`` if several tensors of the files make up one of the model's."""
-        rules = get_model_conversion_mapping(self._model)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        known = self._model.state_dict()
-        found = {}
-        for key in files.tensors:
-            name, converted = rename_source_key(
-                key, renamings, converters, self._model.base_model_prefix, known
+    Raises ``ValueError`` if several tensors of the files make up one of the model's.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    for key in files.tensors:
+        found[key], converted = rename_source_key(key, renamings, converters, prefix, known)
+        if converted is not None:
+            name = type(model).__name__
+            raise ValueError(
+                f"{name}: {found[key]!r} is built from {key!r} and others, so it cannot be read shard by "
+                f"shard. Load it inside zero_ext.Init(config) with {name}.from_pretrained(folder), which "
+                "needs memory for full tensors."
             )
-            if converted is not None:
-                raise ValueError(
-                    f"{type(self._model).__name__}: {name!r} is built from {key!r} and others, so it "
-                    "cannot be "
-                    "read shard by shard. Load it inside zero_ext.Init(config) with "
-                    f"{type(self._model).__name__}.from_pretrained(folder), which needs memory for full "
-                    "tensors."
-                )
-            found[key] = name
-        return found
+    return found
 
 
 def _report(model: Any, missing: list[str], unexpected: list[str], folder: str | os.PathLike[str]) -> None:
@@ -236,6 +219,11 @@ class _ResizeShards:
         self._model = weakref.ref(model)
         self._config = config
         self._group = process_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ResizeShards:
+        """Return that of the model's copy, which is resized by itself."""
+        model: Any = self._model()
+        return _ResizeShards(memo.get(id(model), model), self._config, self._group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()

@@ -30,8 +30,10 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     sub_configs = [name for name in config.sub_configs if getattr(config, name, None) is not None]
     problem: str | None = None
     if not attentions or not model._can_set_attn_implementation():
-        problem = "expected attention from transformers' registry, got its own. Use zero_ext.parallel."
-        problem += "sequence_attention in it."
+        problem = (
+            "expected attention from transformers' registry, got its own. Use "
+            "zero_ext.parallel.sequence_attention in it."
+        )
     elif any(hasattr(module, "sequence_exchange") for module in attentions):
         problem = "its sequences are sharded already. Call apply_sequence_parallel once."
     elif getattr(config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
@@ -40,15 +42,16 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = f"it has several configurations ({', '.join(sub_configs)}). Pass its language model alone."
     elif kinds - _LAYERS:
         problem = f"layers: expected {sorted(_LAYERS)}, got {min(kinds - _LAYERS)!r}. Use a model with those."
-    elif not (model.can_generate() or model.base_model is model or _is_masked(model)) or _looks_around(model):
+    elif (
+        not (model.can_generate() or model.base_model is model or _is_masked(model))
+        or getattr(model, "pooler", None) is not None
+        or hasattr(model, "multiple_choice_head")
+    ):
         problem = "its head may look at several tokens. Pass its base model, without a pooler."
     elif getattr(config, "output_router_logits", False):
         problem = "output_router_logits: its loss needs the tokens of all ranks. Set it to False."
-    elif _by_length(config):
-        problem = (
-            f"its rotary embeddings of type {_by_length(config)!r} depend on the full length. Use another "
-            "type."
-        )
+    elif kind := _by_length(config):
+        problem = f"its rotary embeddings of type {kind!r} depend on the full length. Use another type."
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         problem = "expected position_ids in forward, got none. Use a model that takes them."
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
@@ -65,10 +68,6 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     if problem:
         raise ValueError(f"{type(model).__name__}: {problem}")
-
-
-def _looks_around(model: Any) -> bool:
-    return getattr(model, "pooler", None) is not None or hasattr(model, "multiple_choice_head")
 
 
 def _by_length(config: Any) -> str:
@@ -216,16 +215,14 @@ def _attend(
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is None:
         raise RuntimeError(
-            f"{type(module).__name__}: its attention exchanges sequences between ranks, but it has no "
-            "mesh. Call "
-            "apply_sequence_parallel(model, mesh)."
+            f"{type(module).__name__}: its attention exchanges sequences between ranks, but it has no mesh. "
+            "Call apply_sequence_parallel(model, mesh)."
         )
     for name in _OF_HEADS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__}: {name} covers heads of other ranks, so it is not supported. Use "
-                "a model "
-                "without it."
+                f"{type(module).__name__}: {name} covers heads of other ranks, so it is not supported. Use a "
+                "model without it."
             )
     kwargs.pop("position_ids", None)  # of a part, where flash attention looks for packed sequences
     full = exchange.enter(query, key, value)

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
+from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
 from zero_ext.config import ZeroConfig
 from zero_ext.integrations.prepare_with_features import prepare
-from zero_ext.integrations.transformers.gradient_checkpointing import checkpoint_by_configuration
-from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
+from zero_ext.integrations.transformers.model_patches import (
+    checkpoint_by_configuration,
+    is_prepared,
+    mark_prepared,
+)
 from zero_ext.integrations.transformers.trainer_checkpoints import (
+    STATE_FOLDER,
     check_resume,
     last_complete_checkpoint,
-    load_best,
-    resume_training,
-    save_training,
 )
 from zero_ext.integrations.transformers.trainer_config import (
     ConfigSource,
-    refuse_duplicates,
-    resolve_settings,
-)
-from zero_ext.integrations.transformers.unsupported_args import (
     refuse_adapters,
     refuse_arguments,
+    refuse_duplicates,
     refuse_tokenizer,
+    resolve_settings,
 )
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.api.engine_lookup import engine_of
@@ -95,6 +97,11 @@ class ZeroTrainerMixin(_Base):
         refuse_adapters(self)
 
     @property
+    def _includes_frozen(self) -> bool:
+        """True if checkpoints hold the parameters that nothing trains."""
+        return True
+
+    @property
     def zero_config(self) -> ZeroConfig:
         """The configuration in force, completed from TrainingArguments."""
         return self._zero_settings
@@ -124,46 +131,44 @@ class ZeroTrainerMixin(_Base):
     def _shard_for_training(self) -> None:
         if is_prepared(self.model):
             self._check_own_optimizer()
-            mark_prepared(self.model, self.optimizer)
-            self._use_loss_scale()
-            return
-        made = self.create_optimizer()
-        if self._zero_settings.scheduler is not None and self.lr_scheduler is None:
-            check_scheduler(self._zero_settings.scheduler, made)
-        _, self.optimizer = prepare(
-            self.model, made, self._zero_settings, wrap=False, device=self.args.device
-        )
-        checkpoint_by_configuration(self.model)
+        else:
+            made = self.create_optimizer()
+            if self._zero_settings.scheduler is not None and self.lr_scheduler is None:
+                check_scheduler(self._zero_settings.scheduler, made)
+            self.optimizer = self._prepare(self.model, made)
+            checkpoint_by_configuration(self.model)
         mark_prepared(self.model, self.optimizer)
-        self._use_loss_scale()
+        if self._engine.optimizer_step.scales_loss:
+            self.accelerator.scaler = _LossScale(self._engine)
+        self._finish_sharding()
+
+    def _finish_sharding(self) -> None:
+        """Do nothing: for subclasses, before each training and evaluation."""
+
+    def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
+        return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
 
     def _check_own_optimizer(self) -> None:
         name = type(self.model).__name__
         if self._engine.optimizer_step.stepper is None:
             raise RuntimeError(
                 f"{name}: it was sharded for evaluation, without an optimizer, by a trainer without "
-                "train_dataset. "
-                "Pass train_dataset before the first evaluate()."
+                "train_dataset. Pass train_dataset before the first evaluate()."
             )
         if not isinstance(self.optimizer, ZeroOptimizer) or self.optimizer.engine is not self._engine:
             raise RuntimeError(
                 f"{name}: it was sharded by another trainer or zero_ext.prepare, and this trainer does not "
-                "have "
-                "its optimizer. Use that trainer, or pass optimizers=(the prepared one, None)."
+                "have its optimizer. Use that trainer, or pass optimizers=(the prepared one, None)."
             )
 
     def _shard_for_evaluation(self) -> None:
-        if is_prepared(self.model):
-            return
-        if self.train_dataset is not None:
-            self._shard_for_training()
-            return
-        prepare(self.model, None, self._zero_settings, wrap=False, device=self.args.device)
-        mark_prepared(self.model, None)
-
-    def _use_loss_scale(self) -> None:
-        if self._engine.optimizer_step.scales_loss:
-            self.accelerator.scaler = _LossScale(self._engine)
+        if not is_prepared(self.model):
+            if self.train_dataset is not None:
+                self._shard_for_training()
+                return
+            self._prepare(self.model, None)
+            mark_prepared(self.model, None)
+        self._finish_sharding()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer: the one given, else that of `zero_config`, else that of TrainingArguments.
@@ -256,7 +261,14 @@ class ZeroTrainerMixin(_Base):
         self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_training(output_dir, self.model, self.lr_scheduler, self.state.global_step)
+        save_checkpoint(
+            Path(output_dir) / STATE_FOLDER,
+            self.model,
+            step=self.state.global_step,
+            scheduler=self.lr_scheduler,
+            async_save=False,
+            include_frozen=self._includes_frozen,
+        )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Save nothing: the loss scale goes with the optimizer."""
@@ -283,16 +295,34 @@ class ZeroTrainerMixin(_Base):
         check_resume(resume_from_checkpoint, self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            resume_training(checkpoint, self.model, self.lr_scheduler)
+        if checkpoint is None:
+            return
+        if not self._load_state(checkpoint, self.lr_scheduler):
+            logger.warning("%s holds weights only: optimizer and schedule start anew", checkpoint)
+
+    def _load_state(self, folder: str, scheduler: Any = None) -> bool:
+        """Load a checkpoint; return whether it has more than weights, unlike one of ``save_only_model``."""
+        state = Path(folder) / STATE_FOLDER
+        if not state.is_dir():
+            self._load_weights(folder)
+            return False
+        load_checkpoint(state, self.model, scheduler=scheduler, include_frozen=self._includes_frozen)
+        return True
+
+    def _load_weights(self, folder: str) -> None:
+        load_safetensors(self.model, folder, strict=False)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load nothing: the loss scale comes with the optimizer."""
 
     def _load_best_model(self) -> None:
-        folder = self.state.best_model_checkpoint
+        folder = str(self.state.best_model_checkpoint)
         logger.info("loading the best model from %s (%s)", folder, self.state.best_metric)
-        load_best(str(folder), self.model)
+        random = torch.get_rng_state()  # which go on as they were
+        try:
+            self._load_state(folder)
+        finally:
+            torch.set_rng_state(random)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -1,14 +1,18 @@
-"""The configuration of a Trainer: ``zero_config``, completed by and compared with TrainingArguments."""
+"""The arguments of a Trainer: ``zero_config``, completed by and compared with TrainingArguments, and what a
+sharded Trainer cannot serve."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import TrainingArguments
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from zero_ext.config import (
     ConfigError,
@@ -18,24 +22,32 @@ from zero_ext.config import (
     load_config,
     load_deepspeed_config,
 )
+from zero_ext.config.deepspeed.key_registry import KEYS
 from zero_ext.config.schema.config_errors import Problem, show
 from zero_ext.config.schema.json_file import read_json_object
-from zero_ext.integrations.transformers.config_format import AUTO, flat, is_deepspeed
+from zero_ext.integrations.prepare_with_features import written_value
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
+AUTO = "auto"
+_NATIVE = frozenset(ZeroConfig.model_fields)
+_DEEPSPEED = frozenset(path.partition(".")[0] for path in KEYS)
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(NamedTuple):
     """A setting that both sides have: its key paths, the argument's name, and what the arguments say."""
 
     native: str
     deepspeed: str
     argument: str
     value: Any
+
+    @property
+    def key(self) -> str:
+        """The last key of its path."""
+        return self.native.rpartition(".")[2]
 
 
 def resolve_settings(
@@ -53,7 +65,7 @@ def resolve_settings(
     """
     shared = [*_always(args), *_optimizer(args), *_scheduler(args, steps)]
     values = _read(source)
-    if values is not None and is_deepspeed(values):
+    if values is not None and _is_deepspeed(values):
         config, notes = _from_deepspeed(source, values, args, shared)
     else:
         config, notes = _from_native(source, args, shared), ()
@@ -63,61 +75,90 @@ def resolve_settings(
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
-    """Return the configuration without TrainingArguments: what DeepSpeed's JSON calls "auto" takes some
-    value.
+    """Return the configuration without TrainingArguments: "auto" of DeepSpeed's JSON becomes some value.
 
     Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
     """
     values = _read(source)
-    if values is None or not is_deepspeed(values):
+    if values is None or not _is_deepspeed(values):
         return load_config(source)
-    unsettled = {path: 1 for path, value in flat(values) if value == AUTO}
-    flags = {path: False for path in unsettled if path.endswith(".enabled")}
-    betas = {path: [0.9, 0.999] for path in unsettled if path.endswith(".betas")}
-    known = {path for path in unsettled if not path.startswith("zero_optimization.")}
-    resolve = {path: value for path, value in {**unsettled, **flags, **betas}.items() if path in known}
+    resolve: dict[str, object] = {}
+    for path, value in _flat(values):
+        if value == AUTO and not path.startswith("zero_optimization."):
+            betas = [0.9, 0.999] if path.endswith(".betas") else 1
+            resolve[path] = False if path.endswith(".enabled") else betas
     return load_deepspeed_config(values, resolve).config
 
 
 def _always(args: TrainingArguments) -> list[_Shared]:
     """Return what every Trainer has: batch sizes and clipping."""
     micro, steps = args.train_batch_size, args.gradient_accumulation_steps
-    total = micro * steps * args.world_size
-    words = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
-    return [
-        _Shared(
-            "batch.micro_batch_size", "train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro
-        ),
-        _Shared(
-            "batch.gradient_accumulation_steps",
-            "gradient_accumulation_steps",
-            "gradient_accumulation_steps",
-            steps,
-        ),
-        _Shared("batch.train_batch_size", "train_batch_size", words, total),
-        _Shared("gradient_clipping", "gradient_clipping", "max_grad_norm", float(args.max_grad_norm or 0.0)),
-    ]
+    accumulation = "gradient_accumulation_steps"
+    total = f"per_device_train_batch_size x {accumulation} x ranks"
+    rows = (
+        ("batch.micro_batch_size", "train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
+        (f"batch.{accumulation}", accumulation, accumulation, steps),
+        ("batch.train_batch_size", "train_batch_size", total, micro * steps * args.world_size),
+        ("gradient_clipping", "gradient_clipping", "max_grad_norm", float(args.max_grad_norm or 0.0)),
+    )
+    return [_Shared(*row) for row in rows]
 
 
 def _optimizer(args: TrainingArguments) -> list[_Shared]:
-    found = {
-        "lr": ("learning_rate", args.learning_rate),
-        "betas": ("adam_beta1 and adam_beta2", [args.adam_beta1, args.adam_beta2]),
-        "eps": ("adam_epsilon", args.adam_epsilon),
-        "weight_decay": ("weight_decay", args.weight_decay),
-    }
-    return [_Shared(path := f"optimizer.params.{key}", path, *pair) for key, pair in found.items()]
+    return _params_of(
+        "optimizer",
+        lr=("learning_rate", args.learning_rate),
+        betas=("adam_beta1 and adam_beta2", [args.adam_beta1, args.adam_beta2]),
+        eps=("adam_epsilon", args.adam_epsilon),
+        weight_decay=("weight_decay", args.weight_decay),
+    )
 
 
 def _scheduler(args: TrainingArguments, steps: int | None) -> list[_Shared]:
-    warm_up = args.get_warmup_steps(steps) if steps is not None else None
-    found = {
-        "warmup_min_lr": ("(not an argument)", 0.0),
-        "warmup_max_lr": ("learning_rate", args.learning_rate),
-        "warmup_num_steps": ("warmup_steps", warm_up),
-        "total_num_steps": ("the number of training steps", steps),
-    }
-    return [_Shared(path := f"scheduler.params.{key}", path, *pair) for key, pair in found.items()]
+    return _params_of(
+        "scheduler",
+        warmup_min_lr=("(not an argument)", 0.0),
+        warmup_max_lr=("learning_rate", args.learning_rate),
+        warmup_num_steps=("warmup_steps", None if steps is None else args.get_warmup_steps(steps)),
+        total_num_steps=("the number of training steps", steps),
+    )
+
+
+def _params_of(section: str, **params: tuple[str, Any]) -> list[_Shared]:
+    return [_Shared(path := f"{section}.params.{key}", path, *pair) for key, pair in params.items()]
+
+
+def _is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Return whether this is DeepSpeed's JSON: it has top-level keys that are DeepSpeed's alone, or says
+    "auto" and has none that is zero_ext's alone.
+
+    Raises ConfigError for keys of both formats, and for "auto" where only zero_ext's are.
+    """
+    native = sorted(key for key in values if key in _NATIVE and key not in _DEEPSPEED)
+    foreign = sorted(key for key in values if key in _DEEPSPEED and key not in _NATIVE)
+    if native and foreign:
+        text = (
+            f"is DeepSpeed's key, and {native[0]!r} in the same configuration is zero_ext's. Write all keys "
+            "in one of the two formats (docs/how_to/transformers.md has them side by side)."
+        )
+        raise ConfigError([Problem(key, text) for key in foreign], "zero_config")
+    automatic = [path for path, value in _flat(values) if value == AUTO]
+    if native and automatic:
+        text = (
+            "expected a value, got 'auto', which only DeepSpeed's JSON may have. Leave the key out to take "
+            "TrainingArguments' value or the default."
+        )
+        raise ConfigError([Problem(path, text) for path in automatic], "zero_config")
+    return bool(foreign or automatic)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by key path."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _read(source: ConfigSource) -> dict[str, Any] | None:
@@ -129,15 +170,14 @@ def _read(source: ConfigSource) -> dict[str, Any] | None:
 
 def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Shared]) -> ZeroConfig:
     config = load_config(source)
-    problems = [_contradiction(each, each.native, _said(config, each.native)) for each in shared]
-    wanted = _wanted_dtype(args)
-    seen = _said(config, "precision.dtype")
+    problems = [_contradiction(each, each.native, written_value(config, each.native)) for each in shared]
+    wanted, seen = _wanted_dtype(args), written_value(config, "precision.dtype")
     if wanted is not None and seen is not None and seen != wanted:
         problems.append(_disagree("precision.dtype", seen, wanted, True))
-    _refuse([problem for problem in problems if problem is not None])
+    _refuse(problems)
     *batch, clipping = _always(args)
     changes: dict[str, Any] = {
-        "batch": config.batch.replace(**{each.native.rpartition(".")[2]: each.value for each in batch}),
+        "batch": config.batch.replace(**{each.key: each.value for each in batch}),
         "gradient_clipping": clipping.value,
     }
     if wanted is not None:
@@ -147,50 +187,31 @@ def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Sh
     return config.replace(**changes)
 
 
-def _said(config: ZeroConfig, path: str) -> Any:
-    """Return the value at a key path if whoever wrote the configuration gave one, else None."""
-    found: Any = config
-    for name in path.split("."):
-        if isinstance(found, Mapping):
-            found = found.get(name)
-        elif found is None or name not in found.model_fields_set:
-            return None
-        else:
-            found = getattr(found, name)
-    return found
-
-
 def _completed(policy: OptimizerConfig, args: TrainingArguments) -> OptimizerConfig:
-    params = dict(policy.params)
-    names = ["lr"]
-    if policy.type.lower() in _ADAMS:
-        names += ["betas", "eps", "weight_decay"]
-    for each in _optimizer(args):
-        name = each.native.rpartition(".")[2]
-        if name in names:
-            params.setdefault(name, each.value)
-    return policy.replace(params=params)
+    adam = policy.type.lower() in _ADAMS
+    params = {each.key: each.value for each in _optimizer(args) if adam or each.key == "lr"}
+    return policy.replace(params={**params, **policy.params})
 
 
 def _from_deepspeed(
     source: ConfigSource, values: dict[str, Any], args: TrainingArguments, shared: list[_Shared]
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
     values = copy.deepcopy(values)
-    written = {path.replace("bfloat16.", "bf16."): value for path, value in flat(values)}
+    written = {path.replace("bfloat16.", "bf16."): value for path, value in _flat(values)}
     problems = [_contradiction(each, each.deepspeed, written.get(each.deepspeed)) for each in shared]
     wanted = _wanted_dtype(args)
     for dtype, other in (("fp16", "bf16"), ("bf16", "fp16")):
         said = written.get(f"{dtype}.enabled")
         if (said is False and wanted == dtype) or (said is True and wanted == other):
             problems.append(_disagree(f"{dtype}.enabled", said, wanted, True))
-    _refuse([problem for problem in problems if problem is not None])
+    _refuse(problems)
     for each in _always(args):
         values.setdefault(each.deepspeed, AUTO)
     if wanted is not None and f"{wanted}.enabled" not in written:
         values[wanted] = {**values.get(wanted, {}), "enabled": True}
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and str(optimizer.get("type", "")).lower() in _ADAMS:
-        params = {each.deepspeed.rpartition(".")[2]: AUTO for each in _optimizer(args)}
+        params = {each.key: AUTO for each in _optimizer(args)}
         values["optimizer"] = {**optimizer, "params": {**params, **optimizer.get("params", {})}}
     resolve = {each.deepspeed: each.value for each in shared if each.value is not None}
     # The number of steps may be unknown as yet: any will do to check the rest.
@@ -227,14 +248,14 @@ def _disagree(path: str, seen: Any, argument: str, value: Any) -> Problem:
     return Problem(
         path,
         f"zero_config has {show(seen)}, TrainingArguments has {argument} = {show(value)}. Make them agree, "
-        "or "
-        "leave the key out of zero_config to take the argument's value.",
+        "or leave the key out of zero_config to take the argument's value.",
     )
 
 
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems, _SOURCE)
+def _refuse(problems: Iterable[Problem | None], source: str = _SOURCE) -> None:
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise ConfigError(found, source)
 
 
 def _refuse_savers(config: ZeroConfig) -> None:
@@ -251,34 +272,111 @@ def _refuse_savers(config: ZeroConfig) -> None:
 def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
     """Refuse an optimizer or a schedule that both sides name. Defaults of the arguments name none."""
     problems = []
-    optim, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
-    schedule = str(getattr(schedule, "value", schedule))
-    if config.optimizer is not None:
-        adam = optim.startswith("adamw") and config.optimizer.type.lower() in _ADAMS
-        if optim != _default_of(args, "optim") and not adam:
-            problems.append(_disagree("optimizer.type", config.optimizer.type, "optim", optim))
-    if config.scheduler is not None and schedule != _default_of(args, "lr_scheduler_type"):
-        problems.append(_disagree("scheduler.type", config.scheduler.type, "lr_scheduler_type", schedule))
+    for section, policy, name in (
+        ("optimizer", config.optimizer, "optim"),
+        ("scheduler", config.scheduler, "lr_scheduler_type"),
+    ):
+        default = type(args).__dataclass_fields__[name].default
+        chosen, default = (str(getattr(each, "value", each)) for each in (getattr(args, name), default))
+        if policy is None or chosen == default:
+            continue
+        if name != "optim" or not (chosen.startswith("adamw") and policy.type.lower() in _ADAMS):
+            problems.append(_disagree(f"{section}.type", policy.type, name, chosen))
     _refuse(problems)
 
 
 def refuse_duplicates(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
-    """Raise ``ConfigError`` for an optimizer or a scheduler that was passed in addition to one of
-    ``config``.
-    """
+    """Raise ``ConfigError`` for an optimizer or a scheduler that was passed besides one of ``config``."""
     problems = []
-    for section, policy, value in (
-        ("optimizer", config.optimizer, optimizer),
-        ("scheduler", config.scheduler, scheduler),
-    ):
+    for section, value in (("optimizer", optimizer), ("scheduler", scheduler)):
+        policy = getattr(config, section)
         if policy is not None and value is not None:
             kind = value[0] if isinstance(value, tuple) else type(value)  # optimizer_cls_and_kwargs
             why = f"the trainer was given {kind.__name__}. Leave the section or the argument out."
             problems.append(Problem(f"{section}.type", f"zero_config has {show(policy.type)}, {why}"))
-    if problems:
-        raise ConfigError(problems, "zero_config and the trainer's arguments")
+    _refuse(problems, "zero_config and the trainer's arguments")
 
 
-def _default_of(args: TrainingArguments, name: str) -> str:
-    default = type(args).__dataclass_fields__[name].default
-    return str(getattr(default, "value", default))
+def refuse_arguments(trainer: Any) -> None:
+    """Raise ``ValueError`` that lists all arguments of ``trainer`` that contradict a sharded model."""
+    args = trainer.args
+    full_eval = "fp16_full_eval" if args.fp16_full_eval else "bf16_full_eval"
+    cases = (
+        (
+            trainer.is_deepspeed_enabled,
+            "TrainingArguments(deepspeed=...) starts DeepSpeed itself. Pass its JSON as zero_config=.",
+        ),
+        (
+            trainer.is_fsdp_enabled or bool(args.fsdp),
+            "TrainingArguments(fsdp=...) shards with FSDP. Remove it: zero_config shards the model.",
+        ),
+        (
+            args.torch_compile,
+            "torch_compile compiles the whole model around its hooks. Compile the blocks before making the "
+            "trainer: for block in model.model.layers: block.compile().",
+        ),
+        (
+            args.fp16_full_eval or args.bf16_full_eval,
+            f"{full_eval} would convert sharded parameters, which are evaluated in the precision they train "
+            f"in. Set {full_eval[:4]}=True, or precision.dtype in zero_config.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size tries again after the model was sharded. Set per_device_train_batch_size.",
+        ),
+        (
+            args.n_gpu > 1,
+            f"one process drives {args.n_gpu} GPUs with DataParallel. Start one process per GPU: torchrun "
+            "--nproc-per-node gpu.",
+        ),
+        (getattr(trainer, "is_model_parallel", False), "the model is spread by device_map. Load it without."),
+    )
+    found = [why for refused, why in cases if refused]
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != args.world_size:
+        found.append(
+            f"{ranks} ranks were started, and TrainingArguments has {args.world_size}. On a machine without "
+            "accelerator pass use_cpu=True, and let torchrun (RANK, WORLD_SIZE, LOCAL_RANK) start the ranks "
+            f"(accelerator here: {torch.cuda.is_available()})."
+        )
+    if found:
+        raise ValueError(f"ZeroTrainer: unsupported arguments: {' '.join(found)} Change them.")
+
+
+def refuse_adapters(trainer: Any) -> None:
+    """Raise ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer without support for
+    them would hold the whole base model and miss ``modules_to_save``.
+    """
+    from_peft = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if from_peft is not None and isinstance(trainer.model, from_peft):
+        raise ValueError(
+            f"{type(trainer).__name__}: expected a model without adapters, got "
+            f"{type(trainer.model).__name__}. Use ZeroPeftTrainer, or put ZeroPeftTrainerMixin before your "
+            "trainer's class, both from zero_ext.integrations.peft."
+        )
+    if getattr(trainer.model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{type(trainer.model).__name__}: its adapters come from add_adapter or load_adapter. Make "
+            "them with "
+            "peft.get_peft_model(model, config), and use ZeroPeftTrainer from zero_ext.integrations.peft."
+        )
+
+
+def refuse_tokenizer(model: Any, processing_class: Any) -> None:
+    """Raise ``ValueError`` if the tokenizer has tokens without an embedding in ``model``."""
+    embeddings = getattr(model, "get_input_embeddings", None)
+    if embeddings is None or not isinstance(processing_class, PreTrainedTokenizerBase):
+        return
+    try:
+        weight = getattr(embeddings(), "weight", None)
+    except NotImplementedError:
+        return
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return
+    tokens, rows = len(processing_class), weight.shape[0]
+    if tokens > rows:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens, the model embeds {rows}: token numbers from {rows} on would "
+            f"be out of range. Call model.resize_token_embeddings({tokens}) before making the trainer, or "
+            "give the tokenizer that belongs to the model."
+        )

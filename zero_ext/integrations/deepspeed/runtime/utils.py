@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist
+from zero_ext.monitor.process_memory import resident_bytes
+from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
 from zero_ext.monitor.sources.process_memory import resident_bytes
 from zero_ext.parallel.pipeline.stage_module import split_stages
 

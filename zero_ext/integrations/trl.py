@@ -1,14 +1,21 @@
-"""TRL's SFTTrainer and DPOTrainer with ZeRO, with or without adapters."""
+"""TRL's trainers on sharded models, with or without adapters: fine-tuning and preference optimization."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trl import DPOTrainer, SFTTrainer
+try:
+    from trl import DPOTrainer, SFTTrainer
+except ImportError as error:
+    raise ImportError(
+        f"zero_ext.integrations.trl: the package '{error.name}' is not installed. Install it with "
+        "pip install 'zero_ext[integrations]' or pip install trl peft."
+    ) from error
 
-from zero_ext.integrations.peft.peft_trainer import ZeroPeftTrainerMixin
-from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.peft import ZeroPeftTrainerMixin
 from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
+
+__all__ = ["ZeroDPOTrainer", "ZeroSFTTrainer"]
 
 
 class ZeroSFTTrainer(ZeroPeftTrainerMixin, SFTTrainer):
@@ -38,19 +45,11 @@ class ZeroDPOTrainer(ZeroPeftTrainerMixin, DPOTrainer):
         if self.args.sync_ref_model:
             raise ValueError(
                 "sync_ref_model: expected False, got True: it writes to the full reference model in place, "
-                "and "
-                "each rank has only shards. Leave it False."
+                "and each rank has only shards. Leave it False."
             )
 
-    def _shard_for_training(self) -> None:
-        super()._shard_for_training()
-        self._shard_reference()
-
-    def _shard_for_evaluation(self) -> None:
-        super()._shard_for_evaluation()
-        self._shard_reference()
-
-    def _shard_reference(self) -> None:
+    def _finish_sharding(self) -> None:
+        super()._finish_sharding()
         if self.ref_model is not None and not is_prepared(self.ref_model):
-            prepare(self.ref_model, None, self._zero_settings, wrap=False, device=self.args.device)
+            self._prepare(self.ref_model, None)
             mark_prepared(self.ref_model, None)

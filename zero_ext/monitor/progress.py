@@ -1,18 +1,22 @@
-"""A progress line: step, loss, tokens per second, memory, time left."""
+"""Lines for people on stderr: a progress line that moves, and a line every few steps."""
 
 from __future__ import annotations
 
-from collections import deque
-from types import TracebackType
+import sys
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
-from zero_ext.monitor.sources.process_memory import resident_bytes
+from zero_ext.monitor.process_memory import resident_bytes
+from zero_ext.monitor.sources import Source
 
 _STEPS_AVERAGED = 10
 _LINES_WITHOUT_TERMINAL = 10
+# Groups of values that a line of `StepLog` shows, with unit and factor.
+_SHOWN = {"time": (" s", 1.0), "wait": (" s", 1.0), "memory": (" GiB", 2.0**-30), "flops": ("", 1.0)}
 
 
 def on_a_terminal() -> bool:
@@ -59,7 +63,7 @@ class ProgressLine:
         self._title = title
         self._console = console or Console(stderr=True)
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
-        self._events = 0
+        self._is_set_up = False
         self._loss: float | None = None
         self._progress = Progress(
             TextColumn(title),
@@ -87,25 +91,19 @@ class ProgressLine:
         Args:
             event: any event of an engine.
         """
-        if isinstance(event, DeviceStepEnd) and event.loss is not None:
+        if isinstance(event, DeviceStepEnd | StepEnd) and event.loss is not None:
             self._loss = event.loss
         if not isinstance(event, StepEnd):
             return
-        if self._events:
+        if self._is_set_up:
             self._seconds.append(event.seconds)
-        self._events += 1
-        if event.loss is not None:
-            self._loss = event.loss
+        self._is_set_up = True
         facts = self._facts(event)
         self._progress.update(self._task, completed=event.step, facts=facts)
         every = max(1, self._steps // _LINES_WITHOUT_TERMINAL)
         if not self._console.is_terminal and (event.step % every == 0 or event.step == self._steps):
-            self._console.print(
-                f"{self._title} {event.step}/{self._steps}  {facts}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            line = f"{self._title} {event.step}/{self._steps}  {facts}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop updating; the line stays as it is."""
@@ -114,9 +112,7 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _facts(self, event: StepEnd) -> str:
@@ -131,3 +127,64 @@ class ProgressLine:
         if event.skipped:
             facts.append(f"skipped for overflow, scale {event.loss_scale:g}")
         return "  ".join(facts)
+
+
+class StepLog:
+    """Print a line to stderr every few steps.
+
+    A subscriber. A line has step, loss, rates, gradient norm, loss scale and time, and of that step what
+    `sources` say of times and memory. Loss and norm of an accelerator are those of an earlier step, as a rule
+    the one before, and say so.
+
+    Args:
+        steps: steps from line to line.
+        sources: get the events before this does.
+    """
+
+    def __init__(self, steps: int, sources: Sequence[Source] = ()) -> None:
+        self._steps = steps
+        self._sources = tuple(sources)
+        self._seconds = 0.0
+        self._skipped = 0
+        self._device_end: DeviceStepEnd | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Print a line if a step ends that is due.
+
+        Args:
+            event: any event of an engine.
+        """
+        if isinstance(event, DeviceStepEnd):
+            self._device_end = event
+        if not isinstance(event, StepEnd):
+            return
+        self._seconds += event.seconds
+        self._skipped += event.skipped
+        if event.step % self._steps:
+            return
+        facts = [f"step {event.step}", *self._late("loss", "loss", event)]
+        facts.append("lr " + ", ".join(f"{lr:.4g}" for lr in event.lr))
+        facts += self._late("gradient norm", "grad_norm", event)
+        if event.loss_scale != 1.0:
+            facts.append(f"loss scale {event.loss_scale:g}, {self._skipped} skipped")
+        facts.append(f"{self._seconds / self._steps:.3g} s a step")
+        facts += self._groups(event)
+        print(" | ".join(facts), file=sys.stderr, flush=True)
+        self._seconds, self._skipped = 0.0, 0
+
+    def _late(self, label: str, name: str, event: StepEnd) -> list[str]:
+        """Return a number of the step that ``event`` reports, or of the last one that the device ended."""
+        value, step, ended = getattr(event, name), "", self._device_end
+        if value is None and ended is not None and ended.step > event.step - self._steps:
+            value, step = getattr(ended, name), f" of step {ended.step}"
+        return [] if value is None else [f"{label}{step} {value:.4g}"]
+
+    def _groups(self, event: StepEnd) -> list[str]:
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for source in self._sources:
+            for name, value in source.values(event).items():
+                group, _, what = name.partition("/")
+                if group in _SHOWN and value and not isinstance(value, tuple):
+                    unit, factor = _SHOWN[group]
+                    found[group].append(f"{what} {value * factor:.3g}{unit}")
+        return [f"{group}: {', '.join(values)}" for group, values in found.items()]

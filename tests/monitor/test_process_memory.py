@@ -1,14 +1,17 @@
-"""Caps on the memory of a child process: what they refuse, and where control groups are made."""
+"""The memory of processes: what one holds, and caps on that of a child."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from zero_ext.monitor.memory_cap import Cgroup, DataLimit, MemoryCap, candidates, capped
+from zero_ext.monitor import MemoryCap, capped, resident_bytes
+from zero_ext.monitor.process_memory import Cgroup, DataLimit, candidates
 
 MIB = 2**20
 
@@ -45,3 +48,11 @@ def test_a_folder_that_is_no_control_group_is_refused(tmp_path: Path, version: i
     with pytest.raises(OSError):
         Cgroup(tmp_path / "group", MIB, version)
     assert not list(tmp_path.iterdir())
+
+
+def test_resident_bytes_sees_what_is_touched() -> None:
+    gc.collect()  # or what earlier tests left goes meanwhile
+    before = resident_bytes()
+    block = torch.ones(256 * 2**20, dtype=torch.uint8)
+    assert 236 * 2**20 < resident_bytes() - before < 276 * 2**20
+    assert block.sum() == block.numel()

@@ -1,4 +1,4 @@
-"""A cap on the memory of a child process: a memory cgroup where one may be made, else RLIMIT_DATA."""
+"""The memory of processes: what one holds, what its files take, and a cap on that of a child process."""
 
 from __future__ import annotations
 
@@ -6,31 +6,59 @@ import contextlib
 import os
 import resource
 import secrets
+import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 CGROUPS = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0
 
 
-class MemoryCap(Protocol):
-    """Hold a process and its children to `nbytes` of memory."""
+def resident_bytes() -> int:
+    """Return the resident set size of this process.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes it allows."""
+    Returns:
+        Bytes; on systems that do not report it, the largest size so far.
+    """
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
-    @property
-    def name(self) -> str:
-        """The mechanism that enforces it."""
 
-    @property
-    def watched(self) -> str:
-        """The memory that it counts: "resident" of all processes, or private writable "data" of each."""
+def file_bytes(folder: Path) -> int:
+    """Return the bytes that files below `folder` take on their device, also while files come and go.
 
+    Args:
+        folder: the folder.
+
+    Returns:
+        Bytes.
+    """
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            total += path.stat().st_blocks * 512
+    return total
+
+
+class MemoryCap(ABC):
+    """Hold a process and its children to `nbytes` of memory.
+
+    Attributes:
+        nbytes: bytes it allows.
+        name: the mechanism that enforces it.
+        watched: the memory that it counts: "resident" of all processes, or private writable "data" of each.
+    """
+
+    nbytes: int
+    name: str
+    watched: str
+
+    @abstractmethod
     def enter(self) -> None:
         """Put the calling process under the cap."""
 
@@ -40,30 +68,29 @@ class MemoryCap(Protocol):
         Returns:
             Their number; None where the kernel does not report it.
         """
+        return 0
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Remove the cap, after the last process under it has ended."""
 
 
-@dataclass(frozen=True)
-class DataLimit:
-    """RLIMIT_DATA: private writable memory that the process has mapped, touched or not."""
+class DataLimit(MemoryCap):
+    """RLIMIT_DATA: private writable memory that the process has mapped, touched or not.
 
-    nbytes: int
-    name: str = "RLIMIT_DATA"
-    watched: str = "data"
+    The kernel ends nobody at it: an allocation fails instead.
+    """
+
+    name = "RLIMIT_DATA"
+    watched = "data"
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
 
     def enter(self) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (self.nbytes, self.nbytes))
 
-    def kills(self) -> int | None:
-        return 0  # an allocation fails instead
 
-    def close(self) -> None:
-        pass
-
-
-class Cgroup:
+class Cgroup(MemoryCap):
     """A control group of the memory controller, in `folder`, without swap."""
 
     watched = "resident"
@@ -71,17 +98,16 @@ class Cgroup:
     def __init__(self, folder: Path, nbytes: int, version: int) -> None:
         self.folder, self.nbytes = folder, nbytes
         self.name = f"memory cgroup v{version}"
-        self._events = "memory.oom_control" if version == 1 else "memory.events"
-        limits = (
-            ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        self._events, limit, swap = (
+            ("memory.oom_control", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
             if version == 1
-            else ("memory.max", "memory.swap.max")
+            else ("memory.events", "memory.max", "memory.swap.max")
         )
         folder.mkdir()
         try:
-            _set(folder / limits[0], nbytes)
-            if (folder / limits[1]).exists():
-                _set(folder / limits[1], nbytes if version == 1 else 0)
+            _set(folder / limit, nbytes)
+            if (folder / swap).exists():
+                _set(folder / swap, nbytes if version == 1 else 0)
             (folder / "cgroup.procs").open("r+").close()
         except OSError:
             folder.rmdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zero_ext.config.events import Event, PhaseEnd, StepEnd
-from zero_ext.monitor.metric_row import Value
+from zero_ext.monitor.sources import Value
 from zero_ext.zero.engine import Engine
 
 # Dense operations a second in 16 bits with sums in 32, by a part of the device's name: the makers' data
@@ -137,7 +136,7 @@ class Flops:
     count alike, so inputs of varying shape need `per_step`.
 
     Args:
-        engine: the engine of the model, held weakly.
+        engine: the engine of the model.
         peak: operations per second of the device; None looks its name up as `peak_of`.
         per_step: operations of one step on this rank.
     """
@@ -172,8 +171,6 @@ class Flops:
             self._forwards += event.phase == "forward" and event.trains
         elif isinstance(event, StepEnd):
             self._last_forwards, self._forwards = self._forwards, 0
-            if self._measured is not None and self._measured.flops is not None:
-                self._measured.remove()
 
     def values(self, end: StepEnd) -> dict[str, Value]:
         """Return the rates of a step.
@@ -211,39 +208,22 @@ class _OneForward:
     def __init__(self, model: nn.Module) -> None:
         self.flops: int | None = None
         self._counting: _Counting | None = None
-        weak = weakref.ref(self)
+        self._hooks = (
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        )
 
-        def before(module: nn.Module, args: object) -> None:
-            alive = weak()
-            if alive is not None:
-                alive.begin()
-
-        def after(module: nn.Module, args: object, output: object) -> None:
-            alive = weak()
-            if alive is not None:
-                alive.end(raised=output is None)
-
-        self._hooks = [
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(after, always_call=True),
-        ]
-
-    def begin(self) -> None:
-        """Before the model's forward."""
-        if self.flops is None and self._counting is None and torch.is_grad_enabled():
+    def _begin(self, module: nn.Module, args: object) -> None:
+        if self._counting is None and torch.is_grad_enabled():
             self._counting = _Counting()
             self._counting.__enter__()
 
-    def end(self, raised: bool) -> None:
-        """After it; one that raised does not count."""
-        if self._counting is None:
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        counting, self._counting = self._counting, None
+        if counting is None:
             return
-        self._counting.__exit__(None, None, None)
-        if not raised:
-            self.flops = self._counting.flops
-        self._counting = None
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        for hook in self._hooks:
-            hook.remove()
+        counting.__exit__(None, None, None)
+        if output is not None:  # a forward that raised does not count
+            self.flops = counting.flops
+            for hook in self._hooks:
+                hook.remove()

@@ -1,10 +1,21 @@
-"""A checkpoint that all workers write straight into the storage of a Ray Train run, and Ray keeps."""
+"""Ray Train: checkpoints that all workers write straight into a run's storage, and resuming from them.
+
+``zero_ext.prepare`` needs nothing of this: inside a ``TorchTrainer``'s loop it takes the process group that
+Ray has started.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if find_spec("ray") is None:
+    raise ImportError(
+        "zero_ext.integrations.ray: the package ray[train] is not installed. Install it with "
+        "pip install 'zero_ext[integrations]' or pip install 'ray[train]>=2.60'."
+    )
 
 import ray.train
 from torch import nn
@@ -12,6 +23,8 @@ from torch import nn
 from zero_ext.checkpoint.api import Stateful, load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
 from zero_ext.zero.api.engine_lookup import engine_of
+
+__all__ = ["report", "resume"]
 
 
 def report(
@@ -42,8 +55,7 @@ def report(
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(
             "RunConfig(storage_path=...): expected a directory that all workers see, got a file system of "
-            "type "
-            f"'{storage.storage_filesystem.type_name}'. Pass a directory, for example on NFS."
+            f"type '{storage.storage_filesystem.type_name}'. Pass a directory, for example on NFS."
         )
     engine = engine_of(model)
     folder = Path(storage.experiment_fs_path) / f"checkpoint-{engine.steps:06d}"

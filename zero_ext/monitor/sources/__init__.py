@@ -1,1 +1,0 @@
-"""Sources of metrics: memory, traffic, step times, floating-point operations."""

@@ -1,1 +1,0 @@
-"""Writers of metrics: files, terminals, TensorBoard, Weights & Biases."""
