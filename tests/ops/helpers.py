@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.ops.cpu_dispatch import ISA_NAMES
+from zero_ext.ops.load_library import ISA_NAMES
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -15,8 +15,7 @@ import torch.distributed
 from zero_ext.cli.console import counted
 from zero_ext.ops.jit import jit_build
 from zero_ext.ops.jit.build_cache import cache_folder, cached_modules
-from zero_ext.ops.jit.nvcc import installed_nvccs
-from zero_ext.ops.jit.toolchain import WHEEL_ARCHITECTURES
+from zero_ext.ops.jit.toolchain import WHEEL_ARCHITECTURES, installed_nvccs
 from zero_ext.ops.load_library import (
     CUDA_MODULE,
     check_capability,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, subrange_of
-from zero_ext.optim.elementwise_check import resumes_from
+from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split

@@ -18,15 +18,15 @@ from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.offload import Device, TierManager
-from zero_ext.optim.elementwise_check import (
+from zero_ext.optim.elementwise import was_stepped
+from zero_ext.optim.fused_optimizers import Lamb
+from zero_ext.optim.one_bit import check_one_bit_optimizer
+from zero_ext.optim.optimizer_registry import (
     check_elementwise,
     check_step_time,
     fusible,
     is_one_bit,
-    was_stepped,
 )
-from zero_ext.optim.lamb import Lamb
-from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
 from zero_ext.zero.api.close_engine import close, engines_before
 from zero_ext.zero.api.engine_lookup import CheckpointSources, attach_engine

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
-from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.fused_optimizers import Lamb
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.tiling.replace_layers import Tiling
 from zero_ext.zero.units.parameter_marks import expert_ranks
