@@ -146,10 +146,8 @@ def test_the_table_has_the_names_that_configurations_may_have() -> None:
     abstract = {name for name, entry in OPTIMIZERS.items() if inspect.isabstract(entry.kind)}
     assert abstract == {"OneBitOptimizer"}
     assert OPTIMIZERS.keys() - abstract == set(optimizer_names.OPTIMIZERS)
-    one_bit = [
-        name for name in OPTIMIZERS.keys() - abstract if is_one_bit(OPTIMIZERS[name].kind(parameters()))
-    ]
-    assert found == set(onebit_rules.ONE_BIT)
+    found = [name for name in OPTIMIZERS.keys() - abstract if is_one_bit(OPTIMIZERS[name].kind(parameters()))]
+    assert set(found) == set(onebit_rules.ONE_BIT)
 
 
 class Doubled(optim.SGD):

@@ -188,7 +188,7 @@ class AdamStepper(CountingStepper):
             in_storage.append(update.index)
             gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
             if self._staging.can_access(gradient, "host") and self._staging.can_access(output, "host"):
-                stored.append(AdamWork(owned.state, gradient, output, *rows))
+                stored.append(AdamWork(owned.state.extent(0, owned.state.numel), gradient, output, *rows))
             else:
                 self._step_far(owned.state, gradient, output, rows, scale)
         if stored:
@@ -224,7 +224,7 @@ class AdamStepper(CountingStepper):
             target = near_output.subrange(*span) if near_output is not None else None
             if chunk.staged is not None:
                 target = _in_host(chunk.staged)
-            work = AdamWork(state.subrange(*span), source, target, bounds, rows)
+            work = AdamWork(state.extent(*span), source, target, bounds, rows)
             stream_adam([work], scale, self._host_flag())
             chunk.sent.extend(bounds or [(0, 0)])
 

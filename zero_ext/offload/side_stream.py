@@ -20,26 +20,23 @@ class CopyHandle(Protocol):
 
     def wait_source(self) -> None:
         """Wait until the source may be changed. Only :meth:`wait` raises errors of the copy."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
 
     def stream_context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which work of the current stream comes after the copy.
 
         The streams outside continue. Raise as :meth:`wait` does.
         """
+        self.wait()
+        return contextlib.nullcontext()
 
 
-class CompletedCopy:
-    """A :class:`CopyHandle` of a copy that has ended."""
+class CompletedCopy(CopyHandle):
+    """A copy that has ended."""
 
     def wait(self) -> None:
         """See :class:`CopyHandle`."""
-
-    def wait_source(self) -> None:
-        """See :class:`CopyHandle`."""
-
-    def stream_context(self) -> contextlib.AbstractContextManager[object]:
-        """See :class:`CopyHandle`."""
-        return contextlib.nullcontext()
 
 
 COMPLETED = CompletedCopy()

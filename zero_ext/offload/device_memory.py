@@ -1,18 +1,136 @@
-"""The device that a model trains on: its memory by tier, and the copies that run alongside its work."""
+"""The device that a model trains on: its memory by tier, pinned memory of its host, copies between them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import ctypes
+import os
+import resource
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device.numa import numa_affinity
-from zero_ext.offload.device.pinned import pinned
-from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle, SideStream, current
+from zero_ext.offload.side_stream import COMPLETED, CopyHandle, SideStream, current
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
+_SYS = Path("/sys")
+
+
+@contextlib.contextmanager
+def numa_affinity(device: torch.device) -> Iterator[None]:
+    """Inside, this thread runs on the processors of the memory node that ``device`` is attached to, as far as
+    it may; so do the threads that are started inside, for good, and host memory touched first inside is
+    allocated on that node. Nothing happens where the kernel names no node or refuses.
+    """
+    cpus = node_cpus(pci_address(device)) if device.type == "cuda" else frozenset()
+    before = os.sched_getaffinity(0)
+    if not before & cpus or not _moved_to(before & cpus):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _moved_to(before)
+
+
+def pci_address(device: torch.device) -> str:
+    """Return where the device is on the PCI bus, as the kernel writes it (domain:bus:device.function); empty
+    where torch does not report it.
+    """
+    facts: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(facts, "pci_bus_id"):
+        return ""
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
+def _moved_to(cpus: set[int]) -> bool:
+    """Return whether this thread runs there now: containers may forbid to say where, or take
+    processors away.
+    """
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return False
+    return True
+
+
+def node_cpus(address: str, sys: Path = _SYS) -> frozenset[int]:
+    """Return the processors of the memory node of the PCI device at ``address``; none where the kernel does
+    not say.
+    """
+    try:
+        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    except (OSError, ValueError):
+        return frozenset()
+    found: set[int] = set()
+    for cpus in filter(None, listed.split(",")):
+        first, _, last = cpus.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def pinned(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``memory``, a uint8 tensor with host memory of its own, pinned for ``device`` until its last view is
+    gone; then the device is waited for first.
+
+    Pages are registered as they are: torch's own pinned memory comes in powers of two. A device that cannot
+    register pages copies anyway. Raises ``RuntimeError`` if the driver refuses.
+    """
+    if not memory.nbytes:
+        return memory
+    _register(memory, device)
+    view = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    # The tensor made of it keeps the view, which keeps the pages until they are free of the device.
+    weakref.finalize(view, _release, memory, device).atexit = False
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _release(memory: torch.Tensor, device: torch.device) -> None:
+    torch.accelerator.synchronize(device)
+    _of_device(device, "unregister")(memory.data_ptr())
+
+
+def _of_device(device: torch.device, name: str) -> Callable[..., object]:
+    """Return what pins or frees pages for ``device``; it does nothing for a device that does not say how."""
+    if device.type == "cuda":
+        return _cuda_register if name == "register" else torch.cuda.cudart().cudaHostUnregister
+    return getattr(torch.get_device_module(device), f"host_{name}", lambda *_: None)
+
+
+def _cuda_register(pointer: int, nbytes: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE))
+    if error:
+        raise RuntimeError(
+            f"cudaHostRegister: the driver refused to lock the memory. Look up its error code {error}"
+        )
+
+
+def _register(memory: torch.Tensor, device: torch.device) -> None:
+    try:
+        _of_device(device, "register")(memory.data_ptr(), memory.nbytes)
+    except RuntimeError as error:
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked} bytes"
+        raise RuntimeError(
+            f"host memory: {memory.nbytes} bytes cannot be pinned: {error}. "
+            f"The limit of locked memory (ulimit -l) is {limit}, and {_available()} bytes of memory are "
+            "available. Raise the limit, free memory, or offload less to the host ('offload' tiers 'nvme' or "
+            "'device', or a smaller 'offload.ratio')."
+        ) from error
+
+
+def _available() -> str:
+    table = Path("/proc/meminfo").read_text().splitlines()
+    found = [int(line.split()[1]) << 10 for line in table if line.startswith("MemAvailable:")]
+    return str(found[0]) if found else "unknown"
+
 
 _WORD = 8  # bytes: of the widest elements that go beside state
 

@@ -11,8 +11,8 @@ import torch
 
 from zero_ext.config.buffer_sizes import SLOTS
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device.device_memory import Device
-from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
+from zero_ext.offload.device_memory import Device
+from zero_ext.offload.side_stream import COMPLETED, CopyHandle
 
 _FIRST = 4  # of ``SLOTS`` chunks are in their first stage, the others in their second
 
