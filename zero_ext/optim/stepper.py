@@ -162,7 +162,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class StepperInputs:
-    """What steppers are made of: the user's optimizer, the ranges to step, and what the engine has."""
+    """The arguments of all steppers: the user's optimizer, the ranges to step, and what the engine has."""
 
     optimizer: Any
     ranges: Sequence[OwnedRange]

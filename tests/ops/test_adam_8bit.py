@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,15 +11,7 @@ from torch import Tensor
 
 from tests.ops.blockwise_reference import BLOCK, allowed_error, decode
 from tests.ops.helpers import FLOAT_DTYPES, available_isas
-from tests.ops.optimizers.test_adam import (
-    BAD_HYPER,
-    ROWS,
-    SEGMENTS,
-    Hyper,
-    assert_near,
-    make_state,
-    reference,
-)
+from tests.ops.optimizer_steps import ADAM, SEGMENTS, State, assert_near, reference
 from zero_ext import ops
 
 COUNT = 1413
@@ -29,23 +21,8 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@dataclass
-class State8:
-    """The op's tensor arguments, one by one."""
-
-    master: Tensor
-    exp_avg_codes: Tensor
-    exp_avg_sq_codes: Tensor
-    exp_avg_scales: Tensor
-    exp_avg_sq_scales: Tensor
-    grad: Tensor
-    param: Tensor | None
-    segments: Tensor
-    hyper: Tensor
-    grad_scale: Tensor
-
-    def arguments(self) -> dict[str, Tensor | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+class State8(State):
+    """The arguments of the op, its moments as codes and scales one by one."""
 
     def exp_avg(self) -> ops.Quantized:
         return ops.Quantized(self.exp_avg_codes, self.exp_avg_scales)
@@ -58,44 +35,41 @@ class State8:
         rest = (self.grad, self.param, self.segments, self.hyper, self.grad_scale)
         ops.adam_step_8bit_(self.master, *moments, *rest)
 
-    def clone(self) -> State8:
-        return State8(**{k: None if v is None else v.clone() for k, v in self.arguments().items()})
-
     def differing(self, other: State8) -> list[str]:
         """Names of the arguments whose bits differ."""
-        different = []
-        for name, mine in self.arguments().items():
-            theirs = getattr(other, name)
-            if mine is not None and not torch.equal(bits(mine), bits(theirs)):
-                different.append(name)
-        return different
+        return [
+            name
+            for name, mine in self.named().items()
+            if mine is not None and not torch.equal(bits(mine), bits(getattr(other, name)))
+        ]
+
+    def replaced(self, **changes: Tensor) -> State8:
+        return State8(self.family, **{**self.named(), **changes})
 
 
 def random_state(
     generator: torch.Generator,
     count: int = COUNT,
     segments: list[tuple[int, int]] = SEGMENTS,
-    rows: list[Hyper] = ROWS,
+    rows: Sequence[dict[str, float]] = ADAM.rows,
     grad: torch.dtype = torch.float32,
     param: torch.dtype | None = None,
 ) -> State8:
-    plain = make_state(generator, count, segments, rows, torch.float32, grad, param)
+    plain = ADAM.state(generator, count, segments, rows, torch.float32, grad, param)
     blocks = -(-count // BLOCK)
 
     def codes() -> Tensor:
         return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
+    rest = plain.named()
     return State8(
-        plain.master,
-        codes(),
-        codes(),
-        torch.rand(blocks, generator=generator) * 3,
-        torch.rand(blocks, generator=generator) * 9,
-        plain.grad,
-        plain.param,
-        plain.segments,
-        plain.hyper,
-        plain.grad_scale,
+        ADAM,
+        master=rest.pop("master"),
+        exp_avg_codes=codes(),
+        exp_avg_sq_codes=codes(),
+        exp_avg_scales=torch.rand(blocks, generator=generator) * 3,
+        exp_avg_sq_scales=torch.rand(blocks, generator=generator) * 9,
+        **{name: value for name, value in rest.items() if name not in ADAM.moments},
     )
 
 
@@ -113,10 +87,10 @@ def test_matches_float64_reference(
 ) -> None:
     state = random_state(generator, grad=grad, param=param)
     before = state.clone()
-    plain = make_state(generator, COUNT, SEGMENTS, ROWS)
+    plain = ADAM.state(generator, COUNT)
     plain.master, plain.grad, plain.grad_scale = before.master, before.grad, before.grad_scale
     plain.exp_avg, plain.exp_avg_sq = moments_of(before)
-    master, exp_avg, exp_avg_sq = reference(plain)
+    master, exp_avg, exp_avg_sq = reference(plain).values.values()
     state.step()
 
     assert_near(state.master, master, "master")
@@ -168,7 +142,7 @@ def test_one_pass_equals_the_separate_ops(generator: torch.Generator) -> None:
 def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.Generator) -> None:
     count = 100_003
     segments = [(0, 70_000), (70_010, count)]
-    start = random_state(generator, count, segments, ROWS[:2], torch.bfloat16, torch.float16)
+    start = random_state(generator, count, segments, ADAM.rows[:2], torch.bfloat16, torch.float16)
     results = []
     threads = torch.get_num_threads()
     for name in available_isas():
@@ -188,11 +162,11 @@ def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.G
         ]
         elements, blocks = slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
         cut = {"segments": torch.tensor(bounds), "hyper": chunked.hyper, "grad_scale": chunked.grad_scale}
-        for name, tensor in chunked.arguments().items():
+        for name, tensor in chunked.named().items():
             if name not in cut:
                 assert tensor is not None
                 cut[name] = tensor[blocks if name.endswith("_scales") else elements]
-        State8(**cut).step()
+        State8(ADAM, **cut).step()
     for other in [*results[1:], chunked]:
         assert results[0].differing(other) == []
 
@@ -201,16 +175,17 @@ def test_moments_start_from_zero_bytes_or_from_the_code_of_zero(isa: str) -> Non
     count = 300
     zero_bytes, zero_code = (
         State8(
-            torch.ones(count),
-            torch.full((count,), code, dtype=torch.uint8),
-            torch.zeros(count, dtype=torch.uint8),
-            torch.full((2,), scale),
-            torch.full((2,), scale),
-            torch.linspace(-1, 1, count),
-            None,
-            torch.tensor([[0, count]]),
-            torch.tensor([Hyper(step=1, weight_decay=0, lr=0.1).row()], dtype=torch.float64),
-            torch.tensor(1.0),
+            ADAM,
+            master=torch.ones(count),
+            exp_avg_codes=torch.full((count,), code, dtype=torch.uint8),
+            exp_avg_sq_codes=torch.zeros(count, dtype=torch.uint8),
+            exp_avg_scales=torch.full((2,), scale),
+            exp_avg_sq_scales=torch.full((2,), scale),
+            grad=torch.linspace(-1, 1, count),
+            param=None,
+            segments=torch.tensor([[0, count]]),
+            hyper=torch.tensor([ADAM.row(step=1, weight_decay=0, lr=0.1)], dtype=torch.float64),
+            grad_scale=torch.tensor(1.0),
         )
         for code, scale in ((0, 0.0), (127, 5.0))
     )
@@ -225,30 +200,30 @@ def test_rare_small_gradients_do_not_blow_up_the_step(generator: torch.Generator
     """Next to a large neighbor a small second moment is far below the smallest code. As zero it would leave
     the next denominator to the newest gradient alone, which makes steps up to 30 times too long."""
     count = BLOCK
-    start = torch.zeros(count)
     state = State8(
-        start.clone(),
-        torch.full((count,), 127, dtype=torch.uint8),
-        torch.zeros(count, dtype=torch.uint8),
-        torch.zeros(1),
-        torch.zeros(1),
-        torch.zeros(count),
-        None,
-        torch.tensor([[0, count]]),
-        torch.zeros(1, 8, dtype=torch.float64),
-        torch.tensor(1.0),
+        ADAM,
+        master=torch.zeros(count),
+        exp_avg_codes=torch.full((count,), 127, dtype=torch.uint8),
+        exp_avg_sq_codes=torch.zeros(count, dtype=torch.uint8),
+        exp_avg_scales=torch.zeros(1),
+        exp_avg_sq_scales=torch.zeros(1),
+        grad=torch.zeros(count),
+        param=None,
+        segments=torch.tensor([[0, count]]),
+        hyper=torch.zeros(1, 8, dtype=torch.float64),
+        grad_scale=torch.tensor(1.0),
     )
     for step in range(1, 21):
         state.grad = 1e-4 * (1 + 0.1 * torch.randn(count, generator=generator))
         state.grad[0] = 1.0
-        state.hyper = torch.tensor([Hyper(lr=1.0, step=step, weight_decay=0).row()], dtype=torch.float64)
+        state.hyper = torch.tensor([ADAM.row(lr=1.0, step=step, weight_decay=0)], dtype=torch.float64)
         last = state.master.clone()
         state.step()
         assert (state.master - last).abs().max() <= 1.5
 
 
 def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator) -> None:
-    state = random_state(generator, segments=[(0, COUNT)], rows=[Hyper()])
+    state = random_state(generator, segments=[(0, COUNT)], rows=[{}])
     state.grad[300] = float("nan")
     state.step()
     for quantized, signed in ((state.exp_avg(), True), (state.exp_avg_sq(), False)):
@@ -262,7 +237,7 @@ def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator)
 
 def test_bumps_the_version_of_what_it_writes(generator: torch.Generator) -> None:
     state = random_state(generator, param=torch.bfloat16)
-    written = {name: tensor for name, tensor in state.arguments().items() if tensor is not None}
+    written = {name: tensor for name, tensor in state.named().items() if tensor is not None}
     for name in ("grad", "segments", "hyper", "grad_scale"):
         del written[name]
     before = {name: tensor._version for name, tensor in written.items()}
@@ -273,16 +248,16 @@ def test_bumps_the_version_of_what_it_writes(generator: torch.Generator) -> None
 
 @pytest.mark.parametrize("segments", [[], [(0, 0)], [(4, 4)]])
 def test_nothing_to_do_is_fine(generator: torch.Generator, segments: list[tuple[int, int]]) -> None:
-    state = random_state(generator, 4, segments, [Hyper()] * len(segments))
+    state = random_state(generator, 4, segments, [{}] * len(segments))
     before = state.clone()
     state.step()
     assert state.differing(before) == []
-    random_state(generator, 0, [(0, 0)] * len(segments), [Hyper()] * len(segments)).step()
+    random_state(generator, 0, [(0, 0)] * len(segments), [{}] * len(segments)).step()
 
 
-@pytest.mark.parametrize(("name", "value"), BAD_HYPER)
+@pytest.mark.parametrize(("name", "value"), ADAM.bad_hyper)
 def test_refuses_hyper_parameters_by_name(generator: torch.Generator, name: str, value: float) -> None:
-    state = random_state(generator, 8, [(0, 4), (4, 8)], [Hyper(), replace(Hyper(), **{name: value})])
+    state = random_state(generator, 8, [(0, 4), (4, 8)], [{}, {name: value}])
     before = state.clone()
     with pytest.raises(RuntimeError, match=rf"adam_step_8bit_: {name} of hyper\[1\]: expected"):
         state.step()
@@ -319,24 +294,24 @@ def wrong_arguments() -> list[tuple[str, Tensor, str]]:
 
 
 def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
-    state = random_state(generator, 300, [(0, 300)], [Hyper()], param=torch.float32)
+    state = random_state(generator, 300, [(0, 300)], [{}], param=torch.float32)
     before = state.clone()
     for name, replacement, words in wrong_arguments():
         with pytest.raises(RuntimeError, match=f"adam_step_8bit_: .*{words}"):
-            replace(state, **{name: replacement}).step()
+            state.replaced(**{name: replacement}).step()
         assert state.differing(before) == [], name
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_changes_nothing(generator: torch.Generator, scale: float) -> None:
-    state = random_state(generator, 600, [(0, 290), (290, 600)], [Hyper()] * 2, param=torch.bfloat16)
+    state = random_state(generator, 600, [(0, 290), (290, 600)], [{}] * 2, param=torch.bfloat16)
     before = state.clone()
-    replace(state, grad_scale=torch.tensor(scale)).step()
+    state.replaced(grad_scale=torch.tensor(scale)).step()
     assert state.differing(before) == []
 
 
 def test_refuses_shared_memory_by_name(generator: torch.Generator) -> None:
-    state = random_state(generator, 300, [(0, 300)], [Hyper()])
+    state = random_state(generator, 300, [(0, 300)], [{}])
     for name, other in [
         ("exp_avg_sq_codes", state.exp_avg_codes),
         ("exp_avg_sq_scales", state.exp_avg_scales),
@@ -344,4 +319,4 @@ def test_refuses_shared_memory_by_name(generator: torch.Generator) -> None:
         ("exp_avg_codes", state.master.view(torch.uint8)[:300]),
     ]:
         with pytest.raises(RuntimeError, match=r"adam_step_8bit_: argument .*: expected its own memory"):
-            replace(state, **{name: other}).step()
+            state.replaced(**{name: other}).step()
