@@ -69,17 +69,16 @@ def cuda_toolkit() -> Path | None:
     """The toolkit to build _C_cuda with; None, and a line that says why, where it is left to first use."""
     if torch.version.cuda is None:
         return None
-    nvcc = load_by_path(ROOT / "zero_ext" / "ops" / "jit" / "nvcc.py")
     try:
-        found = nvcc.find_nvcc(torch.version.cuda, torch.__version__)
+        found = toolchain.find_nvcc(torch.version.cuda, torch.__version__)
         # torch links by this name, which wheels of the toolkit leave out.
-        link = nvcc.runtime_library(found).with_name("libcudart.so")
+        link = toolchain.runtime_library(found).with_name("libcudart.so")
         if not link.exists():
             raise RuntimeError(f"there is no {link}")
     except RuntimeError as error:
         print(f"zero_ext._C_cuda is not built now but at its first use: {error}")
         return None
-    return nvcc.toolkit_folder(found)
+    return toolchain.toolkit_folder(found)
 
 
 def macros(defines: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
-from zero_ext.optim.lamb import lamb_row, trust_ratio
+from zero_ext.optim.fused_optimizers import lamb_row, trust_ratio
 
 SETTINGS: dict[str, Any] = {
     "lr": 1e-3,

@@ -24,10 +24,9 @@ ARGUMENTS_OF_A_FUNCTION = 9
 # One argument for each key of the JSON section it is built from, under the key's own name.
 ONE_ARGUMENT_PER_JSON_KEY = {
     "zero_ext/integrations/deepspeed/ops/lamb.py: __new__",
-    "zero_ext/optim/lamb.py: __init__",
-    "zero_ext/optim/one_bit/onebit_lamb.py: __init__",
-    "zero_ext/optim/one_bit/zero_one_adam.py: __init__",
-    "zero_ext/optim/schedulers/one_cycle.py: __init__",
+    "zero_ext/optim/fused_optimizers.py: __init__",
+    "zero_ext/optim/one_bit.py: __init__",
+    "zero_ext/optim/schedulers.py: __init__",
 }
 
 
@@ -53,9 +52,13 @@ def registered_ops() -> set[str]:
 def test_every_op_has_a_fake_kernel_and_an_opcheck() -> None:
     ops = registered_ops()
     assert "adam_step_" in ops
-    assert ops == set(FAKE_KERNELS), (
-        "every op needs a @fake_kernel in zero_ext/ops, imported by zero_ext/ops/__init__.py"
+    schemas = {name: getattr(torch.ops.zero_ext, name).default._schema for name in ops}
+    with_tensors = {name for name in ops if any("Tensor" in str(each.type) for each in schemas[name].returns)}
+    assert with_tensors == set(FAKE_KERNELS), (
+        "every op that returns a tensor needs a @fake_kernel in zero_ext/ops, imported by its __init__.py"
     )
+    returned = {str(each.type) for name in ops - with_tensors for each in schemas[name].returns}
+    assert returned <= {"int", "str", "bool"}, "load_library.py has no fake for what another op returns"
     text = "".join(path.read_text() for path in python_files("tests"))
     checked = set(SAMPLES) | set(re.findall(r"opcheck\(\s*torch\.ops\.zero_ext\.(\w+)", text))
     assert ops <= checked, "every op needs a sample in tests/ops/test_opcheck.py, or an opcheck of its own"

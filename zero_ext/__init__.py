@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.prepare_with_features import prepare
-    from zero_ext.optim.lamb import Lamb
-    from zero_ext.optim.lion import Lion
+    from zero_ext.optim.fused_optimizers import Lamb, Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
     from zero_ext.zero.api.full_parameters import full_gradient, full_state_dict, load_full_state_dict
     from zero_ext.zero.api.gathered import double_backward, gathered
@@ -67,8 +66,8 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "Init": "zero_ext.zero.construction.sharded_init",
-        "Lamb": "zero_ext.optim.lamb",
-        "Lion": "zero_ext.optim.lion",
+        "Lamb": "zero_ext.optim.fused_optimizers",
+        "Lion": "zero_ext.optim.fused_optimizers",
         "OneBitAdam": "zero_ext.optim.one_bit",
         "OneBitLamb": "zero_ext.optim.one_bit",
         "TiledEmbedding": "zero_ext.zero.tiling",

@@ -16,7 +16,7 @@ from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.checkpoint.inspection import inspect_checkpoint
-from zero_ext.optim.steppers.moments import moment_fields
+from zero_ext.optim.moments import moment_fields
 from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 

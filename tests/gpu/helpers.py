@@ -30,7 +30,7 @@ def assert_adam(found: Any, wanted: Any, before: Any) -> None:
     roundings that follow, of the denominator and of the quotient, the update is off by four parts in 2**23, a
     unit being at most one such part of its value, and the master weight by one rounding more.
     """
-    for name in wanted.__dataclass_fields__:
+    for name in wanted.named():
         if name.startswith("exp_avg"):
             one, two = getattr(found, name).cpu(), getattr(wanted, name)
             assert torch.equal(one, two) if one.dtype == torch.uint8 else same_values(one, two), name

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.helpers import assert_adam, on
 from tests.ops.helpers import FLOAT_DTYPES, same_values
-from tests.ops.optimizers.test_adam_8bit import State8, random_state
+from tests.ops.test_adam_8bit import random_state
 from zero_ext import ops
 
 
@@ -17,7 +17,7 @@ def test_adam_is_the_cpus(
     device: torch.device, generator: torch.Generator, grad: torch.dtype, param: torch.dtype | None
 ) -> None:
     start = random_state(generator, grad=grad, param=param)
-    state = State8(**{name: on(device, value) for name, value in start.arguments().items()})
+    state = start.map(lambda value: on(device, value))
     before = start.clone()
     state.step()
     start.step()

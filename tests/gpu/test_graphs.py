@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from tests.gpu.helpers import assert_adam, captured, on
-from tests.ops.optimizers import test_adam as cpu
-from tests.ops.optimizers import test_lion as lion
-from tests.ops.optimizers.test_adam import Hyper, State
+from tests.ops.optimizer_steps import ADAM, LION
 from zero_ext import ops
 
 MAX_NORM = 0.5
@@ -30,10 +28,9 @@ def clipped_steps(states: Sequence[Any], accumulator: torch.Tensor) -> None:
 
 
 def test_replays_equal_steps_made_one_by_one(device: torch.device, generator: torch.Generator) -> None:
-    start = cpu.make_state(
-        generator, COUNT, [(0, COUNT)], [Hyper()], torch.float32, torch.bfloat16, torch.bfloat16
-    )
-    state = State(*[on(device, value) for value in start.arguments()])
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    start = ADAM.state(generator, COUNT, [(0, COUNT)], [{}], *dtypes)
+    state = start.map(lambda value: on(device, value))
     accumulator = torch.zeros(33, dtype=torch.int64, device=device)
     saved = state.clone()
     replay = captured(device, lambda: clipped_steps([state], accumulator))
@@ -60,13 +57,9 @@ def test_a_chain_over_many_units_is_one_graph(device: torch.device, generator: t
     """As the engine steps them: one norm over all units, one factor, an update for each, here of Lion, whose
     arithmetic is IEEE-exact throughout: bit for bit the CPU's."""
     sizes = [40_009, 7, 1024, 5003]
-    starts = [
-        lion.make_state(
-            generator, size, [(0, size)], [lion.Hyper()], torch.float32, torch.bfloat16, torch.bfloat16
-        )
-        for size in sizes
-    ]
-    states = [lion.State(*[on(device, value) for value in start.arguments()]) for start in starts]
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    starts = [LION.state(generator, size, [(0, size)], [{}], *dtypes) for size in sizes]
+    states = [start.map(lambda value: on(device, value)) for start in starts]
     saved = [state.clone() for state in states]
     accumulator, own = (torch.zeros(33, dtype=torch.int64, device=device_) for device_ in (device, "cpu"))
     replay = captured(device, lambda: clipped_steps(states, accumulator))
@@ -88,8 +81,8 @@ def test_a_chain_over_many_units_is_one_graph(device: torch.device, generator: t
 
 
 def test_a_factor_that_is_not_finite_skips_the_step(device: torch.device, generator: torch.Generator) -> None:
-    state = cpu.make_state(generator, 1000, [(0, 1000)], [Hyper()], param=torch.bfloat16)
-    state = State(*[on(device, value) for value in state.arguments()])
+    state = ADAM.state(generator, 1000, [(0, 1000)], [{}], param=torch.bfloat16)
+    state = state.map(lambda value: on(device, value))
     before = state.clone()
     state.grad_scale.fill_(float("inf"))
     state.step()

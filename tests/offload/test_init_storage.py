@@ -10,8 +10,8 @@ import torch
 
 from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.config.sections.offload import Tier
-from zero_ext.offload import InitStorage, NvmeStore, ShardStorage, init_storage
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
+from zero_ext.offload import InitStorage, NvmeStore, ShardStorage, tier_manager
+from zero_ext.offload.shard_storage import NvmeShard
 
 BLOCK = 1024  # fp32 elements of 4096 bytes
 
@@ -27,7 +27,7 @@ def test_shards_against_plain_tensors(tier: Tier, tmp_path: Path, monkeypatch: p
     print(f"seed {seed}")
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    monkeypatch.setattr(init_storage, "_GROWTH_BYTES", 8 * 4096)
+    monkeypatch.setattr(tier_manager, "_GROWTH_BYTES", 8 * 4096)
     storage = storage_in(tier, tmp_path)
     model: list[tuple[ShardStorage, torch.Tensor]] = []
     most = 0

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.ops.cpu_dispatch import ISA_NAMES
+from zero_ext.ops.load_library import ISA_NAMES
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-
-class StepTensors:
-    """The tensor arguments of an op that steps an optimizer: a dataclass with them in the op's order."""
-
-    __dataclass_fields__: dict[str, Any]
-
-    def arguments(self) -> list[Tensor | None]:
-        """As the op takes them."""
-        return [getattr(self, name) for name in self.__dataclass_fields__]
-
-    def clone(self) -> Any:
-        """The same values in memory of their own."""
-        return type(self)(*[None if value is None else value.clone() for value in self.arguments()])
 
 
 def available_isas() -> list[str]:

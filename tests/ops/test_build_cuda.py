@@ -11,7 +11,7 @@ import torch
 from tests.ops import fake_toolkit
 from tests.ops.forked import Builder
 from zero_ext.ops import load_library
-from zero_ext.ops.jit import jit_build, nvcc, toolchain
+from zero_ext.ops.jit import jit_build, toolchain
 from zero_ext.ops.jit.build_cache import cached_modules
 
 HOPPER = {(9, 0)}
@@ -174,7 +174,7 @@ def test_missing_and_unfitting_nvcc_are_named_with_both_versions(
     ):
         assert fragment in str(caught.value)
     monkeypatch.setenv("FAKE_NVCC_RELEASE", "13.2")
-    assert nvcc.find_nvcc("13.0", "2.13.0") == nvcc.Nvcc(found, "13.2")
+    assert toolchain.find_nvcc("13.0", "2.13.0") == toolchain.Nvcc(found, "13.2")
     found.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(RuntimeError, match="which does not say its version"):
         obtain()
@@ -188,11 +188,11 @@ def test_an_nvcc_on_path_that_does_not_fit_does_not_hide_one_that_does(
     calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, fitting = tmp_path / "old" / "nvcc", tmp_path / "toolkit" / "bin" / "nvcc"
-    monkeypatch.setattr(nvcc, "_candidates", lambda cuda: iter([old, fitting]))
+    monkeypatch.setattr(toolchain, "_candidates", lambda cuda: iter([old, fitting]))
     old.parent.mkdir()
     old.write_text("#!/bin/sh\necho release 12.4\n")
     old.chmod(0o755)
-    assert nvcc.find_nvcc("13.0", "2.13.0").path == fitting
+    assert toolchain.find_nvcc("13.0", "2.13.0").path == fitting
 
 
 def test_a_toolkit_without_its_run_time_is_refused_before_anything_is_compiled(
@@ -212,7 +212,7 @@ def test_the_host_compiler_is_checked_first(calls: Path, monkeypatch: pytest.Mon
     assert calls.read_text() == ""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
-    monkeypatch.setattr(nvcc, "_release", lambda path: "13.0")
+    monkeypatch.setattr(toolchain, "_release", lambda path: "13.0")
     with pytest.raises(RuntimeError, match=r"_C_cuda: it is not built, and no C\+\+ compiler was found"):
         obtain()
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.helpers import available_isas
 from zero_ext import ops
-from zero_ext.ops.cpu_dispatch import ISA_NAMES
+from zero_ext.ops.load_library import ISA_NAMES
 
 
 def test_every_available_level_can_be_chosen() -> None:

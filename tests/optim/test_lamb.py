@@ -13,7 +13,7 @@ import zero_ext
 from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from tests.optim.reference_lamb import ReferenceLamb
 from zero_ext.optim import Segment, make_stepper
-from zero_ext.optim.steppers.lamb_stepper import LambStepper
+from zero_ext.optim.lamb_stepper import LambStepper
 
 
 def make_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 import zero_ext
 from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from zero_ext.optim import Segment, make_stepper
-from zero_ext.optim.steppers.fused import LionStepper
+from zero_ext.optim.fused import LionStepper
 
 
 def exact_step(weight: Tensor, moment: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:

@@ -15,7 +15,7 @@ from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import SLOTS, STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, Device, NvmeStore
-from zero_ext.offload.device.bounce_buffer import BounceBuffer
+from zero_ext.offload.bounce_buffer import BounceBuffer
 from zero_ext.offload.extent_arena import ExtentArena
 
 _BLOCK_BYTES = 16 << 20

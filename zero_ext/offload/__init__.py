@@ -1,19 +1,27 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, StagingSizes, staging_chunk_elements
-from zero_ext.offload.device.device_memory import CPU, Device
-from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle, SideStream
-from zero_ext.offload.init_storage import InitStorage
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
-from zero_ext.offload.nvme.nvme_state_chunks import StateChunk, visit_chunks
-from zero_ext.offload.nvme.nvme_state_stream import AdamWork, NvmeState, stream_adam
+from zero_ext.offload.device_memory import CPU, Device
+from zero_ext.offload.nvme.nvme_state_stream import AdamWork, NvmeState, StateChunk, stream_adam, visit_chunks
 from zero_ext.offload.nvme.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.optimizer_state_storage import MASTER, OptimizerStateStorage, StateField
-from zero_ext.offload.shard_storage import MemoryShard, ShardStorage, allocate, put
+from zero_ext.offload.shard_storage import (
+    MemoryShard,
+    NvmeShard,
+    ShardStorage,
+    StorageRange,
+    TransferStats,
+    Values,
+    allocate,
+    copy_of,
+    count,
+    put,
+    replace,
+    subrange_of,
+)
+from zero_ext.offload.side_stream import COMPLETED, CopyHandle, SideStream
 from zero_ext.offload.step_buffers import StepChunk, StepStaging
-from zero_ext.offload.storage_range import StorageRange, Values, copy_of, count, replace, subrange_of
-from zero_ext.offload.tier_manager import TierManager
-from zero_ext.offload.transfer_stats import TransferStats
+from zero_ext.offload.tier_manager import InitStorage, TierManager
 
 __all__ = [
     "COMPLETED",

@@ -10,8 +10,8 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device.device_memory import Device
-from zero_ext.offload.storage_range import Values
+from zero_ext.offload.device_memory import Device
+from zero_ext.offload.shard_storage import Values
 
 MASTER = "master"
 

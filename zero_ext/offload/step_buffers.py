@@ -11,9 +11,9 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS, STORAGE_ALIGNMENT, StagingSizes
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device.device_memory import CPU, Device
-from zero_ext.offload.device.side_stream import COMPLETED, CopyHandle
+from zero_ext.offload.device_memory import CPU, Device
 from zero_ext.offload.shard_storage import ShardStorage
+from zero_ext.offload.side_stream import COMPLETED, CopyHandle
 
 
 class StepChunk(NamedTuple):

@@ -1,9 +1,10 @@
-"""The tiers of one engine: allocates storage for shards and optimizer state, and owns what they share."""
+"""The tiers of an engine, or of a model before it: storage for shards and optimizer state."""
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,17 +14,14 @@ from zero_ext.config import AioConfig, OffloadConfig, Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device.bounce_buffer import BounceBuffer, DeviceTransferPath
-from zero_ext.offload.device.device_memory import CPU, Device
-from zero_ext.offload.device.numa import numa_affinity
+from zero_ext.offload.bounce_buffer import BounceBuffer, DeviceTransferPath
+from zero_ext.offload.device_memory import CPU, Device, numa_affinity
 from zero_ext.offload.nvme.gpu_direct_storage import open_gpu_direct_storage
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
 from zero_ext.offload.nvme.nvme_state_stream import NvmeState, StateStream
 from zero_ext.offload.nvme.nvme_store import NvmeStore
 from zero_ext.offload.optimizer_state_storage import MemoryState, OptimizerStateStorage, StateField
-from zero_ext.offload.shard_storage import MemoryShard, ShardStorage
+from zero_ext.offload.shard_storage import MemoryShard, NvmeShard, ShardStorage, TransferStats
 from zero_ext.offload.step_buffers import StagingSizes, StepStaging
-from zero_ext.offload.transfer_stats import TransferStats
 
 _log = logging.getLogger(__name__)
 
@@ -179,3 +177,44 @@ class TierManager:
             open_gpu_direct_storage(self.store, self.device) if aio.gpu_direct_storage == "auto" else None
         )
         return direct or BounceBuffer(self.device, bounce_buffer_bytes)
+
+
+# Storage grows in steps of this size: few for a large model, and little waste for a small one.
+_GROWTH_BYTES = 64 << 20
+
+
+class InitStorage:
+    """Shards in the tier that ``policy`` names for parameters, each freed with its last reference.
+
+    On NVMe it is a store of its own, which grows as shards are created. Its files go with the last shard and
+    this object, at :meth:`close`, at the interpreter's exit, or after a crash when the next run opens the
+    path. Raises ``RuntimeError`` where the store cannot be made.
+    """
+
+    def __init__(self, policy: OffloadConfig, aio: AioConfig) -> None:
+        self.tier = policy.params
+        self._transfers = TransferStats()
+        self._store = open_store(policy.nvme_paths, aio, policy.checksum) if self.tier == "nvme" else None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> ShardStorage:
+        """Allocate a shard [numel]. ``RuntimeError`` with path and bytes if the device is full."""
+        if self._store is None:
+            return MemoryShard(self.tier, torch.zeros(numel, dtype=dtype, device="cpu"), self._transfers)
+        nbytes, facts = numel * dtype.itemsize, self._store.facts()
+        if facts.largest_free < nbytes:
+            self._store.reserve(facts.capacity + max(nbytes, _GROWTH_BYTES), zeros=False)
+        shard = NvmeShard(self._store, self._store.allocate(nbytes), numel, dtype, self._transfers)
+        # The finalizer holds the store, which thus exists as long as its last shard. At exit the
+        # store's own finalizer removes everything, so this one need not run.
+        weakref.finalize(shard, _free, self._store, shard.offset).atexit = False
+        return shard
+
+    def close(self) -> None:
+        """Drop all that is in storage, when construction of the model fails."""
+        if self._store is not None:
+            self._store.close()
+
+
+def _free(store: NvmeStore, offset: int) -> None:
+    if store.is_open:
+        store.release(offset)

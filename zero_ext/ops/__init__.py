@@ -1,33 +1,26 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
-from zero_ext.config.quantization_blocks import SIGN_BLOCK, sign_payload_bytes
+from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS, SIGN_BLOCK, block_count, sign_payload_bytes
 from zero_ext.ops.attention import (
     AttentionOptions,
     DropoutOptions,
     LayoutTensors,
     block_sparse_attention,
 )
-from zero_ext.ops.compression.blockwise import (
-    BLOCK_ELEMENTS,
-    Quantized,
-    block_count,
-    dequantize_blockwise,
-    quantize_blockwise,
-)
-from zero_ext.ops.compression.integer_blocks import (
+from zero_ext.ops.compression import (
     BlockFormat,
-    dequantize_,
-    quantize_,
-    requantize_,
-    sum_quantized_,
-)
-from zero_ext.ops.compression.sign_compression import (
+    Quantized,
     compress_1bit_,
     decompress_1bit_,
+    dequantize_,
+    dequantize_blockwise,
+    quantize_,
+    quantize_blockwise,
     reduce_1bit_,
+    requantize_,
     sum_1bit_,
+    sum_quantized_,
 )
-from zero_ext.ops.cpu_dispatch import get_isa, set_isa
 from zero_ext.ops.cross_process import (
     cross_process_abort,
     cross_process_close,
@@ -44,27 +37,27 @@ from zero_ext.ops.device_errors import (
     pop_device_error_,
     raise_device_errors,
 )
-from zero_ext.ops.flat.flat_buffer import accumulate_, pack_, sum_shards_, unpack_
-from zero_ext.ops.flat.non_finite import flag_non_finite_
-from zero_ext.ops.flat.squared_norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
-from zero_ext.ops.load_library import is_built, load, load_kernels
-from zero_ext.ops.optimizers.adam import adam_step_
-from zero_ext.ops.optimizers.adam_8bit import adam_step_8bit_
-from zero_ext.ops.optimizers.lamb import lamb_norms_, lamb_step_
-from zero_ext.ops.optimizers.lion import lion_step_
-from zero_ext.ops.storage.aio import (
-    aio_backends,
-    aio_close,
-    aio_close_all,
-    aio_inject_fault,
-    aio_open,
-    aio_read_,
-    aio_wait,
-    aio_write_,
+from zero_ext.ops.flat import (
+    ACCUMULATOR_ENTRIES,
+    accumulate_,
+    flag_non_finite_,
+    pack_,
+    squared_norm_,
+    squared_norm_value,
+    sum_shards_,
+    unpack_,
 )
-from zero_ext.ops.storage.checksum import crc32c
-from zero_ext.ops.storage.huge_pages import host_buffer, host_buffer_bytes, nan_filled_host_memory
-from zero_ext.ops.storage.state_stream import (
+from zero_ext.ops.host_memory import (
+    host_buffer,
+    host_buffer_bytes,
+    load_storage_swap,
+    nan_filled_host_memory,
+    swap_storages_,
+    torch_swaps_storages,
+)
+from zero_ext.ops.load_library import get_isa, is_built, load, load_kernels, set_isa
+from zero_ext.ops.optimizers import adam_step_, adam_step_8bit_, lamb_norms_, lamb_step_, lion_step_
+from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
     state_stream_adam_,
@@ -76,9 +69,18 @@ from zero_ext.ops.storage.state_stream import (
     state_stream_read_,
     state_stream_write_,
 )
-from zero_ext.ops.storage.striped_store import (
+from zero_ext.ops.storage import (
     StoreDevice,
     StoreFacts,
+    aio_backends,
+    aio_close,
+    aio_close_all,
+    aio_inject_fault,
+    aio_open,
+    aio_read_,
+    aio_wait,
+    aio_write_,
+    crc32c,
     cufile_unavailable_reason,
     store_allocate,
     store_close,
@@ -94,11 +96,6 @@ from zero_ext.ops.storage.striped_store import (
     store_wait,
     store_write,
     store_write_direct,
-)
-from zero_ext.ops.storage.swap_storage import (
-    load_storage_swap,
-    swap_storages_,
-    torch_swaps_storages,
 )
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_ext.ops.load_library import fake_kernel, op
+from zero_ext.ops.load_library import op
 
 
 def cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
@@ -57,43 +57,3 @@ def cross_process_abort(handle: int, reason: str) -> None:
 def cross_process_close(handle: int) -> None:
     """Close the transport, once the peers have read what was sent (at most 5 seconds later)."""
     op("cross_process_close")(handle)
-
-
-@fake_kernel("cross_process_open")
-def _cross_process_open(handle: int, name: str, rank: int, world_size: int, create: bool) -> None:
-    return None
-
-
-@fake_kernel("cross_process_connect")
-def _cross_process_connect(handle: int) -> bool:
-    return True
-
-
-@fake_kernel("cross_process_unlink")
-def _cross_process_unlink(name: str) -> None:
-    return None
-
-
-@fake_kernel("cross_process_send")
-def _cross_process_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
-    return None
-
-
-@fake_kernel("cross_process_receive")
-def _cross_process_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
-    return None
-
-
-@fake_kernel("cross_process_wait")
-def _cross_process_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
-    return None
-
-
-@fake_kernel("cross_process_abort")
-def _cross_process_abort(handle: int, reason: str) -> None:
-    return None
-
-
-@fake_kernel("cross_process_close")
-def _cross_process_close(handle: int) -> None:
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_ext.ops.load_library import fake_kernel, load_kernels, op
+from zero_ext.ops.load_library import load_kernels, op
 
 DEVICE_ERROR_WORDS = 7
 
@@ -64,13 +64,3 @@ def raise_device_errors(device: torch.device | int | str) -> None:
     text = device_error_text(record.cpu())
     if text:
         raise RuntimeError(f"{record.device}: {text} Check what computes the value.")
-
-
-@fake_kernel("pop_device_error_")
-def _pop_device_error_(record: Tensor) -> None:
-    return None
-
-
-@fake_kernel("device_error_text")
-def _device_error_text(record: Tensor) -> str:
-    return ""

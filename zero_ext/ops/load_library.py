@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ CUDA_MODULE = "zero_ext._C_cuda"
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-# Fake kernels by op name. torch accepts them only once the op exists, so they wait here for the load.
+# Fake kernels of ops that return tensors, by name. torch accepts them only once the op exists, so they wait
+# here for the load.
 FAKE_KERNELS: dict[str, Callable[..., Any]] = {}
 
 # Gradients by op name, as (backward, setup_context) of torch.library.register_autograd.
@@ -36,7 +37,8 @@ AUTOGRAD_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., None] | Non
 
 
 def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """Declare the decorated function the fake kernel of op `name`: shapes and dtypes without data."""
+    """Declare the decorated function the fake kernel of op `name`, which returns tensors: shapes and dtypes
+    without data."""
 
     def declare(function: Kernel) -> Kernel:
         FAKE_KERNELS[name] = function
@@ -50,6 +52,19 @@ def autograd_formula(
 ) -> None:
     """Declare how op `name` is differentiated, by the functions of torch.library.register_autograd."""
     AUTOGRAD_FORMULAS[name] = (backward, setup_context)
+
+
+def _fake_without_tensors(name: str, *arguments: Any, **named: Any) -> Any:
+    """Return what an op returns that has no fake kernel of its own: nothing, a number or a text."""
+    check_one_device(name, _tensors_of((*arguments, *named.values())))
+    match [str(each.type) for each in getattr(torch.ops.zero_ext, name).default._schema.returns]:
+        case ["int"]:
+            return torch.library.get_ctx().new_dynamic_size()
+        case ["str"]:
+            return ""
+        case ["bool"]:
+            return True
+    return None
 
 
 def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
@@ -84,7 +99,9 @@ def load() -> ModuleType:
         module = build_ops()
     if torch.version.cuda is not None:
         why_built_kernels_do_not_load()
-    for name, kernel in FAKE_KERNELS.items():
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    for name in (name for namespace, _, name in names if namespace == NAMESPACE):
+        kernel = FAKE_KERNELS.get(name, partial(_fake_without_tensors, name))
         torch.library.register_fake(f"{NAMESPACE}::{name}", kernel)
     for name, (backward, setup_context) in AUTOGRAD_FORMULAS.items():
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context)
@@ -188,19 +205,44 @@ def op(name: str) -> Any:
 
 
 def _call_with_kernels(overload: Any, *arguments: Any) -> Any:
-    device = _cuda_device(arguments)
+    device = next((tensor.device for tensor in _tensors_of(arguments) if tensor.is_cuda), None)
     # Without a GPU such a tensor is a fake one, whose kernel is there.
     if device is not None and torch.cuda.is_available():
         load_kernels(device)
     return overload(*arguments)
 
 
-def _cuda_device(arguments: Iterable[Any]) -> torch.device | None:
-    """Return the device of the first CUDA tensor among the arguments and their lists."""
+def _tensors_of(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments and in their lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.is_cuda:
-                return argument.device
-        elif isinstance(argument, list | tuple) and (found := _cuda_device(argument)) is not None:
-            return found
-    return None
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_of(argument)
+
+
+ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512", "avx512_bf16")
+
+
+def get_isa() -> str:
+    """Name of the instruction set in use; the widest of this machine until :func:`set_isa`."""
+    return ISA_NAMES[op("cpu_dispatch_level")()]
+
+
+def set_isa(name: str) -> str:
+    """Make all kernels of this process use one of :data:`ISA_NAMES`; return the one used before.
+
+    Results are bit-identical at every level, but for those of attention, which add in another order and, with
+    "avx512_bf16", multiply bfloat16 numbers in pairs. This exists for tests and measurements.
+
+    Raises:
+        ValueError: the name is unknown.
+        RuntimeError: this machine lacks the instruction set.
+    """
+    if name not in ISA_NAMES:
+        raise ValueError(
+            f"instruction set: expected one of {', '.join(ISA_NAMES)}, got {name!r}. Choose one of them."
+        )
+    before = get_isa()
+    op("set_cpu_dispatch_level")(ISA_NAMES.index(name))
+    return before

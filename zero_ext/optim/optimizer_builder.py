@@ -16,13 +16,9 @@ from zero_ext.config import OptimizerConfig, SchedulerConfig
 from zero_ext.config.schema.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.config.schema.number_checks import is_number
 from zero_ext.optim import schedulers
-
-from .lamb import Lamb
-from .lion import Lion
-from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from zero_ext.optim.optimizer_registry import OPTIMIZERS
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
-_OWN = {kind.__name__: kind for kind in (Lamb, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
@@ -38,7 +34,7 @@ def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer
 
     Raises ConfigError by key path for an unknown parameter, a value of the wrong type or one out of range.
     """
-    kind: type[Optimizer] = _OWN.get(policy.type) or getattr(torch.optim, policy.type)
+    kind = OPTIMIZERS[policy.type].kind
     settings = dict(policy.params)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind = _adam_kind(kind, settings)

@@ -16,7 +16,7 @@ from tests.integrations.transformers.models import Sentences, arguments, llama
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.integrations.transformers.trainer_config import load_settings, resolve_settings
-from zero_ext.optim.lion import Lion
+from zero_ext.optim.fused_optimizers import Lion
 
 DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zero_ext.offload import COMPLETED, Device
-from zero_ext.offload.device.bounce_buffer import BounceBuffer
-from zero_ext.offload.device.device_memory import CopyHandle
+from zero_ext.offload.bounce_buffer import BounceBuffer
+from zero_ext.offload.device_memory import CopyHandle
 
 CHUNK = 4096
 NBYTES = 20 * CHUNK

@@ -23,7 +23,7 @@ from zero_ext import ops
 from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.offload import Device, TierManager
 from zero_ext.offload.nvme import gpu_direct_storage
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
+from zero_ext.offload.shard_storage import NvmeShard
 
 COUNT = 20 * 1024
 TRANSIT = 12 * 4096

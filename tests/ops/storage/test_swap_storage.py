@@ -10,8 +10,8 @@ import torch
 
 from tests.ops import torch_2_11
 from zero_ext import ops
+from zero_ext.ops import host_memory as swapping
 from zero_ext.ops.jit import jit_build
-from zero_ext.ops.storage import swap_storage as swapping
 
 SWAP_IMPLEMENTATIONS = ["torch's own", "compiled"] if ops.torch_swaps_storages() else ["compiled"]
 

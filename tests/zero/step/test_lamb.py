@@ -221,6 +221,6 @@ def test_a_read_that_fails_on_one_rank_fails_on_both_with_nothing_changed(world:
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
         engine = engine_of(model)
         if world.rank == 1:
-            engine.optimizer_step.stepper._chunks = None  # type: ignore[union-attr]
+            engine.optimizer_step.stepper._add_norms = None  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match=r"reading the state for a step failed on ranks \[1\]"):
             optimizer.step()

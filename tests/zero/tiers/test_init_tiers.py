@@ -26,7 +26,7 @@ from tests.zero.construction.test_sharded_init import MODELS, check_nothing_left
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import adamw, configuration
 from zero_ext import ops
-from zero_ext.offload import copy_of, count, init_storage
+from zero_ext.offload import copy_of, count, tier_manager
 from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.construction import sharded_init as init_module
@@ -165,7 +165,7 @@ def test_a_fault_on_one_rank_ends_init_on_all_and_leaves_nothing(world: World, f
         pattern = "storing a parameter of zero_ext.Init failed|reading a parameter from its shards failed"
         with (
             mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", 1),
-            mock.patch.object(init_storage, "_GROWTH_BYTES", 0),
+            mock.patch.object(tier_manager, "_GROWTH_BYTES", 0),
             pytest.raises(RuntimeError, match=pattern) as caught,
             init,
         ):

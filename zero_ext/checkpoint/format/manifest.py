@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError, brief
 from zero_ext.checkpoint.files.safe_open import read_limited
-from zero_ext.ops.storage.checksum import crc32c
+from zero_ext.ops.storage import crc32c
 
 MANIFEST_NAME = "manifest.json"
 FORMAT: Literal["zero_ext checkpoint"] = "zero_ext checkpoint"

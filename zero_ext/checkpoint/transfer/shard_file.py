@@ -20,7 +20,7 @@ from zero_ext.checkpoint.transfer.read_plan import check_slice
 from zero_ext.checkpoint.transfer.slice_io import byte_count, element_count, read_stored
 from zero_ext.checkpoint.transfer.stream_writer import StreamWriter
 from zero_ext.ops import host_buffer, pack_
-from zero_ext.ops.storage.checksum import crc32c
+from zero_ext.ops.storage import crc32c
 
 _STAGING_ALIGNMENT = 64
 _PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

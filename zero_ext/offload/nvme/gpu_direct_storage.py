@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import torch
 
 from zero_ext import ops
-from zero_ext.offload.device.bounce_buffer import Move
-from zero_ext.offload.device.device_memory import CopyHandle, Device
+from zero_ext.offload.bounce_buffer import Move
+from zero_ext.offload.device_memory import CopyHandle, Device
 from zero_ext.offload.nvme.nvme_store import NvmeStore
 
 _log = logging.getLogger(__name__)
@@ -37,27 +36,17 @@ class GpuDirectStorage:
         """See :class:`DeviceTransferPath`."""
         return _Started(self._starter.submit(_start, self._device.now(), into, move))
 
-    def write(self, values: torch.Tensor, move: Move) -> CopyHandle:
-        """See :class:`DeviceTransferPath`."""
-        return self.read(values, move)
+    write = read
 
 
-class _Started:
-    """A transfer that starts by itself: a :class:`CopyHandle`."""
+class _Started(CopyHandle):
+    """A transfer that starts by itself."""
 
     def __init__(self, transfer: Future[CopyHandle]) -> None:
         self._transfer = transfer
 
     def wait(self) -> None:
         self._transfer.result().wait()
-
-    def wait_source(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.wait()
-
-    def stream_context(self) -> contextlib.AbstractContextManager[object]:
-        self.wait()
-        return contextlib.nullcontext()
 
 
 def _start(before: torch.Event | None, memory: torch.Tensor, move: Move) -> CopyHandle:

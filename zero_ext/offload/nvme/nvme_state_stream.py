@@ -1,26 +1,25 @@
-"""Optimizer state on NVMe, streamed through one ring of memory. Its size does not depend on the model."""
+"""Optimizer state on NVMe, streamed through one ring of memory or chunk by chunk in Python."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.buffer_sizes import CHUNK_BUFFERS
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
-from zero_ext.offload.nvme.nvme_store import NvmeStore
+from zero_ext.offload.nvme.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.optimizer_state_storage import MASTER, OptimizerStateStorage, StateField
-from zero_ext.offload.shard_storage import ShardStorage
-from zero_ext.offload.storage_range import StorageRange, Values
-from zero_ext.offload.transfer_stats import TransferStats
+from zero_ext.offload.shard_storage import NvmeShard, ShardStorage, StorageRange, TransferStats, Values
 
 _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
 _WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for what in ("reads", "writes")]
@@ -149,26 +148,18 @@ class NvmeState(OptimizerStateStorage):
         """Return the bytes in the store with padding to full blocks, without the ring."""
         return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
-    def subrange(self, begin: int, end: int) -> StateExtent:
+    def extent(self, begin: int, end: int) -> StateExtent:
         """Return the state of the elements [begin, end) in the store; ``begin`` is a multiple of the stream's
         ``chunk_elements``, and so is ``end`` or it is the range's."""
         before = begin // self.stream.chunk_elements * self.stream.chunk_bytes
-        return _StateSlice(self.stream, end - begin, self.offset + before, self.target + before)
+        return StateExtent(self.stream, end - begin, self.offset + before, self.target + before)
 
     def _fields(self, kinds: Sequence[str]) -> list[int]:
         order = list(self.stream.kinds)
         return [order.index(kind) for kind in kinds]
 
 
-@dataclass
-class _StateSlice:
-    stream: StateStream
-    numel: int
-    offset: int
-    target: int
-
-
-class StateExtent(Protocol):
+class StateExtent(NamedTuple):
     """The state of ``numel`` elements in the store: at ``offset``, and after a step at ``target``."""
 
     stream: StateStream
@@ -239,3 +230,87 @@ def _location_of(shard: ShardStorage | None) -> tuple[int, torch.Tensor]:
     if memory is None:
         raise zero_ext_bug(f"a shard in tier '{shard.tier}' that is neither in memory nor in a store")
     return -1, memory
+
+
+@dataclass
+class StateChunk:
+    """Elements [begin, end) of the range ``index``: their ``values`` by kind, memory that may be changed.
+
+    Who changes them sets ``changed``; else they are not written back, unless all of the state moves.
+    """
+
+    index: int
+    state: NvmeState
+    begin: int
+    end: int
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    changed: bool = False
+
+
+def visit_chunks(
+    stream: StateStream, states: Sequence[tuple[int, NvmeState]], buffers: Sequence[torch.Tensor]
+) -> Generator[StateChunk]:
+    """Yield every chunk of ``states``, which come with their index, in order; their kinds have a value an
+    element. While one is worked on the next is read and the last, if it was changed, written.
+
+    ``buffers`` are ``CHUNK_BUFFERS`` of ``stream.chunk_bytes`` bytes. Raises ``RuntimeError`` if a transfer
+    failed; none is in flight once the iterator has ended or was closed.
+    """
+    chunks = [StateChunk(index, state, *span) for index, state in states for span in state.spans()]
+    reads: deque[Transfer] = deque()
+    writes: deque[Transfer | None] = deque()
+
+    def start(number: int, writing: bool) -> Transfer:
+        return _start(stream, chunks[number], memory(number), writing)
+
+    def memory(number: int) -> torch.Tensor:
+        chunk = chunks[number]
+        return buffers[number % CHUNK_BUFFERS][: stream.extent_bytes(chunk.end - chunk.begin)]
+
+    try:
+        for number, chunk in enumerate(chunks):
+            if number == 0:
+                reads.append(start(number, writing=False))
+            if number + 1 < len(chunks):
+                # The next chunk is read into the buffer of the oldest write. A chunk that is not
+                # written has an entry too, so that the length of the queue says which buffers are
+                # free.
+                if len(writes) == CHUNK_BUFFERS - 1:
+                    _wait(writes.popleft())
+                reads.append(start(number + 1, writing=False))
+            reads.popleft().wait()
+            chunk.changed = chunk.state.target != chunk.state.offset
+            chunk.values = _values(stream, chunk, memory(number))
+            yield chunk
+            writes.append(start(number, writing=True) if chunk.changed else None)
+        while writes:
+            _wait(writes.popleft())
+    finally:
+        for transfer in (*reads, *writes):
+            with contextlib.suppress(RuntimeError):  # after another error, which is the one to raise
+                _wait(transfer)
+
+
+def _start(stream: StateStream, chunk: StateChunk, memory: torch.Tensor, writing: bool) -> Transfer:
+    extent = chunk.state.extent(chunk.begin, chunk.end)
+    if writing:
+        stream.transfers.record("host", "nvme", memory.nbytes)
+        return stream.store.write(extent.target, memory)
+    stream.transfers.record("nvme", "host", memory.nbytes)
+    return stream.store.read(extent.offset, memory)
+
+
+def _values(stream: StateStream, chunk: StateChunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    values, first = {}, 0
+    for kind, entry in stream.kinds.items():
+        if entry.elements != 1:
+            raise zero_ext_bug(f"'{kind}' has an entry for {entry.elements} elements")
+        last = first + (chunk.end - chunk.begin) * entry.dtype.itemsize
+        values[kind] = buffer[first:last].view(entry.dtype)
+        first = last
+    return values
+
+
+def _wait(transfer: Transfer | None) -> None:
+    if transfer is not None:
+        transfer.wait()

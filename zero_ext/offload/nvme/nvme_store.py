@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from zero_ext import ops
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload.nvme.run_directory import RunDirectory
+from zero_ext.offload.side_stream import CopyHandle
 
 _log = logging.getLogger(__name__)
 
@@ -138,21 +137,11 @@ class NvmeStore:
         Its size is a multiple of :attr:`alignment`; it may lie anywhere inside one extent. Memory that the
         device cannot reach (see :func:`zero_ext.ops.host_buffer`) costs a pass through the page cache.
         """
-        ticket = next(self._tickets)
-        if self._goes_directly(tensor):
-            ops.store_read_direct_(self._handle, tensor, offset, ticket)
-        else:
-            ops.store_read_(self._handle, tensor, offset, ticket)
-        return Transfer(self._handle, ticket, self.bus)
+        return self._start(ops.store_read_, ops.store_read_direct_, offset, tensor)
 
     def write(self, offset: int, tensor: Tensor) -> Transfer:
         """Start to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
-        ticket = next(self._tickets)
-        if self._goes_directly(tensor):
-            ops.store_write_direct(self._handle, tensor, offset, ticket)
-        else:
-            ops.store_write(self._handle, tensor, offset, ticket)
-        return Transfer(self._handle, ticket, self.bus)
+        return self._start(ops.store_write, ops.store_write_direct, offset, tensor)
 
     def open_direct(self) -> None:
         """Let :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
@@ -165,10 +154,18 @@ class NvmeStore:
         self._direct = False
         ops.store_close_direct(self._handle)
 
-    def _goes_directly(self, tensor: Tensor) -> bool:
-        if tensor.device.type != "cpu" and not self._direct:
+    def _start(
+        self,
+        from_host: Callable[[int, Tensor, int, int], None],
+        direct: Callable[[int, Tensor, int, int], None],
+        offset: int,
+        tensor: Tensor,
+    ) -> Transfer:
+        on_host, ticket = tensor.device.type == "cpu", next(self._tickets)
+        if not on_host and not self._direct:
             raise zero_ext_bug(f"a transfer of memory on {tensor.device}: it goes through the host's")
-        return tensor.device.type != "cpu"
+        (from_host if on_host else direct)(self._handle, tensor, offset, ticket)
+        return Transfer(self._handle, ticket, self.bus)
 
     @property
     def is_open(self) -> bool:
@@ -182,16 +179,11 @@ class NvmeStore:
     def __enter__(self) -> NvmeStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class Transfer:
+class Transfer(CopyHandle):
     """A read or write under way. Each must be waited for: that is where failures are reported."""
 
     def __init__(self, handle: int, ticket: int, bus: Bus) -> None:
@@ -220,16 +212,6 @@ class Transfer:
             self._bus.waited("storage", began)
         if self._failure is not None:
             raise self._failure
-
-    def wait_source(self) -> None:
-        """Return when the transfer has ended. Only :meth:`wait` raises its error."""
-        with contextlib.suppress(RuntimeError):
-            self.wait()
-
-    def stream_context(self) -> contextlib.AbstractContextManager[object]:
-        """Wait, and need nothing to follow it."""
-        self.wait()
-        return contextlib.nullcontext()
 
 
 def _check_distinct(paths: Sequence[str | Path]) -> None:

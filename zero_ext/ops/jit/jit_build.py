@@ -24,8 +24,13 @@ import torch
 from zero_ext.ops.jit import toolchain
 from zero_ext.ops.jit.build_cache import CachedModule, build_key, cache_folder
 from zero_ext.ops.jit.compiler_jobs import CompilerCall, Progress, run_calls
-from zero_ext.ops.jit.nvcc import check_host_compiler, find_nvcc, fitted_architectures, runtime_library
-from zero_ext.ops.jit.toolchain import Architecture
+from zero_ext.ops.jit.toolchain import (
+    Architecture,
+    check_host_compiler,
+    find_nvcc,
+    fitted_architectures,
+    runtime_library,
+)
 
 MODULE = "_C"
 CUDA_MODULE = "_C_cuda"

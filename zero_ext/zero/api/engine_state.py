@@ -15,6 +15,8 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, subrange_of
+from zero_ext.optim.optimizer_registry import resumes_from
+from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.optim import Segment
 from zero_ext.optim.elementwise_check import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers

@@ -20,14 +20,22 @@ from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.state_placement import StatePlacement
 from zero_ext.offload import Device, TierManager
-from zero_ext.optim.elementwise_check import is_one_bit
-from zero_ext.zero.api.engine_lookup import (
-    CheckpointSources,
-    attach_engine,
-    close,
-    engines_before,
-    guard_module,
+from zero_ext.optim.elementwise import was_stepped
+from zero_ext.optim.fused_optimizers import Lamb
+from zero_ext.optim.one_bit import check_one_bit_optimizer
+from zero_ext.optim.optimizer_registry import (
+    check_elementwise,
+    check_step_time,
+    fusible,
+    is_one_bit,
 )
+from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
+from zero_ext.zero.api.close_engine import close, engines_before
+from zero_ext.zero.api.engine_lookup import CheckpointSources, attach_engine
+from zero_ext.zero.api.engine_state import EngineState, TrainedState
+from zero_ext.zero.api.misuse_guards import guard_module
+from zero_ext.zero.api.model_parallel_state import ModelParallelState
+from zero_ext.optim.elementwise_check import is_one_bit
 from zero_ext.zero.api.engine_state import EngineState, ModelParallelState, TrainedState
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer

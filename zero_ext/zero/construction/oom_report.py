@@ -18,7 +18,7 @@ from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.elementwise_check import fusible, is_one_bit, streamable
+from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,

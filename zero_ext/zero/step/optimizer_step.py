@@ -13,8 +13,8 @@ from zero_ext.config.events import StepEnd
 from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
-from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
-from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
+from zero_ext.optim.one_bit_steppers import OneBitStepper
+from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms

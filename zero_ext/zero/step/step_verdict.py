@@ -11,8 +11,8 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
-from zero_ext.offload.device.side_stream import Readback
-from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
+from zero_ext.offload.side_stream import Readback
+from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.gradients.gradient_norms import OwnSquares
 from zero_ext.zero.units.model_parallel_sync import sum_over_model
 

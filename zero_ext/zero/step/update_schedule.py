@@ -11,7 +11,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.optim import Stepper, Update
-from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
+from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import FlatLayout

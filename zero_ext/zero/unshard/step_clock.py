@@ -10,7 +10,7 @@ import torch
 
 from zero_ext.config.events import Bus, DeviceStepEnd, Phase, PhaseEnd
 from zero_ext.offload import Device
-from zero_ext.offload.device.side_stream import Readback
+from zero_ext.offload.side_stream import Readback
 
 _STEPS_AHEAD = 16  # that the host may be before a device, before somebody waits
 

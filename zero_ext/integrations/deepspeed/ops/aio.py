@@ -1,4 +1,4 @@
-"""``deepspeed.ops.aio``: asynchronous file I/O on the engine of ``zero_ext.ops.storage.aio``.
+"""``deepspeed.ops.aio``: asynchronous file I/O on the engine of ``zero_ext.ops.storage``.
 
 Unlike DeepSpeed's, every result is checked: short transfers are continued, errors raise ``RuntimeError`` with
 path, offset and reason.

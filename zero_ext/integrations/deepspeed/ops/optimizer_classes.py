@@ -13,8 +13,7 @@ from typing import Any
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
-from zero_ext.optim.lamb import Lamb
-from zero_ext.optim.lion import Lion
+from zero_ext.optim.fused_optimizers import Lamb, Lion
 
 _16_BIT_STATES = {"fp32_optimizer_states": "write bf16.bf16_optimizer_states in the JSON"}
 _CORRECTED = {"bias_correction": "the moments are always corrected here"}

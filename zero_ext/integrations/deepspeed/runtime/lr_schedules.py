@@ -8,8 +8,7 @@ from typing import Any
 
 from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.optim import schedulers
-from zero_ext.optim.schedulers.one_cycle import SECOND_BETA
-from zero_ext.optim.schedulers.schedule_base import Schedule, count
+from zero_ext.optim.schedulers import SECOND_BETA, Schedule, count
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "get_lr_from_config"]
 

@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
-from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
+from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership
 from zero_ext.zero.units.flat_layout import FlatLayout

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.optim.one_bit.onebit_lamb_stepper import OneBitLambStepper, square_average
+from zero_ext.optim.one_bit_steppers import OneBitLambStepper, square_average
 from zero_ext.zero.step.one_bit.exchange_base import OneBitContext
 from zero_ext.zero.step.one_bit.stage0_exchange import ReplicatedExchange
 from zero_ext.zero.step.update_schedule import Ownership

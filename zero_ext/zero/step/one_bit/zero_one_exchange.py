@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from zero_ext.optim.one_bit.onebit_stepper import decay_, denominator
+from zero_ext.optim.one_bit_steppers import decay_, denominator
 from zero_ext.zero.step.one_bit.exchange_base import OneBitContext
 from zero_ext.zero.step.one_bit.stage0_exchange import ReplicatedExchange
 from zero_ext.zero.step.update_schedule import Ownership

@@ -1,1 +1,0 @@
-"""Python face of the quantization and sign compression ops."""

@@ -1,1 +1,0 @@
-"""Python face of the optimizer ops."""

@@ -1,0 +1,244 @@
+"""The optimizers that run on shards: a table of their classes, how each steps there, and checks of a user's.
+
+An optimizer with an op of its own is added by one :func:`register`: its class, its state, its stepper. All
+other lists of this package follow from the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import optim
+
+from zero_ext.offload import StateField, TierManager
+from zero_ext.optim.elementwise import (
+    ElementwiseStepper,
+    elementwise_kinds,
+    initial_state,
+    on_other_tensors,
+)
+from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
+from zero_ext.optim.fused import AdamStepper, LionStepper
+from zero_ext.optim.fused_optimizers import Lamb, Lion
+from zero_ext.optim.lamb_stepper import LambStepper
+from zero_ext.optim.moments import MOMENTS, moment_fields
+from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
+from zero_ext.optim.one_bit_steppers import OneBitLambStepper, OneBitStepper
+from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer class that runs on shards.
+
+    Args:
+        kind: the class. Its name is the one that configurations and checkpoints have.
+        stepper: makes its fused stepper. None: its own code, which is element-wise, runs on the shards.
+        moments: state of the fused stepper besides the master weights, one value an element.
+        eight_bit: moments may be quantized to 8 bits.
+        on_nvme: how state on NVMe is stepped: by the op that also moves it, in chunks that the fused stepper
+            reads, by the optimizer's own code, or not at all.
+        needs_norms: steps need norms of full parameters of all ranks.
+        resumes_from: names of other classes with state that it takes over.
+        unless: options of a param group that the op does not have; with one its own code runs.
+    """
+
+    kind: type[optim.Optimizer]
+    stepper: Callable[[StepperInputs], Stepper] | None = None
+    moments: tuple[str, ...] = MOMENTS
+    eight_bit: bool = False
+    on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
+    needs_norms: bool = False
+    resumes_from: frozenset[str] = frozenset()
+    unless: tuple[str, ...] = ("differentiable",)
+
+
+OPTIMIZERS: dict[str, OptimizerEntry] = {}
+_OF_TWO_MOMENTS = frozenset({"Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"})
+
+
+def register(entry: OptimizerEntry) -> None:
+    """Add an optimizer to the table."""
+    OPTIMIZERS[entry.kind.__name__] = entry
+
+
+for _adam in (optim.Adam, optim.AdamW):
+    _options = ("amsgrad", "differentiable")
+    register(OptimizerEntry(_adam, AdamStepper, eight_bit=True, on_nvme="pipeline", unless=_options))
+register(OptimizerEntry(Lamb, LambStepper, on_nvme="chunks", needs_norms=True))
+register(OptimizerEntry(Lion, LionStepper, Lion.MOMENTS))
+for _one_bit in (OneBitOptimizer, OneBitAdam, ZeroOneAdam):
+    register(OptimizerEntry(_one_bit, OneBitStepper, on_nvme="never", resumes_from=_OF_TWO_MOMENTS))
+register(OptimizerEntry(OneBitLamb, OneBitLambStepper, on_nvme="never", resumes_from=frozenset({"Lamb"})))
+for _name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
+    register(OptimizerEntry(getattr(optim, _name)))
+
+NEEDS_FULL_TENSORS: dict[str, str] = {
+    "LBFGS": "its line search and inner products run over all parameters together",
+    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it expects sparse gradients, sharded gradients are dense",
+}
+_INSTEAD = (
+    "Use torch's AdamW, Adam, SGD, Adagrad or RMSprop, in a Hugging Face Trainer optim='adamw_torch', 'sgd', "
+    "'adagrad' or 'rmsprop'. To save memory offload the optimizer, or keep AdamW's moments in 8 or 16 bits: "
+    "precision.moments_dtype '8bit' or 'bf16', in DeepSpeed's JSON bf16.bf16_optimizer_states true."
+)
+
+
+def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
+    """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
+    # A subclass may step otherwise, except of those that step in the engine alone.
+    kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
+    found = (entry for kind in kinds if (entry := OPTIMIZERS.get(kind.__name__)) and entry.kind is kind)
+    entry = next(found, None)
+    if entry is None or entry.stepper is None:
+        return None
+    options = (group.get(option) for group in optimizer.param_groups for option in entry.unless)
+    return None if any(options) else entry
+
+
+def fusible(optimizer: optim.Optimizer) -> bool:
+    """Return whether a fused op computes what ``optimizer`` would."""
+    return fused_entry(optimizer) is not None
+
+
+def streamable(optimizer: optim.Optimizer) -> bool:
+    """Return whether the fused op also steps state on NVMe, in one pipeline."""
+    entry = fused_entry(optimizer)
+    return entry is not None and entry.on_nvme == "pipeline"
+
+
+def is_one_bit(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether ``optimizer`` is one of the one-bit family."""
+    return isinstance(optimizer, OneBitOptimizer)
+
+
+def needs_norms(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether a step of ``optimizer`` needs norms of full parameters of all ranks."""
+    entry = None if optimizer is None else fused_entry(optimizer)
+    return entry is not None and entry.needs_norms
+
+
+def resumes_from(own: str | None, saved: str | None) -> bool:
+    """Return whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its
+    own, or, for one that exchanges signs, that of one with the same two moments.
+    """
+    return own == saved or (own in OPTIMIZERS and saved in OPTIMIZERS[own].resumes_from)
+
+
+def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
+    """Raise ``ValueError`` if ``optimizer`` cannot run its updates at the time ``when``, a value of
+    ``offload.update_mode``."""
+    if needs_norms(optimizer) and when != "after_backward":
+        raise ValueError(
+            f"offload.update_mode: expected 'after_backward' with {type(optimizer).__name__}, got '{when}'. "
+            "Its trust ratios need the norms of all ranks, which are summed once for all layers, when all "
+            "gradients are ready and before any weight changes. Set offload.update_mode to 'after_backward'."
+        )
+
+
+def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
+    """Refuse with ``ValueError`` what cannot run on shards; tries out what the user declares
+    element-wise."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for base in kind.__mro__:
+        if base.__name__ in NEEDS_FULL_TENSORS:
+            reason = NEEDS_FULL_TENSORS[base.__name__]
+            raise ValueError(f"optimizer {name}: it cannot run on sharded state: {reason}. {_INSTEAD}")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer {name}: expected differentiable=False on shards, got True. Leave it False."
+        )
+    if any(entry.kind is kind for entry in OPTIMIZERS.values()):
+        return
+    if not declared:
+        raise ValueError(
+            f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
+            f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
+            "zero_ext.prepare, which then checks it once on a small vector."
+        )
+    _try_out(optimizer, name)
+
+
+def _try_out(optimizer: optim.Optimizer, name: str) -> None:
+    generator = torch.Generator().manual_seed(20)
+    values = torch.randn(64, generator=generator, device="cpu")
+    gradients = [torch.randn(64, generator=generator, device="cpu") for _ in range(3)]
+    for group in optimizer.param_groups:
+        full = _run(optimizer, group, [values.clone()], [[g.clone()] for g in gradients])
+        cut = [values[:23].clone(), values[23:].clone()]
+        split = _run(optimizer, group, cut, [[g[:23].clone(), g[23:].clone()] for g in gradients])
+        if not torch.equal(full, split):
+            raise ValueError(
+                f"optimizer {name}: it was declared element-wise, but a vector stepped in two slices comes "
+                "out different from the same vector stepped as one (by up to "
+                f"{(full - split).abs().max():.3g}). It cannot run on shards. {_INSTEAD}"
+            )
+
+
+def _run(
+    optimizer: optim.Optimizer,
+    group: dict[str, Any],
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> torch.Tensor:
+    trial = on_other_tensors(optimizer, [{**group, "params": values}])
+    for value in values:
+        trial.state[value] = initial_state(optimizer, value, group)
+    for step in gradients:
+        for value, gradient in zip(values, step, strict=True):
+            value.grad = gradient
+        trial.step()
+    return torch.cat(values)
+
+
+def make_stepper(
+    optimizer: optim.Optimizer,
+    ranges: Sequence[OwnedRange],
+    moments_dtype: MomentsDtype,
+    elementwise: bool,
+    tiers: TierManager,
+    total: Total,
+) -> Stepper:
+    """Return the stepper for a user's optimizer: its fused one, as far as the table has one for the tiers of
+    the state; else the class's own code on the shards. `total` sums up what a step needs of all ranks.
+
+    Raises `ValueError` if the class needs whole tensors, or is unknown and `elementwise` is False, or if
+    moments in 8 bits are asked of any but those that have them.
+    """
+    entry = fused_entry(optimizer)
+    if entry is None:
+        check_elementwise(optimizer, elementwise)
+    if moments_dtype == "8bit" and (entry is None or not entry.eight_bit):
+        raise ValueError(
+            "precision.moments_dtype: expected Adam or AdamW without amsgrad for '8bit', got "
+            f"{type(optimizer).__name__}, which stores state in floats only. Remove the key."
+        )
+
+    inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total)
+    in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
+    own_code = entry is None or entry.on_nvme == "own code"
+    stored = [index for index, owned in enumerate(ranges) if own_code and owned.state.tier == "nvme"]
+    if not stored:
+        return in_memory(inputs)
+    live = [index for index in range(len(ranges)) if index not in stored]
+
+    def over(indices: list[int]) -> StepperInputs:
+        return replace(inputs, ranges=[ranges[index] for index in indices])
+
+    return MultiTierStepper([(in_memory(over(live)), live), (ElementwiseStream(over(stored)), stored)])
+
+
+def state_kinds(optimizer: optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
+    """Return the state that `make_stepper`'s stepper keeps besides the master weights, in the order that a
+    step on NVMe wants."""
+    entry = fused_entry(optimizer)
+    if entry is not None and (entry.eight_bit or moments_dtype != "8bit"):
+        return moment_fields(moments_dtype, entry.moments)
+    kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
+    return dict.fromkeys(sorted(kinds), StateField(torch.float32))

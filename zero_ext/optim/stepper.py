@@ -1,0 +1,261 @@
+"""The protocol of optimizers that work on flat shards, what most of them share, the flag that they raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.offload import (
+    MASTER,
+    NvmeState,
+    OptimizerStateStorage,
+    ShardStorage,
+    StateChunk,
+    StepStaging,
+    Values,
+    put,
+    visit_chunks,
+)
+from zero_ext.offload.step_buffers import StateChunkBuffers
+
+MomentsDtype = torch.dtype | Literal["8bit"]
+
+
+class NonFiniteFlag:
+    """A flag that is raised when an update makes a master weight or moment NaN or infinite.
+
+    There is one flag for each device that has state, so that an update never waits for another device.
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the flag, int32 [1], that kernels on ``device`` raise."""
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._flags[device]
+
+    def check(self, values: torch.Tensor) -> None:
+        """Raise the flag if ``values`` [n] hold NaN or infinity. An accelerator is not waited for."""
+        ops.flag_non_finite_(values, self.on(values.device))
+
+    def is_raised_on(self, device: torch.device) -> bool:
+        """Return whether it was raised by kernels on ``device``, which is waited for."""
+        return device in self._flags and bool(self._flags[device])
+
+    def is_raised(self) -> bool:
+        """Return whether it was raised; every device that has state is waited for."""
+        return any(map(bool, self._flags.values()))
+
+    def lower(self) -> None:
+        """Lower the flag."""
+        for flag in self._flags.values():
+            flag.zero_()
+
+
+def flag_on(flag: NonFiniteFlag | None, device: torch.device) -> torch.Tensor | None:
+    """Return what an op takes as its flag on ``device``, None where it is not read."""
+    return None if flag is None else flag.on(device)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's elements inside a range of a unit's flat buffer; possibly none of them."""
+
+    name: str  # the parameter's full name
+    start: int  # first element, counted in the parameter's memory order
+    begin: int  # the same element, counted from the start of the range
+    numel: int
+    group: int = -1  # index of its param group, -1 outside an optimizer
+
+    @property
+    def end(self) -> int:
+        """The element after the last one, counted from the start of the range."""
+        return self.begin + self.numel
+
+
+@dataclass(eq=False)
+class OwnedRange:
+    """The part of a unit that a rank's optimizer owns: state [n] that begins as fp32 master weights, the
+    parameters [n] that a step writes or None where it writes none, and the segments that it steps.
+    """
+
+    state: OptimizerStateStorage
+    output: ShardStorage | None
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Update:
+    """A range to be stepped and its gradient [n], where it is stored."""
+
+    index: int
+    gradient: ShardStorage
+
+
+# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
+# fails on all of them if the call fails on one. What all ranks hold alike counts once.
+Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+class Stepper(Protocol):
+    """Updates owned ranges. `index` counts the ranges given at construction.
+
+    `reads_scale_on_device` says that `step` takes a `scale` in the device's memory, and changes
+    nothing but its scalars where that is not finite. Else `scale` is finite and in host memory.
+    """
+
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See above."""
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """One optimizer step on some ranges: gradients times `scale` (0-d float32), for the parameters
+        named in `used` only; the others keep value and state, as torch's do without a gradient.
+
+        Yields the index of a range as soon as its parameters are in place.
+        """
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise `flag` from now on in every step that makes a master weight or moment NaN or infinite."""
+
+    def snapshot(self, index: int) -> None:
+        """Keep what a step on one range changes, so that it can be rolled back.
+
+        Parameters that follow the master weights are left out. Every such step ends by `commit` or
+        `rollback`.
+        """
+
+    def commit(self, index: int) -> None:
+        """Accept the step on a range since `snapshot`. Do nothing if there is none."""
+
+    def rollback(self, index: int) -> None:
+        """Restore state and scalars of a range as they were at `snapshot`, bit for bit."""
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """State of a range besides the master weights, by segment: torch's name for it, segment, its values
+        where they are stored."""
+
+    def scalars(self) -> dict[str, Any]:
+        """JSON-able per-parameter state, equal on all ranks."""
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """Restore `scalars`."""
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """Make state tensors exist that are created late, for the kinds named for each parameter, as far as
+        this optimizer has such a kind. Returns what undoes it."""
+
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """Return bytes of memory of the state that this stepper keeps besides the ranges' own, by their
+        tier.
+        """
+
+
+@dataclass(frozen=True)
+class StepperInputs:
+    """The arguments of all steppers: the user's optimizer, the ranges to step, and what the engine has."""
+
+    optimizer: Any
+    ranges: Sequence[OwnedRange]
+    staging: StepStaging
+    moments_dtype: MomentsDtype = torch.float32
+    total: Total | None = None
+
+
+class RangeStepper:
+    """A :class:`Stepper` with all its state in the ranges, from the start. Hyper-parameters are read from the
+    live param groups at each step.
+    """
+
+    def __init__(self, inputs: StepperInputs) -> None:
+        self._groups: list[dict[str, Any]] = inputs.optimizer.param_groups
+        self._ranges = tuple(inputs.ranges)
+        self._staging = inputs.staging
+        self._flag: NonFiniteFlag | None = None
+
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See :class:`Stepper`."""
+        return False
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
+        self._flag = flag
+
+    def snapshot(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.snapshot()
+
+    def commit(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.commit()
+
+    def rollback(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.rollback()
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """See :class:`Stepper`; the state exists from the start."""
+        return lambda: None
+
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """See :class:`Stepper`: none."""
+        return {}
+
+
+class StoredChunk(NamedTuple):
+    """A chunk of state in storage, its gradient where that is read, and buffers for both in host memory."""
+
+    state: StateChunk
+    gradient: torch.Tensor
+    staging: StateChunkBuffers
+
+
+def stored_chunks(
+    staging: StepStaging, ranges: Sequence[OwnedRange], updates: Sequence[Update]
+) -> Generator[StoredChunk]:
+    """Yield the chunks of the ranges in ``updates``, with state in storage; one is valid until the next."""
+    if not updates:
+        return
+    gradients = {update.index: update.gradient for update in updates}
+    states = [(index, stored_state(ranges[index])) for index in gradients]
+    stream = states[0][1].stream
+    buffers = staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
+    with contextlib.closing(visit_chunks(stream, states, buffers.buffers)) as chunks:
+        for chunk in chunks:
+            shard = gradients[chunk.index]
+            near: Tier = "host" if shard.tier == "nvme" else shard.tier
+            gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, near)
+            if gradient.device != buffers.gradient.device:
+                stream.transfers.record("device", "host", gradient.nbytes)
+            yield StoredChunk(chunk, gradient, buffers)
+
+
+def stored_state(owned: OwnedRange) -> NvmeState:
+    """Return the state of a range that is in storage."""
+    if not isinstance(owned.state, NvmeState):
+        raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
+    return owned.state
+
+
+def send_chunk(output: ShardStorage | None, chunk: StoredChunk, stepped: Sequence[tuple[int, int]]) -> None:
+    """Send the master weights of ``chunk`` to the parameters ``output``. Ranges in ``stepped`` changed."""
+    if output is None:
+        return
+    begin, master = chunk.state.begin, chunk.state.values[MASTER]
+    if output.tier == "nvme":
+        # Parameters in storage follow the masters everywhere: one write, of whole blocks.
+        values = chunk.staging.output[: master.numel() * output.dtype.itemsize].view(output.dtype)
+        output.store(begin, values.copy_(master), "host")
+        return
+    for first, last in stepped:
+        put(output, begin + first, master[first:last], "host")

@@ -1,1 +1,0 @@
-"""Optimizers on flat shards: the stepper protocol, fused and element-wise steppers, moments."""
