@@ -1,6 +1,6 @@
 """List the names of DeepSpeed's modules, and those that other libraries take from it, from their sources.
 
-`python scripts/deepspeed_names.py` rewrites zero_ext/integrations/deepspeed/registry/names.json from the
+`python scripts/deepspeed_names.py` rewrites zero_ext/integrations/deepspeed/names.json from the
 installed packages. With `--check` it writes nothing, prints what is new and gone since, and ends with 1 if
 anything is. Nothing is imported: sources are parsed.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_ext.integrations.deepspeed.registry.names import FILE, ROOT, Names
+from zero_ext.integrations.deepspeed.name_registry import FILE, ROOT, Names
 
 LIBRARIES = ("accelerate", "lightning", "peft", "ray", "transformers", "trl")
 _IGNORED = {"__all__", "__getattr__", "__doc__", "__dir__"}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from zero_ext.config.schema.generate_docs import sentence
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.registry import Definition, difference_of, names, reason_of
-from zero_ext.integrations.deepspeed.unsupported import served
+from zero_ext.integrations.deepspeed.import_alias import served
+from zero_ext.integrations.deepspeed.name_registry import Definition, difference_of, names, reason_of
 
 _BEGIN, _END = "<!-- begin names -->", "<!-- end names -->"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VALUE = "{}"
 BUG_HELPER = "zero_ext_bug"
-# `Problem(path, text)` reads as "path: text".
-PATH_AND_TEXT = {"Problem", "KeyProblem"}
+# `Problem(path, text)` reads as "path: text", and `resolved.add_problem(path, text)` makes one.
+PATH_AND_TEXT = {"Problem", "KeyProblem", "add_problem"}
 # Their text is a reason, which the error that names the file completes.
 REASONS = {"UnfitContent"}
 # They end a loop or the process, or their text is Python's own protocol.
@@ -75,7 +75,7 @@ def _error_calls(
 
 
 def _builds_an_error(name: str) -> bool:
-    return name.endswith(("Error", "Exception", "Problem")) and name[0].isupper()
+    return name in PATH_AND_TEXT or (name.endswith(("Error", "Exception", "Problem")) and name[0].isupper())
 
 
 def _called(call: ast.Call) -> str:

@@ -28,7 +28,7 @@ def test_a_wheel_holds_what_is_compiled_at_first_use_and_all_it_includes(
     )
     package = library / "zero_ext"
     assert (package / "ops" / "jit" / "jit_build.py").is_file()
-    assert (package / "integrations" / "deepspeed" / "registry" / "names.json").is_file()
+    assert (package / "integrations" / "deepspeed" / "names.json").is_file()
     found = {path.relative_to(package).as_posix() for path in (package / "csrc").rglob("*") if path.is_file()}
     assert {
         *toolchain.cuda_sources(ROOT),

@@ -14,12 +14,15 @@ from zero_ext.config import (
     ZeroConfig,
     load_deepspeed_config,
 )
-from zero_ext.config.deepspeed.key_registry import KEYS
-from zero_ext.config.deepspeed.offload_keys import AIO_KEYS, OPTIMIZER_KEYS, PARAM_KEYS
+from zero_ext.config.deepspeed.deepspeed_keys import Key
+from zero_ext.config.deepspeed.offload_keys import AIO, OPTIMIZER, PARAM
+from zero_ext.config.deepspeed.translate import KEYS, TABLE
 
-PARAM = "zero_optimization.offload_param"
-OPTIMIZER = "zero_optimization.offload_optimizer"
 TIER = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+def section_keys(section: str) -> list[Key]:
+    return [key for key in TABLE if key.path.startswith(f"{section}.")]
 
 
 def load(stage: Any = 3, aio: Any = None, **zero: Any) -> Translation:
@@ -133,7 +136,7 @@ def test_devices_in_any_case() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [key for key in PARAM_KEYS + OPTIMIZER_KEYS if key.fate == "no effect"],
+    [key for key in section_keys(PARAM) + section_keys(OPTIMIZER) if key.fate == "no effect"],
     ids=lambda key: key.path,
 )
 def test_buffers_and_pipelines_are_noted_once(key: Any) -> None:
@@ -210,7 +213,7 @@ def test_aio_with_something_on_nvme(section: str) -> None:
     assert load(aio={}, **{section: nvme()}).config.aio == AioConfig()
 
 
-@pytest.mark.parametrize("key", AIO_KEYS, ids=lambda key: key.path)
+@pytest.mark.parametrize("key", section_keys(AIO), ids=lambda key: key.path)
 def test_every_aio_key(key: Any) -> None:
     """With all the others left out: taken over, noted or refused; noted once for all without NVMe."""
     name = key.path.removeprefix("aio.")
@@ -234,7 +237,9 @@ def test_every_aio_key(key: Any) -> None:
 
 
 def test_aio_is_noted_once() -> None:
-    aio = {key.path.removeprefix("aio."): 1 for key in AIO_KEYS if key.value_type.fits(1)} | {"use_gds": True}
+    aio = {key.path.removeprefix("aio."): 1 for key in section_keys(AIO) if key.value_type.fits(1)} | {
+        "use_gds": True
+    }
     assert [note.path for note in load(aio=aio).notes] == ["aio"]
     assert load(aio={}).notes == ()
     assert load_deepspeed_config({"gradient_clipping": 0, "aio": None}).notes == ()

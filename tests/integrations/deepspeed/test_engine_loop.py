@@ -1,8 +1,10 @@
-"""The training loop of DeepSpeed's engine on one rank: what it counts, returns and refuses."""
+"""The training loop of DeepSpeed's engine on one rank: what it counts, returns, logs and refuses."""
 
 from __future__ import annotations
 
+import logging
 import math
+import secrets
 from typing import Any
 
 import pytest
@@ -82,3 +84,15 @@ def test_a_scheduler_over_another_optimizer() -> None:
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     assert engine.get_lr() == pytest.approx([0.01])
+
+
+def test_keys_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    key = f"zero_optimization.{secrets.token_hex(8)}"
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, key: 1}
+    with caplog.at_level(logging.INFO, logger="zero_ext"):
+        for _ in range(2):
+            deepspeed.initialize(model=nn.Linear(2, 1), config=config)
+    found = [record for record in caplog.records if key in record.getMessage()]
+    assert [record.levelno for record in found] == [logging.INFO]
+    assert f"{key}: no effect" in found[0].getMessage()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]

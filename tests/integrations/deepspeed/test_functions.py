@@ -15,11 +15,11 @@ from torch import nn
 import zero_ext
 from zero_ext.config import ActivationCheckpointingConfig, ConfigError
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed import checkpointing as deepspeed_checkpointing
-from zero_ext.integrations.deepspeed.checkpoint_io.clone_tensors import clone_tensors_for_torch_save
-from zero_ext.integrations.deepspeed.checkpointing import _Configured
-from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedZeroConfig
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed import deepspeed_checkpointing
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import clone_tensors_for_torch_save
+from zero_ext.integrations.deepspeed.deepspeed_checkpointing import _Configured
+from zero_ext.integrations.deepspeed.deepspeed_config import DeepSpeedZeroConfig
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.plan import TrainingState, model_state_bytes
 
 

@@ -28,10 +28,15 @@ from zero_ext.integrations.deepspeed import import_alias
 before = "deepspeed" in sys.modules
 import_alias.activate(); import_alias.activate()
 light = "torch.distributed.pipelining" not in sys.modules  # which takes a second
-from zero_ext.integrations.deepspeed.registry import mirror_of, names
-local = {name: mirror_of(name) for name in names().modules if mirror_of(name)}
-same = [importlib.import_module(name) is importlib.import_module(here) for name, here in local.items()]
-specs = [importlib.import_module(name).__spec__.name == here for name, here in local.items()]
+from zero_ext.integrations import deepspeed as package
+from zero_ext.integrations.deepspeed.name_registry import mirrors_of, names
+modules = {name: importlib.import_module(name) for name in names().modules}
+same = [module is import_alias.module_for(name) for name, module in modules.items()]
+same += [modules["deepspeed"] is package, modules["deepspeed.runtime.zero"] is package.zero]
+specs = [each.__spec__.name == name for name, each in modules.items() if each is not package]
+specs += [package.__spec__.name == package.__name__]
+here = {mirror for name in modules for mirror in mirrors_of(name)}
+mirrors = [importlib.import_module(each).__doc__ for each in here]
 import deepspeed
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -51,7 +56,9 @@ for line in ("MoE(8)", "import deepspeed.nothing", "DualPipeVModule()", "deepspe
 from transformers.integrations.deepspeed import is_deepspeed_available
 from accelerate.utils import is_deepspeed_available as accelerates
 names = [each.metadata["Name"] for each in importlib.metadata.distributions() if each.metadata["Name"]]
-print(json.dumps({"before": before, "same": all(same), "specs": all(specs), "errors": errors,
+print(json.dumps({"before": before, "same": all(same), "specs": all(specs),
+    "mirrors": len(mirrors) * all(mirrors),
+    "errors": errors,
     "pipelines": light and pipelines,
     "finders": sum(type(f).__name__ == "Finder" for f in sys.meta_path),
     "available": [is_deepspeed_available(), accelerates()],
@@ -69,7 +76,7 @@ def test_every_module_is_found_under_its_second_name() -> None:
     assert found["version"] == "0.19.8" and found["torch"].startswith("2.")
     errors = found["errors"]
     assert "MixtureOfExperts" in errors["MoE(8)"]
-    assert found["pipelines"] and found["same"] and found["specs"]
+    assert found["pipelines"] and found["same"] and found["specs"] and found["mirrors"] > 10
     assert "No module named 'deepspeed.nothing'" in errors["import deepspeed.nothing"]
     assert "deepspeed.DualPipeVModule" in errors["DualPipeVModule()"]
     assert "zero_ext.prepare(model, None" in errors["deepspeed.init_inference(None)"]

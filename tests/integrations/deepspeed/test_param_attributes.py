@@ -56,7 +56,10 @@ def test_one_rank_under_zero_init(no_process_group: None) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_optimizers_by_class(stage: int) -> None:
-    from zero_ext.integrations.deepspeed.zero import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    from zero_ext.integrations.deepspeed.optimizer_types import (
+        DeepSpeedZeroOptimizer,
+        DeepSpeedZeroOptimizer_Stage3,
+    )
 
     engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(5, 3), config=config_of(stage))
     assert engine.optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)

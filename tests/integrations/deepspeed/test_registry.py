@@ -17,10 +17,8 @@ import pytest
 
 from scripts.deepspeed_reference import api_page, entries
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.registry import names
-from zero_ext.integrations.deepspeed.registry.names import FILE
-from zero_ext.integrations.deepspeed.registry.notes import DIFFERENCES, REASONS
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.name_registry import DIFFERENCES, FILE, REASONS, names
 from zero_ext_deepspeed_finder import API_VERSION
 
 ROOT = Path(__file__).parents[3]
@@ -73,8 +71,8 @@ EVERY_NAME = (
     ACTIVATE
     + """
 import importlib, json
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
-from zero_ext.integrations.deepspeed.registry import names
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.name_registry import names
 
 USES = (lambda it: it(), lambda it: it.anything, lambda it: type("Own", (it,), {}), lambda it: it["key"],
         lambda it: list(it), lambda it: "key" in it, lambda it: bool(it), lambda it: it.__call__)

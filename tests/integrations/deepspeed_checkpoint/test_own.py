@@ -1,4 +1,5 @@
-"""Checkpoints of this engine under DeepSpeed's names: pipelines, damage, and what libraries read."""
+"""Checkpoints of this engine under DeepSpeed's names: pipelines, damage, what libraries read, and
+whole weights in one file."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from tests.integrations.deepspeed.pipe.model import engine_of, full_values, micro_batches
+from tests.integrations.deepspeed.pipeline_model import engine_of, full_values, micro_batches
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, save_state
@@ -134,3 +136,16 @@ def test_libraries_read_them(tmp_path: Path) -> None:
     assert trainer.pop("best") == "checkpoint-2"
     assert trainer == dict.fromkeys(trainer, True)
     assert found == {"accelerate": True, "lightning": {"epoch": 2, "steps": False, "values": True}}
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_link_at_the_partial_name_is_not_followed(tmp_path: Path, name: str) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "out"
+    outside.write_text("precious")
+    folder.mkdir()
+    (folder / f".partial-{name}").symlink_to(outside)
+    checkpoint_tags._write({"a": torch.arange(3)}, folder / name)
+    assert outside.read_text() == "precious"
+    read = load_file if name.endswith("safetensors") else torch.load
+    assert torch.equal(read(folder / name)["a"], torch.arange(3))
+    assert [path.name for path in folder.iterdir()] == [name]

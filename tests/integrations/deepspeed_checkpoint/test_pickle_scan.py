@@ -16,8 +16,11 @@ from torch._tensor import _rebuild_from_type_v2
 from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import check_expanded, check_opcodes
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import (
+    check_expanded,
+    check_opcodes,
+    read_pickled,
+)
 
 
 @pytest.fixture(autouse=True)

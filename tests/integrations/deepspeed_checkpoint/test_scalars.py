@@ -12,7 +12,7 @@ import pytest
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import ModelFile
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_scalars import _per_parameter
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import _per_parameter
 
 
 def test_parameters_without_elements_need_linear_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.schema.config_errors import ConfigError, Problem, show
+from zero_ext.config.schema.config_errors import (
+    SUGGESTIONS,
+    ConfigError,
+    Problem,
+    join_path,
+    show,
+    unknown_key,
+    wrong_value,
+)
 from zero_ext.config.schema.json_file import read_json_object
 from zero_ext.config.zero_config import ZeroConfig
 
-from .communication_rules import set_communication
-from .key import Key
-from .key_registry import KEYS, TABLE
-from .monitor_rules import set_monitors
-from .offload_rules import normalize_tiers, set_tiers
-from .resolve_auto import ResolvedKeys, resolve_keys
-from .sparse_attention_rules import set_sparse_attention
-from .translation_note import Note
+from .deepspeed_keys import Key, Note, ResolvedKeys
+from .feature_keys import FEATURE_KEYS, set_communication, set_monitors, set_sparse_attention
+from .offload_keys import TIER_KEYS, normalize_tiers, set_tiers
+from .training_keys import TRAINING_KEYS
 
+TABLE: tuple[Key, ...] = TRAINING_KEYS + TIER_KEYS + FEATURE_KEYS
+KEYS: dict[str, Key] = {path: key for key in TABLE for path in (key.path, *key.aliases)}
+# Paths of all groups: every proper prefix of a key's path.
+SECTIONS = frozenset(path[:end] for path in KEYS for end, letter in enumerate(path) if letter == ".")
+
+AUTO = "auto"
+_OPEN = ("optimizer.params", "scheduler.params")
 _ONE_BIT_KINDS = tuple(name.lower() for name in ONE_BIT)
-_SOURCE = "DeepSpeed configuration"
 _CLIPPING = 1.0
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "weight_decay": 0.0},
@@ -31,9 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
 }
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
-# 1-bit and 0/1 Adam in DeepSpeed correct no bias, whatever this says.
-_ONE_BIT_NO_EFFECT = ("bias_correction",)
-_ONE_BIT_FALSE = ("amsgrad", "eps_inside_sqrt")
+_CONNECTION_PARAMS = ("cuda_aware", "comm_backend_name")
 _TRUE_PARAMS = {
     "bias_correction": "Remove it: the moments are always corrected.",
     "fp32_optimizer_states": "Write bf16.bf16_optimizer_states true for moments in bf16.",
@@ -78,7 +87,7 @@ def load_deepspeed_config(
         >>> config.stage, config.precision.dtype
         (2, 'bf16')
     """
-    name = _SOURCE
+    name = "DeepSpeed configuration"
     if isinstance(source, str | Path):
         name, values = str(source), read_json_object(source)
     elif isinstance(source, Mapping):
@@ -86,62 +95,140 @@ def load_deepspeed_config(
     else:
         raise TypeError(f"configuration: expected a mapping or a path, got {show(source)}. Pass one of them.")
     resolved = resolve_keys(values, resolve or {})
-    tier_notes = normalize_tiers(resolved)
-    notes, native = _apply_keys(resolved)
-    notes += resolved.notes + tier_notes
-    _set_precision(resolved, native)
-    _set_optimizer(resolved, native, notes)
-    _set_leaf_modules(resolved, native)
-    set_tiers(resolved, native)
-    set_communication(resolved, native)
-    set_monitors(resolved, native)
-    set_sparse_attention(resolved, native, notes)
+    normalize_tiers(resolved)
+    native = _apply_keys(resolved)
+    for set_values in (
+        _set_precision,
+        _set_optimizer,
+        _set_leaf_modules,
+        set_tiers,
+        set_communication,
+        set_monitors,
+        set_sparse_attention,
+    ):
+        set_values(resolved, native)
     if resolved.problems:
         raise ConfigError(resolved.problems, name)
     if "gradient_clipping" not in resolved.values:
         native["gradient_clipping"] = _CLIPPING
-        notes.append(
-            Note("gradient_clipping", "default", "not set, so 1.0 as in DeepSpeed 0.19. Write 0 for none")
+        resolved.note(
+            "gradient_clipping", "not set, so 1.0 as in DeepSpeed 0.19. Write 0 for none", "default"
         )
     try:
-        return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(notes))
+        return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(resolved.notes))
     except ConfigError as error:
         raise ConfigError(
             [_in_deepspeed_words(problem, resolved) for problem in error.problems], name
         ) from None
 
 
-def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
-    """Return notes on keys without effect and native values of keys that map one to one.
+def resolve_keys(source: Mapping[str, object], resolve: Mapping[str, object]) -> ResolvedKeys:
+    """Check every key and value of `source`; replace "auto" by `resolve`, which maps key paths to values."""
+    resolved = ResolvedKeys()
+    for path in resolve:
+        if path not in KEYS and path.rpartition(".")[0] not in _OPEN:
+            resolved.add_problem(path, f"{_unknown(path, resolved).text} Correct the argument resolve.")
+    _walk("", source, resolve, resolved)
+    return resolved
 
-    Adds problems for unsupported keys.
+
+def _walk(
+    prefix: str, section: Mapping[str, object], resolve: Mapping[str, object], resolved: ResolvedKeys
+) -> None:
+    for name, value in section.items():
+        path = join_path(prefix, name)
+        if isinstance(name, str) and "." in name and not prefix:
+            # TRL writes such keys when it means the nested ones. DeepSpeed ignores them.
+            resolved.note(path, "a key with dots is ignored, as in DeepSpeed. Nest it to set it")
+        elif not isinstance(name, str) or "." in name:
+            resolved.add_problem(
+                path, f"expected a string without dots, got {show(name)}. Nest one mapping per name."
+            )
+        elif path in KEYS:
+            _resolve_value(KEYS[path], path, value, resolve, resolved)
+        elif path in SECTIONS:
+            if isinstance(value, Mapping):
+                _walk(path, value, resolve, resolved)
+            elif value is not None:
+                fix = 'Write {"stage": 1} for true.' if path == "zero_optimization" else "Write one."
+                resolved.add_problem(path, f"expected a mapping, got {show(value)}. {fix}")
+        else:
+            resolved.problems.append(_unknown(path, resolved))
+
+
+def _unknown(path: str, resolved: ResolvedKeys) -> Problem:
+    return unknown_key(path, (*KEYS, *SECTIONS), suggests=len(resolved.problems) < SUGGESTIONS)
+
+
+def _resolve_value(
+    key: Key, path: str, value: object, resolve: Mapping[str, object], resolved: ResolvedKeys
+) -> None:
+    if value == AUTO and AUTO not in key.harmless:
+        known = [name for name in (path, key.path, *key.aliases) if resolve.get(name, AUTO) != AUTO]
+        if not known:
+            if not key.auto:
+                resolved.problems.append(_unresolved(path))
+            return
+        value = resolve[known[0]]
+    elif path in _OPEN and isinstance(value, Mapping):
+        value = _resolve_params(path, value, resolve, resolved)
+    if not key.value_type.fits(value):
+        resolved.add_problem(path, wrong_value(key.value_type.words, value))
+    elif key.path in resolved.written:
+        other = resolved.written[key.path]
+        resolved.add_problem(path, f"it means the same as {other}. Keep one of the two.")
+    else:
+        resolved.values[key.path] = copy.deepcopy(value)
+        resolved.written[key.path] = path
+
+
+def _resolve_params(
+    path: str, params: Mapping[str, object], resolve: Mapping[str, object], resolved: ResolvedKeys
+) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in params.items():
+        inner = join_path(path, name)
+        if value == AUTO:
+            if resolve.get(inner, AUTO) == AUTO:
+                resolved.problems.append(_unresolved(inner))
+                continue
+            value = resolve[inner]
+        found[name] = value
+    return found
+
+
+def _unresolved(path: str) -> Problem:
+    return Problem(
+        path,
+        "expected a value, got 'auto', which nothing resolves here. Write a value (load_deepspeed_config "
+        f"also accepts resolve={{{path!r}: value}}).",
+    )
+
+
+def _apply_keys(resolved: ResolvedKeys) -> dict[str, object]:
+    """Return native values of keys that map one to one, with notes on keys without effect and problems for
+    unsupported ones.
     """
-    notes: list[Note] = []
     native: dict[str, object] = {"stage": 0}
-    stage = resolved.values.get("zero_optimization.stage", 0)
     for path, value in resolved.values.items():
-        key = KEYS[path]
-        written = resolved.written[path]
+        key, written = KEYS[path], resolved.written[path]
         if key.switch and not _is_on(key.switch, resolved):
             continue
-        if stage not in key.stages and key.asks_for_something(value):
+        if resolved.stage not in key.stages and key.asks_for_something(value):
             acts = ", ".join(str(number) for number in key.stages)
-            notes.append(Note(written, "no effect", f"it acts in stage {acts}, and the stage is {stage}"))
+            resolved.note(written, f"it acts in stage {acts}, and the stage is {resolved.stage}")
         elif key.fate == "supported":
             if key.native and value not in (None, math.inf):
                 native[key.native] = key.native_value(value)
-        elif key.asks_for_something(value) and not (_says_off(key, value) or _section_has_its_fate(key)):
+        elif not key.asks_for_something(value) or _says_off(key, value):
+            continue
+        # Otherwise the key that turns the section on is noted or refused for all of them.
+        elif not key.switch or KEYS[key.switch].fate != key.fate:
             if key.fate == "no effect":
-                notes.append(Note(written, "no effect", key.why))
+                resolved.note(written, key.why)
             else:
-                text = f"got {show(value)}, which is unsupported. {key.why}."
-                resolved.problems.append(Problem(written, text))
-    return notes, native
-
-
-def _section_has_its_fate(key: Key) -> bool:
-    """Return whether the key that turns the section on is noted or refused as a whole."""
-    return bool(key.switch) and KEYS[key.switch].fate == key.fate
+                resolved.add_problem(written, f"got {show(value)}, which is unsupported. {key.why}.")
+    return native
 
 
 def _is_on(switch: str, resolved: ResolvedKeys) -> bool:
@@ -164,9 +251,9 @@ def _says_off(key: Key, value: object) -> bool:
 def _set_precision(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     half, brain = (resolved.values.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
     if half and brain:
-        path = resolved.written["bf16.enabled"]
-        resolved.problems.append(
-            Problem(path, "expected false with fp16.enabled true, got true. Set one of them to false.")
+        resolved.add_problem(
+            resolved.written["bf16.enabled"],
+            "expected false with fp16.enabled true, got true. Set one of them to false.",
         )
     dtype = "fp16" if half else "bf16" if brain else None
     if dtype is not None:
@@ -174,94 +261,74 @@ def _set_precision(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     wanted = resolved.values.get("data_types.param_dtype")
     if isinstance(wanted, str) and wanted.lower() != (dtype or "fp32"):
         seen = f"{dtype}.enabled is true" if dtype else "neither fp16.enabled nor bf16.enabled is true"
-        resolved.problems.append(
-            Problem(
-                "data_types.param_dtype", f"got {show(wanted)}, but {seen}. Make them agree or remove it."
-            )
+        resolved.add_problem(
+            "data_types.param_dtype", f"got {show(wanted)}, but {seen}. Make them agree or remove it."
         )
     if brain and resolved.values.get("bf16.bf16_optimizer_states") is True:
         native["precision.moments_dtype"] = "bf16"
 
 
-def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object], notes: list[Note]) -> None:
+def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     for section in ("optimizer", "scheduler"):
         kind, params = resolved.values.get(f"{section}.type"), resolved.values.get(f"{section}.params")
         if kind is None:
             if params:
-                resolved.problems.append(
-                    Problem(f"{section}.type", "the required key is missing alongside params. Add it.")
+                resolved.add_problem(
+                    f"{section}.type", "the required key is missing alongside params. Add it."
                 )
             continue
         settings = dict(params) if isinstance(params, dict) else {}
         if section == "optimizer":
-            _set_fused(str(kind), settings, resolved, notes)
+            _set_fused(str(kind), settings, resolved)
         native[section] = {"type": kind, "params": settings}
 
 
-def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
+def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys) -> None:
     """Remove unsupported params of an optimizer, and fill in DeepSpeed's defaults for Adam and Lion."""
     if "max_grad_norm" in settings:
-        resolved.problems.append(
-            Problem(
-                "optimizer.params.max_grad_norm", "it is unsupported, as in DeepSpeed. Use gradient_clipping."
-            )
-        )
+        _refuse_param("max_grad_norm", "it is unsupported, as in DeepSpeed. Use gradient_clipping.", resolved)
     if kind.lower() in _ONE_BIT_KINDS:
-        _set_one_bit(kind, settings, resolved, notes)
+        # 1-bit and 0/1 Adam in DeepSpeed correct no bias, whatever this says.
+        _ignore_params(("bias_correction",), f"{kind} corrects no bias", settings, resolved)
+        for name in ("amsgrad", "eps_inside_sqrt"):
+            value = settings.pop(name, False)
+            if value is not False:
+                text = f"expected false, since {kind} has no such form, got {show(value)}. Remove it."
+                _refuse_param(name, text, resolved)
+        _ignore_params(_CONNECTION_PARAMS, "the ranks' own connections are used", settings, resolved)
     if kind.lower() not in _DEFAULTS:
         return
     if settings.get("torch_adam") is not True:
         for name, value in _DEFAULTS[kind.lower()].items():
             settings.setdefault(name, value)
-    for name in _NO_EFFECT_PARAMS:
-        if name in settings:
-            settings.pop(name)
-            notes.append(
-                Note(f"optimizer.params.{name}", "no effect", f"there is one implementation of {kind}")
-            )
+    _ignore_params(_NO_EFFECT_PARAMS, f"there is one implementation of {kind}", settings, resolved)
     for name, why in _TRUE_PARAMS.items():
         value = settings.pop(name, True)
         if value is not True:
-            resolved.problems.append(
-                Problem(f"optimizer.params.{name}", f"expected true, got {show(value)}. {why}")
-            )
+            _refuse_param(name, f"expected true, got {show(value)}. {why}", resolved)
 
 
-def _set_one_bit(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
-    """Remove unsupported params of a one-bit optimizer."""
-    for name in _ONE_BIT_NO_EFFECT:
+def _refuse_param(name: str, text: str, resolved: ResolvedKeys) -> None:
+    resolved.add_problem(f"optimizer.params.{name}", text)
+
+
+def _ignore_params(
+    names: tuple[str, ...], why: str, settings: dict[str, Any], resolved: ResolvedKeys
+) -> None:
+    for name in names:
         if name in settings:
-            settings.pop(name)
-            notes.append(Note(f"optimizer.params.{name}", "no effect", f"{kind} corrects no bias"))
-    for name in _ONE_BIT_FALSE:
-        value = settings.pop(name, False)
-        if value is not False:
-            resolved.problems.append(
-                Problem(
-                    f"optimizer.params.{name}",
-                    f"expected false, since {kind} has no such form, got {show(value)}. Remove it.",
-                )
-            )
-    for name in ("cuda_aware", "comm_backend_name"):
-        if name in settings:
-            why = "the ranks' own connections are used"
-            notes.append(Note(f"optimizer.params.{name}", "no effect", why))
+            del settings[name]
+            resolved.note(f"optimizer.params.{name}", why)
 
 
 def _set_leaf_modules(resolved: ResolvedKeys, native: dict[str, object]) -> None:
-    if resolved.values.get("zero_optimization.stage", 0) != 3:
+    if resolved.stage != 3:
         return
     names: list[str] = []
     for name in ("classes", "names"):
-        names_or_name = resolved.values.get(f"zero_optimization.leaf_module.{name}", [])
-        listed = (
-            [names_or_name]
-            if isinstance(names_or_name, str)
-            else list(names_or_name)
-            if isinstance(names_or_name, list)
-            else []
-        )
-        names += [text.rpartition(".")[2] if name == "classes" else text for text in listed]
+        listed = resolved.values.get(f"zero_optimization.leaf_module.{name}", [])
+        for text in [listed] if isinstance(listed, str) else listed:
+            names.append(text.rpartition(".")[2] if name == "classes" else text)
     if names:
         native["units.leaf_modules"] = list(dict.fromkeys(names))
 

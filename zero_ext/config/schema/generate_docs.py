@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zero_ext.config.deepspeed.key import Key
-from zero_ext.config.deepspeed.key_registry import TABLE
+from zero_ext.config.deepspeed.deepspeed_keys import Key
+from zero_ext.config.deepspeed.translate import TABLE
 from zero_ext.config.optimizer_names import (
     OPTIMIZERS,
     SCHEDULERS,

@@ -6,31 +6,23 @@ instead, when they are used. docs/reference/deepspeed_api.md lists all of them.
 
 from typing import TYPE_CHECKING
 
-from zero_ext.integrations.deepspeed import (
-    accelerator,
-    checkpointing,
-    comm,
-    monitor,
-    ops,
-    pipe,
-    runtime,
-    utils,
-    zero,
+from zero_ext.integrations.deepspeed.deepspeed_accelerator import get_accelerator
+from zero_ext.integrations.deepspeed.deepspeed_comm import init_distributed
+from zero_ext.integrations.deepspeed.deepspeed_config import (
+    DeepSpeedConfig,
+    DeepSpeedConfigError,
+    add_config_arguments,
 )
-from zero_ext.integrations.deepspeed.accelerator import get_accelerator
-from zero_ext.integrations.deepspeed.arguments import add_config_arguments
-from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.deepspeed_initialize import initialize
-from zero_ext.integrations.deepspeed.registry import names
-from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
-from zero_ext.integrations.deepspeed.utils.logging import log_dist, logger
-from zero_ext.integrations.deepspeed.utils.on_device import OnDevice
+from zero_ext.integrations.deepspeed.deepspeed_reports import log_dist, logger
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError, names_of
+from zero_ext.integrations.deepspeed.name_registry import names
+from zero_ext.integrations.deepspeed.zero_construction import OnDevice
 
-if TYPE_CHECKING:
-    from zero_ext.integrations.deepspeed.pipe.pipeline_engine import PipelineEngine
-    from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineModule
+if TYPE_CHECKING:  # torch's pipelines, which these are made on, take a second to import
+    from zero_ext.integrations.deepspeed.pipeline_engine import PipelineEngine
+    from zero_ext.integrations.deepspeed.pipeline_module import PipelineModule
 
 __all__ = [
     "DeepSpeedConfig",
@@ -59,4 +51,4 @@ __all__ = [
 ]
 
 __version__ = names().version
-__getattr__ = names_of("deepspeed")
+__getattr__ = names_of("deepspeed", globals())

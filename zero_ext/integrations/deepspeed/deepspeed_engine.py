@@ -4,6 +4,7 @@ engine.step()``."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.deepspeed.checkpoint_io import checkpoint_tags
-from zero_ext.integrations.deepspeed.checkpoint_io.weights_file import write_weights
-from zero_ext.integrations.deepspeed.engine_accessors import SettingsQuestions
-from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
-from zero_ext.integrations.deepspeed.zero.zero_optimizer_types import DeepSpeedZeRoOffload
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_tags import write_weights
+from zero_ext.integrations.deepspeed.deepspeed_config import SettingsQuestions
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.optimizer_types import DeepSpeedZeRoOffload
 from zero_ext.integrations.transformers.model_patches import bind_methods
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
@@ -355,8 +355,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """Raise ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
         raise DeepSpeedFeatureError(
             "engine.compile: it is not supported. Compile the model's blocks before deepspeed.initialize "
-            "(for "
-            "block in model.layers: block.compile())."
+            "(for block in model.layers: block.compile())."
         )
 
     def empty_partition_cache(self) -> None:
@@ -379,4 +378,62 @@ def _checked_loss(what: str, loss: Any) -> torch.Tensor:
     )
 
 
-__getattr__ = names_of("deepspeed.runtime.engine")
+# How many calls of engine.backward, which divides the loss itself, are under way in the process.
+_UNDIVIDED = 0
+
+
+def divided_once(outputs: Any, steps: int) -> Any:
+    """Return ``outputs`` with views in place of tensors that have a graph, in tuples, lists and dicts too.
+
+    Gradients of the views are divided by ``steps``. DeepSpeed puts hooks on the tensors themselves, which
+    divides twice where a loss that the model returns was computed from logits that it returns as well.
+    """
+    if isinstance(outputs, torch.Tensor):
+        if outputs.grad_fn is None:
+            return outputs
+        view = outputs.view_as(outputs)
+        view.register_hook(lambda gradient: gradient if _UNDIVIDED else gradient / steps)
+        return view
+    if isinstance(outputs, list | tuple):
+        items = [divided_once(item, steps) for item in outputs]
+        return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
+    if isinstance(outputs, dict):
+        copied = copy.copy(outputs)
+        for name, item in outputs.items():
+            copied[name] = divided_once(item, steps)
+        return copied
+    return outputs
+
+
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Around a backward pass of a loss that has been divided already."""
+    global _UNDIVIDED
+    _UNDIVIDED += 1
+    try:
+        yield
+    finally:
+        _UNDIVIDED -= 1
+
+
+class RepeatingLoader:
+    """Iterates over ``loader`` without end; each new round is the loader's next epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._batches: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise ValueError(
+                "RepeatingLoader: the loader has no batches. Pass one with at least one batch."
+            ) from None

@@ -16,8 +16,15 @@ from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.config.schema.config_errors import Problem, show
-from zero_ext.integrations.deepspeed.arguments import check_others, json_values
+from zero_ext.integrations.builders import Scheduler, make_loader, make_optimizer, make_scheduler
+from zero_ext.integrations.deepspeed import lr_schedules
+from zero_ext.integrations.deepspeed.deepspeed_config import check_others, json_values
 from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.deepspeed_reports import log_dist_once
+from zero_ext.integrations.deepspeed.optimizer_types import with_parameter_offload
+from zero_ext.integrations.deepspeed.zero_construction import leaf_modules_of
+from zero_ext.integrations.deepspeed.zero_parameters import mark_sharded
+from zero_ext.integrations.deepspeed.arguments import check_others, json_values
 from zero_ext.integrations.deepspeed.param_attributes import mark_sharded
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
@@ -32,7 +39,7 @@ from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.units.rank_groups import data_group
 
 if TYPE_CHECKING:
-    from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineModule
+    from zero_ext.integrations.deepspeed.pipeline_module import PipelineModule
 
 _MISSING = {
     "mpu": "there is no model parallelism besides data parallelism",
@@ -142,14 +149,14 @@ def _mark_adapters(model: nn.Module) -> None:
 
 def _as_pipeline(model: nn.Module) -> PipelineModule | None:
     """``model``, if it is a pipeline: where there is one, its module, which takes a second, is imported."""
-    pipelines = sys.modules.get(f"{__package__}.pipe.pipeline_module")
+    pipelines = sys.modules.get(f"{__package__}.pipeline_module")
     return model if pipelines is not None and isinstance(model, pipelines.PipelineModule) else None
 
 
 def _engine_class(pipeline: PipelineModule | None) -> type[DeepSpeedEngine]:
     if pipeline is None:
         return DeepSpeedEngine
-    from zero_ext.integrations.deepspeed.pipe.pipeline_engine import PipelineEngine
+    from zero_ext.integrations.deepspeed.pipeline_engine import PipelineEngine
 
     return PipelineEngine
 
@@ -191,8 +198,7 @@ def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping
         found = str(len(sources)) if sources else "none"
         raise ValueError(
             f"deepspeed.initialize: expected one configuration, got {found}. Keep one of config=, "
-            "config_params= "
-            "and args.deepspeed_config."
+            "config_params= and args.deepspeed_config."
         )
     return sources[0]
 

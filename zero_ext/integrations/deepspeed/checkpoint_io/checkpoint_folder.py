@@ -90,18 +90,16 @@ def find_files(path: Path) -> CheckpointFiles:
         for prefix, what in _ELSEWHERE.items():
             if name.startswith(prefix):
                 raise CheckpointError(
-                    f"{path / name}: expected a data-parallel checkpoint of ZeRO stages 1 to 3, got "
-                    f"{what}. Use "
-                    "DeepSpeed to export its weights."
+                    f"{path / name}: expected a data-parallel checkpoint of ZeRO stages 1 to 3, got {what}. "
+                    "Use DeepSpeed to export its weights."
                 )
     found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "consolidated model": {}}
     for match in filter(None, map(_FILE.fullmatch, names)):
         kind, rank = match[3] if match[1] else f"consolidated {match[3]}", int(match[1] or 0)
         if int(match[2]):
             raise CheckpointError(
-                f"{path / match[0]}: expected a data-parallel checkpoint, got one of a tensor-parallel "
-                "run. Use "
-                "DeepSpeed to export its weights."
+                f"{path / match[0]}: expected a data-parallel checkpoint, got one of a tensor-parallel run. "
+                "Use DeepSpeed to export its weights."
             )
         if rank in found.get(kind, ()):
             raise CheckpointError(
@@ -113,17 +111,14 @@ def find_files(path: Path) -> CheckpointFiles:
     if not optimizer:
         raise CheckpointError(
             f"{path}: expected one '*_optim_states.pt' file per rank, got none. Pass a checkpoint of ZeRO "
-            "stages 1 "
-            "to 3."
+            "stages 1 to 3."
         )
     partitioned, consolidated = _in_order(path, found["model"]), tuple(found["consolidated model"].values())
     if bool(partitioned) == bool(consolidated):
         raise CheckpointError(
-            f"{path}: expected model files of one kind, got {len(consolidated)} "
-            "'mp_rank_*_model_states.pt' (stages "
-            f"1 and 2) and {len(partitioned)} 'zero_pp_rank_*_model_states.pt' (stage 3). Remove those of "
-            "another "
-            "run, or copy the missing ones."
+            f"{path}: expected model files of one kind, got {len(consolidated)} 'mp_rank_*_model_states.pt' "
+            f"(stages 1 and 2) and {len(partitioned)} 'zero_pp_rank_*_model_states.pt' (stage 3). Remove "
+            "those of another run, or copy the missing ones."
         )
     if partitioned and len(partitioned) != len(optimizer):
         raise CheckpointError(
@@ -138,8 +133,7 @@ def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
     missing = next((rank for rank in range(len(found)) if rank not in found), None)
     if missing is not None:
         raise CheckpointError(
-            f"{path}: expected a file like {next(iter(found.values())).name} of every rank to "
-            f"{max(found)}, got "
-            f"none of rank {missing}. Copy the files of all ranks."
+            f"{path}: expected a file like {next(iter(found.values())).name} of every rank to {max(found)}, "
+            f"got none of rank {missing}. Copy the files of all ranks."
         )
     return tuple(found[rank] for rank in range(len(found)))

@@ -5,7 +5,7 @@ besides them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,14 @@ from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.format.state_source import MASTER
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import (
     ModelFile,
+    RankState,
     client_state,
     damaged,
+    read_rank,
     stored_tensor,
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import CheckpointFiles
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_layout import (
-    Fragment,
-    even_fragments,
-    stage1_and_2_layout,
-    stage3_layout,
-)
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_rank import RankState, read_rank
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import UnfitContent, read_pickled
 
 _UNREADABLE = {
     "mp_world_size": "of tensor parallelism",
@@ -36,6 +31,21 @@ _UNREADABLE = {
     "autoep_layers": "of expert parallelism",
     "num_experts": "of expert parallelism",
 }
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + numel) of a parameter are elements [begin, begin + numel) of flat partition
+    ``flat`` of ``rank``."""
+
+    rank: int
+    flat: int
+    begin: int
+    start: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -174,9 +184,8 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
 def _check_stage(files: CheckpointFiles, state: RankState) -> None:
     if state.file.partition_count != len(files.optimizer):
         raise CheckpointError(
-            f"{state.path}: expected {state.file.partition_count} '*_optim_states.pt' files in "
-            f"{files.path}, one "
-            f"per rank, got {len(files.optimizer)}. Copy the files of all ranks, and of this run alone."
+            f"{state.path}: expected {state.file.partition_count} '*_optim_states.pt' files in {files.path}, "
+            f"one per rank, got {len(files.optimizer)}. Copy the files of all ranks, and of this run alone."
         )
     if (state.file.zero_stage == 3) != files.model_by_rank:
         raise CheckpointError(
@@ -276,3 +285,68 @@ def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[s
         )
         found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
     return found
+
+
+def stage1_and_2_layout(
+    flat: int, shapes: Shapes, gaps: Sequence[int], sizes: Sequence[int]
+) -> dict[str, list[Fragment]]:
+    """Fragments at stages 1 and 2: ``gaps`` are the elements left free after each parameter, ``sizes`` the
+    elements of every rank's partition. ValueError if they do not add up."""
+    if len(gaps) != len(shapes):
+        raise UnfitContent(f"group {flat} has {len(shapes)} parameters and {len(gaps)} alignment paddings")
+    partition, ranks = sizes[0], len(sizes)
+    for rank, size in enumerate(sizes):
+        if size > partition or (size < partition and rank < ranks - 1):
+            raise UnfitContent(
+                f"group {flat}: the partitions have {list(sizes)[:8]} elements; all ranks before the last "
+                "have the same number, the last no more"
+            )
+    needed = sum(math.prod(shape) for shape in shapes.values()) + sum(gaps)
+    stored, unit = sum(sizes), 2 * ranks
+    if stored < needed or stored > -(-needed // unit) * unit:
+        raise UnfitContent(
+            f"group {flat}: its {len(shapes)} parameters take {needed} elements, the partitions of {ranks} "
+            f"ranks hold {stored}"
+        )
+    found: dict[str, list[Fragment]] = {}
+    offset = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        numel = math.prod(shape)
+        found[name] = []
+        first = offset // partition if partition else 0
+        for rank in range(first, ranks):
+            low, high = max(offset, rank * partition), min(offset + numel, rank * partition + sizes[rank])
+            if low >= offset + numel:
+                break
+            if low < high:
+                found[name].append(Fragment(rank, flat, low - rank * partition, low - offset, high - low))
+        offset += numel + gap
+    return found
+
+
+def stage3_layout(flat: int, shapes: Shapes, sizes: Sequence[int]) -> dict[str, list[Fragment]]:
+    """Fragments at stage 3, of sub-group ``flat``. ValueError if the sizes do not add up."""
+    ranks = len(sizes)
+    needed = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+    for rank, size in enumerate(sizes):
+        if size != needed:
+            raise UnfitContent(
+                f"sub-group {flat}: its {len(shapes)} parameters take {needed} elements per rank, rank "
+                f"{rank} holds {size}"
+            )
+    found: dict[str, list[Fragment]] = {}
+    begin = 0
+    for name, shape in shapes.items():
+        found[name] = even_fragments(math.prod(shape), ranks, flat, begin)
+        begin += -(-math.prod(shape) // ranks)
+    return found
+
+
+def even_fragments(numel: int, ranks: int, flat: int = 0, begin: int = 0) -> list[Fragment]:
+    """``numel`` elements in equal parts, each at ``begin`` of its rank's flat partition; padding left out."""
+    size = -(-numel // ranks)
+    return [
+        Fragment(rank, flat, begin, rank * size, min(size, numel - rank * size))
+        for rank in range(ranks)
+        if rank * size < numel
+    ]

@@ -18,6 +18,7 @@ from torch import nn
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files.filesystem import Filesystem
 from zero_ext.checkpoint.format.json_state import encode
+from zero_ext.checkpoint.weights.weight_files import write_file
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     LATEST,
@@ -26,6 +27,7 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import SCRIPT, SCRIPT_NAMES
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
+from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 _LONGEST_TAG = 200
@@ -91,12 +93,7 @@ def load(
     if tag is None and not (root / LATEST).is_file():
         return None, {}, {}
     path = tag_folder(root, None if tag is None else str(tag))
-    loaded = load_checkpoint(
-        path,
-        model,
-        scheduler=_stateful(scheduler),
-        loader=loader,
-    )
+    loaded = load_checkpoint(path, model, scheduler=_stateful(scheduler), loader=loader)
     state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
     counters = state.get(_COUNTERS, {})
     numbers = {key: int(value) for key, value in counters.items()}
@@ -121,8 +118,7 @@ def _checked(tag: str) -> str:
     if not is_tag(tag) or len(tag) > _LONGEST_TAG or tag == LATEST or tag.startswith("."):
         raise ValueError(
             f"tag: expected a folder name of at most {_LONGEST_TAG} characters without slashes, not "
-            "beginning with "
-            f"a dot and not {LATEST!r}, got {tag!r}. Choose another."
+            f"beginning with a dot and not {LATEST!r}, got {tag!r}. Choose another."
         )
     return tag
 
@@ -137,3 +133,22 @@ def _write_beside(root: Path, files: Mapping[str, str]) -> None:
         new.chmod(0o755 if content.startswith("#!") else 0o644)
         filesystem.rename(new, root / name)
     filesystem.sync_directory(root)
+
+
+def write_weights(engine: Engine, values: Mapping[str, torch.Tensor] | None, path: Path) -> None:
+    """Write ``values``, which rank 0 has, to ``path``: whole or not at all, and an error on all ranks if it
+    fails; a collective. The suffix ``.safetensors`` chooses the format."""
+    raise_on_all_ranks(
+        engine.collectives, lambda: _write(values, path) if values is not None else None, f"writing {path}"
+    )
+
+
+def _write(values: Mapping[str, torch.Tensor], path: Path) -> None:
+    filesystem = Filesystem()
+    filesystem.make_directory(path.parent.absolute())
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        write_file(filesystem, partial, values, pickled=path.suffix != ".safetensors")
+        filesystem.rename(partial, path)
+    finally:
+        filesystem.remove(partial)

@@ -35,7 +35,6 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
     DeepSpeedCheckpoint,
     StoredParameter,
 )
-from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import load_full_state_dict
 
@@ -101,8 +100,7 @@ def load_state_dict_from_zero_checkpoint(
         shown = ", ".join(shortened(problem, 300) for problem in sorted(problems)[:_MOST_NAMES_SHOWN])
         raise ValueError(
             f"{path}: it does not fit this model: {shown} ({len(problems)} in all). Load it into the model "
-            "that was "
-            "saved."
+            "that was saved."
         )
     with torch.no_grad():
         for name, value in live.items():
@@ -278,4 +276,12 @@ def _bytes_of(size: str | int | None) -> int:
     return limit
 
 
-__getattr__ = names_of("deepspeed.utils.zero_to_fp32", "deepspeed.utils.zero_to_torch")
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """``item`` with every tensor in it, through lists, tuples and dicts, copied to ``device``."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(each, device)) for key, each in item.items())
+    return item
