@@ -20,7 +20,7 @@ from zero_ext.config import (
 )
 from zero_ext.config.deepspeed.key import Key
 from zero_ext.config.deepspeed.key_registry import KEYS, SECTIONS, TABLE
-from zero_ext.config.sections.sparse_attention import MODE_KEYS
+from zero_ext.config.sparse_attention import MODE_KEYS
 
 _DEVICE = "zero_optimization.offload_optimizer.device"
 _NVME = {"device": "nvme", "nvme_path": "/nvme"}

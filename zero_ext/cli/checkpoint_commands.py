@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zero_ext.cli.common_options import AsJson, CheckpointFolder, OutputFolder, Step
 from zero_ext.cli.console import NEGATIVE, counted, errors_on_stderr, print_json, printable, terminal
-from zero_ext.config.parse_sizes import bytes_of
+from zero_ext.plan.parse_sizes import bytes_of
 
 if TYPE_CHECKING:
     from zero_ext.checkpoint import CheckpointReport

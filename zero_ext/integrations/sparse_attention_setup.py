@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zero_ext.config import ConfigError, SparseAttentionConfig
-from zero_ext.config.schema.config_errors import Problem
+from zero_ext.config.config_errors import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

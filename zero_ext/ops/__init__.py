@@ -1,12 +1,7 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
-from zero_ext.config.quantization_blocks import SIGN_BLOCK, sign_payload_bytes
-from zero_ext.ops.attention import (
-    AttentionOptions,
-    DropoutOptions,
-    LayoutTensors,
-    block_sparse_attention,
-)
+from zero_ext.config.buffer_sizes import SIGN_BLOCK, sign_payload_bytes
+from zero_ext.ops.attention import AttentionOptions, DropoutOptions, LayoutTensors, block_sparse_attention
 from zero_ext.ops.compression.blockwise import (
     BLOCK_ELEMENTS,
     Quantized,
@@ -95,11 +90,7 @@ from zero_ext.ops.storage.striped_store import (
     store_write,
     store_write_direct,
 )
-from zero_ext.ops.storage.swap_storage import (
-    load_storage_swap,
-    swap_storages_,
-    torch_swaps_storages,
-)
+from zero_ext.ops.storage.swap_storage import load_storage_swap, swap_storages_, torch_swaps_storages
 
 __all__ = [
     "ACCUMULATOR_ENTRIES",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from zero_ext.config.onebit_rules import ONE_BIT
+from zero_ext.config.zero_config import ONE_BIT
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.lion import Lion
 from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer

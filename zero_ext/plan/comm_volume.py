@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import check_count
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from zero_ext.config.parse_sizes import COUNTS, short_number
 from zero_ext.plan.models import ModelSpec, model_named
+from zero_ext.plan.parse_sizes import COUNTS, short_number
 from zero_ext.plan.placement_candidates import CANDIDATES
 from zero_ext.plan.planner import Plan
 from zero_ext.plan.simulation.run_memory import fits

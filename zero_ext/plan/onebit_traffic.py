@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero_ext.config.quantization_blocks import sign_payload_bytes
-from zero_ext.config.sections.communication import check_ranks_per_node
+from zero_ext.config.buffer_sizes import sign_payload_bytes
+from zero_ext.config.communication import check_ranks_per_node
 from zero_ext.plan.state_memory import check_count
 from zero_ext.plan.zeropp_traffic import Sent
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_ext.config.parse_sizes import short_bytes
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import PlanEntry, activation_words
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 

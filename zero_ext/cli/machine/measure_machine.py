@@ -22,8 +22,8 @@ from zero_ext import ops
 from zero_ext.cli.nvme.nvme_run import Setting, buffer_bytes, engine_pass
 from zero_ext.cli.nvme.nvme_sweep import device_file
 from zero_ext.config import AioConfig
-from zero_ext.config.parse_sizes import short_bytes
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.json_file import read_json_object
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 
 _MIB = 1 << 20

@@ -14,7 +14,7 @@ from zero_ext.cli.console import print_json, terminal
 from zero_ext.cli.nvme.fio import fio_installed
 from zero_ext.cli.nvme.nvme_report import plot_sweep, sweep_as_json, sweep_table, write_section
 from zero_ext.cli.nvme.nvme_sweep import Grid, Sweep, sweep_device
-from zero_ext.config.parse_sizes import bytes_of, size_text
+from zero_ext.plan.parse_sizes import bytes_of, size_text
 
 
 def chosen_grid(backends: str, blocks: str, depths: str, io_threads: str) -> Grid:

@@ -9,7 +9,7 @@ import typer
 
 from zero_ext.cli.common_options import OUTPUT, AsJson
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr
-from zero_ext.config.parse_sizes import bytes_of
+from zero_ext.plan.parse_sizes import bytes_of
 
 
 def bench_nvme(

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from zero_ext.cli.nvme.nvme_sweep import Contender, Sweep
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.parse_sizes import size_text
 from zero_ext.config.plot_colors import SERIES
+from zero_ext.plan.parse_sizes import size_text
 
 _COLORS = dict(zip(("io_uring", "libaio", "threads"), SERIES, strict=False))
 _LINES = ("-", "--", ":", "-.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.checkpoint.files.raw_buffers import raw_view
+from zero_ext.checkpoint.files import raw_view
 
 _BUFFERS = 4
 _MIN_BUFFER_BYTES = 16 << 20

@@ -27,8 +27,8 @@ from zero_ext.cli.nvme.nvme_run import (
     plain_pass,
 )
 from zero_ext.config import load_config
-from zero_ext.config.parse_sizes import size_text
 from zero_ext.offload import NvmeStore
+from zero_ext.plan.parse_sizes import size_text
 
 _PAGE = 4096
 _SPARE_BYTES = 64 << 20

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
 from zero_ext.plan.layout.explain import reasons_of
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import TIERS
 from zero_ext.plan.write_config import DEFAULT_NVME_PATH, config_of
 

@@ -17,10 +17,10 @@ from zero_ext.cli.planning.plan_screen import (
     three_digits,
 )
 from zero_ext.config import Tier
-from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
 from zero_ext.plan.nearest_fit import why_nothing_fits
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 

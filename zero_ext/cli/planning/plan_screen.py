@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.console import counted
-from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.nearest_fit import why_nothing_fits
+from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.planning.plan_screen import TIER_NAMES, duration, row_style
-from zero_ext.config.parse_sizes import short_bytes
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import KINDS, TIERS, PlanEntry
 from zero_ext.plan.planner import Plan
 

@@ -14,9 +14,9 @@ from zero_ext.cli.common_options import OUTPUT, AsJson, ConfigFile, Machine, Nvm
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, print_json, terminal
 from zero_ext.cli.dataclass_options import taking
 from zero_ext.config import load_config
-from zero_ext.config.parse_sizes import bytes_of, count_of
 from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
 from zero_ext.plan.models import model_named
+from zero_ext.plan.parse_sizes import bytes_of, count_of
 from zero_ext.plan.tune import Launch, Prediction, Space, TrialResult, Tuning, run_trial, search
 from zero_ext.plan.tune.search_space import placements_of
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_ext.config.schema.number_checks import is_number
-from zero_ext.config.sections.sparse_attention import BLOCK_SIZES, MODE_KEYS
+from zero_ext.config.base_section import is_number
+from zero_ext.config.sparse_attention import BLOCK_SIZES, MODE_KEYS
 
 from .key import FLAG, Key, ValueType, choice, integer, or_null
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_ext.config.schema.config_errors import Problem, show
+from zero_ext.config.config_errors import Problem, show
 
 from .resolve_auto import ResolvedKeys
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zero_ext.config.schema.base_section import LARGEST_COUNT
-from zero_ext.config.schema.number_checks import is_number
-from zero_ext.config.schema.type_descriptions import one_of
+from zero_ext.config.base_section import LARGEST_COUNT, is_number, one_of
 
 Fate = Literal["supported", "no effect", "unsupported"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from zero_ext.config.schema.config_errors import Problem
+from zero_ext.config.config_errors import Problem
 
 from .offload_keys import AIO, OLD_FORMS, OPTIMIZER, PARAM
 from .resolve_auto import ResolvedKeys

@@ -6,14 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_ext.config.schema.config_errors import (
-    SUGGESTIONS,
-    Problem,
-    join_path,
-    show,
-    unknown_key,
-    wrong_value,
-)
+from zero_ext.config.config_errors import SUGGESTIONS, Problem, join_path, show, unknown_key, wrong_value
 
 from .key import Key
 from .key_registry import KEYS, SECTIONS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_ext.config.sections.sparse_attention import MODE_KEYS, LayoutMode
+from zero_ext.config.sparse_attention import MODE_KEYS, LayoutMode
 
 from .attention_keys import SECTION
 from .resolve_auto import ResolvedKeys

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.schema.config_errors import ConfigError, Problem, show
-from zero_ext.config.schema.json_file import read_json_object
-from zero_ext.config.zero_config import ZeroConfig
+from zero_ext.config.config_errors import ConfigError, Problem, show
+from zero_ext.config.json_file import read_json_object
+from zero_ext.config.zero_config import ONE_BIT, ZeroConfig
 
 from .communication_rules import set_communication
 from .key import Key

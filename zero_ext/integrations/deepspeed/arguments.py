@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.schema.config_errors import show
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.config_errors import show
+from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
 
 

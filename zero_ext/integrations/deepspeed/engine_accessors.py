@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.sections.training import OptimizerConfig, SchedulerConfig
+from zero_ext.config.training import OptimizerConfig, SchedulerConfig
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.construction.grouping import DTYPES
 

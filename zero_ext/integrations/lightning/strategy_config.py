@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config
-from zero_ext.config.schema.config_errors import Problem, show
+from zero_ext.config.config_errors import Problem, show
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 

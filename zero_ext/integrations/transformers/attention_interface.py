@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
 from zero_ext.config import SparseAttentionConfig
-from zero_ext.config.sections.sparse_attention import AttentionBackend
+from zero_ext.config.sparse_attention import AttentionBackend
 from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
 from zero_ext.integrations.transformers.config_copy import own_configurations
 

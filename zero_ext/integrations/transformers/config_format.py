@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.config.config_errors import Problem
 from zero_ext.config.deepspeed.key_registry import KEYS
-from zero_ext.config.schema.config_errors import Problem
 
 AUTO = "auto"
 _NATIVE = frozenset(ZeroConfig.model_fields)

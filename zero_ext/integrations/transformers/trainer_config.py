@@ -10,16 +10,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from zero_ext.config import (
-    ConfigError,
-    Note,
-    OptimizerConfig,
-    ZeroConfig,
-    load_config,
-    load_deepspeed_config,
-)
-from zero_ext.config.schema.config_errors import Problem, show
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config import ConfigError, Note, OptimizerConfig, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config.config_errors import Problem, show
+from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.transformers.config_format import AUTO, flat, is_deepspeed
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS, block_count
+from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS, block_count
 from zero_ext.ops.load_library import check_one_device, fake_kernel, op
 
 __all__ = ["BLOCK_ELEMENTS", "Quantized", "block_count", "dequantize_blockwise", "quantize_blockwise"]

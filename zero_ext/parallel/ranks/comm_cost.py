@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 
 
 @dataclass(frozen=True)

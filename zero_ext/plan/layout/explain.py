@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zero_ext.config.parse_sizes import short_bytes
 from zero_ext.plan.layout.layout_candidates import LayoutRequest
 from zero_ext.plan.layout.layout_search import MOST_GPUS, FoundLayout, fewest_gpus, nearest_layout
+from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import TIERS, activation_words
 from zero_ext.plan.simulation.hardware import Hardware
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_ext.config.schema.config_errors import ConfigError, Problem, show
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.config_errors import ConfigError, Problem, show
+from zero_ext.config.json_file import read_json_object
 from zero_ext.plan.models.model_spec import ModelSpec
 from zero_ext.plan.simulation.transformer_cost import Transformer
 

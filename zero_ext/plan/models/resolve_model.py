@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zero_ext.config.parse_sizes import COUNTS, count_of, short_number
 from zero_ext.plan.models.hugging_face import model_of_file
 from zero_ext.plan.models.model_spec import ModelSpec
 from zero_ext.plan.models.presets import PRESETS, preset_named, shape_of_count
+from zero_ext.plan.parse_sizes import COUNTS, count_of, short_number
 
 FEWEST, MOST = 1000, 10**15
 

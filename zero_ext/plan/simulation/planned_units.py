@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
+from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.optimizer_schedule import OptimizerSchedule
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.json_file import read_json_object
 from zero_ext.plan.tune import trial
 
 Fate = Literal["measured", "out of memory", "timed out", "failed"]

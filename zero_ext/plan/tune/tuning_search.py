@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.schema.config_errors import ConfigError
+from zero_ext.config.config_errors import ConfigError
 from zero_ext.plan.placement_candidates import Candidate
 from zero_ext.plan.tune.analytic_pruning import Prediction
 from zero_ext.plan.tune.search_space import Point, Space

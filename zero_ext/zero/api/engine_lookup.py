@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero_ext.config.schema.config_errors import show
+from zero_ext.config.config_errors import show
 from zero_ext.zero.api.engine_state import EngineState
 from zero_ext.zero.api.model_parallel_state import ModelParallelState
 from zero_ext.zero.engine import Engine

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.checkpoint.files.filesystem import Filesystem
-from zero_ext.checkpoint.weights.weight_files import write_file
+from zero_ext.checkpoint.files import Filesystem
+from zero_ext.checkpoint.weights.hf_export import write_file
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 

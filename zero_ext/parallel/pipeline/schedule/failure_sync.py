@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from zero_ext.config.schema.config_errors import clause_of
+from zero_ext.config.config_errors import clause_of
 from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.engine import Engine
 
