@@ -22,7 +22,7 @@ from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
 from zero_ext.checkpoint import SaveHandle, load_state, save_state
-from zero_ext.checkpoint.files.raw_buffers import raw_view
+from zero_ext.checkpoint.files import raw_view
 
 SPEED_BAR = 0.80  # of the plain write's or read's speed
 PLAIN_BLOCK = 16 << 20

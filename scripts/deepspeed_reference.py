@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_ext.config.schema.generate_docs import sentence
+from scripts.config_reference import sentence
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed.import_alias import served
 from zero_ext.integrations.deepspeed.name_registry import Definition, difference_of, names, reason_of

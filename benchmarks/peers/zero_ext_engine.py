@@ -10,8 +10,8 @@ import torch.distributed as dist
 import zero_ext
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import CLIP_NORM, adamw, loss_of, nvme_folder
-from zero_ext.comm import connections
-from zero_ext.comm.point_to_point_transport import PointToPointTransport, ProcessGroupTransport
+from zero_ext.comm import process_group
+from zero_ext.comm.transport import PointToPointTransport, ProcessGroupTransport
 from zero_ext.zero import engine_of
 
 
@@ -35,7 +35,7 @@ class ZeroExtTrainer:
         **tiers: str,
     ) -> None:
         if transport == "gloo":
-            connections.fastest_host_transport = _through_group
+            process_group.fastest_host_transport = _through_group
         config = configuration(stage, tiles, frugal, moments, tiers)
         with zero_ext.Init(config) if frugal else contextlib.nullcontext():
             model = build_model(shape)

@@ -28,12 +28,12 @@ def test_the_package_of_checkpoints_is_imported_like_any_other() -> None:
     """A fresh interpreter has no other imports."""
     program = """
 import importlib, pickle, sys
-import zero_ext.checkpoint.files.checkpoint_error as errors
+import zero_ext.checkpoint.files as errors
 from zero_ext.checkpoint import CheckpointError
 import zero_ext.checkpoint
 package = importlib.import_module("zero_ext.checkpoint")
 assert zero_ext.checkpoint is package is sys.modules["zero_ext.checkpoint"]
-assert zero_ext.checkpoint.files.checkpoint_error is errors
+assert zero_ext.checkpoint.files is errors
 assert zero_ext.checkpoint.CheckpointError is CheckpointError is errors.CheckpointError
 assert pickle.loads(pickle.dumps(package.LazyStateSource)) is package.LazyStateSource
 assert package.__name__ == "zero_ext.checkpoint" and package.__doc__.startswith("Checkpoints: ")

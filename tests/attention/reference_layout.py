@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
 
 
 def reference_mask(policy: SparseAttentionConfig, head: int, blocks: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.attention.record_deepspeed_layouts import CLASSES, settings
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
 
 SEEDS = st.integers(0, (1 << 32) - 1)  # of torch's generator, which hypothesis does not repeat
 

@@ -24,7 +24,7 @@ from tests.attention.test_sparse_self_attention import HEADS, reference, same, t
 from zero_ext import ConfigError, ZeroConfig
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.attention.flex_attention import TILE, block_mask
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -18,7 +18,7 @@ from tests.attention.strategies import policies
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.attention import BlockLayout, LayoutCache, build_layout
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
 
 MILLION = 1 << 20
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_ext.checkpoint.files.filesystem import Filesystem
+from zero_ext.checkpoint.files import Filesystem
 
 
 class CountingFilesystem(Filesystem):

@@ -17,8 +17,8 @@ from tests.checkpoint.fake_source import FakeSource, channels_last, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, loading, save_state
+from zero_ext.checkpoint.chunk_reader import ChunkReader
 from zero_ext.checkpoint.format.manifest import checksum
-from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader
 
 MODULE = "tests.checkpoint.test_damage"
 STATE, OTHER = 5, 6

@@ -17,8 +17,8 @@ from tests.checkpoint.test_engine_checkpoint import Mixture, check_same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
+from zero_ext.checkpoint import state_slices
 from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
-from zero_ext.checkpoint.transfer import device_staging
 from zero_ext.checkpoint.weights.hf_export import export_huggingface
 from zero_ext.zero import engine_of
 
@@ -82,7 +82,7 @@ class Training:
 @on_ranks(1, stand_in=True)
 def test_staging_is_ordered_in_both_directions(world: World) -> None:
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
-    staging = device_staging.DeviceStaging()
+    staging = state_slices.DeviceStaging()
     values = torch.randn(3 * CHUNK_BYTES)  # 12 MiB: three chunks in two buffers
     into = torch.full_like(values, float("nan"), device=DEVICE)
     staging.write(into, values)
@@ -102,7 +102,7 @@ def load_and_save(
     world: World, source: str, directory: str, background: bool, **setting: Any
 ) -> dict[str, torch.Tensor]:
     """Saves again what was loaded; the state after it, whole."""
-    with mock.patch.object(device_staging, "STAGING_BYTES", CHUNK_BYTES):
+    with mock.patch.object(state_slices, "STAGING_BYTES", CHUNK_BYTES):
         training = Training(world, **setting)
         training.step()  # its own state, which must go
         zero_ext.load_checkpoint(source, training.model)

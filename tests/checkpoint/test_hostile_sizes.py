@@ -12,11 +12,11 @@ import pytest
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, save_state
-from zero_ext.checkpoint.files.checkpoint_error import shortened
+from zero_ext.checkpoint.files import shortened
 from zero_ext.checkpoint.format import manifest
 from zero_ext.checkpoint.format.json_state import decode, encode
 from zero_ext.checkpoint.format.manifest import checksum
-from zero_ext.checkpoint.weights.safetensors_files import find_weights
+from zero_ext.checkpoint.format.tensor_files import find_weights
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.checkpoint.mutations import mutate_bytes, mutated_text
 from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, save_state
 from zero_ext.checkpoint.format.manifest import checksum
-from zero_ext.checkpoint.weights.safetensors_files import find_weights
+from zero_ext.checkpoint.format.tensor_files import find_weights
 from zero_ext.config import ConfigError, load_config, load_deepspeed_config
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled

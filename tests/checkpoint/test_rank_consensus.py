@@ -18,8 +18,8 @@ from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, load_state, save_state
 from zero_ext.checkpoint.rank_consensus import RankConsensus
-from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
-from zero_ext.config.sections.training import TagValidation
+from zero_ext.checkpoint.saving import UNTOUCHED, SaveJob
+from zero_ext.config.training import TagValidation
 
 MODULE = "tests.checkpoint.test_rank_consensus"
 
@@ -36,7 +36,7 @@ def outcome(source: FakeSource, directory: str) -> str:
 
 # Where a rank is interrupted: which one, and in what.
 POINTS: dict[str, tuple[int, Any, str]] = {
-    "preparing": (1, import_module("zero_ext.checkpoint.saving"), "_prepare"),
+    "preparing": (1, import_module("zero_ext.checkpoint.saving"), "_describe"),
     "opening": (0, SaveJob, "_open"),
     "writing": (1, SaveJob, "_write"),
     "committing": (0, SaveJob, "_commit"),

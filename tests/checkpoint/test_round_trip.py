@@ -19,7 +19,7 @@ from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import load_state, save_state
-from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
+from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
 
 MODULE = "tests.checkpoint.test_round_trip"
 
@@ -215,7 +215,7 @@ def test_state_without_tensors(tmp_path: Path) -> None:
 
 def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of eight reads its eighth, give or take a chunk at each end."""
-    from zero_ext.checkpoint.transfer import chunk_reader
+    from zero_ext.checkpoint import chunk_reader
 
     table = {"w": dense(8 << 20, kinds={"master": torch.float32})}
     save_state(tmp_path, FakeSource(table, seed))
@@ -224,11 +224,11 @@ def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pyte
     )
     assert path.stat().st_size > 32 << 20
     from zero_ext.checkpoint.format.manifest import read_manifest
-    from zero_ext.checkpoint.transfer.read_plan import FillTarget, plan_fills
+    from zero_ext.checkpoint.load_plan import plan_fills
 
     item = FakeSource(table, seed, 3, 8).held["master", "w"].zero_()
     found, _ = read_manifest(manifest.parent)
-    fills = plan_fills(found, [FillTarget("master", "w", 3 << 20, item)])
+    fills = plan_fills(found, [CheckpointSlice("master", "w", 3 << 20, item)])
     read = 0
     with chunk_reader.ChunkReader(chunk_reader.shard_paths(path.parent, found)) as reader:
         for chunk_read in reader.read([fill.read() for fill in fills]):

@@ -21,7 +21,7 @@ from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.comm import CrossProcessTransport, ProcessGroupTransport, fastest_host_transport
 from zero_ext.comm.cross_process_transport import remove_abandoned_memory
-from zero_ext.comm.point_to_point_transport import PointToPointTransport
+from zero_ext.comm.transport import PointToPointTransport
 
 MEMORY = Path("/dev/shm")
 

@@ -23,7 +23,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import Collectives, DeviceDispatch, DeviceTransport, TrafficStats
 from zero_ext.comm.process_group import CPU, join_world, make_collectives
-from zero_ext.config.sections.communication import ResolvedReduction
+from zero_ext.config.communication import ResolvedReduction
 
 CUDA = torch.device("cuda", 0)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import NodeMap
-from zero_ext.comm.node_map import nodes_of, ranks_of_a_node
+from zero_ext.comm.hierarchical import nodes_of, ranks_of_a_node
 from zero_ext.comm.process_group import make_collectives
 
 

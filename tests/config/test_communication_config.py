@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zero_ext.config import CommunicationConfig, ConfigError, load_config, load_deepspeed_config
-from zero_ext.config.sections.communication import Reduction, resolve_reduction
+from zero_ext.config.communication import Reduction, resolve_reduction
 
 ON: dict[str, Any] = {
     "quantized_weights": "int8",

@@ -13,7 +13,7 @@ import pytest
 from tests.docs.run_page import BLOCK, ROOT, follow
 from tests.docs.snippets import snippets_of
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.config.schema.base_section import key_paths
+from zero_ext.config.base_section import key_paths
 
 HOW_TO = ROOT / "docs" / "how_to"
 CHOICE = HOW_TO / "choose_stage_and_tier.md"

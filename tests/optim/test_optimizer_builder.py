@@ -11,13 +11,8 @@ import torch
 
 import zero_ext
 from zero_ext.config import ConfigError, OptimizerConfig, SchedulerConfig, load_deepspeed_config
-from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.optimizer_names import (
-    OPTIMIZERS,
-    SCHEDULERS,
-    UNSUPPORTED_OPTIMIZERS,
-    UNSUPPORTED_SCHEDULERS,
-)
+from zero_ext.config.training import OPTIMIZERS, SCHEDULERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS
+from zero_ext.config.zero_config import ONE_BIT
 from zero_ext.optim import schedulers
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 

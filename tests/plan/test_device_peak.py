@@ -14,7 +14,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.plan.test_plan_against_engine import PLACEMENTS, Decoder, configuration, of_rank, planned
-from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.config.buffer_sizes import communicator_bytes
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation import MACHINES, Training
 from zero_ext.plan.simulation.run_memory import memory_needs

@@ -28,8 +28,8 @@ from tests.zero.models import (
 )
 from tests.zero.training import adamw, configuration
 from zero_ext import ops
-from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.offload import StatePlacement
 from zero_ext.zero import engine_of
 from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 

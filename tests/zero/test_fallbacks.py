@@ -19,7 +19,7 @@ def test_over_the_process_group_alone(world: World) -> None:
         for plan in (Plan(clip=0.1), Plan(micro_batches=2, dtype="bf16")):
             config = configuration(stage, plan)
             fast = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
-            fastest = "zero_ext.comm.connections.fastest_host_transport"
+            fastest = "zero_ext.comm.process_group.fastest_host_transport"
             with mock.patch(fastest, lambda group, _: ProcessGroupTransport(group)):
                 slow = train_prepared(
                     world, copy.deepcopy(model), language_loss, language_batch, config, plan

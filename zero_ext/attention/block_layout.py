@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from zero_ext.config.sections.sparse_attention import BLOCK_SIZES
+from zero_ext.config.sparse_attention import BLOCK_SIZES
 
 MOST_BLOCKS = (1 << 31) - 1  # offsets are int32
 MOST_MASKED = 1 << 14  # longest side of a dense mask, which is for looking and for tests

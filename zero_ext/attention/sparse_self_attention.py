@@ -15,7 +15,7 @@ from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout_builder import LayoutCache
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionConfig
+from zero_ext.config.sparse_attention import AttentionBackend, SparseAttentionConfig
 from zero_ext.ops import block_sparse_attention
 
 # Batch, query heads, query length, key length.

@@ -3,7 +3,7 @@
 Activation checkpointing is :func:`zero_ext.checkpoint_activations`.
 """
 
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.state_source import LazyStateSource, StateSource, StoredValues
 from zero_ext.checkpoint.inspection import CheckpointReport, inspect_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint, load_state

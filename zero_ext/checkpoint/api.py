@@ -13,7 +13,7 @@ from torch import nn
 from zero_ext.activation.random_streams import DefaultGenerator
 from zero_ext.checkpoint import loading as loading
 from zero_ext.checkpoint import saving as saving
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.loading import LoadedCheckpoint
@@ -168,9 +168,7 @@ def load_checkpoint(
 
 
 def _state_of(engine: Engine, include_frozen: bool) -> EngineState | ModelParallelState:
-    """Return what is saved and loaded: the engine's state, or, where it has a part of the model, all
-    parts'.
-    """
+    """Return what is saved and loaded: the engine's state, or that of all model-parallel engines."""
     sources = checkpoint_sources(engine)
     source = sources.full if include_frozen else sources.trained
     if isinstance(source, ModelParallelState):
@@ -184,9 +182,7 @@ def _saved_states(
     step: int | None,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """Return the saved states of ``names``; none if the manifest cannot be read, as the load itself
-    raises that.
-    """
+    """Return the saved states of ``names``; none if the manifest is damaged, which the load raises."""
     session_of(source).finish_previous()
     try:
         _, manifest = open_checkpoint(directory, step)
@@ -217,9 +213,7 @@ OBSTACLES.append(_background_save)
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
-    """Return the random states [ranks, n] of all ranks that save together; ``own`` (uint8 [n]) is
-    this one's.
-    """
+    """Return the random states [ranks, n] of all ranks that save; ``own`` (uint8 [n]) is this one's."""
     ranks = checkpoint_sources(engine).full.everyone
     table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
     table[ranks.rank] = own.int()

@@ -7,17 +7,23 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_ext.checkpoint.format.directory import CheckpointDirectory
-from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zero_ext.checkpoint.format.manifest_check import check_manifest, slice_bytes
-from zero_ext.checkpoint.format.state_source import BUFFER
-from zero_ext.checkpoint.transfer.chunk_reader import (
+from zero_ext.checkpoint.chunk_reader import (
     ChunkReader,
     ChunkRequest,
     header_chunk,
     shard_paths,
     slice_chunks,
 )
+from zero_ext.checkpoint.format.directory import CheckpointDirectory
+from zero_ext.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ParameterRecord,
+    check_manifest,
+    read_manifest,
+    slice_bytes,
+)
+from zero_ext.checkpoint.format.state_source import BUFFER
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,7 @@ class CheckpointReport:
 
 
 def checkpoint_path(directory: str | os.PathLike[str], step: int | None = None) -> Path:
-    """Return the directory of one checkpoint: ``directory`` itself if it is one, else its step or
-    latest one.
-    """
+    """Return the directory of one checkpoint: ``directory`` itself, else its step or latest one."""
     path = Path(directory).absolute()
     if step is None and (path / MANIFEST_NAME).exists():
         return path
@@ -100,19 +104,16 @@ def inspect_checkpoint(directory: str | os.PathLike[str], *, step: int | None = 
     for record in manifest.slices:
         totals[record.kind] += slice_bytes(record)
         stored[record.kind == BUFFER, record.name][record.kind] += slice_bytes(record)
-    parameters = [
-        TensorSummary(name, tuple(entry.shape), entry.dtype, tuple(entry.aliases), dict(stored[False, name]))
-        for name, entry in manifest.parameters.items()
-    ]
-    buffers = [
-        TensorSummary(name, tuple(entry.shape), entry.dtype, (), dict(stored[True, name]))
-        for name, entry in manifest.buffers.items()
-    ]
+    tensors = []
+    for kind, name, entry in manifest.tensors():
+        aliases = tuple(entry.aliases) if isinstance(entry, ParameterRecord) else ()
+        sizes = dict(stored[kind == BUFFER, name])
+        tensors.append(TensorSummary(name, tuple(entry.shape), entry.dtype, aliases, sizes))
     return CheckpointReport(
         path=path,
         step=manifest.step,
         world_size=manifest.world_size,
-        tensors=(*parameters, *buffers),
+        tensors=tuple(tensors),
         bytes_by_kind=dict(totals),
         file_bytes={entry.name: entry.bytes for entry in manifest.files},
         damage=tuple(_damage(path, manifest)),
@@ -125,9 +126,8 @@ def _damage(path: Path, manifest: Manifest) -> list[str]:
         chunks.extend(slice_chunks(record, manifest.chunk_bytes, 0, len(record.crc32c)))
     chunks.sort()
     with ChunkReader(shard_paths(path, manifest)) as reader:
-        reads = reader.read([ChunkRequest(chunk, None) for chunk in chunks])
         return [
-            reader.damage(chunks[chunk_read.request], chunk_read.crc32c)
-            for chunk_read in reads
-            if chunk_read.crc32c != chunks[chunk_read.request].crc32c
+            reader.damage(chunks[number], found)
+            for number, _, found in reader.read([ChunkRequest(chunk, None) for chunk in chunks])
+            if found != chunks[number].crc32c
         ]

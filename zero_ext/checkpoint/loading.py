@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.chunk_reader import ChunkReader, ChunkRequest, header_chunk, shard_paths
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.directory import CheckpointDirectory
-from zero_ext.checkpoint.format.manifest import read_manifest
-from zero_ext.checkpoint.format.manifest_check import check_manifest
+from zero_ext.checkpoint.format.manifest import check_manifest, read_manifest
 from zero_ext.checkpoint.format.state_source import (
     BUFFER,
     MASTER,
@@ -22,17 +19,10 @@ from zero_ext.checkpoint.format.state_source import (
     SelectiveStateSource,
     StateSource,
 )
-from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
+from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load, read_fills
 from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_session import session_of
-from zero_ext.checkpoint.transfer.chunk_reader import (
-    Chunk,
-    ChunkReader,
-    ChunkRequest,
-    header_chunk,
-    shard_paths,
-)
-from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
+from zero_ext.checkpoint.state_slices import DeviceStaging
 
 _UNCHANGED = "Nothing of the model was changed."
 _HALF_LOADED = (
@@ -120,20 +110,18 @@ class _Load:
 
     def run(self) -> LoadedCheckpoint:
         plans: list[LoadPlan] = []
-        checksums = self._stage(lambda: self._plan(plans), _UNCHANGED)
+        stage = self.consensus.stage
+        checksums = stage(lambda: self._plan(plans), _UNCHANGED)
         plan = plans[0]
         requests = self.consensus.collect(json.dumps(plan.requested).encode())
-        self._stage(lambda: self._check_ranks_agree(plan, checksums, requests), _UNCHANGED)
+        stage(lambda: self._check_ranks_agree(plan, checksums, requests), _UNCHANGED)
         with ChunkReader(shard_paths(self.path, plan.manifest)) as reader:
-            self._stage(lambda: self._verify(reader, plan), _UNCHANGED)
-            self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _UNCHANGED)
-            self._stage(lambda: _fill(reader, plan), _HALF_LOADED)
+            stage(lambda: self._verify(reader, plan), _UNCHANGED)
+            stage(lambda: self.source.load_scalar_state(plan.scalar_state), _UNCHANGED)
+            stage(lambda: _fill(reader, plan), _HALF_LOADED)
         self.source.finish_load()
         self.consensus.raise_interrupt()
-        return LoadedCheckpoint(plan.manifest.step, plan.named.client_state, plan.named.extra)
-
-    def _stage(self, action: Callable[[], Any], advice: str) -> list[Any]:
-        return self.consensus.stage(action, advice)
+        return LoadedCheckpoint(plan.manifest.step, plan.client_state, plan.extra)
 
     def _plan(self, plans: list[LoadPlan]) -> int:
         manifest, checksum = read_manifest(self.path)
@@ -159,20 +147,13 @@ class _Load:
         return isinstance(self.source, SelectiveStateSource) and self.source.leaves(kind)
 
     def _verify(self, reader: ChunkReader, plan: LoadPlan) -> None:
-        chunks: dict[Chunk, None] = {fill.chunk: None for fill in plan.fills}
-        for file in range(self.consensus.rank, len(plan.manifest.files), self.consensus.world_size):
-            chunks[header_chunk(plan.manifest, file)] = None
-        listed = sorted(chunks)
-        for chunk_read in reader.read([ChunkRequest(chunk, None) for chunk in listed]):
-            reader.check(listed[chunk_read.request], chunk_read.crc32c)
+        headers = range(self.consensus.rank, len(plan.manifest.files), self.consensus.world_size)
+        chunks = {fill.chunk for fill in plan.fills}
+        chunks.update(header_chunk(plan.manifest, file) for file in headers)
+        for _ in reader.verified([ChunkRequest(chunk, None) for chunk in sorted(chunks)]):
+            pass
 
 
 def _fill(reader: ChunkReader, plan: LoadPlan) -> None:
-    staging = DeviceStaging()
-    for chunk_read in reader.read([fill.read() for fill in plan.fills]):
-        fill = plan.fills[chunk_read.request]
-        reader.check(fill.chunk, chunk_read.crc32c)
-        fill.write(chunk_read.data, staging)
-    with torch.no_grad():
-        for buffer, copy in plan.buffers:
-            buffer.copy_(copy.reshape(buffer.shape))
+    read_fills(reader, plan.fills, DeviceStaging())
+    plan.buffers.finish()

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ext.checkpoint.files.checkpoint_error import MOST_BYTES, CheckpointError, shortened
-from zero_ext.checkpoint.files.raw_buffers import raw_view
+from zero_ext.checkpoint.files import MOST_BYTES, CheckpointError, raw_view, shortened
 
 _MOST_RANKS_SHOWN = 4
 _BYTES_BESIDE_REASONS = 400

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.state_source import StateSource
 
 _STORE_PREFIX = "zero_ext.checkpoint"

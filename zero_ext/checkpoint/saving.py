@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zero_ext.checkpoint.files.checkpoint_error import brief
-from zero_ext.checkpoint.files.filesystem import Filesystem
-from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
-from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
+from zero_ext.checkpoint.files import CheckpointError, Filesystem, brief
+from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory, step_name
 from zero_ext.checkpoint.format.json_state import encode
 from zero_ext.checkpoint.format.manifest import (
     CHUNK_BYTES,
     FORMAT,
+    MANIFEST_NAME,
     VERSION,
     BufferRecord,
+    FileRecord,
     Manifest,
     ParameterRecord,
+    SliceRecord,
+    check_cover,
+    check_disjoint_bytes,
+    checksum,
+    encode_manifest,
 )
-from zero_ext.checkpoint.format.memory_order import memory_order
 from zero_ext.checkpoint.format.state_source import ParameterDescription, StateSource
+from zero_ext.checkpoint.format.tensor_files import dtype_name, dtype_named, memory_order
 from zero_ext.checkpoint.rank_consensus import RankConsensus
-from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 from zero_ext.checkpoint.save_session import SaveHandle, session_of
-from zero_ext.checkpoint.transfer.shard_file import saved_slices
-from zero_ext.config.sections.training import TagValidation
+from zero_ext.checkpoint.shard_file import saved_slices, stage_slices, write_shard
+from zero_ext.checkpoint.state_slices import CheckpointSlice
+from zero_ext.config.training import TagValidation
 
+UNTOUCHED = "No checkpoint was changed."
+_LATEST_IS_COMPLETE = "The latest checkpoint is complete."
 _NOT_IN_BACKGROUND = (
     "async_save: state on NVMe or in 8-bit blocks is not copied in memory for a save in the background. This "
     "one was written before the call returned. Pass async_save=False to save the same way without this "
@@ -83,18 +93,28 @@ def save_state(
         CheckpointError: everything else, such as a full disk or a rank that died.
     """
     session = session_of(source)
-    request = _Request(directory, step, client_state, keep_last, extra)
     group = session.group_of(source)
     consensus = RankConsensus(source.rank, source.world_size, group, f"saving to {directory}")
     jobs: list[SaveJob] = []
 
     def prepare() -> dict[str, Any]:
         session.finish_previous()
-        jobs.append(_prepare(request, source, consensus))
+        _check_keep_last(keep_last)
+        buffers = source.buffers()
+        job = SaveJob(
+            directory=CheckpointDirectory(Path(directory).absolute()),
+            manifest=_describe(source, buffers, step, client_state, {} if extra is None else extra),
+            slices=saved_slices(source.save_slices(), buffers if source.rank == 0 else {}),
+            consensus=consensus,
+            keep_last=keep_last,
+            timeout_seconds=source.config.timeout_seconds,
+            filesystem=Filesystem(),
+        )
+        jobs.append(job)
         return {
-            "directory": str(jobs[0].directory.root),
-            "fingerprint": jobs[0].fingerprint(),
-            "reads_stores": jobs[0].reads_stores,
+            "directory": str(job.directory.root),
+            "fingerprint": job.fingerprint(),
+            "reads_stores": any(not isinstance(saved.values, torch.Tensor) for saved in job.slices),
         }
 
     answers = consensus.stage(prepare, UNTOUCHED)
@@ -104,7 +124,8 @@ def save_state(
         _check_same([answer["fingerprint"] for answer in answers])
         jobs[0] = _in_directory(jobs[0], answers[0]["directory"], tag_validation)
         if in_background:
-            jobs[0] = jobs[0].staged()
+            # A copy in host memory: the state may change meanwhile.
+            jobs[0] = replace(jobs[0], slices=stage_slices(jobs[0].slices))
 
     consensus.stage(check_and_stage, UNTOUCHED)
     job = jobs[0]
@@ -119,19 +140,16 @@ def save_state(
     return handle
 
 
-class _Request(NamedTuple):
-    """The arguments of ``save_state``, not yet checked."""
-
-    directory: str | os.PathLike[str]
-    step: int | None
-    client_state: Any
-    keep_last: int | None
-    extra: dict[str, Any] | None
+def _check_keep_last(keep_last: int | None) -> None:
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(
+            f"keep_last: expected a whole number from 1, or None to keep all, got {keep_last!r}. Pass one of "
+            "these."
+        )
 
 
 def _in_directory(job: SaveJob, root: str, validation: TagValidation) -> SaveJob:
-    """Return the same save in ``root``, the directory of rank 0, which this rank may have been given another
-    name of."""
+    """Return the same save in ``root``, the directory of rank 0."""
     own = job.directory.root
     if str(own) == root:
         return job
@@ -158,35 +176,16 @@ def _check_same(answers: list[dict[str, Any]]) -> None:
                 )
 
 
-def _prepare(request: _Request, source: StateSource, consensus: RankConsensus) -> SaveJob:
-    if request.keep_last is not None and (type(request.keep_last) is not int or request.keep_last < 1):
-        raise ValueError(
-            f"keep_last: expected a whole number from 1, or None to keep all, got {request.keep_last!r}. "
-            "Pass one of these."
-        )
-    buffers = source.buffers()
-    manifest = _describe(request, source, buffers)
-    slices = saved_slices(source.save_slices(), buffers if source.rank == 0 else {})
-    return SaveJob(
-        directory=CheckpointDirectory(Path(request.directory).absolute()),
-        manifest=manifest,
-        slices=slices,
-        consensus=consensus,
-        keep_last=request.keep_last,
-        timeout_seconds=source.config.timeout_seconds,
-        filesystem=Filesystem(),
-    )
-
-
-def _describe(request: _Request, source: StateSource, buffers: Mapping[str, torch.Tensor]) -> Manifest:
+def _describe(
+    source: StateSource, buffers: Mapping[str, torch.Tensor], step: int | None, client_state: Any, extra: Any
+) -> Manifest:
     scalar_state = source.scalar_state()
-    step = scalar_state.get("steps") if request.step is None else request.step
+    step = scalar_state.get("steps") if step is None else step
     if type(step) is not int or not 0 <= step < LARGEST_STEP:
         raise ValueError(
             f"step: expected a whole number from 0 to {LARGEST_STEP - 1}, got {step!r}. Pass step= in this "
             "range."
         )
-    extra = {} if request.extra is None else request.extra
     if type(extra) is not dict or any(type(name) is not str or name.startswith("$") for name in extra):
         raise TypeError(
             "extra: expected a dict from names that do not begin with '$' to states, got "
@@ -207,7 +206,7 @@ def _describe(request: _Request, source: StateSource, buffers: Mapping[str, torc
         files=[],
         slices=[],
         scalar_state=encode(scalar_state, "scalar_state"),
-        client_state=encode(request.client_state, "client_state"),
+        client_state=encode(client_state, "client_state"),
         extra=encode(extra, "extra"),
     )
 
@@ -225,3 +224,91 @@ def _parameter(name: str, entry: ParameterDescription) -> ParameterRecord:
         aliases=list(entry.aliases),
         trainable=entry.trainable,
     )
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Everything a save needs, fixed when it was asked for. ``manifest`` has no files and slices yet."""
+
+    directory: CheckpointDirectory
+    manifest: Manifest
+    slices: Sequence[CheckpointSlice]
+    consensus: RankConsensus
+    keep_last: int | None
+    timeout_seconds: float
+    filesystem: Filesystem
+
+    def run(self) -> None:
+        """Write, agree, commit. An error on any rank is raised on all, and leaves nothing behind."""
+        with ExitStack() as held:
+            self.consensus.stage(lambda: self._open(held), UNTOUCHED)
+            written: list[str] = []
+            self.consensus.stage(lambda: written.append(self._write()), UNTOUCHED)
+            shards = self.consensus.collect(written[0].encode())
+            self.consensus.stage(lambda: self._commit(shards), _LATEST_IS_COMPLETE)
+        self.consensus.raise_interrupt()
+
+    def _open(self, held: ExitStack) -> None:
+        if self.consensus.rank != 0:
+            return
+        self.filesystem.make_directory(self.directory.root)
+        # Half the time: the other ranks are waiting for this one, and must live to hear that it gave up.
+        held.enter_context(self.directory.locked(self.timeout_seconds / 2))
+        held.enter_context(self._discarded_after_error())
+        self.directory.clean(self.filesystem)
+        self.filesystem.make_directory(self.directory.saving(self.manifest.step))
+
+    def _write(self) -> str:
+        path = self.directory.saving(self.manifest.step)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{self.directory.root}: expected a folder on a file system that all ranks share, got one in "
+                f"which '{path.name}', which rank 0 made, is not visible. Save to a shared file system."
+            )
+        file, records = write_shard(self.filesystem, path, self.consensus.rank, self.slices)
+        return json.dumps([file.model_dump(), [record.model_dump() for record in records]])
+
+    def _commit(self, shards: list[bytes]) -> None:
+        if self.consensus.rank != 0:
+            return
+        files: list[FileRecord] = []
+        slices: list[SliceRecord] = []
+        for shard in shards:
+            file, records = json.loads(shard)
+            files.append(FileRecord.model_validate(file))
+            slices.extend(SliceRecord.model_validate(record) for record in records)
+        manifest = self.manifest.model_copy(update={"files": files, "slices": slices})
+        check_cover(manifest)
+        check_disjoint_bytes(manifest)
+        path = self.directory.saving(manifest.step)
+        self.filesystem.write_file(path / MANIFEST_NAME, encode_manifest(manifest))
+        self.filesystem.sync_directory(path)
+        self.directory.commit(self.filesystem, manifest.step)
+        if self.keep_last is None:
+            return
+        try:
+            self.directory.prune(self.filesystem, self.keep_last, manifest.step)
+        except OSError as error:
+            warnings.warn(
+                f"{step_name(manifest.step)} is saved, but an older one could not be removed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def _discarded_after_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # The first error is the one to tell; the next save removes what this cannot.
+            with contextlib.suppress(OSError):
+                self.directory.discard(self.filesystem, self.manifest.step)
+            raise
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what all ranks must have in common: short values as they are, long ones as checksums."""
+        tables = self.manifest.model_dump(include={"parameters", "buffers"})
+        long = {"the parameter table": tables["parameters"], "the buffer table": tables["buffers"]}
+        long |= {f"scalar_state[{key!r}]": value for key, value in self.manifest.scalar_state.items()}
+        sums = {f"checksum of {name}": checksum(json.dumps(value).encode()) for name, value in long.items()}
+        return {"step": self.manifest.step, "keep_last": self.keep_last, **sums}

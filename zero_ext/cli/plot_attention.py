@@ -12,8 +12,8 @@ import typer
 from zero_ext.cli.console import errors_on_stderr, print_json
 from zero_ext.cli.options import AsJson, ConfigFile, examples, output, taking
 from zero_ext.config import SparseAttentionConfig, load_config
-from zero_ext.config.parse_sizes import short_bytes
-from zero_ext.config.sections.sparse_attention import MOST_HEADS
+from zero_ext.config.sparse_attention import MOST_HEADS
+from zero_ext.plan.parse_sizes import short_bytes
 
 if TYPE_CHECKING:
     from zero_ext.attention import BlockLayout

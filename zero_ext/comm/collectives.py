@@ -12,16 +12,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 
 from zero_ext import ops
 from zero_ext.comm.flight_recorder import FlightRecorder
-from zero_ext.comm.hierarchical import gather_in_node, gather_through_nodes, in_rank_order
-from zero_ext.comm.node_map import NodeMap
+from zero_ext.comm.hierarchical import NodeMap, gather_in_node, gather_through_nodes, in_rank_order
 from zero_ext.comm.pending_collective import CollectiveOrder, OrderedTransport, PendingCollective, Phase
-from zero_ext.comm.traffic_stats import TrafficStats
+from zero_ext.comm.traffic_stats import CollectiveTraffic, TrafficStats
 from zero_ext.comm.transport import (
     SubgroupTransport,
     TransportSelector,
@@ -29,23 +27,13 @@ from zero_ext.comm.transport import (
     all_to_all_among,
     sum_in_order,
 )
-from zero_ext.config.events import Bus, CollectiveEnd
-from zero_ext.config.sections.communication import (
+from zero_ext.config.communication import (
     Reduction,
     ResolvedReduction,
     check_shard_group_size,
     resolve_reduction,
 )
-
-
-@dataclass(frozen=True)
-class CollectiveTraffic:
-    """The elements and bytes that one collective adds to :class:`TrafficStats`."""
-
-    kind: str
-    elements: int
-    bytes_sent: int
-    crossing_bytes: int
+from zero_ext.config.events import Bus, CollectiveEnd
 
 
 class Collectives:
@@ -111,9 +99,7 @@ class Collectives:
 
     @property
     def before_gather(self) -> Callable[[], None]:
-        """Return what is called before a gather or broadcast begins, of this group or of one that it is cut
-        into.
-        """
+        """Return what is called before a gather or broadcast of this group or of one of its groups."""
         return self._gathers.order.before_gather
 
     @before_gather.setter
@@ -394,8 +380,8 @@ class Collectives:
 
         It ends only after ``peers`` have begun it, by default all ranks. Its end is published on the bus.
         """
-        kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
-        self.traffic.record(kind, elements, sent, traffic.crossing_bytes)
+        kind, elements, sent, _ = traffic
+        self.traffic.record(traffic)
         on_end, ranks, bus = None, self.world_size, self.bus
         # Without a subscriber there is no callback, and ``wait`` then reads no clock.
         if bus and ranks > 1:
@@ -430,7 +416,5 @@ def _call(action: Callable[[str], None] | None, reason: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _tag(label: str) -> int:
-    """Return what ranks at the same place agree on, so that units of equal size are not taken for each
-    other.
-    """
+    """Return what ranks at the same call agree on, so that units of equal size are not mixed up."""
     return zlib.crc32(label.encode()) & 0x7FFFFFFF

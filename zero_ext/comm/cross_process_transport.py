@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from zero_ext import ops
 from zero_ext.comm.flight_recorder import UnexpectedPayloadError
-from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport, ProcessGroupTransport
-from zero_ext.comm.transport import Waitable
+from zero_ext.comm.transport import PeerPayload, PointToPointTransport, ProcessGroupTransport, Waitable
 from zero_ext.config.internal_error import zero_ext_bug
 
 _UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.cross_process_wait, too

@@ -69,8 +69,7 @@ class DeviceTransport(Transport):
         return [self._backend._reduce_scatter_base(out, flat)]
 
     def abort(self, reason: str) -> None:
-        """Abort what this rank has under way. Peers fail by their time-out, or sooner in a collective of host
-        tensors."""
+        """Abort what this rank has under way. Peers fail by their time-out, or sooner over the host."""
         backend, self._connections, self._reason = self._connections, None, reason
         if backend is not None:
             if self._shutdown is not None:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport
-from zero_ext.comm.transport import Waitable
+from zero_ext.comm.transport import PeerPayload, PointToPointTransport, Waitable
 
 STAGING_BYTES = 16 << 20
 _HALVES = 2  # one is filled or emptied by the device while the other is on its way between the ranks

@@ -16,7 +16,7 @@ from zero_ext.comm.flight_recorder import (
     RecordedCollective,
 )
 from zero_ext.comm.transport import TransportSelector, Waitable
-from zero_ext.config.schema.config_errors import clause_of
+from zero_ext.config.config_errors import clause_of
 
 Phase = Callable[[], Sequence[Waitable]]  # computes what is sent, if need be, and starts to send it
 

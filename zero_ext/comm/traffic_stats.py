@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class CollectiveTraffic(NamedTuple):
+    """Elements and bytes of one collective, some bytes to other nodes; :class:`TrafficStats` counts them."""
+
+    kind: str
+    elements: int
+    bytes_sent: int
+    crossing_bytes: int
 
 
 @dataclass
@@ -15,9 +25,10 @@ class TrafficStats:
     handed to the transport, with the scales and padding of codes. ``crossing_bytes[kind]`` are the bytes of
     it that go to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
-    suffix ``_persistent`` for units below the persistence threshold, ``activations`` (stored inputs in
-    backward), ``sequence`` (sequence shards for heads, around attention),
-    and ``scalars`` (norms, flags, comparisons).
+    suffix ``_persistent`` for units below the persistence threshold, ``broadcast`` (initial values),
+    ``onebit_reduce_scatter`` and ``onebit_all_gather`` (1-bit optimizers), ``activations`` (stored inputs in
+    backward), ``sequence`` (sequence shards for heads, around attention), and ``scalars`` (norms, flags,
+    comparisons).
     """
 
     elements: Counter[str] = field(default_factory=Counter)
@@ -27,9 +38,9 @@ class TrafficStats:
     last_bytes_sent: Counter[str] = field(default_factory=Counter)
     last_crossing_bytes: Counter[str] = field(default_factory=Counter)
 
-    def record(self, kind: str, elements: int, bytes_sent: int, crossing_bytes: int) -> None:
-        """Add one collective over ``elements`` elements, for which this rank sent ``bytes_sent`` bytes,
-        ``crossing_bytes`` of them to other nodes."""
+    def record(self, traffic: CollectiveTraffic) -> None:
+        """Add one collective."""
+        kind, elements, bytes_sent, crossing_bytes = traffic
         self.elements[kind] += elements
         self.bytes_sent[kind] += bytes_sent
         self.crossing_bytes[kind] += crossing_bytes

@@ -1,19 +1,13 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
-from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.sections.activation_checkpointing import ActivationCheckpointingConfig
-from zero_ext.config.sections.batch_sizes import BatchConfig
-from zero_ext.config.sections.communication import CommunicationConfig
-from zero_ext.config.sections.monitoring import (
-    FlopsConfig,
-    MonitorConfig,
-    ProgressConfig,
-    TraceConfig,
-    WandbConfig,
-)
-from zero_ext.config.sections.offload import AioConfig, OffloadConfig, Tier
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
-from zero_ext.config.sections.training import (
+from zero_ext.config.activation_checkpointing import ActivationCheckpointingConfig
+from zero_ext.config.communication import CommunicationConfig
+from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.monitoring import FlopsConfig, MonitorConfig, ProgressConfig, TraceConfig, WandbConfig
+from zero_ext.config.offload import AioConfig, OffloadConfig, Tier
+from zero_ext.config.sparse_attention import SparseAttentionConfig
+from zero_ext.config.training import (
+    BatchConfig,
     CheckpointConfig,
     LossScaleConfig,
     OptimizerConfig,
@@ -21,9 +15,9 @@ from zero_ext.config.sections.training import (
     SchedulerConfig,
     UnitConfig,
 )
+from zero_ext.config.zero_config import load_config
 
 from .deepspeed import Note, Translation, load_deepspeed_config
-from .load_config import load_config
 from .zero_config import ZeroConfig
 
 __all__ = [

@@ -1,8 +1,9 @@
-"""Sizes of the buffers for state, by which the engine allocates and plans count."""
+"""Sizes by which the engine allocates and plans count: of buffers, of codes, and of other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 ALIGNMENT_BYTES = 64  # of every parameter and every shard
@@ -65,3 +66,86 @@ def chunk_buffer_bytes(chunk_elements: int, state: int, output: int) -> int:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+REDUCTIONS_IN_FLIGHT = 2
+SHARD_TRANSFERS_IN_FLIGHT = 2  # of units whose reduction has ended, what their homes still move
+READS_AHEAD = 2  # pieces of gradients on NVMe that others are added to
+WRITES_BEHIND = 2
+
+
+BLOCK_ELEMENTS = 256
+SIGN_BLOCK = 8192
+
+
+def block_count(elements: int) -> int:
+    """Return the number of blocks, and so of scales, of `elements` elements. The last one may be shorter."""
+    return -(-elements // BLOCK_ELEMENTS)
+
+
+def payload_bytes(elements: int, bits: int) -> int:
+    """Return bytes of `elements` elements of `bits` bits, padded to 8, and one float32 scale per block."""
+    return -(-elements // 8) * bits + 4 * block_count(elements)
+
+
+def sign_payload_bytes(elements: int) -> int:
+    """Return bytes of a message of `elements` signs: 1/32 of float32's, and 0.05% of scales."""
+    return 4 * (-(-elements // 32) + -(-elements // SIGN_BLOCK))
+
+
+NCCL_BUFFER_BYTES = 4 << 20
+NCCL_CHANNELS = 32
+
+
+def communicator_bytes(
+    world_size: int, ranks_per_node: int, environment: Mapping[str, str] = os.environ, *, opened: bool = False
+) -> int:
+    """Estimate the buffers of one NCCL communicator of `world_size` ranks, `ranks_per_node` on a node.
+
+    A buffer of `NCCL_BUFFSIZE` (4 MiB) belongs to each channel of a connection. There are at most
+    `NCCL_MAX_NCHANNELS` (32 here, what NCCL uses at most with NVLink). Counted are one connection of a ring,
+    one for the messages to the ranks of a node, with channels that these share, and one for those to other
+    nodes, which share a pool (`NCCL_NET_SHARED_BUFFERS`). NCCL's own tables and code come on top. No GPU has
+    been measured. Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+
+    Args:
+        opened: Leave out the ring, which a communicator that has been used has already.
+    """
+    if world_size == 1:
+        return 0
+    buffer = _number(environment, "NCCL_BUFFSIZE", NCCL_BUFFER_BYTES)
+    channels = _number(environment, "NCCL_MAX_NCHANNELS", NCCL_CHANNELS)
+    ranks_per_node = min(world_size, ranks_per_node)
+    nodes = -(-world_size // ranks_per_node)
+    return buffer * channels * (int(not opened) + int(ranks_per_node > 1) + int(nodes > 1))
+
+
+class UnitGradientBytes(NamedTuple):
+    """Bytes of the gradients of one unit: all, those of its largest parameter, those of shared parameters."""
+
+    all: int
+    largest: int
+    shared: int = 0
+
+
+def autograd_gradient_bytes(units: Iterable[UnitGradientBytes]) -> int:
+    """Return the most bytes of gradients that autograd holds before the engine has packed them.
+
+    An accelerator packs the gradients of a unit with one kernel when the last of them is there, so those of
+    one unit live together. The kernel runs alongside backward, and they live until the next unit's first
+    gradient comes. Autograd keeps the gradient of a parameter that several modules share from its
+    last use in forward to its first, and makes a third of the two there.
+
+    Args:
+        units: The trained units in the order in which backward completes them.
+    """
+    most = shared = before = 0
+    for unit in units:
+        most = max(most, unit.all + unit.shared, before + unit.largest + unit.shared)
+        shared, before = shared + unit.shared, unit.all
+    return most + shared
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() and int(text) else default

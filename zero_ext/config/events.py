@@ -241,8 +241,7 @@ class Bus:
         return time.perf_counter() if self else None
 
     def waited(self, what: Wait, began: float | None, seconds: float | None = None) -> None:
-        """Publish a wait since ``began``, a reading of :meth:`now`, of ``seconds`` if it was not all the
-        time."""
+        """Publish a wait since ``began``, a reading of :meth:`now`, or of ``seconds`` if given."""
         if began is not None:
             self.publish(WaitEnd(what, began, time.perf_counter() - began if seconds is None else seconds))
 

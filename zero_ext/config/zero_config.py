@@ -1,20 +1,23 @@
-"""The whole configuration of one engine."""
+"""The whole configuration of one engine, and the reading of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Positive, as_integer
-from zero_ext.config.schema.config_errors import show
-from zero_ext.config.sections.activation_checkpointing import ActivationCheckpointingConfig
-from zero_ext.config.sections.batch_sizes import BatchConfig
-from zero_ext.config.sections.communication import CommunicationConfig
-from zero_ext.config.sections.monitoring import MonitorConfig
-from zero_ext.config.sections.offload import AioConfig, OffloadConfig
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
-from zero_ext.config.sections.training import (
+from zero_ext.config.activation_checkpointing import ActivationCheckpointingConfig
+from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Positive, as_integer
+from zero_ext.config.communication import CommunicationConfig
+from zero_ext.config.config_errors import ConfigError, Problem, show
+from zero_ext.config.json_file import DEEPEST_NESTING, read_json_object
+from zero_ext.config.monitoring import MonitorConfig
+from zero_ext.config.offload import AioConfig, OffloadConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
+from zero_ext.config.training import (
+    BatchConfig,
     CheckpointConfig,
     LossScaleConfig,
     OptimizerConfig,
@@ -23,20 +26,22 @@ from zero_ext.config.sections.training import (
     UnitConfig,
 )
 
-from .onebit_rules import check_one_bit
-
-# The state kinds in the order in which stages 1 to 3 shard them, with the words for what is sharded.
-_SHARDED_FROM = {
-    "optimizer": (1, "optimizer state"),
-    "grads": (2, "gradients"),
-    "params": (3, "parameters"),
-}
-# Keys of `communication`, the first stage that they act in, and why.
-_COMPRESSED_FROM = (
-    ("quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
-    ("quantized_gradients", 2, "gradients are sharded from stage 2 on"),
-    ("hierarchical_partition", 3, "parameters are sharded in stage 3 only"),
-    ("shard_group_size", 3, "sharding groups share parameters, which are sharded in stage 3 only"),
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
+_IS_DEEPSPEED = Problem(
+    "",
+    "expected native keys, got DeepSpeed's JSON. Pass it to zero_ext.initialize, or use "
+    "zero_ext.config.load_deepspeed_config(...).config.",
+)
+# Keys that act on shards: section, key, the first stage that has these shards, and why.
+_ACT_ON_SHARDS = (
+    ("communication", "quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
+    ("communication", "quantized_gradients", 2, "gradients are sharded from stage 2 on"),
+    ("communication", "hierarchical_partition", 3, "parameters are sharded in stage 3 only"),
+    ("communication", "shard_group_size", 3, "groups share parameters, which are sharded in stage 3 only"),
+    ("offload", "optimizer", 1, "optimizer state can leave the device only when sharded"),
+    ("offload", "grads", 2, "gradients can leave the device only when sharded"),
+    ("offload", "params", 3, "parameters can leave the device only when sharded"),
 )
 
 
@@ -111,28 +116,16 @@ class ZeroConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
-    def _only_shards_are_compressed(self) -> ZeroConfig:
-        for key, least, words in _COMPRESSED_FROM:
-            value = getattr(self.communication, key)
-            if value and self.stage < least:
-                wanted = " or ".join(str(stage) for stage in range(least, 4))
+    def _only_shards_are_compressed_and_moved(self) -> ZeroConfig:
+        for section, key, least, why in _ACT_ON_SHARDS:
+            value = getattr(getattr(self, section), key)
+            if value and value != "device" and self.stage < least:
+                wanted = " or ".join(map(str, range(least, 4)))
+                idle = f"set {key} to 'device'" if section == "offload" else f"remove {key}"
                 raise KeyProblem(
-                    f"communication.{key}",
-                    f"got {show(value)}, but stage is {self.stage} and {words}. Set stage to {wanted}, or "
-                    f"remove {key}.",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _only_shards_are_moved(self) -> ZeroConfig:
-        for kind, (needed, words) in _SHARDED_FROM.items():
-            tier = getattr(self.offload, kind)
-            if tier != "device" and self.stage < needed:
-                wanted = " or ".join(str(stage) for stage in range(needed, 4))
-                raise KeyProblem(
-                    f"offload.{kind}",
-                    f"got {show(tier)}, but stage is {self.stage} and {words} can leave the device only "
-                    f"when sharded. Set stage to {wanted}, or leave {words} on the device.",
+                    f"{section}.{key}",
+                    f"got {show(value)}, but stage is {self.stage} and {why}. Set stage to {wanted}, or "
+                    f"{idle}.",
                 )
         return self
 
@@ -141,3 +134,85 @@ class ZeroConfig(ConfigSection):
         if self.optimizer is not None:
             check_one_bit(self.optimizer.type, self.stage, self.offload, self.precision)
         return self
+
+
+def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: PrecisionConfig) -> None:
+    """Raise ``KeyProblem`` if ``name`` is a 1-bit optimizer that cannot run with these settings."""
+    if name not in ONE_BIT:
+        return
+    if stage > 1:
+        sharded = "gradients are" if stage == 2 else "gradients and parameters are"
+        raise KeyProblem(
+            "stage",
+            f"expected 0 or 1 with {name}, got {stage}. It compresses full gradients of replicated "
+            f"parameters, and in stage {stage} {sharded} sharded. Set stage to 0 or 1, or use AdamW with "
+            f"stage {stage}.",
+        )
+    if stage == 1 and name == "OneBitLamb":
+        raise KeyProblem(
+            "stage",
+            "expected 0 with OneBitLamb, got 1. It reads norms and extremes of full parameters in every "
+            "step, which shards do not have. Set stage to 0, or use OneBitAdam.",
+        )
+    for key, value, wanted in (
+        ("offload.optimizer", offload.optimizer, "device"),
+        ("offload.update_mode", offload.update_mode, "after_backward"),
+        ("precision.moments_dtype", precision.moments_dtype, "fp32"),
+    ):
+        if value != wanted:
+            raise KeyProblem(
+                key,
+                f"expected {wanted!r} with {name}, got {value!r}. It compresses float32 state on the "
+                f"device once all gradients are ready. Set it to {wanted!r}, or use AdamW.",
+            )
+
+
+ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
+
+
+def load_config(source: ConfigSource) -> ZeroConfig:
+    """Read a native configuration.
+
+    Args:
+        source: a `ZeroConfig`, a mapping, the path of a JSON file, or None for the defaults.
+
+    Returns:
+        The configuration; `source` itself if it is one.
+
+    Raises:
+        ConfigError: lists every unknown key, wrong value and contradiction by key path.
+        TypeError: `source` is of another type.
+
+    Examples:
+        >>> config = zero_ext.load_config({"stage": 2, "precision": {"dtype": "bf16"}})
+        >>> config.stage, config.precision.dtype
+        (2, 'bf16')
+    """
+    if source is None:
+        return ZeroConfig()
+    if isinstance(source, ZeroConfig):
+        return source
+    if isinstance(source, Mapping):
+        return _native(_plain(source, 0), None)
+    if isinstance(source, str | Path):
+        return _native(read_json_object(source), str(source))
+    raise TypeError(
+        f"configuration: expected a ZeroConfig, a mapping, a path or None, got {show(source)}. Pass one of "
+        "them."
+    )
+
+
+def _native(values: object, file: str | None) -> ZeroConfig:
+    """Errors name the ``file``, and say so where the keys are DeepSpeed's."""
+    try:
+        return ZeroConfig.from_mapping(values)
+    except ConfigError as error:
+        foreign = (_IS_DEEPSPEED,) if _ONLY_IN_DEEPSPEED.intersection(error.paths) else ()
+        raise ConfigError((*error.problems, *foreign), file or error.source) from None
+
+
+def _plain(value: object, depth: int) -> object:
+    """Return mappings of any class as dicts, as far down as a configuration can reach."""
+    if isinstance(value, Mapping) and depth < DEEPEST_NESTING:
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    return value

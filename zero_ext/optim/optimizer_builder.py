@@ -13,8 +13,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.config import OptimizerConfig, SchedulerConfig
-from zero_ext.config.schema.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
-from zero_ext.config.schema.number_checks import is_number
+from zero_ext.config.base_section import is_number
+from zero_ext.config.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.optim import schedulers
 from zero_ext.optim.optimizer_registry import OPTIMIZERS
 

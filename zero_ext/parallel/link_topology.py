@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 
 
 @dataclass(frozen=True)

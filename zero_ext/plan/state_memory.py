@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE
-from zero_ext.config.quantization_blocks import block_count
-from zero_ext.config.sections.communication import CommunicationConfig
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, block_count
+from zero_ext.config.communication import CommunicationConfig
+from zero_ext.config.offload import StatePlacement
 
 MOMENTS = ("fp32", "bf16", "8bit")
 

@@ -19,7 +19,7 @@ from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, export_huggingface, save_state
-from zero_ext.checkpoint.weights import weight_files
+from zero_ext.checkpoint.weights import hf_export
 
 MODULE = "tests.checkpoint.weights.test_hf_export"
 ROOT = Path(__file__).parents[3]
@@ -125,7 +125,7 @@ def test_a_full_disk_at_any_point_leaves_no_half_export(
     while failed:
         out = tmp_path / f"hf{boundary}"
         filesystem = fail_at(boundary, 28, lambda name: not name.startswith("remove"))
-        monkeypatch.setattr(weight_files, "Filesystem", lambda filesystem=filesystem: filesystem)
+        monkeypatch.setattr(hf_export, "Filesystem", lambda filesystem=filesystem: filesystem)
         try:
             export_huggingface(tmp_path / "run", out, None, 400)
             failed = False

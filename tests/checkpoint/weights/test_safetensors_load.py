@@ -27,11 +27,9 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext import ops
-from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.format.safetensors_header import read_header
-from zero_ext.checkpoint.transfer import chunk_reader
+from zero_ext.checkpoint import CheckpointError, chunk_reader
+from zero_ext.checkpoint.format.tensor_files import find_weights, read_header
 from zero_ext.checkpoint.weights import safetensors_load
-from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.units import master_weights

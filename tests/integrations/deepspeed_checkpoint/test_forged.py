@@ -413,7 +413,7 @@ def test_a_tensor_beyond_its_record_is_refused(tmp_path: Path, claimed: bytes) -
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_ext.checkpoint.files.filesystem import Filesystem
+    from zero_ext.checkpoint.files import Filesystem
 
     Forged(3, 2).write(tmp_path / "ds")
     import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out")

@@ -35,7 +35,7 @@ from tests.integrations.transformers.models import (
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.config import ConfigError
 from zero_ext.integrations.transformers import ZeroTrainer, from_pretrained
 from zero_ext.zero import engine_of

@@ -26,7 +26,7 @@ from tests.integrations.transformers.models import (
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.multi.worlds import Worlds
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.integrations.transformers import ZeroTrainer
 
 MODULE = "tests.integrations.transformers.test_trainer_checkpoints"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.config.buffer_sizes import communicator_bytes
 from zero_ext.plan.layout import LayoutRequest, ParallelLayout, best_layouts, fullest_rank, layouts, step_time
 from zero_ext.plan.layout.layout_search import fewest_gpus, why_no_layout
 from zero_ext.plan.models import ModelSpec, model_named

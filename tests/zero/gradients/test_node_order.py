@@ -12,7 +12,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.config import ZeroConfig
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.zero import engine_of
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step

@@ -14,8 +14,7 @@ from unittest import mock
 import torch
 
 from zero_ext.comm import fastest_host_transport
-from zero_ext.comm.point_to_point_transport import PeerPayload, PointToPointTransport
-from zero_ext.comm.transport import Waitable
+from zero_ext.comm.transport import PeerPayload, PointToPointTransport, Waitable
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -105,5 +104,5 @@ def delays(seed: int) -> Iterator[None]:
     def delayed(group: Any, timeout_seconds: float) -> DelayedTransport:
         return DelayedTransport(fastest_host_transport(group, timeout_seconds), seed)
 
-    with mock.patch("zero_ext.comm.connections.fastest_host_transport", delayed):
+    with mock.patch("zero_ext.comm.process_group.fastest_host_transport", delayed):
         yield

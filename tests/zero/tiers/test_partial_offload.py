@@ -18,8 +18,8 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.tiers.test_tiers import OPTIMIZERS, PLANS, RING, round_up, train
 from tests.zero.training import Plan, adamw, check_equal
-from zero_ext.config.state_placement import largest_within_ratio
 from zero_ext.zero import Engine
+from zero_ext.zero.construction.grouping import largest_within_ratio
 
 
 def best(sizes: list[int], ratio: float) -> int:

@@ -130,7 +130,7 @@ def over_transport(transport: str) -> contextlib.AbstractContextManager[object]:
     if transport == "shared memory":
         return contextlib.nullcontext()
     return mock.patch(
-        "zero_ext.comm.connections.fastest_host_transport", lambda group, _: ProcessGroupTransport(group)
+        "zero_ext.comm.process_group.fastest_host_transport", lambda group, _: ProcessGroupTransport(group)
     )
 
 

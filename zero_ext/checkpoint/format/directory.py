@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Filesystem
-from zero_ext.checkpoint.files.safe_open import read_limited
+from zero_ext.checkpoint.files import CheckpointError, Filesystem, read_limited
 from zero_ext.checkpoint.format.manifest import MANIFEST_NAME
 
 LATEST_NAME = "latest"
@@ -57,9 +55,7 @@ class CheckpointDirectory:
         return self.root / (_SAVING + step_name(step))
 
     def committed(self, step: int) -> Path:
-        """Return where a step is found. A crash while replacing a step leaves it under the name it was moved
-        to.
-        """
+        """Return where a step is found: under another name after a crash while it was replaced."""
         path = self.root / step_name(step)
         replaced = self.root / (_REPLACED + step_name(step))
         return replaced if not path.exists() and replaced.exists() else path

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_ext.checkpoint.files.checkpoint_error import brief, shortened
-from zero_ext.checkpoint.files.raw_buffers import byte_view, raw_view
-from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
+from zero_ext.checkpoint.files import brief, byte_view, raw_view, shortened
+from zero_ext.checkpoint.format.tensor_files import dtype_name, dtype_named
 
 LARGEST_TENSOR_BYTES = 16 << 20
 _DEEPEST = 100
@@ -78,7 +77,8 @@ def _encode(value: object, path: _AnyPath, depth: int) -> Any:
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return _encode_sequence(value, path, depth)
+        items = [_encode(item, _ValuePath(path, _ITEM, index), depth + 1) for index, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
     if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.Counter):
         return _encode_mapping(value, path, depth)
     if isinstance(value, torch.Tensor):
@@ -88,11 +88,6 @@ def _encode(value: object, path: _AnyPath, depth: int) -> Any:
         "Pass None, bool, int, float, str, bytes, list, tuple, dict or a small tensor, such as an object's "
         "state_dict() in place of the object."
     )
-
-
-def _encode_sequence(value: list[Any] | tuple[Any, ...], path: _AnyPath, depth: int) -> Any:
-    items = [_encode(item, _ValuePath(path, _ITEM, index), depth + 1) for index, item in enumerate(value)]
-    return items if type(value) is list else {"$tuple": items}
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: _AnyPath, depth: int) -> Any:
@@ -183,10 +178,12 @@ class _Decoder:
                 )
             return tuple(self.decode(content, path))
         if mark in ("$dict", "$counter"):
-            pairs = {
-                self._decode_key(key, path): self.decode(item, _ValuePath(path, _ENTRY, key))
-                for key, item in content
-            }
+            pairs = {}
+            for key, item in content:
+                self._keys += 1
+                decoded = self.decode(key, path)
+                self._keys -= 1
+                pairs[decoded] = self.decode(item, _ValuePath(path, _ENTRY, key))
             return collections.Counter(pairs) if mark == "$counter" else pairs
         if mark == "$tensor":
             return _decode_tensor(content, path)
@@ -194,13 +191,6 @@ class _Decoder:
             f"{path}: unknown mark {brief(mark)}. Upgrade zero_ext if a newer release wrote the checkpoint, "
             "or use another one."
         )
-
-    def _decode_key(self, key: Any, path: _AnyPath) -> Any:
-        self._keys += 1
-        try:
-            return self.decode(key, path)
-        finally:
-            self._keys -= 1
 
     def _count_large_keys(self, value: object, path: _AnyPath) -> None:
         if self._keys and _is_large(value):

@@ -1,12 +1,12 @@
-"""manifest.json: what a checkpoint holds, where, and the checksums that prove it.
-
-The file ends in a checksum of everything before it, which separates damage from a foreign file.
-"""
+"""manifest.json: what a checkpoint holds, where, and the checksums that prove it."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import stat
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +14,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zero_ext.checkpoint.files import CheckpointError, brief, read_limited
+from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
+from zero_ext.checkpoint.format.tensor_files import dtype_named, memory_order
+from zero_ext.ops.storage.checksum import crc32c
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError, brief
 from zero_ext.checkpoint.files.safe_open import read_limited
 from zero_ext.ops.storage import crc32c
@@ -96,6 +100,11 @@ class Manifest(_Record):
     scalar_state: dict[str, Any]
     client_state: Any
     extra: dict[str, Any]
+
+    def tensors(self) -> Iterator[tuple[str, str, ParameterRecord | BufferRecord]]:
+        """Yield kind, name and record of each parameter's value and of each buffer."""
+        yield from ((MASTER, name, parameter) for name, parameter in self.parameters.items())
+        yield from ((BUFFER, name, buffer) for name, buffer in self.buffers.items())
 
 
 def checksum(data: bytes) -> int:
@@ -185,10 +194,8 @@ def _oversize(data: bytes, shard_bytes: int) -> str | None:
         return (
             f"manifest: expected at most {most_bytes} bytes besides {shard_bytes} bytes of shards, got more"
         )
-    containers, most = (
-        data.count(b"[") + data.count(b"{"),
-        _MOST_CONTAINERS + len(data) // _BYTES_PER_CONTAINER,
-    )
+    containers = data.count(b"[") + data.count(b"{")
+    most = _MOST_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
     if containers > most:
         return f"manifest: expected at most {most} lists and objects, got {containers}"
     return None
@@ -240,3 +247,154 @@ def _refuse_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, An
                 )
             seen.add(key)
     return found
+
+
+_USE_ANOTHER = "Use another checkpoint."
+_SAVE_ONCE = "Save every element of it on exactly one rank, in one dtype."
+_WRITE_AGAIN = "Write the file again, or use another checkpoint."
+
+
+def shard_file_name(rank: int) -> str:
+    """Return the name of a rank's shard file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def check_manifest(manifest: Manifest, directory: Path) -> None:
+    """CheckpointError naming the manifest, the entry and the values unless every rule holds.
+
+    Files: one for each rank, with the expected name, regular, of the stated size. Tables: dense strides,
+    known dtypes, no name used twice. Slices: inside their file and their tensor, no two over the same bytes,
+    together covering each (kind, name) exactly once, with every parameter's value among them.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        _check_files(manifest, directory)
+        _check_tables(manifest)
+        for index, record in enumerate(manifest.slices):
+            _check_slice(manifest, index, record)
+        check_disjoint_bytes(manifest)
+        check_cover(manifest, _USE_ANOTHER)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the checkpoint is damaged or foreign. {error}") from None
+
+
+def tensor_elements(manifest: Manifest, kind: str, name: str, fix: str = _USE_ANOTHER) -> int:
+    """Return elements of a full tensor; ValueError, ending in ``fix``, for a name that no table lists."""
+    table = manifest.buffers if kind == BUFFER else manifest.parameters
+    if name not in table:
+        noun = "buffer" if kind == BUFFER else "parameter"
+        raise ValueError(f"{kind} of {name!r}: it is stored, but no such {noun} is listed. {fix}")
+    return math.prod(table[name].shape)
+
+
+def slices_by_tensor(manifest: Manifest) -> dict[tuple[str, str], list[SliceRecord]]:
+    """Return the slices of each (kind, name), in the order of their elements."""
+    found: dict[tuple[str, str], list[SliceRecord]] = {}
+    for record in sorted(manifest.slices, key=lambda record: record.start):
+        found.setdefault((record.kind, record.name), []).append(record)
+    return found
+
+
+def check_cover(manifest: Manifest, fix: str = _SAVE_ONCE) -> None:
+    """ValueError, ending in ``fix``, unless the slices of each tensor join without gap or overlap."""
+    by_tensor = slices_by_tensor(manifest)
+    wanted = {(kind, name) for kind, name, entry in manifest.tensors() if math.prod(entry.shape)}
+    for kind, name in sorted(wanted - by_tensor.keys()):
+        raise ValueError(f"{kind} of {name!r}: it is not stored. {fix}")
+    for (kind, name), records in by_tensor.items():
+        elements, end = tensor_elements(manifest, kind, name, fix), 0
+        for record in records:
+            if record.start != end:
+                problem = "stored twice" if record.start < end else "not stored"
+                first, last = sorted((record.start, end))
+                raise ValueError(f"{kind} of {name!r}: elements {first} to {last} are {problem}. {fix}")
+            if record.dtype != records[0].dtype:
+                both = f"{records[0].dtype} and {record.dtype}"
+                raise _unexpected(f"{kind} of {name!r}", "one dtype", both, fix)
+            end += record.numel
+        if end != elements:
+            raise ValueError(f"{kind} of {name!r}: elements {end} to {elements} are not stored. {fix}")
+
+
+def check_disjoint_bytes(manifest: Manifest, fix: str = _WRITE_AGAIN) -> None:
+    """ValueError, ending in ``fix``, if slices share bytes of a file, or some belong to no slice."""
+    ends = [entry.header_bytes for entry in manifest.files]
+    for record in sorted(manifest.slices, key=lambda record: (record.file, record.offset)):
+        end = ends[record.file]
+        if record.offset != end:
+            subject = f"{manifest.files[record.file].name}: {record.kind} of {record.name!r}"
+            expected = f"its first byte at {end}, where the bytes before it end"
+            raise _unexpected(subject, expected, record.offset, fix)
+        ends[record.file] += slice_bytes(record)
+    for entry, end in zip(manifest.files, ends, strict=True):
+        if end != entry.bytes:
+            expected = f"the end of its slices at byte {entry.bytes}, the end of the file"
+            raise _unexpected(entry.name, expected, end, fix)
+
+
+def slice_bytes(record: SliceRecord) -> int:
+    """Return the stored size of a slice in bytes."""
+    return record.numel * dtype_named(record.dtype).itemsize
+
+
+def _unexpected(subject: str, expected: str, got: object, fix: str = _USE_ANOTHER) -> ValueError:
+    return ValueError(f"{subject}: expected {expected}, got {got}. {fix}")
+
+
+def _check_files(manifest: Manifest, directory: Path) -> None:
+    if len(manifest.files) != manifest.world_size:
+        expected = f"{manifest.world_size}, one for each rank of the world size"
+        raise _unexpected("files", expected, len(manifest.files))
+    for rank, entry in enumerate(manifest.files):
+        if entry.name != shard_file_name(rank):
+            raise _unexpected(f"file {rank}", f"the name {shard_file_name(rank)!r}", repr(entry.name))
+        try:
+            found = (directory / entry.name).stat()
+        except OSError as error:
+            raise ValueError(
+                f"{entry.name}: it cannot be read: {error.strerror}. Put the file back, or use another "
+                "checkpoint."
+            ) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{entry.name}: it is not a regular file. {_USE_ANOTHER}")
+        if found.st_size != entry.bytes:
+            fix = "Use another checkpoint, since the file was truncated or replaced."
+            raise _unexpected(entry.name, f"{entry.bytes} bytes", found.st_size, fix)
+
+
+def _check_tables(manifest: Manifest) -> None:
+    names: set[str] = set()
+    for name, parameter in manifest.parameters.items():
+        for known in (name, *parameter.aliases):
+            if known in names:
+                raise ValueError(f"parameter name {known!r}: it is listed twice. {_USE_ANOTHER}")
+            names.add(known)
+    for _, name, entry in manifest.tensors():
+        dtype_named(entry.dtype)
+        if math.prod(entry.shape) >= 1 << 60:
+            expected = "fewer elements than the largest memory holds"
+            raise _unexpected(repr(name), expected, f"shape {entry.shape}")
+        if isinstance(entry, ParameterRecord):
+            try:
+                memory_order(entry.shape, entry.stride)
+            except ValueError as error:
+                raise ValueError(f"parameters[{name!r}]: {error}") from None
+
+
+def _check_slice(manifest: Manifest, index: int, record: SliceRecord) -> None:
+    where = f"slice {index} ({record.kind} of {record.name!r} from element {record.start})"
+    elements = tensor_elements(manifest, record.kind, record.name)
+    if record.numel == 0 or record.start + record.numel > elements:
+        expected = f"1 to {elements - record.start} elements, which end with its tensor of {elements}"
+        raise _unexpected(where, expected, record.numel)
+    if record.file >= len(manifest.files):
+        raise _unexpected(where, f"a file below {len(manifest.files)}, the number of files", record.file)
+    if record.kind == BUFFER and record.dtype != manifest.buffers[record.name].dtype:
+        expected = f"{manifest.buffers[record.name].dtype}, the dtype of its buffer"
+        raise _unexpected(where, expected, record.dtype)
+    end, file_bytes = record.offset + slice_bytes(record), manifest.files[record.file].bytes
+    if end > file_bytes:
+        raise _unexpected(where, f"an end within its file of {file_bytes} bytes", f"byte {end}")
+    chunks = -(-slice_bytes(record) // manifest.chunk_bytes)
+    if len(record.crc32c) != chunks:
+        raise _unexpected(where, f"{chunks} checksums, one for each chunk", len(record.crc32c))

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader, ChunkRequest
-from zero_ext.checkpoint.weights.safetensors_files import WeightFiles, find_weights
+from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, ChunkRequest
+from zero_ext.checkpoint.files import CheckpointError
+from zero_ext.checkpoint.format.tensor_files import WeightFiles, find_weights
+from zero_ext.checkpoint.load_plan import refuse_misfits
+from zero_ext.checkpoint.weights.safetensors_load import misfits
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
@@ -44,21 +46,12 @@ def load_into_meta(
     and on one rank that keeps parameters on the device, they are full tensors. Floating-point tensors are
     converted to the parameters' dtypes.
 
-    Args:
-        model: on the meta device, tied as it will be.
-        path: what :func:`zero_ext.load_safetensors` takes.
-        config: the configuration that ``prepare`` will get.
-        naming: from the files found to names in the model by names in the files.
-        process_group: the data-parallel ranks.
-
-    Returns:
-        First names of the parameters and buffers without values in the files, still on the meta device, and
-        what the files have besides the model's.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or hostile.
-        ValueError: shapes or dtypes do not fit, or the files have nothing of the model.
-        RuntimeError: another rank failed, or storage did. The model is to be built again.
+    ``path`` is what :func:`zero_ext.load_safetensors` takes, ``config`` what ``prepare`` will get, ``naming``
+    leads from the files found to names in the model by names in the files. Returns the first names of the
+    parameters and buffers without values in the files, still on the meta device, and what the files have
+    besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if shapes or
+    dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or storage failed.
+    The model is to be built again then.
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)
@@ -81,9 +74,7 @@ def _agreed(collectives: Collectives, action: Callable[[], _Result], what: str) 
 
 
 class _Target:
-    """The destination of the values of one tensor on this rank: ``numel`` of its elements, from
-    ``start`` on.
-    """
+    """The destination of ``numel`` elements of one tensor, from ``start`` on, on this rank."""
 
     def __init__(self, start: int, numel: int, dtype: torch.dtype, into: ShardStorage | torch.Tensor) -> None:
         self.start, self.numel, self.dtype, self._into = start, numel, dtype, into
@@ -139,7 +130,12 @@ class _Plan:
                 "of this model."
             )
         self.missing = [name for tensor, name in firsts.items() if tensor not in self._keys]
-        _refuse([_misfit(firsts[tensor], tensor, files, key) for tensor, key in self._keys.items()])
+        problems = [
+            problem
+            for tensor, key in self._keys.items()
+            for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, files.tensors[key][1])
+        ]
+        refuse_misfits("weights: they do not fit the model", problems, "Load the files of this model.")
 
     def fill(self, collectives: Collectives, init_storage: InitStorage | None) -> None:
         """Read this rank's slice of every tensor, in the order of the files."""
@@ -157,11 +153,10 @@ class _Plan:
                 chunk_targets.append(_ChunkTarget(chunk, entry.dtype, target, begin))
         chunk_targets.sort(key=lambda chunk_target: chunk_target.chunk[:2])
         with ChunkReader(self._files.paths) as reader:
-            for chunk_read in reader.read(
-                [ChunkRequest(chunk_target.chunk, None) for chunk_target in chunk_targets]
-            ):
-                chunk_target = chunk_targets[chunk_read.request]
-                chunk_target.target.put(chunk_target.begin, chunk_read.data.view(chunk_target.dtype))
+            requests = [ChunkRequest(chunk_target.chunk, None) for chunk_target in chunk_targets]
+            for number, data in reader.verified(requests):
+                _, dtype, target, begin = chunk_targets[number]
+                target.put(begin, data.view(dtype))
         for tensor, value in made:
             for module, key in self._owners[tensor]:
                 if isinstance(tensor, nn.Parameter):
@@ -192,23 +187,3 @@ def _allocate(
     set_presharded(parameter, presharded)
     refuse_pickling(parameter)
     return parameter, _Target(begin, own, spec.dtype, storage)
-
-
-def _misfit(name: str, target: torch.Tensor, files: WeightFiles, key: str) -> str | None:
-    entry = files.tensors[key][1].entry
-    if tuple(entry.shape) != tuple(target.shape):
-        return f"'{name}' has shape {tuple(entry.shape)} in the files, the model's {tuple(target.shape)}"
-    if entry.dtype != target.dtype and not (entry.dtype.is_floating_point and target.dtype.is_floating_point):
-        return f"'{name}' is {entry.dtype} in the files, the model's {target.dtype}"
-    return None
-
-
-def _refuse(problems: list[str | None]) -> None:
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        left = len(found) - _MOST_SHOWN
-        more = f", and {left} more" if left > 0 else ""
-        raise ValueError(
-            f"weights: they do not fit the model: {', '.join(found[:_MOST_SHOWN])}{more}. Load the files "
-            "of this model."
-        )

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.config.config_errors import Problem, show
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.config.schema.config_errors import Problem, show
 from zero_ext.integrations.builders import Scheduler, make_loader, make_optimizer, make_scheduler
 from zero_ext.integrations.deepspeed import lr_schedules
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others, json_values

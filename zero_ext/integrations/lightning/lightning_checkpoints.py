@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_ext.checkpoint import loading, saving
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.state_source import MASTER
 from zero_ext.checkpoint.inspection import open_checkpoint

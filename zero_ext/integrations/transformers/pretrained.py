@@ -18,11 +18,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files import CheckpointError
+from zero_ext.checkpoint.format.tensor_files import WeightFiles
 from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
-from zero_ext.checkpoint.weights.safetensors_files import WeightFiles
 from zero_ext.config import ZeroConfig
-from zero_ext.config.schema.config_errors import show
+from zero_ext.config.config_errors import show
 from zero_ext.integrations.transformers.trainer_config import ConfigSource, load_settings
 from zero_ext.zero.construction.sharded_init import Init
 

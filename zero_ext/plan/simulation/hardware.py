@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero_ext.config.schema.base_section import ConfigSection, Positive
-from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.base_section import ConfigSection, Positive
+from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.json_file import read_json_object
 
 Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]

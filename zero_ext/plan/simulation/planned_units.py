@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
 from zero_ext.zero.construction.staging_sizes import StateStep, bucket_groups, gradient_spans, staging_of

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from zero_ext.config import Tier
-from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, extent_bytes
-from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import padded_elements, staging_bytes, unit_elements
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, TIERS, Training

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
-from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
+from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import TrainingState, check_count
 
 Activations = Literal["saved", "recomputed", "recomputed_host"]

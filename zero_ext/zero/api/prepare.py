@@ -18,7 +18,7 @@ from zero_ext.activation.transfer_counters import TransferCounters
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.elementwise import was_stepped
 from zero_ext.optim.fused_optimizers import Lamb

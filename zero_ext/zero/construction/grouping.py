@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.config.state_placement import StatePlacement, largest_within_ratio
+from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import STORAGE_ALIGNMENT
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
 from zero_ext.zero.memory.gathered_unit import UnitSpec
@@ -397,3 +397,16 @@ class _UnitPlanner:
         """Return first and last parameter of a module."""
         numbers = [number for inner in module.modules() for number in self._numbers.get(inner, ())]
         return min(numbers), max(numbers)
+
+
+def largest_within_ratio(sizes: Sequence[int], ratio: float) -> frozenset[int]:
+    """Return indices of ``sizes`` with a sum of at most ``ratio`` of the whole: from the largest down, each
+    that fits, of equal ones the earlier. The same on every rank that asks the same.
+    """
+    budget = ratio * sum(sizes)
+    chosen = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= budget:
+            chosen.append(index)
+            budget -= sizes[index]
+    return frozenset(chosen)

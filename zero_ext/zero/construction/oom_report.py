@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.config.buffer_sizes import communicator_bytes
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable

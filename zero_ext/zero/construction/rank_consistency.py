@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.config.schema.config_errors import shortened
+from zero_ext.config.config_errors import shortened
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE
 from zero_ext.zero.units.parameter_marks import expert_ranks

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.buffer_sizes import (
     BYTES_OF_DTYPE,
+    SHARD_TRANSFERS_IN_FLIGHT,
     SLOTS,
     STORAGE_ALIGNMENT,
     StagingSizes,
+    UnitGradientBytes,
+    autograd_gradient_bytes,
     chunk_buffer_bytes,
     extent_bytes,
     staging_chunk_elements,
     stream_chunk_elements,
 )
+from zero_ext.config.offload import StatePlacement
 from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes
 from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.state_placement import StatePlacement

@@ -11,8 +11,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.config.buffer_sizes import GRADIENT_CHUNK_ELEMENTS
-from zero_ext.config.overlap_limits import READS_AHEAD, WRITES_BEHIND
+from zero_ext.config.buffer_sizes import GRADIENT_CHUNK_ELEMENTS, READS_AHEAD, WRITES_BEHIND
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, NvmeShard, ShardStorage, TierManager
 from zero_ext.zero.gradients.gradient_storage import GradientStorage, Squares
 from zero_ext.zero.memory.pool import BufferPool

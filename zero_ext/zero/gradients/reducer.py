@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.events import Bus, ReduceEvent
-from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_generation import GradientGeneration

@@ -9,8 +9,8 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
+from zero_ext.config.config_errors import clause_of
 from zero_ext.config.events import StepEnd
-from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.one_bit_steppers import OneBitStepper

@@ -10,7 +10,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
-from zero_ext.config.schema.config_errors import clause_of
+from zero_ext.config.config_errors import clause_of
 
 Result = TypeVar("Result")
 

@@ -6,8 +6,8 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives, PendingCollective
-from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
-from zero_ext.config.sections.communication import CODE_BITS, CodeDtype, CommunicationConfig
+from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
+from zero_ext.config.communication import CODE_BITS, CodeDtype, CommunicationConfig
 from zero_ext.offload import TierManager
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.flat_layout import FlatLayout

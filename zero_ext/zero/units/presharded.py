@@ -12,8 +12,8 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.config.config_errors import clause_of
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, InitStorage, ShardStorage, allocate
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks, refuse_different_writes
 from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor, point_at

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, PendingCollective
+from zero_ext.config.communication import CommunicationConfig
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.sections.communication import CommunicationConfig
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
 from zero_ext.zero.memory.gathered_unit import UnitSpec, UnitState
 from zero_ext.zero.memory.lifetime import Ending

@@ -11,8 +11,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, GRADIENT_CHUNK_ELEMENTS
-from zero_ext.config.overlap_limits import (
+from zero_ext.config.buffer_sizes import (
+    BYTES_OF_DTYPE,
+    GRADIENT_CHUNK_ELEMENTS,
     READS_AHEAD,
     REDUCTIONS_IN_FLIGHT,
     SHARD_TRANSFERS_IN_FLIGHT,

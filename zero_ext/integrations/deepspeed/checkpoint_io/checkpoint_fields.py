@@ -20,15 +20,11 @@ from pydantic import (
 from typing_extensions import Self
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files.checkpoint_error import brief, shortened
-from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES
+from zero_ext.checkpoint.files import brief, shortened
 from zero_ext.checkpoint.format.manifest import Count
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import (
-    StubFragment,
-    StubScaler,
-    UnfitContent,
-    read_pickled,
-)
+from zero_ext.checkpoint.format.tensor_files import SAFETENSORS_CODES
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import StubFragment, StubScaler
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import UnfitContent
 
 Check = Callable[[Any], Any]
 _MOST_DIMENSIONS = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files.safe_open import read_limited
+from zero_ext.checkpoint.files import read_limited
 from zero_ext.checkpoint.format.directory import CheckpointDirectory
 from zero_ext.checkpoint.format.manifest import MANIFEST_NAME
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files.filesystem import Filesystem
+from zero_ext.checkpoint.files import Filesystem
 from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
-from zero_ext.checkpoint.format.dtypes import dtype_name
 from zero_ext.checkpoint.format.json_state import encode
 from zero_ext.checkpoint.format.manifest import (
     CHUNK_BYTES,
@@ -28,8 +27,12 @@ from zero_ext.checkpoint.format.manifest import (
     Manifest,
     ParameterRecord,
     SliceRecord,
+    check_cover,
+    check_disjoint_bytes,
     encode_manifest,
 )
+from zero_ext.checkpoint.format.tensor_files import dtype_name
+from zero_ext.checkpoint.shard_file import saved_slices, write_shard
 from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
 from zero_ext.checkpoint.transfer.shard_file import saved_slices, write_shard
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import RankState, one_number

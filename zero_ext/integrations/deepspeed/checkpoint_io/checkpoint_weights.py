@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files.checkpoint_error import shortened
-from zero_ext.checkpoint.format.dtypes import dtype_named
+from zero_ext.checkpoint.files import shortened
 from zero_ext.checkpoint.format.json_state import decode
+from zero_ext.checkpoint.format.tensor_files import dtype_named
 from zero_ext.checkpoint.inspection import open_checkpoint
-from zero_ext.checkpoint.weights.hf_export import stored_weights
-from zero_ext.checkpoint.weights.weight_files import LazyTensor, write_weights
-from zero_ext.config.parse_sizes import bytes_of
+from zero_ext.checkpoint.weights.hf_export import LazyTensor, stored_weights, write_weights
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     find_files,
@@ -35,6 +33,8 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
     DeepSpeedCheckpoint,
     StoredParameter,
 )
+from zero_ext.integrations.deepspeed.unsupported import names_of
+from zero_ext.plan.parse_sizes import bytes_of
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import load_full_state_dict
 
