@@ -19,7 +19,7 @@ from zero_ext.zero.api.full_parameters import full_state_dict, load_full_state_d
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.units.parameter_marks import is_packed
 
 _MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload")
 _CHANGING = ("add_adapter", "load_adapter", "delete_adapter", "add_weighted_adapter")

@@ -14,7 +14,7 @@ from zero_ext.plan.simulation.task_timeline import Timeline
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
 from zero_ext.zero.memory.unit_spec import UnitSpec
-from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 
 
 class _SimulatedUnit(PlannedUnit):

@@ -15,7 +15,7 @@ from zero_ext.optim.elementwise_check import resumes_from
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
-from zero_ext.zero.units.quantized_params import packed_tensors
+from zero_ext.zero.units.parameter_marks import packed_tensors
 from zero_ext.zero.units.unit import Unit
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.gather_order import GatherOrder
+from zero_ext.zero.unshard.prefetcher import GatherOrder
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from zero_ext.config import ZeroConfig
 from zero_ext.optim.lamb import Lamb
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.tiling.replace_layers import Tiling
-from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.quantized_params import is_packed
 from zero_ext.zero.units.rank_groups import RankGroups
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_ext.comm import Collectives
-from zero_ext.zero.units.quantized_params import move_packed, packed_tensors
+from zero_ext.zero.units.parameter_marks import move_packed, packed_tensors
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

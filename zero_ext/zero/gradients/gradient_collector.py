@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.units.dtensor_local import local_gradient

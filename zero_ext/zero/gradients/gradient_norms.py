@@ -12,10 +12,9 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
-from zero_ext.zero.gradients.gradient_storage import Squares
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration, Squares
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.model_parallel_sync import largest_over_model, sum_over_model
+from zero_ext.zero.units.rank_groups import largest_over_model, sum_over_model
 
 Result = TypeVar("Result")
 
@@ -106,8 +105,7 @@ class GradientNorms:
 
     def of(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """Return the 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's,
-        with those in its place elsewhere.
-        """
+        with those in its place elsewhere."""
         self._drop_outdated()
         if self._each is None:
             keys = self._keys()
@@ -171,9 +169,8 @@ class GradientNorms:
         return dict(zip(keys, values.unbind(0), strict=True))
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
-        """Return the result of ``read``; where gradients are on NVMe, which may fail on one rank alone,
-        once all ranks have theirs.
-        """
+        """Return the result of ``read``; where gradients are on NVMe, which may fail on one rank alone, once
+        all ranks have theirs."""
         if any(gradients.storage.tier == "nvme" for gradients in self._gradients):
             return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe")
         return read()

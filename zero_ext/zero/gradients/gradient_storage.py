@@ -1,8 +1,9 @@
-"""Storage of a unit's reduced gradient shard from its reduction to the step, in device or host memory."""
+"""Storage of a reduced gradient shard, in device or host memory, and counts of how gradients change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,35 @@ from zero_ext.zero.memory.pool import BufferPool
 # Memory of a gradient stays allocated, is acquired from the pool while there is a gradient, or belongs to
 # another tensor.
 Lifetime = Literal["permanent", "pooled", "alias"]
+
+
+@dataclass
+class GradientGeneration:
+    """Counts the changes of a model's gradients. A cache stores the counts that it was computed at.
+
+    Direct writes of the user to a full gradient are not counted. The engine therefore counts one write each
+    time that it synchronizes the gradients.
+
+    Attributes:
+        received: gradients that backward has brought.
+        writes: changes of reduced gradients outside reductions, such as clipping.
+        rounds: ends of backward passes and of steps, and clearings of all gradients. The ranks have to agree
+            on their gradients again after each.
+    """
+
+    received: int = 0
+    writes: int = 0
+    rounds: int = 0
+
+    @property
+    def of_values(self) -> tuple[int, int, int]:
+        """The counts that the values of the reduced gradients depend on."""
+        return self.received, self.writes, self.rounds
+
+    @property
+    def of_agreement(self) -> tuple[int, int]:
+        """The counts that an agreement of the ranks on their gradients depends on."""
+        return self.received, self.rounds
 
 
 class Squares:
@@ -72,12 +102,9 @@ class GradientStorage(Protocol):
     failure: RuntimeError | None = None
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
-        """Begin a reduction, of ``sums`` of several passes or not.
-
-        Returns:
-            Device memory [numel] to write the result to, or to add it to where ``valid``, before
-            :meth:`complete_reduction`. None where the result is passed to :meth:`adopt` instead.
-        """
+        """Begin a reduction, of ``sums`` of several passes or not. Returns device memory [numel] to write the
+        result to, or to add it to where ``valid``, before :meth:`complete_reduction`. None where the result
+        is passed to :meth:`adopt` instead."""
 
     def complete_reduction(self) -> None:
         """Mark the memory that :meth:`begin_reduction` returned as written."""
@@ -182,7 +209,6 @@ class MemoryGradientStorage(GradientStorage):
         self.valid = True
 
     def shard(self) -> ShardStorage:
-        """Return the gradient as a shard in its tier. Memory of the pool needs a gradient."""
         return MemoryShard(self.tier, self._finished(), self._transfers, self._pool.device)
 
     def device_memory(self) -> torch.Tensor | None:
@@ -190,12 +216,10 @@ class MemoryGradientStorage(GradientStorage):
         return None if self.is_async or self._memory is None else self._finished()
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield one chunk, none without memory."""
         if self._memory is not None:
             yield self._finished()[begin:end]
 
     def add_squares(self, squares: Squares) -> None:
-        """Add the squares of all elements. Memory of the pool needs a gradient."""
         squares.add(self._finished())
 
     def wait_transfers(self) -> None:
@@ -218,7 +242,6 @@ class MemoryGradientStorage(GradientStorage):
             self._memory = None
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of permanent memory."""
         return self._view().nbytes if self.lifetime == "permanent" else 0
 
     def alias(self, memory: torch.Tensor) -> None:

@@ -38,10 +38,8 @@ class ShardChunk(NamedTuple):
 
 def chunk_bounds(storage: NvmeShard, begin: int, end: int) -> list[tuple[int, int]]:
     """Return first element and length of the block-aligned chunks that cover [begin, end), last one first.
-
     The order is backwards because a shard that is widened grows over the chunks behind it, which have been
-    read by then.
-    """
+    read by then."""
     starts = range(begin // GRAIN * GRAIN, end, GRADIENT_CHUNK_ELEMENTS)
     last = min(-(-end // GRAIN) * GRAIN, storage.numel)
     return [(first, min(GRADIENT_CHUNK_ELEMENTS, last - first)) for first in reversed(starts)]
@@ -226,7 +224,6 @@ class NvmeGradientStorage(GradientStorage):
         self._writer.start(self._storage, chunk)
 
     def wait_transfers(self) -> None:
-        """Wait for all writes."""
         with self._noting_failure():
             self._writer.wait()
 
@@ -240,7 +237,6 @@ class NvmeGradientStorage(GradientStorage):
     # -- reading ------------------------------------------------------------------------------------------
 
     def shard(self) -> ShardStorage:
-        """Return the extent."""
         return self._storage
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:

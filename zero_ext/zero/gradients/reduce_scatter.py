@@ -54,7 +54,6 @@ class FullPrecisionReduceScatter(GradientReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         payload, collectives = self._payload(local, borrow), self._unit.collectives
         shards = 1 if collectives.reduction == "backend" else collectives.world_size - 1
         received = borrow(out.numel() * shards, payload.dtype, "received")
@@ -80,7 +79,6 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         collectives, numel = self._unit.collectives, out.numel()
         nodes = collectives.nodes
         local_ranks, count = nodes.ranks_per_node, nodes.nodes
@@ -89,8 +87,7 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         # The slices of the ranks with one local rank in all nodes become contiguous.
         sent.view(local_ranks, count, numel).copy_(local.view(count, local_ranks, numel).transpose(0, 1))
         blocks = list(sent.chunk(local_ranks))
-        # ``spare`` is sent in the first phase. That phase has ended before the
-        # second one receives into it.
+        # ``spare`` is sent in the first phase. That phase has ended before the second one receives into it.
         own, spare = blocks[nodes.local_rank], blocks[(nodes.local_rank + 1) % local_ranks]
         # The gradient has been copied, so its memory takes what the neighbors send, if that fits.
         fits = dtype.itemsize <= local.dtype.itemsize
@@ -128,15 +125,13 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         payload, numel = self._payload(local, borrow), out.numel()
         group, replicas = self._unit.collectives, self._replicas
         most = max(group.world_size, replicas.world_size) - 1
         received = borrow(numel * most, payload.dtype, "received")
         slices = list(payload.chunk(group.world_size))
         own = slices[group.rank]
-        # Both phases receive into the same memory. The sum between them has read
-        # what the first one received.
+        # Both phases receive into the same memory. The sum between them has read what the first one received.
         in_order = in_rank_order(own, group.rank, group.world_size, received)
         averages = in_rank_order(own, replicas.rank, replicas.world_size, received)
 
@@ -176,7 +171,6 @@ class QuantizedReduceScatter(GradientReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         collectives = self._unit.collectives
         nodes = collectives.nodes
         payload_bytes = self._format.payload_bytes(out.numel())

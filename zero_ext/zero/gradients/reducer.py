@@ -16,7 +16,7 @@ from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.memory.lifetime import weakly
 from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE, raise_on_all_ranks
 
@@ -170,8 +170,7 @@ class GradientReducer:
             self._schedule.begin(expects_gathers)
 
     def _before_gather(self) -> None:
-        # Unset meanwhile, because both the agreement and a reduction may begin
-        # gathers, which come back here.
+        # Unset meanwhile, because both the agreement and a reduction may begin gathers, which come back here.
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             due = schedule.at_gather(self._next)
@@ -223,8 +222,7 @@ class GradientReducer:
     @property
     def synchronized(self) -> bool:
         """Return whether every rank holds all gradients that arrived and which parameters have one is
-        settled.
-        """
+        settled."""
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:

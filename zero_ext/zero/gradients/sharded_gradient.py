@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_ext.zero.units.placeholder import ViewSpec, instances_in, map_nested
 from zero_ext.zero.units.released_params import MEMORY, function_name
-from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
 
 aten = torch.ops.aten
 # torch.compile distinguishes tensors by their storages. That of param.grad is empty.
@@ -36,8 +36,7 @@ class GradientAccess(Protocol):
 
     def read(self, key: object) -> torch.Tensor:
         """Return an independent copy of one parameter's whole gradient in the dtype it is kept in. A
-        collective.
-        """
+        collective."""
 
     def write(self, key: object, value: torch.Tensor) -> None:
         """Make ``value``, alike on all ranks, one parameter's gradient. A collective."""
@@ -165,9 +164,8 @@ class ShardedGradient(torch.Tensor):
 
 def _memory_refusal(name: str, function: str) -> RuntimeError:
     return RuntimeError(
-        f"'{name}'.grad has no memory on this rank: expected a use of its value, got "
-        f"{function}, which is about its memory. Use param.grad.clone() or "
-        "zero_ext.full_gradient(param), on all ranks."
+        f"'{name}'.grad has no memory on this rank: expected a use of its value, got {function}, which is "
+        "about its memory. Use param.grad.clone() or zero_ext.full_gradient(param), on all ranks."
     )
 
 

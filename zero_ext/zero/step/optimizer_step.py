@@ -19,11 +19,10 @@ from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.reducer import Edits
-from zero_ext.zero.step.delayed_update import DelayedUpdates
-from zero_ext.zero.step.finite_checks import FiniteChecks
 from zero_ext.zero.step.loss_scaler import LossScaler
-from zero_ext.zero.step.one_bit import OneBitUpdates
-from zero_ext.zero.step.step_errors import DeviceErrors, StepErrors
+from zero_ext.zero.step.onebit_updates import OneBitUpdates
+from zero_ext.zero.step.overlapped_updates import DelayedUpdates, UpdatesInBackward
+from zero_ext.zero.step.step_errors import DeviceErrors, FiniteChecks, StepErrors
 from zero_ext.zero.step.step_verdict import (
     DecidedStep,
     LaunchedSteps,
@@ -32,10 +31,8 @@ from zero_ext.zero.step.step_verdict import (
     gradient_scale,
     sum_of_ranks,
 )
-from zero_ext.zero.step.update_in_backward import UpdatesInBackward
 from zero_ext.zero.step.update_schedule import (
     MIXTURE,
-    NoUpdates,
     UpdatesAfterBackward,
     UpdateSchedule,
     any_stored,
@@ -87,7 +84,7 @@ class OptimizerStep:
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
-        self.updates: UpdateSchedule = NoUpdates()
+        self.updates = UpdateSchedule()
         self.groups: Groups = []
         self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
@@ -174,11 +171,9 @@ class OptimizerStep:
         self._known_to_all = bad
 
     def judge(self) -> None:
-        """Wait for the verdicts on all steps so far.
-
-        A collective. Raises on all ranks why a step was not made, if one was not: ``FloatingPointError`` for
-        gradients, weights or moments that are not finite, ``RuntimeError`` for anything else.
-        """
+        """Wait for the verdicts on all steps so far. A collective. Raises on all ranks why a step was not
+        made, if one was not: ``FloatingPointError`` for gradients, weights or moments that are not finite,
+        ``RuntimeError`` for anything else."""
         if not self._unjudged:
             return
         self._unjudged = False
@@ -388,8 +383,7 @@ class OptimizerStep:
 
     def _refuse_local_overflow(self) -> bool:
         """Return whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless
-        they are scaled.
-        """
+        they are scaled."""
         if self._flag is None and not self.scales_loss:
             return False
         ranks = self.updates.not_finite()

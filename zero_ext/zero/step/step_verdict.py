@@ -14,7 +14,7 @@ from zero_ext.offload import Device
 from zero_ext.offload.device.side_stream import Readback
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.zero.gradients.gradient_norms import OwnSquares
-from zero_ext.zero.units.model_parallel_sync import sum_over_model
+from zero_ext.zero.units.rank_groups import sum_over_model
 
 FACTS = 8  # int64 values of a step's sum before the limbs of its norm
 WEIGHTS = 5  # the place among them of the flag of weights that are not finite
@@ -76,8 +76,7 @@ def sum_of_ranks(
     collectives.sum_(sums, "agreement on the step")
     if collectives.model is not None:
         sums = sums.cpu()
-        # Without the checksums, because ranks with other parts of the model have
-        # other settings and changes.
+        # Without the checksums, because ranks with other parts of the model have other settings and changes.
         sum_over_model(collectives.model, sums[4:], "agreement on the step over the model")
     return sums
 
@@ -223,8 +222,7 @@ class LaunchedSteps:
 
     def look(self, wait: bool) -> DecidedStep | None:
         """Look at the verdicts that have arrived, or ``wait`` for all; return the step with the bad verdict
-        that is seen by this for the first time.
-        """
+        that is seen by this for the first time."""
         while self._steps and (wait or len(self._steps) > _STEPS_AHEAD or self._steps[0].verdict.arrived):
             step = self._steps.popleft()
             findings = step.verdict.read()
@@ -236,8 +234,7 @@ class LaunchedSteps:
 
     def pop_bad(self) -> DecidedStep | None:
         """Return the step with a bad verdict that was read, if there is one. Those launched from now on
-        count.
-        """
+        count."""
         bad = self._bad
         self.clear()
         return bad

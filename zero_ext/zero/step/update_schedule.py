@@ -52,7 +52,8 @@ class AuxiliaryState(NamedTuple):
 class UpdateSchedule:
     """Decides when the updates of a step run. The engine calls the methods on every schedule.
 
-    Here they do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer.
+    These do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer, for models
+    prepared without one.
 
     Attributes:
         pending: updates may have been made that ``optimizer.step()`` has not finished.
@@ -160,11 +161,8 @@ class UpdateSchedule:
         return iter(())
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """Create the :meth:`auxiliary_state` of a checkpoint with ``kinds`` of state per parameter.
-
-        Returns:
-            A function that undoes it.
-        """
+        """Create the :meth:`auxiliary_state` of a checkpoint with ``kinds`` of state per parameter. Returns a
+        function that undoes it."""
         return lambda: None
 
     def leaves(self, kind: str) -> bool:
@@ -173,10 +171,6 @@ class UpdateSchedule:
 
     def restore(self) -> None:
         """Update parameters after a load, where they differ from their rounded masters."""
-
-
-class NoUpdates(UpdateSchedule):
-    """The schedule of a model that was prepared without an optimizer."""
 
 
 class UpdatesAfterBackward(UpdateSchedule):
@@ -197,14 +191,12 @@ class UpdatesAfterBackward(UpdateSchedule):
         self._collectives = collectives
 
     def used_parameters(self) -> frozenset[str]:
-        """See :class:`UpdateSchedule`."""
         owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients]
         used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
         if not used:
             raise RuntimeError(
-                "optimizer.step(): expected a gradient, got none for any parameter of this model "
-                "since the last zero_grad(). Call loss.backward() on a loss that depends on the "
-                "model."
+                "optimizer.step(): expected a gradient, got none for any parameter of this model since the "
+                "last zero_grad(). Call loss.backward() on a loss that depends on the model."
             )
         return used
 

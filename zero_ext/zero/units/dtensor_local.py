@@ -77,9 +77,7 @@ def _stacked_blocks(parameter: DTensor) -> int:
 
 def _slice_of_rows(parameter: DTensor, blocks: int) -> LocalSlice:
     """Return the slice in a view of rows, one for each of the ``blocks`` and each element of the axes before.
-
-    Each row is contiguous along the split axis.
-    """
+    Each row is contiguous along the split axis."""
     placement: Any = parameter.placements[0]
     ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
     rows = math.prod(parameter.shape[: placement.dim]) * blocks
@@ -123,10 +121,8 @@ def local_value(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a gradient from autograd.
-
-    A collective of the tensor-parallel ranks if the gradient's placements differ from those of ``parameter``.
-    """
+    """Return the local tensor of a gradient from autograd. A collective of the tensor-parallel ranks if the
+    gradient's placements differ from those of ``parameter``."""
     if not is_distributed(parameter) or not is_distributed(gradient):
         return gradient
     if gradient.placements != parameter.placements:
@@ -137,9 +133,7 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 def check_placement(name: str, parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> None:
     """Raise ``ValueError`` if the local tensor of parameter ``name`` cannot be sharded in ``dtype``.
-
-    ``ranks`` are the tensor-parallel ones.
-    """
+    ``ranks`` are the tensor-parallel ones."""
     problem = _problem_of(parameter, ranks, dtype)
     if problem:
         raise ValueError(f"parameter '{name}': {problem}")
@@ -151,9 +145,8 @@ def _problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
         return (
-            f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. "
-            "Split it over "
-            "mesh['tp'] of the mesh that is given to zero_ext.prepare."
+            f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. Split it "
+            "over mesh['tp'] of the mesh that is given to zero_ext.prepare."
         )
     if parameter.dtype != dtype:
         return (

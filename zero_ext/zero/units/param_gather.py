@@ -107,9 +107,8 @@ class ParameterGather:
 
     def finish(self, flat: torch.Tensor) -> None:
         """Write the gathered values to ``flat`` once the collective of :meth:`start` has ended."""
-        # An exact gather of a quantized unit has no slots and leaves the secondary shard as it is.
-        # The secondary shard has the form in which it was sent, so later gathers have the same
-        # bits.
+        # An exact gather of a quantized unit has no slots and leaves the secondary shard as it is. The
+        # secondary shard has the form in which it was sent, so later gathers have the same bits.
         if self._secondary is not None and self._slots and not self._secondary_valid:
             for stored, slot in self._secondary_slots():
                 stored.copy_(slot)

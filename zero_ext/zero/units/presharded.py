@@ -24,9 +24,9 @@ from zero_ext.zero.units.flat_layout import (
     in_memory_order,
     memory_order,
 )
+from zero_ext.zero.units.parameter_marks import refuse_packed
 from zero_ext.zero.units.placeholder import are_blank, placeholder
 from zero_ext.zero.units.plain_torch import plain_torch
-from zero_ext.zero.units.quantized_params import refuse_packed
 from zero_ext.zero.units.released_params import ParameterFacts, release_to, restore_class
 
 ATTRIBUTE = "_zero_ext_presharded"
@@ -145,10 +145,8 @@ class PreshardedParameter:
                     yield number, rows[rank, low - first : high - first]
 
     def gather(self, collectives: Collectives | None = None) -> torch.Tensor:
-        """Return the parameter's full value, in memory of its own; a collective.
-
-        Raises ``RuntimeError`` on all ranks if one cannot read its shard.
-        """
+        """Return the parameter's full value, in memory of its own; a collective. Raises ``RuntimeError`` on
+        all ranks if one cannot read its shard."""
         collectives = self._holders(collectives or self.collectives)
         failures = DeferredError()
         flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
@@ -158,10 +156,8 @@ class PreshardedParameter:
         return flat.as_strided(self.spec.shape, self.spec.stride, 0).to(self._memory.device)
 
     def store_from_full(self, flat: torch.Tensor) -> None:
-        """Store this rank's slice of ``flat``, the parameter's elements in memory order, as the shard.
-
-        Raises ``RuntimeError`` if it cannot be stored.
-        """
+        """Store this rank's slice of ``flat``, the parameter's elements in memory order, as the shard. Raises
+        ``RuntimeError`` if it cannot be stored."""
         if isinstance(self.storage, FailedStorage):
             self.storage.fetch(flat)
             return
@@ -204,10 +200,8 @@ def presharded_of(parameter: nn.Parameter) -> PreshardedParameter | None:
 def shard_on_init(
     parameter: nn.Parameter, collectives: Collectives, storage: InitStorage, failures: DeferredError
 ) -> None:
-    """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape.
-
-    If it cannot be stored, the error goes to ``failures``.
-    """
+    """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape. If it
+    cannot be stored, the error goes to ``failures``."""
     spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
     alignment = STORAGE_ALIGNMENT if storage.tier == "nvme" else ALIGNMENT_BYTES
     layout = FlatLayout.build([spec], collectives.world_size, alignment)
@@ -243,10 +237,8 @@ def set_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> 
 
 
 def leave_init(parameter: nn.Parameter) -> None:
-    """Gather the value of ``parameter`` whenever it is used, if it is presharded.
-
-    Inside the block of :class:`zero_ext.Init` that class does so.
-    """
+    """Gather the value of ``parameter`` whenever it is used, if it is presharded. Inside the block of
+    :class:`zero_ext.Init` that class does so."""
     presharded = presharded_of(parameter)
     if presharded is not None:
         release_to(parameter, _PreshardedAccess(presharded))
@@ -260,18 +252,15 @@ class _PreshardedAccess:
         self._presharded = presharded
 
     def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         spec = self._presharded.spec
         return ParameterFacts(spec.name or f"of shape {spec.shape} from zero_ext.Init", spec.stride)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         refuse_packed(parameter, self.facts(parameter).name)
         with plain_torch():
             return like_parameter(parameter, self._presharded.gather())
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         presharded = self._presharded
         with plain_torch():
             flat = in_memory_order(local_tensor(value), presharded.spec)
@@ -304,10 +293,8 @@ def clear_presharded(parameter: nn.Parameter) -> None:
 
 
 def unshard_presharded(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
-    """Return the full value of a presharded parameter, which becomes an ordinary one; a collective.
-
-    Raises ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard.
-    """
+    """Return the full value of a presharded parameter, which becomes an ordinary one; a collective. Raises
+    ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard."""
     presharded = presharded_of(parameter)
     if presharded is None:
         raise zero_ext_bug("unshard_presharded of an ordinary parameter")

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from zero_ext.zero.units.dtensor_local import is_distributed
-from zero_ext.zero.units.placeholder import placeholder
-from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
+from zero_ext.zero.units.placeholder import ViewSpec, instances_in, map_nested, placeholder
 
 # True of a placeholder too. Autograd's own calls refer to the tensor itself, whatever its value.
 METADATA_NAMES = """
@@ -184,10 +183,8 @@ def plain_class(parameter: nn.Parameter) -> type:
 
 
 def release_to(parameter: nn.Parameter, access: Access) -> None:
-    """Declare that the value of ``parameter`` is not in memory, and is used through ``access``.
-
-    It stays the same object and an instance of its class; ``type`` is a subclass meanwhile.
-    """
+    """Declare that the value of ``parameter`` is not in memory, and is used through ``access``. It stays the
+    same object and an instance of its class; ``type`` is a subclass meanwhile."""
     setattr(parameter, _ACCESS, access)
     parameter.__class__ = released_class(plain_class(parameter))
 
@@ -230,9 +227,8 @@ def _check_new_data(target: Any, value: torch.Tensor) -> None:
     parameter, _ = origin(target)
     got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise RuntimeError(
-        f"data of parameter '{_name(parameter)}': expected a tensor of "
-        f"{tuple(target.shape)} {target.dtype}, got {got}. Change the model's shapes and dtypes before "
-        "zero_ext.prepare."
+        f"data of parameter '{_name(parameter)}': expected a tensor of {tuple(target.shape)} {target.dtype}, "
+        f"got {got}. Change the model's shapes and dtypes before zero_ext.prepare."
     )
 
 
@@ -449,8 +445,7 @@ class _Use:
         parameter = self._owner(result)
         if parameter is None:
             return result
-        # A ``ViewSpec`` has no conjugate or negative bit, so such a view becomes a tensor of its
-        # own.
+        # A ``ViewSpec`` has no conjugate or negative bit, so such a view becomes a tensor of its own.
         if result.is_conj() or result.is_neg():
             return result.resolve_conj().resolve_neg()
         return view_of_released(parameter, ViewSpec.of(result), result if result.requires_grad else None)

@@ -48,10 +48,8 @@ def install(
     hooks: ForwardHooks,
     units: dict[nn.Parameter, tuple[Unit, nn.Module]],
 ) -> None:
-    """Install owner hooks and block hooks on ``model`` for its sharded parameters.
-
-    Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
-    """
+    """Install owner hooks and block hooks on ``model`` for its sharded parameters. Hooks hold the engine's
+    part weakly: dropping the model frees everything without a cycle collection."""
     weak = weakref.ref(hooks)
     # Keyed by id, which no other object gets while the unit lives, as the unit holds its parameters.
     weak_units = {
@@ -251,9 +249,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` takes rows of its weight, which the backward of that does
-    not read.
-    """
+    """Return whether a call of ``module`` selects rows of its weight, which its backward does not read."""
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 

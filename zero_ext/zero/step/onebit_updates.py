@@ -14,12 +14,18 @@ from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
-from zero_ext.zero.step.one_bit.exchange_base import PREFIX, ExchangeStrategy, OneBitContext
-from zero_ext.zero.step.one_bit.lamb_exchange import LambExchange
-from zero_ext.zero.step.one_bit.stage0_exchange import GradientExchange, MomentumExchange
-from zero_ext.zero.step.one_bit.stage1_exchange import ShardedExchange
-from zero_ext.zero.step.one_bit.zero_one_exchange import ZeroOneExchange
+from zero_ext.zero.step.onebit_exchanges import (
+    PREFIX,
+    ExchangeStrategy,
+    GradientExchange,
+    LambExchange,
+    MomentumExchange,
+    OneBitContext,
+    ShardedExchange,
+    ZeroOneExchange,
+)
 from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdatesAfterBackward
+from zero_ext.zero.units.collective_errors import ranks_where
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
@@ -62,16 +68,13 @@ class OneBitUpdates(UpdatesAfterBackward):
 
     @property
     def needs_local_gradients(self) -> bool:
-        """See :class:`UpdateSchedule`."""
         return self._phase.compresses and self._collectives.world_size > 1
 
     @property
     def drifts(self) -> bool:
-        """See :class:`UpdateSchedule`."""
         return bool(self._one_bit.rates)
 
     def refuse_local(self, what: str) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients:
             raise RuntimeError(
                 f"{what}: expected averaged gradients, got a step in which the ranks exchange signs "
@@ -80,7 +83,6 @@ class OneBitUpdates(UpdatesAfterBackward):
             )
 
     def refuse_drift(self, what: str) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.drifts:
             raise RuntimeError(
                 f"{what}: expected the same parameters on all ranks, got a step between two exchanges "
@@ -93,27 +95,21 @@ class OneBitUpdates(UpdatesAfterBackward):
         return self._one_bit.optimizer.phase(self._made() + 1, self._sharded)
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
-                "backward: expected no gradients of a step before, as from this step on they stay on "
-                "their rank and signs are exchanged, got averaged ones. Call optimizer.zero_grad() "
-                "between the two."
+                "backward: expected no gradients of a step before, as from this step on they stay on their "
+                "rank and signs are exchanged, got averaged ones. Call optimizer.zero_grad() between the two."
             )
 
     def not_finite(self) -> list[int]:
-        """See :class:`UpdateSchedule`."""
         squares = Squares()
         for gradients in self._gradients:
             if gradients.has_local:
                 squares.add(gradients.local_sum())
         bad = not torch.isfinite(ops.squared_norm_value(squares.total()))
-        flags = torch.zeros(self._collectives.world_size, dtype=torch.int64, device="cpu")
-        flags[self._collectives.rank] = int(bad)
-        return self._collectives.sum_(flags, "agreement on finite gradients").nonzero().flatten().tolist()
+        return ranks_where(self._collectives, bad, "agreement on finite gradients")
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`."""
         phase = self._phase
         if not phase.compresses:
             super().run(scale, used)
@@ -147,11 +143,9 @@ class OneBitUpdates(UpdatesAfterBackward):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
-        """See :class:`UpdateSchedule`."""
         return iter(()) if self._strategy is None else self._strategy.auxiliary_state()
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`UpdateSchedule`."""
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
         before, self._strategy = self._strategy, None
         for strategy in self._strategies.values():
@@ -164,21 +158,14 @@ class OneBitUpdates(UpdatesAfterBackward):
                 "they start at zero here, and what the exchanges before had lost stays lost",
                 ", ".join(sorted(stored)[:3]),
             )
-
-        def undo() -> None:
-            self._strategy = before
-
-        return undo
+        return lambda: setattr(self, "_strategy", before)
 
     def leaves(self, kind: str) -> bool:
-        """See :class:`UpdateSchedule`."""
         return kind.startswith(PREFIX) and self._strategy is None
 
     def restore(self) -> None:
-        """See :class:`UpdateSchedule`."""
         if self._strategy is not None:
             self._strategy.restore()
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`UpdateSchedule`. The auxiliary state of the exchange."""
         return {"device": 0 if self._strategy is None else self._strategy.allocated_bytes()}
