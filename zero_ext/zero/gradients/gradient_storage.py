@@ -121,10 +121,10 @@ class GradientStorage(Protocol):
         return None
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield the elements [begin, end) in chunks, in any order. Each is valid until the next one."""
+        """Yield the elements [begin, end) in chunks, in order. Each is valid until the next one."""
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Apply the element-wise ``change`` in place to the elements [begin, end)."""
+        """Apply ``change`` in place to the elements [begin, end), in chunks, in order."""
         for values in self.visit(begin, end):
             change(values)
 

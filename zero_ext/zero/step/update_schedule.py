@@ -206,10 +206,7 @@ class UpdatesAfterBackward(UpdateSchedule):
         publishing: Iterable[Unit]
         if any_stored(self._masters, self._gradients):
             publishing = raise_on_all_ranks(
-                self._collectives,
-                lambda: list(self._step(scale, used)),
-                "the optimizer step",
-                MIXTURE,
+                self._collectives, lambda: list(self._step(scale, used)), "the optimizer step", MIXTURE
             )
         else:
             publishing = self._step(scale, used)

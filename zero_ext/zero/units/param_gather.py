@@ -48,10 +48,7 @@ class ParameterGather:
         self._slots: list[torch.Tensor] = []
         self._secondary: torch.Tensor | None = None
         stored = config.secondary_bytes(
-            layout.shard_numel,
-            layout.dtype.itemsize,
-            collectives.nodes.nodes,
-            layout.dtype.is_floating_point,
+            layout.shard_numel, layout.dtype.itemsize, collectives.nodes.nodes, layout.dtype.is_floating_point
         )
         if stored:
             self._secondary = tiers.device.allocate("device", stored, torch.uint8)

@@ -43,11 +43,7 @@ class GatheringParameters(dict[str, "nn.Parameter | None"]):
         return (dict, (dict(self.items()),))
 
 
-def install(
-    model: nn.Module,
-    hooks: ForwardHooks,
-    units: dict[nn.Parameter, tuple[Unit, nn.Module]],
-) -> None:
+def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tuple[Unit, nn.Module]]) -> None:
     """Install owner hooks and block hooks on ``model`` for its sharded parameters. Hooks hold the engine's
     part weakly: dropping the model frees everything without a cycle collection."""
     weak = weakref.ref(hooks)
@@ -107,11 +103,7 @@ def _uses_of(
 
 
 def _install_owner_hooks(
-    module: nn.Module,
-    name: str,
-    weak: weakref.ref[ForwardHooks],
-    uses: tuple[_UnitUse, ...],
-    again: bool,
+    module: nn.Module, name: str, weak: weakref.ref[ForwardHooks], uses: tuple[_UnitUse, ...], again: bool
 ) -> None:
     """Let a call of ``module`` gather the units of its own parameters, for the running block or for itself,
     and ``again`` for its backward."""
