@@ -54,10 +54,7 @@ class UnitGradients:
         """Allocate the buffers of ``unit`` in the precisions of ``config``. ``collectives`` are the ranks to
         average over. ``used_up``: each gradient is read once, by an update in backward."""
         accumulation_dtype = DTYPES[config.precision.grad_accum_dtype]
-        self.unit = unit
-        self._generation = generation
-        self._pool = pool
-        self._tiers = tiers
+        self.unit, self._generation, self._pool, self._tiers = unit, generation, pool, tiers
         self._staging: torch.Tensor | None = None  # pool memory for the result of a reduction
         self._staging_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype

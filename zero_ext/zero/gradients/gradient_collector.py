@@ -13,7 +13,7 @@ from torch import nn
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration
-from zero_ext.zero.gradients.reducer import GradientReducer
+from zero_ext.zero.gradients.reducer import Edits, GradientReducer
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.units.dtensor_local import local_gradient
 from zero_ext.zero.units.parameter_marks import mean_over_senders
@@ -54,14 +54,9 @@ class GradientCollector(Ending):
         accumulation_steps: int,
         scales_loss: bool,
     ) -> None:
-        self._index = index
-        self._gradients = gradients
-        self._reducer = reducer
-        self._generation = generation
-        self._backward_pass = backward_pass
-        self._reader = reader
-        self._accumulation_steps = accumulation_steps
-        self._scales_loss = scales_loss
+        self._index, self._gradients, self._reducer = index, gradients, reducer
+        self._generation, self._backward_pass, self._reader = generation, backward_pass, reader
+        self._accumulation_steps, self._scales_loss = accumulation_steps, scales_loss
         self._shards_gradients = any(unit.placement.grads for unit in gradients)
         self._collected = False  # whether the pass under way has brought a gradient
         self.passes, self.syncs, self.loss_scaled = 0, True, False
@@ -195,7 +190,7 @@ class GradientCollector(Ending):
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._reducer.forget_edits()
+        self._reducer.edits = Edits()
         with torch._C.DisableTorchFunctionSubclass():
             for gradients in self._gradients.values():
                 gradients.clear()

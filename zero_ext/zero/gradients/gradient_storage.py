@@ -161,15 +161,10 @@ class MemoryGradientStorage(GradientStorage):
         lifetime: Lifetime = "permanent",
     ) -> None:
         """``staging_buffers``: host memory for a gradient that is copied from an accelerator, then added."""
-        self.tier = tier
-        self.dtype = dtype
-        self.lifetime = lifetime
+        self.tier, self.dtype, self.lifetime = tier, dtype, lifetime
         self.is_async = pool.device.torch_device(tier) != pool.device.device
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
-        self._staging_buffers = staging_buffers
-        self._transfers = transfers
+        self._numel, self._accumulation_dtype, self._pool = numel, accumulation_dtype, pool
+        self._staging_buffers, self._transfers = staging_buffers, transfers
         # Either of ``dtype`` or bytes of the pool.
         self._memory = pool.device.allocate(tier, numel, dtype) if lifetime == "permanent" else None
         self._copy: CopyHandle = COMPLETED  # into ``_memory``

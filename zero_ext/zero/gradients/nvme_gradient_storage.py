@@ -57,8 +57,7 @@ class GradientChunkReader:
     """
 
     def __init__(self, storage: NvmeShard, bounds: Iterable[tuple[int, int]], pool: BufferPool) -> None:
-        self._storage = storage
-        self._pool = pool
+        self._storage, self._pool = storage, pool
         self._bounds = deque(bounds)
         self._ahead: deque[tuple[ShardChunk, CopyHandle]] = deque()
         self._read_ahead()
@@ -151,9 +150,7 @@ class NvmeGradientStorage(GradientStorage):
         pool: BufferPool,
         tiers: TierManager,
     ) -> None:
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
+        self._numel, self._accumulation_dtype, self._pool = numel, accumulation_dtype, pool
         # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
         self._extent = tiers.allocate_nvme_shard(numel, widest)

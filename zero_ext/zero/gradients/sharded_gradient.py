@@ -139,11 +139,6 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _memory_refusal(self._source.name, "__reduce_ex__")
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether it stands for the gradient itself rather than for a view of it."""
-        return self._view_spec == self._source.view_spec
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,7 +147,8 @@ class ShardedGradient(torch.Tensor):
         if "_foreach_" in func._schema.name:
             return _one_by_one(func, args, kwargs)
         first = args[0] if args else None
-        if isinstance(first, ShardedGradient) and first.is_full:
+        # For a gradient itself, not for a view of it.
+        if isinstance(first, ShardedGradient) and first._view_spec == first._source.view_spec:
             if func in _HANDLERS:
                 return _HANDLERS[func](*args, **kwargs)
             if func.overloadpacket in _ELEMENTWISE and all(map(_is_number, (*args[1:], *kwargs.values()))):
@@ -180,7 +176,9 @@ def _change(
     func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedGradient:
     # A number may be on another device than what it changes.
-    rest, kwargs = map_nested((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
+    rest, kwargs = map_nested(
+        (rest, kwargs), lambda value: _number(value) if isinstance(value, torch.Tensor) else value
+    )
     change = func.overloadpacket
     described = f"{change.__name__}{rest}{kwargs or ''}"
     source = gradient._source
@@ -189,10 +187,6 @@ def _change(
         return gradient
     source.access.change(source.key, lambda values: change(values, *rest, **kwargs), described)
     return gradient
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 # Numbers that were read, and the version of the tensor then: clipping multiplies all gradients with one, and

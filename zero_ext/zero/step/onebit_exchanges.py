@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -15,23 +15,12 @@ from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.optim.one_bit.onebit_lamb_stepper import OneBitLambStepper, square_average
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper, decay_, denominator
-from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership
+from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership, UpdateInputs
 from zero_ext.zero.units.flat_layout import FlatLayout
-from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
 PREFIX = "one_bit_"
 OWN, SHARD, SHARED = Ownership
-
-
-class OneBitContext(NamedTuple):
-    """Inputs of an exchange strategy. Masters and gradients of the same number belong to one unit."""
-
-    stepper: OneBitStepper
-    masters: Sequence[MasterShard]
-    gradients: Sequence[UnitGradients]
-    collectives: Collectives
 
 
 class ExchangeStrategy(ABC):
@@ -41,17 +30,17 @@ class ExchangeStrategy(ABC):
     OWNERSHIP: ClassVar[Mapping[str, Ownership]]
     SINGLE_RANK = False  # whether a single rank uses it, too
 
-    def __init__(self, context: OneBitContext) -> None:
-        self._context = context
-        self._stepper = context.stepper
-        self._ranks = context.collectives.world_size
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper) -> None:
+        self._masters, self._gradients, self._collectives = inputs[1:]
+        self._stepper = stepper
+        self._ranks = self._collectives.world_size
 
         def zeros(unit: Unit, ownership: Ownership) -> torch.Tensor:
             numel = unit.layout.shard_numel if ownership is SHARD else unit.layout.numel
             return torch.zeros(numel, dtype=torch.float32, device=unit.flat.device)
 
         self._state = {
-            kind: [zeros(master.unit, ownership) for master in context.masters]
+            kind: [zeros(master.unit, ownership) for master in self._masters]
             for kind, ownership in self.OWNERSHIP.items()
         }
 
@@ -62,7 +51,7 @@ class ExchangeStrategy(ABC):
 
     def restore(self) -> None:
         """Update the parameters after the auxiliary state was loaded."""
-        for master in self._context.masters:
+        for master in self._masters:
             master.write_params()
 
     @classmethod
@@ -74,7 +63,7 @@ class ExchangeStrategy(ABC):
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
         """Yield the state of this rank that an exact resume needs."""
-        for kind, name in self.names(self._context.collectives).items():
+        for kind, name in self.names(self._collectives).items():
             ownership = self.OWNERSHIP[kind]
             for number, values in enumerate(self._state[kind]):
                 begin = self._shard_begin(number) if ownership is SHARD else 0
@@ -86,18 +75,18 @@ class ExchangeStrategy(ABC):
 
     def _updating(self) -> list[int]:
         """Return the numbers of the masters of units with gradients on any rank."""
-        return [number for number, each in enumerate(self._context.gradients) if each.contributed]
+        return [number for number, each in enumerate(self._gradients) if each.contributed]
 
     def _layout(self, number: int) -> FlatLayout:
-        return self._context.masters[number].unit.layout
+        return self._masters[number].unit.layout
 
     def _shard_begin(self, number: int) -> int:
-        return self._layout(number).shard_range(self._context.collectives.rank)[0]
+        return self._layout(number).shard_range(self._collectives.rank)[0]
 
     def _exchange(self, number: int, what: str) -> OneBitAllReduce:
-        unit = self._context.masters[number].unit
+        unit = self._masters[number].unit
         name = f"{what} of {unit.describe()}"
-        return OneBitAllReduce(self._context.collectives, unit.layout.numel, unit.flat.device, name)
+        return OneBitAllReduce(self._collectives, unit.layout.numel, unit.flat.device, name)
 
     def _idle(self, number: int, used: frozenset[str]) -> list[tuple[int, int]]:
         """Return the elements that are left out: padding, and parameters that are not in ``used``."""
@@ -134,6 +123,8 @@ class ReplicatedExchange(ExchangeStrategy):
     section 5). The two kinds of its state that end in "error" are the worker's and the server's compression
     error, in this order."""
 
+    IN_MOMENTUM = False  # whether the average is written to the memory of the momentum
+
     def _average(
         self,
         used: frozenset[str],
@@ -158,24 +149,22 @@ class ReplicatedExchange(ExchangeStrategy):
                 ops.reduce_1bit_(exchange.own, server[number], received, 1 / self._ranks)
             exchange.gather()
         for number, exchange in exchanges.items():
-            messages, average = exchange.gathered(), self._average_buffer(number)
+            messages, flat = exchange.gathered(), self._masters[number].unit.flat
+            momentum = self._stepper.state(number, "exp_avg") if self.IN_MOMENTUM else None
+            average = torch.empty_like(flat, dtype=torch.float32) if momentum is None else momentum
             with temporarily_zeroed(average, idle[number]):
                 ops.decompress_1bit_(average, messages, 1.0, False, self._ranks)
             self._averaged(number, average, used)
             # Otherwise it would live until the buffer of the next unit has been allocated.
-            del average
-
-    def _average_buffer(self, number: int) -> torch.Tensor:
-        """Return memory for the average, float32 [numel]."""
-        return torch.empty_like(self._context.masters[number].unit.flat, dtype=torch.float32)
+            del average, momentum
 
     @abstractmethod
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
-        """Update the unit of this number with the average, which is in :meth:`_average_buffer`'s tensor.
-        Elements that were left out are unchanged there."""
+        """Update the unit of this number with ``average``, float32 [numel], in which elements that were left
+        out are unchanged."""
 
     def _descend(self, number: int, used: frozenset[str]) -> None:
-        master = self._context.masters[number]
+        master = self._masters[number]
         self._stepper.descend(number, self._stepper.hyper_ranges(number, used))
         master.write_params()
 
@@ -184,19 +173,17 @@ class MomentumExchange(ReplicatedExchange):
     """1-bit Adam: each rank averages its own gradients into the momentum, then the ranks average that."""
 
     OWNERSHIP: ClassVar[Mapping[str, Ownership]] = {"momentum_error": OWN, "momentum_server_error": SHARD}
+    IN_MOMENTUM = True
 
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
 
         def local_average(number: int) -> torch.Tensor:
             momentum = self._stepper.state(number, "exp_avg")
-            local = self._context.gradients[number].local_sum()
+            local = self._gradients[number].local_sum()
             self._stepper.average(momentum, local, scale, self._stepper.hyper_ranges(number, used))
             return momentum
 
         self._average(used, "the momentum", self._updating(), local_average, 1.0)
-
-    def _average_buffer(self, number: int) -> torch.Tensor:
-        return self._stepper.state(number, "exp_avg")
 
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
         self._descend(number, used)
@@ -208,9 +195,8 @@ class GradientExchange(ReplicatedExchange):
     OWNERSHIP: ClassVar[Mapping[str, Ownership]] = {"gradient_error": OWN, "gradient_server_error": SHARD}
 
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
-        gradients = self._context.gradients
         self._average(
-            used, "the gradients", self._updating(), lambda number: gradients[number].local_sum(), scale
+            used, "the gradients", self._updating(), lambda number: self._gradients[number].local_sum(), scale
         )
 
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
@@ -233,8 +219,8 @@ class ShardedExchange(ExchangeStrategy):
 
     OWNERSHIP: ClassVar[Mapping[str, Ownership]] = {"gradient_error": OWN, "replica": SHARED}
 
-    def __init__(self, context: OneBitContext) -> None:
-        super().__init__(context)
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper) -> None:
+        super().__init__(inputs, stepper)
         self._follow_parameters()
 
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
@@ -244,7 +230,7 @@ class ShardedExchange(ExchangeStrategy):
         errors, replica = self._state["gradient_error"], self._state["replica"]
         for number, exchange in exchanges_of.items():
             with temporarily_zeroed(errors[number], idle[number]):
-                exchange.scatter(self._context.gradients[number].local_sum(), errors[number], scale)
+                exchange.scatter(self._gradients[number].local_sum(), errors[number], scale)
         for number, exchange in exchanges_of.items():
             self._step_shard(number, exchange, used)
             exchange.gather()
@@ -252,11 +238,11 @@ class ShardedExchange(ExchangeStrategy):
             messages = exchange.gathered()
             with temporarily_zeroed(replica[number], idle[number]):
                 ops.decompress_1bit_(replica[number], messages, 1.0, True, self._ranks)
-            self._context.masters[number].unit.flat.copy_(replica[number])
+            self._masters[number].unit.flat.copy_(replica[number])
 
     def _step_shard(self, number: int, exchange: OneBitAllReduce, used: frozenset[str]) -> None:
         """Step this rank's masters; ``exchange.own`` says how far they are ahead then."""
-        begin, end = self._layout(number).shard_range(self._context.collectives.rank)
+        begin, end = self._layout(number).shard_range(self._collectives.rank)
         received = exchange.scattered()
         scratch = torch.empty(end - begin, dtype=torch.float32, device=received.device)
         ops.sum_1bit_(scratch, received, 1 / self._ranks, False)
@@ -271,13 +257,13 @@ class ShardedExchange(ExchangeStrategy):
             ops.compress_1bit_(exchange.own, torch.zeros_like(ahead), ahead, 1.0, 1)
 
     def restore(self) -> None:
-        for master, replica in zip(self._context.masters, self._state["replica"], strict=True):
+        for master, replica in zip(self._masters, self._state["replica"], strict=True):
             master.unit.flat.copy_(replica)
 
     def _follow_parameters(self) -> None:
         """Take over parameters that something else has written since the last step: a step in full
         precision, the user, a checkpoint."""
-        for master, replica in zip(self._context.masters, self._state["replica"], strict=True):
+        for master, replica in zip(self._masters, self._state["replica"], strict=True):
             for stored, live in zip(
                 replica.split(_CHUNK_ELEMENTS), master.unit.flat.split(_CHUNK_ELEMENTS), strict=True
             ):
@@ -301,8 +287,8 @@ class ZeroOneExchange(ReplicatedExchange):
         "momentum": OWN,
     }
 
-    def __init__(self, context: OneBitContext) -> None:
-        super().__init__(context)
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper) -> None:
+        super().__init__(inputs, stepper)
         for number, momentum in enumerate(self._state["momentum"]):
             momentum.copy_(self._stepper.state(number, "exp_avg"))
 
@@ -310,7 +296,7 @@ class ZeroOneExchange(ReplicatedExchange):
         self._stepper.add_rates(used)
         for number in self._updating():
             momentum, drift = self._state["momentum"][number], self._state["drift"][number]
-            local = self._context.gradients[number].local_sum()
+            local = self._gradients[number].local_sum()
             runs = self._stepper.hyper_ranges(number, used)
             self._stepper.average(momentum, local, scale, runs)
             master = self._stepper.state(number, "master")
@@ -330,7 +316,7 @@ class ZeroOneExchange(ReplicatedExchange):
     def _drifted(self, names: frozenset[str]) -> list[int]:
         return [
             number
-            for number, master in enumerate(self._context.masters)
+            for number, master in enumerate(self._masters)
             if not names.isdisjoint(spec.name for spec in master.unit.layout.specs)
         ]
 
@@ -345,14 +331,14 @@ class ZeroOneExchange(ReplicatedExchange):
             own_range = slice(run.begin, run.end)
             self._state["momentum"][number][own_range].copy_(common[own_range])
         self._state["drift"][number].zero_()
-        self._context.masters[number].write_params()
+        self._masters[number].write_params()
 
     def restore(self) -> None:
-        for number in range(len(self._context.masters)):
+        for number in range(len(self._masters)):
             self._write(number)
 
     def _write(self, number: int) -> None:
-        master, flat = self._stepper.state(number, "master"), self._context.masters[number].unit.flat
+        master, flat = self._stepper.state(number, "master"), self._masters[number].unit.flat
         drift, variance = self._state["drift"][number], self._stepper.state(number, "exp_avg_sq")
         flat.copy_(master)
         for run in self._stepper.hyper_ranges(number, frozenset(self._stepper.rates)):
@@ -371,12 +357,13 @@ class LambExchange(ReplicatedExchange):
         "fresh_variance": SHARED,
     }
     SINGLE_RANK = True
+    IN_MOMENTUM = True
 
-    def __init__(self, context: OneBitContext) -> None:
-        super().__init__(context)
-        if not isinstance(context.stepper, OneBitLambStepper):
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper) -> None:
+        super().__init__(inputs, stepper)
+        if not isinstance(stepper, OneBitLambStepper):
             raise zero_ext_bug("1-bit LAMB's exchange with another optimizer")
-        self._lamb = context.stepper
+        self._lamb = stepper
         self._before: dict[int, torch.Tensor] = {}
         for number, fresh in enumerate(self._state["fresh_variance"]):
             fresh.copy_(self._lamb.state(number, "exp_avg_sq"))
@@ -396,7 +383,7 @@ class LambExchange(ReplicatedExchange):
         self._average(used, "the momentum", self._updating(), local_average, 1.0)
 
     def _gradient(self, number: int) -> torch.Tensor:
-        gradients = self._context.gradients[number]
+        gradients = self._gradients[number]
         if self._ranks > 1:
             return gradients.local_sum()
         alone = gradients.for_optimizer()
@@ -416,9 +403,6 @@ class LambExchange(ReplicatedExchange):
         for number in numbers:
             self._averaged(number, values(number), used)
 
-    def _average_buffer(self, number: int) -> torch.Tensor:
-        return self._lamb.state(number, "exp_avg")
-
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
         before, fresh = self._before.pop(number), self._state["fresh_variance"][number]
         for name, run in self._lamb.each(number, used):
@@ -429,4 +413,4 @@ class LambExchange(ReplicatedExchange):
             directions = self._lamb.direction(number, run)
             ratio = self._lamb.adapted_ratio(number, name, run, fresh[extent], directions)
             self._lamb.descend_along(number, run, directions[0], ratio)
-        self._context.masters[number].write_params()
+        self._masters[number].write_params()

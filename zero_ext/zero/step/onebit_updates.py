@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
-from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.step.onebit_exchanges import (
     PREFIX,
@@ -20,14 +18,11 @@ from zero_ext.zero.step.onebit_exchanges import (
     GradientExchange,
     LambExchange,
     MomentumExchange,
-    OneBitContext,
     ShardedExchange,
     ZeroOneExchange,
 )
-from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdatesAfterBackward
+from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdateInputs, UpdatesAfterBackward
 from zero_ext.zero.units.collective_errors import ranks_where
-from zero_ext.zero.units.master_weights import MasterShard
-from zero_ext.zero.units.unit import Unit
 
 _log = logging.getLogger(__name__)
 _REPLICATED: dict[CompressionPhase, type[ExchangeStrategy]] = {
@@ -50,20 +45,13 @@ class OneBitUpdates(UpdatesAfterBackward):
 
     obeys_scale = False
 
-    def __init__(
-        self,
-        stepper: OneBitStepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-        made: Callable[[], int],
-    ) -> None:
-        super().__init__(stepper, masters, gradients, collectives)
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper, made: Callable[[], int]) -> None:
+        super().__init__(inputs)
+        self._inputs = inputs
         self._one_bit = stepper
         self._made = made
-        self._sharded = any(master.unit.placement.optimizer for master in masters)
+        self._sharded = any(master.unit.placement.optimizer for master in self._masters)
         self._strategies = _SHARDED if self._sharded else _REPLICATED
-        self._context = OneBitContext(stepper, self._masters, self._gradients, collectives)
         self._strategy: ExchangeStrategy | None = None
 
     @property
@@ -122,7 +110,7 @@ class OneBitUpdates(UpdatesAfterBackward):
             self._step_alone(float(scale), used)
             return
         if type(self._strategy) is not self._strategies[phase]:
-            self._strategy = self._strategies[phase](self._context)
+            self._strategy = self._strategies[phase](self._inputs, self._one_bit)
         self._strategy.step(float(scale), used & self._one_bit.names, phase is not CompressionPhase.LOCAL)
 
     def _raise_variance(self) -> None:
@@ -151,7 +139,7 @@ class OneBitUpdates(UpdatesAfterBackward):
         for strategy in self._strategies.values():
             alone = self._collectives.world_size == 1 and not strategy.SINGLE_RANK
             if stored and not alone and stored.issuperset(strategy.names(self._collectives).values()):
-                self._strategy = strategy(self._context)
+                self._strategy = strategy(self._inputs, self._one_bit)
         if stored and self._strategy is None and self._collectives.rank == 0:
             _log.warning(
                 "the checkpoint holds errors of compression of other ranks, another stage or optimizer (%s): "

@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 
-from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, publish, settings_of
+from zero_ext.zero.step.update_schedule import (
+    MIXTURE,
+    UpdateInputs,
+    UpdatesAfterBackward,
+    publish,
+    settings_of,
+)
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
-from zero_ext.zero.units.master_weights import MasterShard, follow_writes
-from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.units.master_weights import follow_writes
 
 _INSTEAD = "set offload.update_mode to 'after_backward'"
 
@@ -38,18 +42,9 @@ class UpdatesInBackward(UpdatesAfterBackward):
     clears = True
     obeys_scale = False
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-        groups: list[dict[str, Any]],
-        on_trial: bool,
-    ) -> None:
-        super().__init__(stepper, masters, gradients, collectives)
-        self._groups = groups
-        self._on_trial = on_trial
+    def __init__(self, inputs: UpdateInputs, groups: list[dict[str, Any]], on_trial: bool) -> None:
+        super().__init__(inputs)
+        self._groups, self._on_trial = groups, on_trial
         self._number_of = {each: number for number, each in enumerate(self._gradients)}
         self._last = False  # whether the latest pass ends the accumulation
         self._scale = torch.ones((), device="cpu")
@@ -255,18 +250,13 @@ class DelayedUpdates(UpdatesAfterBackward):
 
     def __init__(
         self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
+        inputs: UpdateInputs,
         groups: Sequence[dict[str, Any]],
         settings: Sequence[dict[str, Any]],
         tiers: TierManager,
     ) -> None:
-        super().__init__(stepper, masters, gradients, collectives)
-        self._groups = groups
-        self._settings = settings
-        self._tiers = tiers
+        super().__init__(inputs)
+        self._groups, self._settings, self._tiers = groups, settings, tiers
         self._copies: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
         self._job: _Job | None = None
         self._used: frozenset[str] = frozenset()
@@ -334,14 +324,14 @@ class DelayedUpdates(UpdatesAfterBackward):
         """Return updates that read copies of the gradients. A collective where gradients are on NVMe.
         ``RuntimeError``: a copy failed on some rank. It is raised on all ranks, before anything changed."""
 
-        def copy() -> list[Update]:
-            return [Update(each.index, self._copy(each)) for each in self._updates()]
-
-        if not any(gradients.storage.tier == "nvme" for gradients in self._gradients):
-            return copy()
+        stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
         try:
             return raise_on_all_ranks(
-                self._collectives, copy, "reading gradients for the optimizer step", _UNCHANGED
+                self._collectives,
+                lambda: [Update(each.index, self._copy(each)) for each in self._updates()],
+                "reading gradients for the optimizer step",
+                _UNCHANGED,
+                stored,
             )
         except CollectiveError as error:
             # Not as CollectiveError, which would mark the model as damaged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -21,7 +21,6 @@ from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.rank_groups import sum_over_model
-from zero_ext.zero.units.unit import Unit
 
 _NAMES = 3  # parameters that an error names before it counts the rest
 _CHUNK_ELEMENTS = 4 << 20
@@ -61,12 +60,10 @@ class FiniteChecks:
     def __init__(
         self,
         masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
+        gradients: Sequence[UnitGradients],
         collectives: Collectives,
     ) -> None:
-        self._masters = tuple(masters)
-        self._gradients = tuple(gradients[master.unit] for master in masters)
-        self._collectives = collectives
+        self._masters, self._gradients, self._collectives = masters, gradients, collectives
         self._flag = torch.zeros(1, dtype=torch.int32, device="cpu")
         # Whether a gradient in host memory was finite, and what changes with every write to it.
         self._verdicts: dict[UnitGradients, tuple[bool, tuple[object, ...]]] = {}
@@ -129,18 +126,16 @@ class FiniteChecks:
         Moments are those of ``stepper``. Gradients are reduced or ``local`` ones, or ``found_before`` on this
         rank (unit and number of the parameters) where they are gone.
         """
-        tiers = {master.state.tier for master in self._masters} | {
-            each.storage.tier for each in self._gradients
+        tiers = {
+            *(master.state.tier for master in self._masters),
+            *(each.storage.tier for each in self._gradients),
         }
-        found: torch.Tensor
-        if "nvme" in tiers:
-            found = raise_on_all_ranks(
-                self._collectives,
-                lambda: self._table(stepper, local, found_before),
-                "looking for values that are not finite",
-            )
-        else:
-            found = self._table(stepper, local, found_before)
+        found = raise_on_all_ranks(
+            self._collectives,
+            lambda: self._table(stepper, local, found_before),
+            "looking for values that are not finite",
+            stored="nvme" in tiers,
+        )
         found = self._collectives.sum_(found, "names of what is not finite")
         specs = [
             (spec.name, bool(expert_ranks(parameter)))
@@ -239,8 +234,7 @@ class StepErrors:
     """
 
     def __init__(self, collectives: Collectives, checks: FiniteChecks) -> None:
-        self._collectives = collectives
-        self._checks = checks
+        self._collectives, self._checks = collectives, checks
 
     def gradients(
         self,
@@ -315,8 +309,7 @@ class DeviceErrors:
     """
 
     def __init__(self, collectives: Collectives, device: Device) -> None:
-        self._collectives = collectives
-        self._device = device
+        self._collectives, self._device = collectives, device
         self._claimed: torch.Tensor | None = None
         if text := ops.device_error_text(self.poll_and_wait()):
             warnings.warn(

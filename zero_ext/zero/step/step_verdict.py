@@ -103,10 +103,6 @@ class Findings(NamedTuple):
         bad = self.settings_differ or self.edits_differ or self.gradients or self.weights
         return bad or self.device_error
 
-    def norm_tensor(self) -> torch.Tensor | None:
-        """Return the norm, 0-d float64 in host memory."""
-        return None if self.norm is None else torch.tensor(self.norm, dtype=torch.float64, device="cpu")
-
 
 class Verdict:
     """The decision whether a step is made, from ``sums``: the facts of all ``ranks`` and the limbs of their
@@ -164,11 +160,12 @@ class Verdict:
         return torch.where(self._good, gradient_scale(unscale, self.norm, clipping), torch.nan)
 
 
-def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | None, clipping: float) -> torch.Tensor:
+def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | float | None, clipping: float) -> torch.Tensor:
     """Return what gradients are multiplied with, 0-d float32: ``unscale`` (0-d float32), and less where their
     ``norm`` (0-d float64, on the same device) is above ``clipping``, unless that is 0."""
     scale = unscale.clone()
     if norm is not None and clipping:
+        norm = torch.as_tensor(norm, dtype=torch.float64, device=scale.device)
         scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
     return scale
 

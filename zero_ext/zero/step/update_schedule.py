@@ -173,22 +173,22 @@ class UpdateSchedule:
         """Update parameters after a load, where they differ from their rounded masters."""
 
 
+class UpdateInputs(NamedTuple):
+    """Inputs of updates. Masters and gradients of the same number belong to one unit."""
+
+    stepper: Stepper
+    masters: Sequence[MasterShard]
+    gradients: Sequence[UnitGradients]
+    collectives: Collectives
+
+
 class UpdatesAfterBackward(UpdateSchedule):
     """All updates of a step run inside ``optimizer.step()``, from the gradients of all units."""
 
     obeys_scale = True
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-    ) -> None:
-        self._stepper = stepper
-        self._masters = tuple(masters)
-        self._gradients = [gradients[master.unit] for master in masters]
-        self._collectives = collectives
+    def __init__(self, inputs: UpdateInputs) -> None:
+        self._stepper, self._masters, self._gradients, self._collectives = inputs
 
     def used_parameters(self) -> frozenset[str]:
         owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients]

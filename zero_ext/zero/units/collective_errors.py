@@ -31,11 +31,16 @@ def ranks_where(collectives: Collectives, fact: bool, label: str) -> list[int]:
 
 
 def raise_on_all_ranks(
-    collectives: Collectives, action: Callable[[], Result], what: str, advice: str = ""
+    collectives: Collectives, action: Callable[[], Result], what: str, advice: str = "", stored: bool = True
 ) -> Result:
-    """Run ``action``, which does ``what`` and may fail on one rank alone, and return its result; a
-    collective. Raises :class:`CollectiveError` on all ranks if it raised on some. The error names these ranks
-    and this rank's reason, and ends with ``advice``."""
+    """Run ``action``, which does ``what``, and return its result. A collective unless it uses nothing that is
+    ``stored`` on NVMe: only storage fails on one rank alone, and an agreement costs time.
+
+    Raises :class:`CollectiveError` on all ranks if it raised on some. The error names these ranks and this
+    rank's reason, and ends with ``advice``.
+    """
+    if not stored:
+        return action()
     results: list[Result] = []
     error: Exception | None = None
     try:

@@ -142,12 +142,9 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
         for master in own:
             master.follow_params()
 
-    # Only storage fails on one rank alone. An agreement would cost a collective for each unit.
-    if "nvme" in (unit.storage.tier, *(master.state.tier for master in own)):
-        everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
-        raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)
-    else:
-        store()
+    stored = "nvme" in (unit.storage.tier, *(master.state.tier for master in own))
+    everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
+    raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED, stored)
 
 
 def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | None = None) -> None:

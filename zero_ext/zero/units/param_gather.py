@@ -37,10 +37,7 @@ class ParameterGather:
         tiers: TierManager,
         config: CommunicationConfig,
     ) -> None:
-        self._name = name
-        self._layout = layout
-        self._collectives = collectives
-        self._pool = pool
+        self._name, self._layout, self._collectives, self._pool = name, layout, collectives, pool
         alone = collectives.world_size == 1
         quantizes = not alone and layout.dtype.is_floating_point
         self._format = format_of(config.quantized_weights) if quantizes else None

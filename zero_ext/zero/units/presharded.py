@@ -73,12 +73,8 @@ class PreshardedParameter:
         replicas: Collectives | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec = spec
-        self.layout = layout
-        self.storage = storage
-        self.collectives = collectives
-        self.replicas = replicas
-        self._start = start
+        self.spec, self.layout, self.storage, self.collectives = spec, layout, storage, collectives
+        self.replicas, self._start = replicas, start
         self._memory = placeholder((), spec.dtype, device)
 
     @property
@@ -119,7 +115,11 @@ class PreshardedParameter:
         :class:`zero_ext.Init`.
         """
         collectives = self._holders(collectives)
-        self._check_world(collectives)
+        if self.layout.world_size != collectives.world_size:
+            raise RuntimeError(
+                f"parameter of shape {self.spec.shape}: expected the {self.layout.world_size} ranks of "
+                f"zero_ext.Init in prepare, got {collectives.world_size}. Pass both the same process group."
+            )
         ranges = [self._range_in_shard(rank) for rank in range(collectives.world_size)]
         # All ranks read full blocks from the same offset in their shards, as many as the longest range needs.
         grain = STORAGE_ALIGNMENT // self.spec.dtype.itemsize
@@ -166,6 +166,24 @@ class PreshardedParameter:
         first = rank * self.layout.shard_numel + low - self._start
         _fill(self.storage, low, flat[first : first + high - low])
 
+    # The access of the parameter, see ``released_params.Access``, before ``prepare`` and after a close.
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        name = self.spec.name or f"of shape {self.spec.shape} from zero_ext.Init"
+        return ParameterFacts(name, self.spec.stride)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        refuse_packed(parameter, self.facts(parameter).name)
+        with plain_torch():
+            return like_parameter(parameter, self.gather())
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        with plain_torch():
+            flat = in_memory_order(local_tensor(value), self.spec)
+            refuse_different_writes(self.everyone, self.facts(parameter).name, flat)
+            what = "a write to a parameter of zero_ext.Init"
+            raise_on_all_ranks(self.everyone, lambda: self.store_from_full(flat), what)
+
     def detach_from(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` an ordinary one until :func:`set_presharded`. Pickling stays refused."""
         restore_class(parameter)
@@ -182,13 +200,6 @@ class PreshardedParameter:
         begin, end = self.layout.shard_range(rank)
         low, high = max(begin, self._start), min(end, self._start + self.spec.numel)
         return (low - begin, high - begin) if low < high else (0, 0)
-
-    def _check_world(self, collectives: Collectives) -> None:
-        if self.layout.world_size != collectives.world_size:
-            raise RuntimeError(
-                f"parameter of shape {self.spec.shape}: expected the {self.layout.world_size} ranks of "
-                f"zero_ext.Init in prepare, got {collectives.world_size}. Pass both the same process group."
-            )
 
 
 def presharded_of(parameter: nn.Parameter) -> PreshardedParameter | None:
@@ -233,7 +244,7 @@ def _mark_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -
 def set_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
     """Make ``parameter`` a presharded one. Its value is gathered when it is used."""
     _mark_presharded(parameter, presharded)
-    release_to(parameter, _PreshardedAccess(presharded))
+    release_to(parameter, presharded)
 
 
 def leave_init(parameter: nn.Parameter) -> None:
@@ -241,35 +252,8 @@ def leave_init(parameter: nn.Parameter) -> None:
     :class:`zero_ext.Init` that class does so."""
     presharded = presharded_of(parameter)
     if presharded is not None:
-        release_to(parameter, _PreshardedAccess(presharded))
+        release_to(parameter, presharded)
         refuse_pickling(parameter)
-
-
-class _PreshardedAccess:
-    """Reads and writes a parameter of :class:`zero_ext.Init` before ``prepare``; see :class:`Access`."""
-
-    def __init__(self, presharded: PreshardedParameter) -> None:
-        self._presharded = presharded
-
-    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        spec = self._presharded.spec
-        return ParameterFacts(spec.name or f"of shape {spec.shape} from zero_ext.Init", spec.stride)
-
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        refuse_packed(parameter, self.facts(parameter).name)
-        with plain_torch():
-            return like_parameter(parameter, self._presharded.gather())
-
-    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        presharded = self._presharded
-        with plain_torch():
-            flat = in_memory_order(local_tensor(value), presharded.spec)
-            refuse_different_writes(presharded.everyone, self.facts(parameter).name, flat)
-            raise_on_all_ranks(
-                presharded.everyone,
-                lambda: presharded.store_from_full(flat),
-                "a write to a parameter of zero_ext.Init",
-            )
 
 
 def refuse_pickling(parameter: nn.Parameter) -> None:

@@ -26,10 +26,7 @@ class BlockCall:
     """
 
     def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
-        self.block = block
-        self.name = name
-        self.repeats = repeats
-        self.alone = alone
+        self.block, self.name, self.repeats, self.alone = block, name, repeats, alone
         self.touched: list[Unit] = []
         self.rereads: list[Unit] = []
         self.inputs = 0
@@ -106,12 +103,9 @@ class BackwardPass:
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
-        self._prefetcher = prefetcher
-        self._clock = clock
+        self._prefetcher, self._clock = prefetcher, clock
         self._began: Beginning | None = None
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._on_abandon = on_abandon
+        self._on_begin, self._on_end, self._on_abandon = on_begin, on_end, on_abandon
         self._on_passed = on_passed
         # The calls of each unit that a backward may still run through. The sets are weak: only
         # hooks in the graph own a call, so a call without backward goes with its graph.

@@ -167,9 +167,7 @@ class ForwardHooks(Ending):
         self._checkpointing = checkpointing
         self._inside = ExitStack()
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
-        self._prefetcher = prefetcher
-        self._backward = backward
-        self._check = check
+        self._prefetcher, self._backward, self._check = prefetcher, backward, check
         self._forward_order = prefetcher.forward_order
         # A unit has one storage object throughout, so its identity says which
         # tensors lose their memory with the unit.

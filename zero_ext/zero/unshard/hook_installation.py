@@ -164,23 +164,19 @@ def watch_reads(
         if alive is not None:
             alive(parameter)
 
+    def before_call(owner: nn.Module, *_: object) -> None:
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                watched(parameter)
+
     for module in model.modules():
         before = module._parameters
         if module in inside_compiled or not any(own in parameters for own in before.values()):
             continue
         gather = before.touch if isinstance(before, GatheringParameters) else None
         module._parameters = GatheringParameters(before, partial(_read_after, gather, watched))
-        _watch_calls(module, watched)
-
-
-def _watch_calls(module: nn.Module, watched: Callable[[nn.Parameter], None]) -> None:
-    def before(owner: nn.Module, *_: object) -> None:
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                watched(parameter)
-
-    # Reads that the owner hook foresaw do not call ``touch``, so they are reported here, before the call.
-    module.register_forward_pre_hook(before, prepend=True)
+        # Reads that the owner hook foresaw do not call ``touch``, so they are reported before the call.
+        module.register_forward_pre_hook(before_call, prepend=True)
 
 
 def _read_after(

@@ -167,24 +167,19 @@ def demands_of_a_step(units: Sequence[UnitSpec], config: ZeroConfig, used_up: bo
     - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
     """
     replay = _Replay(units, config, used_up)
-    _run(replay.passes.forward())
+    deque(replay.passes.forward(), maxlen=0)
     replay.backward()
-    _run(replay.passes.forward(repeats=True))
+    deque(replay.passes.forward(repeats=True), maxlen=0)
     return replay.demands()
 
 
 def gathered_once(units: Sequence[UnitSpec], config: ZeroConfig) -> list[UnitSpec]:
     """Return the sharded units that a step gathers for forward alone, as backward reuses or needs none."""
     replay = _Replay(units, config, used_up=False)
-    _run(replay.passes.forward())
+    deque(replay.passes.forward(), maxlen=0)
     return [
         unit.spec for unit in replay.sharded if not (unit.spec.rereads and unit.state is UnitState.RELEASED)
     ]
-
-
-def _run(a_pass: Iterator[int]) -> None:
-    for _ in a_pass:
-        pass
 
 
 class _ReplayedUnit(PlannedUnit):
@@ -194,28 +189,26 @@ class _ReplayedUnit(PlannedUnit):
 
     def to_fetching(self, exact: bool = False) -> None:
         super().to_fetching(exact)
-        self._replay.acquire(self.spec, "parameters", self.spec.nbytes)
+        self._replay.acquire(self.spec.name, "parameters", self.spec.nbytes)
 
     def to_gathering(self) -> None:
         super().to_gathering()
         codes = self._replay.config.communication.quantized_weights
         if codes is not None and self.spec.is_float and self.spec.world_size > 1:
-            self._replay.acquire(self.spec, "payload", self.spec.payload_bytes(codes))
+            self._replay.acquire(self.spec.name, "payload", self.spec.payload_bytes(codes))
 
     def to_gathered(self) -> None:
         super().to_gathered()
-        self._replay.free(self.spec, "payload")
+        self._replay.free(self.spec.name, "payload")
 
     def to_released(self) -> None:
         super().to_released()
-        self._replay.free(self.spec, "parameters")
-        self._replay.free(self.spec, "payload")
+        self._replay.free(self.spec.name, "parameters", "payload")
 
 
 class _Replay:
     def __init__(self, units: Sequence[UnitSpec], config: ZeroConfig, used_up: bool) -> None:
-        self._units = units
-        self.config = config
+        self._units, self.config = units, config
         self.sharded = [_ReplayedUnit(unit, self) for unit in units if unit.placement.params]
         parameters = 1 + max((unit.gathered[1] for unit in units), default=-1)
         self.passes = PlannedPasses(self.sharded, parameters, config.units)
@@ -245,7 +238,8 @@ class _Replay:
         for unit in self._units:
             if unit.grads_end is not None:
                 first, last = unit.grads_end
-                grads_start[unit.grads_start].append(unit)
+                if unit.placement.grads:
+                    grads_start[unit.grads_start].append(unit)
                 complete[first].append(unit)
                 # Units of one block may complete in any order. A reduction may begin at the last parameter of
                 # the block, which backward reaches first, so its scratch memory counts from there.
@@ -255,8 +249,7 @@ class _Replay:
                     early[last].append(unit)
         for number in self.passes.backward():
             for unit in grads_start[number]:
-                if unit.placement.grads:
-                    self.acquire(unit, "gradient", unit.nbytes)
+                self.acquire(unit.name, "gradient", unit.nbytes)
             for unit in early[number]:
                 self._acquire_scratch(unit)
             for unit in reversed(complete[number]):
@@ -265,7 +258,7 @@ class _Replay:
             self._finish_oldest()
         while self._moving:
             self._end_transfer()
-        self._close(_ANY_CHUNKS)
+        self.free(*_ANY_CHUNKS)
 
     def _reduce(self, unit: UnitSpec) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
@@ -280,22 +273,22 @@ class _Replay:
         placement = unit.placement
         if self._accumulates and placement.grads and placement.grads_tier == "nvme":
             size = max(self._sum_bytes, unit.itemsize)
-            self._open_up(_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
+            self.acquire(*_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
         if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _REDUCING):
             return
         own = self._sum_bytes if self._accumulates else unit.itemsize
         local = unit.itemsize if placement.grads else own
         sent = local if self._sent_bytes is None else self._sent_bytes
         if placement.grads and (placement.grads_tier != "device" or self._used_up):
-            self.acquire(unit, "staging", unit.shard_numel * own)
+            self.acquire(unit.name, "staging", unit.shard_numel * own)
         codes = self.config.communication.quantized_gradients
         if codes is not None and placement.grads:
-            self.acquire(unit, "sent", unit.payload_bytes(codes))
-            self.acquire(unit, "received", unit.payload_bytes(codes))
+            self.acquire(unit.name, "sent", unit.payload_bytes(codes))
+            self.acquire(unit.name, "received", unit.payload_bytes(codes))
             return
         reduction = self.config.precision.reduction if unit.replicas == 1 else "rank_order"
         if sent != local or reduction == "node_order":
-            self.acquire(unit, "sent", unit.numel * sent)
+            self.acquire(unit.name, "sent", unit.numel * sent)
         # NodeOrderedReduceScatter receives into the gradient itself if that is wide enough.
         if reduction == "node_order":
             received = unit.numel * sent if sent > local else 0
@@ -304,41 +297,34 @@ class _Replay:
         else:
             received = unit.shard_numel * (max(unit.world_size, unit.replicas) - 1) * sent
         if received:
-            self.acquire(unit, "received", received)
+            self.acquire(unit.name, "received", received)
 
     def _finish_oldest(self) -> None:
         unit = self._flying.popleft()
-        self.free(unit, "received")
-        self.free(unit, "sent")
+        self.free(unit.name, "received", "sent")
         self._moving.append(unit)
         stored = unit.placement.grads_tier == "nvme"
         if unit.world_size > 1 or not stored:
-            self.free(unit, "gradient")
+            self.free(unit.name, "gradient")
         if not stored:
-            self.free(unit, "staging")
+            self.free(unit.name, "staging")
         while len(self._moving) > SHARD_TRANSFERS_IN_FLIGHT:
             self._end_transfer()
 
     def _end_transfer(self) -> None:
-        unit = self._moving.popleft()
-        self.free(unit, "staging")
-        self.free(unit, "gradient")
+        self.free(self._moving.popleft().name, "staging", "gradient")
 
-    def acquire(self, unit: UnitSpec, purpose: Purpose, nbytes: int) -> None:
-        """Note that ``unit`` needs bytes for a purpose from now on, unless it has them."""
-        self._open_up((unit.name, purpose), nbytes)
-
-    def free(self, unit: UnitSpec, purpose: Purpose) -> None:
-        """Note the end of such a need, if there is one."""
-        self._close((unit.name, purpose))
-
-    def _open_up(self, key: Key, nbytes: int) -> None:
+    def acquire(self, name: str, purpose: Purpose, nbytes: int) -> None:
+        """Note that a unit needs bytes for a purpose from now on, unless it has them."""
+        key = name, purpose
         self._nbytes[key] = max(nbytes, self._nbytes.get(key, 0))
         self._open.setdefault(key, self._now)
         self._now += 1
 
-    def _close(self, key: Key) -> None:
-        begin = self._open.pop(key, None)
-        if begin is not None:
-            self._when[key].append((begin, self._now))
-            self._now += 1
+    def free(self, name: str, *purposes: Purpose) -> None:
+        """Note the end of such needs, where there are any."""
+        for purpose in purposes:
+            begin = self._open.pop((name, purpose), None)
+            if begin is not None:
+                self._when[name, purpose].append((begin, self._now))
+                self._now += 1

@@ -105,8 +105,7 @@ class Prefetcher(Generic[U]):
         self._prefetch_limit = policy.prefetch_elements
         self._reuse_limit = policy.reuse_elements
         self._retained: set[U] = set()  # for their next use, farther than one looks ahead
-        self._bus = bus
-        self._commit = commit
+        self._bus, self._commit = bus, commit
         self._warn = warn or _warn
         self._warned: set[str] = set()
         self.borrowers: set[object] = set()  # blocks of code that use whole parameters, replicated or not
@@ -114,14 +113,16 @@ class Prefetcher(Generic[U]):
     @property
     def live_elements(self) -> int:
         """Elements of all units that are gathered or being gathered."""
-        return sum(unit.spec.numel for unit in self._seen_live if unit.state is not UnitState.RELEASED)
+        return sum(unit.spec.numel for unit in self._live())
 
-    def _live(self) -> list[U]:
-        """Return the units that are gathered or being gathered, in their order."""
+    def _live(self) -> set[U]:
         self._seen_live = {unit for unit in self._seen_live if unit.state is not UnitState.RELEASED}
-        # Callers release in this order. A release waits for exchanges and commits writes,
-        # which is a collective, and the order of a set differs between ranks.
-        return sorted(self._seen_live, key=self._numbers.__getitem__)
+        return self._seen_live
+
+    def _live_in_order(self) -> list[U]:
+        # Callers release in this order. A release waits for exchanges and commits writes, which is a
+        # collective, and the order of a set differs between ranks.
+        return sorted(self._live(), key=self._numbers.__getitem__)
 
     def order_of_forward(self) -> GatherOrder[U]:
         """Return the order that the forward about to run follows and records. With every unit held from
@@ -253,7 +254,7 @@ class Prefetcher(Generic[U]):
 
     def _release_unexpected(self, order: GatherOrder[U]) -> None:
         wanted = set(self._window(order.upcoming(beyond=True)))
-        for unit in self._live():
+        for unit in self._live_in_order():
             retained = unit in self._retained and self._is_reused(unit, order)
             if not unit.holders and not retained and unit not in wanted:
                 self._evict(unit)
@@ -301,7 +302,7 @@ class Prefetcher(Generic[U]):
         return self._fits or self.live_elements + numel <= self._live_limit
 
     def _free_space(self, unit: U) -> None:
-        for other in self._live() if not self._fits_in(unit.spec.numel) else ():
+        for other in self._live_in_order() if not self._fits_in(unit.spec.numel) else ():
             if self._fits_in(unit.spec.numel):
                 return
             if other is not unit and not other.holders:

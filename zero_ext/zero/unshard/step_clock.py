@@ -42,8 +42,7 @@ class StepClock:
     """
 
     def __init__(self, bus: Bus, device: Device) -> None:
-        self._bus = bus
-        self._device = device
+        self._bus, self._device = bus, device
         self._loss: torch.Tensor | None = None
         self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
         self._coming: deque[_Spans] = deque()
