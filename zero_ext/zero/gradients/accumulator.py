@@ -188,8 +188,7 @@ class UnitGradients:
 
     @property
     def frozen(self) -> bool:
-        """Return whether no gradient can arrive: no parameter is trainable, and none has an unreduced
-        gradient."""
+        """Return whether no parameter is trainable or has an unreduced gradient."""
         added = self._filled or self._waiting
         return not added and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
@@ -352,8 +351,7 @@ class UnitGradients:
         self.storage.wait_transfers()
 
     def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Apply ``change`` to this rank's elements of one parameter's reduced gradient: all of them if
-        replicated."""
+        """Apply ``change`` to this rank's elements of one parameter's reduced gradient, all if replicated."""
         full = self.full()
         self.changes += 1
         self._generation.writes += 1

@@ -87,8 +87,7 @@ class GradientCollector(Ending):
         parameter.grad = None
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Accumulate this pass's gradient from ``parameter.grad``, which becomes None. Start the reductions
-        that are due."""
+        """Accumulate ``parameter.grad``, which becomes None, and start the reductions that are due."""
         unit, number = self._index[parameter]
         gradient, parameter.grad = parameter.grad, None
         if unit not in self._gradients:

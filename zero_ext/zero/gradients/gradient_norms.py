@@ -165,8 +165,7 @@ class GradientNorms:
         return dict(zip(keys, values.unbind(0), strict=True))
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
-        """Return the result of ``read``; where gradients are on NVMe, which may fail on one rank alone, once
-        all ranks have theirs."""
+        """Return the result of ``read``, once all ranks have theirs where gradients are on NVMe."""
         stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
         return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe", stored=stored)
 

@@ -175,8 +175,7 @@ class NvmeGradientStorage(GradientStorage):
         return None
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write the buffer itself if nothing is added to and its dtype is stored. Writes continue after this
-        returns."""
+        """Write the buffer itself if nothing is added to and its dtype is stored. Writes go on afterwards."""
         values = buffer.view(dtype)[: self._numel]
         self._squares = Squares()
         reader, self._reader = self._reader, None

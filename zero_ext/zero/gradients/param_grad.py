@@ -73,8 +73,7 @@ class PendingFactors(dict[tuple[UnitGradients, int], float]):
             self.apply(gradients, number)
 
     def common(self, every: Sequence[UnitGradients]) -> float:
-        """Return the factor that all gradients of ``every`` unit have; without one, 1, and factors are
-        applied."""
+        """Return the factor of all gradients of ``every`` unit. If theirs differ, apply them and return 1."""
         found = {self.get((each, number), 1.0) for each in every for number in each.contributed}
         if len(found) == 1:
             return found.pop()

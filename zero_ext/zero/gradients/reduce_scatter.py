@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,18 +22,11 @@ from zero_ext.zero.units.unit import Unit
 Borrow = Callable[[int, torch.dtype, Purpose], torch.Tensor]
 
 
-class GradientReduceScatter(abc.ABC):
-    """Averages the gradient of one unit."""
+class GradientReduceScatter:
+    """Averages the gradient of one unit. Sends it in ``dtype``, or in its own precision without one."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @abc.abstractmethod
-    def start(
-        self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
-    ) -> PendingCollective:
-        """Begin to average ``local`` [layout.numel] over the ranks. This rank's shard is written to ``out``
-        [layout.shard_numel], or added to it. With sharded gradients ``local`` may be overwritten."""
+    def __init__(self, unit: Unit, dtype: torch.dtype | None = None) -> None:
+        self._unit, self._dtype = unit, dtype
 
     @property
     def _kind(self) -> str:
@@ -43,17 +36,11 @@ class GradientReduceScatter(abc.ABC):
     def _label(self) -> str:
         return f"reduce-scatter of the gradients of {self._unit.describe()}"
 
-
-class FullPrecisionReduceScatter(GradientReduceScatter):
-    """Sends gradients in ``dtype``, or in their own precision without one."""
-
-    def __init__(self, unit: Unit, dtype: torch.dtype | None) -> None:
-        super().__init__(unit)
-        self._dtype = dtype
-
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
+        """Begin to average ``local`` [layout.numel] over the ranks. This rank's shard is written to ``out``
+        [layout.shard_numel], or added to it. With sharded gradients ``local`` may be overwritten."""
         payload, collectives = self._payload(local, borrow), self._unit.collectives
         shards = 1 if collectives.reduction == "backend" else collectives.world_size - 1
         received = borrow(out.numel() * shards, payload.dtype, "received")
@@ -67,7 +54,7 @@ class FullPrecisionReduceScatter(GradientReduceScatter):
         return payload
 
 
-class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
+class NodeOrderedReduceScatter(GradientReduceScatter):
     """Averages inside each node, then over the nodes, in the order of the ranks and of the nodes. Both sums
     run in float32. The first is rounded to the communication precision.
 
@@ -106,14 +93,11 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         crossing = (count - 1) * out.numel() * dtype.itemsize
         in_node = (local_ranks - 1) * own.nbytes
         traffic = CollectiveTraffic(self._kind, local.numel(), in_node + crossing, crossing)
-
-        def finish() -> None:
-            ops.sum_shards_(out, averages, 1.0 / count, accumulate)
-
+        finish = partial(ops.sum_shards_, out, averages, 1.0 / count, accumulate)
         return collectives.run_phases(phases, traffic, self._label, finish, reduces=True)
 
 
-class HybridShardReduceScatter(FullPrecisionReduceScatter):
+class HybridShardReduceScatter(GradientReduceScatter):
     """Averages inside the sharding group, then over ``replicas`` of its shards, in the order of the ranks
     (MiCS, Zhang et al., arXiv 2205.00119). Both sums run in float32. The first is rounded to the
     communication precision."""
@@ -148,10 +132,7 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
             own.nbytes * (group.world_size + replicas.world_size - 2),
             own.nbytes * (group.nodes.remote_ranks + replicas.nodes.remote_ranks),
         )
-
-        def finish() -> None:
-            ops.sum_shards_(out, averages, 1.0 / replicas.world_size, accumulate)
-
+        finish = partial(ops.sum_shards_, out, averages, 1.0 / replicas.world_size, accumulate)
         return group.run_phases(phases, traffic, self._label, finish, reduces=True)
 
 
@@ -235,4 +216,4 @@ def gradient_reduce_scatter(
     if form is not None and unit.placement.grads and unit.collectives.world_size > 1:
         return QuantizedReduceScatter(unit, form)
     node_by_node = unit.collectives.reduction == "node_order"
-    return NodeOrderedReduceScatter(unit, dtype) if node_by_node else FullPrecisionReduceScatter(unit, dtype)
+    return NodeOrderedReduceScatter(unit, dtype) if node_by_node else GradientReduceScatter(unit, dtype)

@@ -177,8 +177,7 @@ class GradientReducer:
         self._schedule = schedule
 
     def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
-        """Pack ``gradients``, which is complete, and start every reduction that is due in a pass that
-        ``reduces``."""
+        """Pack ``gradients``, which is complete, and start the reductions due if the pass ``reduces``."""
         with self._stream.entered():
             gradients.pack()
             if not reduces:
@@ -219,8 +218,7 @@ class GradientReducer:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether every rank holds all gradients that arrived and which parameters have one is
-        settled."""
+        """Return whether the ranks have reduced all gradients and agreed on which parameters have one."""
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:

@@ -35,8 +35,7 @@ class GradientAccess(Protocol):
         """Set this rank's part of one parameter's gradient to zero."""
 
     def read(self, key: object) -> torch.Tensor:
-        """Return an independent copy of one parameter's whole gradient in the dtype it is kept in. A
-        collective."""
+        """Return a copy of one parameter's full gradient in the dtype that is stored. A collective."""
 
     def write(self, key: object, value: torch.Tensor) -> None:
         """Make ``value``, alike on all ranks, one parameter's gradient. A collective."""

@@ -24,8 +24,7 @@ OWN, SHARD, SHARED = Ownership
 
 
 class ExchangeStrategy(ABC):
-    """A step with a frozen variance. ``OWNERSHIP`` names the kinds of auxiliary state, which starts at
-    zero."""
+    """A step with a frozen variance. ``OWNERSHIP`` names the auxiliary state, which starts at zero."""
 
     OWNERSHIP: ClassVar[Mapping[str, Ownership]]
     SINGLE_RANK = False  # whether a single rank uses it, too
@@ -46,8 +45,7 @@ class ExchangeStrategy(ABC):
 
     @abstractmethod
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
-        """Step with the unreduced gradients times ``scale``, for the parameters named in ``used``. A
-        collective if it ``exchanges``."""
+        """Step ``used`` parameters with local gradients times ``scale``; a collective if it ``exchanges``."""
 
     def restore(self) -> None:
         """Update the parameters after the auxiliary state was loaded."""
@@ -160,8 +158,7 @@ class ReplicatedExchange(ExchangeStrategy):
 
     @abstractmethod
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
-        """Update the unit of this number with ``average``, float32 [numel], in which elements that were left
-        out are unchanged."""
+        """Update a unit with ``average``, float32 [numel], where elements left out are unchanged."""
 
     def _descend(self, number: int, used: frozenset[str]) -> None:
         master = self._masters[number]

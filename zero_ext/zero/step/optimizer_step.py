@@ -387,8 +387,7 @@ class OptimizerStep:
         return self._errors.overflow(self.updates.needs_local_gradients)
 
     def _refuse_state(self, step: int) -> None:
-        """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
-        collective."""
+        """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity."""
         if self._flag is not None and self._checks.agree([self._flag.is_raised()], "finite weights")[0]:
             self._raise_state(step)
 

@@ -54,8 +54,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self._stale: str | None = None  # a parameter that was read after its update
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdateSchedule`. Raises ``RuntimeError`` if the step of the pass before is still
-        due."""
+        """Raise ``RuntimeError`` if the step of the pass before is still due."""
         if self.pending:
             raise RuntimeError(
                 "backward: expected optimizer.step() before it, as offload.update_mode is "
@@ -87,7 +86,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self._refuse_late(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """See :class:`UpdateSchedule`: updates the unit if its gradients are all there."""
+        """Update the unit if its gradients are all there."""
         number = self._number_of[gradients]
         if number in self._early:
             self._refuse_late(gradients)
@@ -121,14 +120,13 @@ class UpdatesInBackward(UpdatesAfterBackward):
         )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
-        """See :class:`UpdateSchedule`: a value from after the update would go into other gradients."""
+        """Note a read of a value from after the update, which would go into other gradients."""
         name = gradients.unit.layout.specs[index].name
         if name in self._early.get(self._number_of[gradients], ()):
             self._stale = self._stale or name
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`. Agree on the updates in backward, commit or roll back trial
-        updates, make the remaining ones and publish parameters."""
+        """Agree on the updates in backward, commit or roll back trial ones, make the others and publish."""
         # All ranks have the same scales, so either all of them roll back or none.
         self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
         self.rolled_back_steps += self.rolled_back
@@ -189,7 +187,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self.flag.lower()
 
     def forget(self) -> str | None:
-        """See :class:`UpdateSchedule`. Raise ``RuntimeError`` if updates cannot be rolled back."""
+        """Raise ``RuntimeError`` if updates cannot be rolled back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
                 "clearing gradients: expected optimizer.step() before it, as offload.update_mode is "
@@ -310,7 +308,7 @@ class DelayedUpdates(UpdatesAfterBackward):
         publish(units)
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`UpdateSchedule`: the copies of the gradients."""
+        """Return the bytes of the copies of the gradients."""
         held: Counter[Tier] = Counter()
         for number, copy in self._copies.items():
             held[self._near(number)] += copy.nbytes

@@ -108,8 +108,7 @@ class FiniteChecks:
     # -- agreement ----------------------------------------------------------------------------------------
 
     def agree(self, facts: Sequence[bool], what: str) -> list[bool]:
-        """Return which of ``facts`` hold on any rank, also of those with other parts of the model; a
-        collective."""
+        """Return which of ``facts`` hold on any rank that has a slice of the model; a collective."""
         flags = torch.tensor(list(map(int, facts)), dtype=torch.int64, device="cpu")
         flags = self._collectives.sum_(flags, f"agreement on {what}")
         sum_over_model(self._collectives.model, flags, f"agreement on {what} over the model")

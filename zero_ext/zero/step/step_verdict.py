@@ -230,8 +230,7 @@ class LaunchedSteps:
         return None
 
     def pop_bad(self) -> DecidedStep | None:
-        """Return the step with a bad verdict that was read, if there is one. Those launched from now on
-        count."""
+        """Return the step with a bad verdict that was read, if any. Those launched from now on count."""
         bad = self._bad
         self.clear()
         return bad

@@ -141,8 +141,7 @@ class UpdateSchedule:
         """Restore state and parameters from before backward, because the step is skipped. A collective."""
 
     def forget(self) -> str | None:
-        """Note that the gradients are cleared, as by ``optimizer.zero_grad()``; return what that damages,
-        if anything."""
+        """Note that the gradients are cleared; return what that damages, if anything."""
         return None
 
     def abandon(self) -> str | None:
@@ -161,8 +160,7 @@ class UpdateSchedule:
         return iter(())
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """Create the :meth:`auxiliary_state` of a checkpoint with ``kinds`` of state per parameter. Returns a
-        function that undoes it."""
+        """Create the state of a checkpoint with ``kinds`` per parameter; return a function that undoes it."""
         return lambda: None
 
     def leaves(self, kind: str) -> bool:
@@ -201,8 +199,7 @@ class UpdatesAfterBackward(UpdateSchedule):
         return used
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`. With state on NVMe, which may fail on one rank alone, all ranks agree
-        before anything is published."""
+        """Make all updates. With state on NVMe all ranks agree before anything is published."""
         publishing: Iterable[Unit]
         if any_stored(self._masters, self._gradients):
             publishing = raise_on_all_ranks(

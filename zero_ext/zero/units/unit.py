@@ -238,8 +238,7 @@ class Unit(Ending):
     # -- contents -----------------------------------------------------------------------------------------
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Write elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
-        the gathered flat buffer."""
+        """Write elements of a parameter, in memory order from ``start`` on, into the gathered flat buffer."""
         self._require(UnitState.GATHERED)
         begin = self.layout.offsets[index] + start
         self.flat[begin : begin + values.numel()].copy_(values)

@@ -72,8 +72,7 @@ class CallStack:
         return bool(self._calls) and self._calls[-1].alone and self._calls[-1].block is block
 
     def holder_for(self, block: nn.Module | None) -> BlockCall:
-        """Return the call that shall hold a unit of ``block``: the running call of ``block``, else the
-        innermost."""
+        """Return the call to hold a unit of ``block``: its running call, else the innermost."""
         for call in reversed(self._calls):
             if call.block is block:
                 return call

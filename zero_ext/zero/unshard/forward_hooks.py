@@ -174,8 +174,7 @@ class ForwardHooks(Ending):
         self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in prefetcher.units)
 
     def touch(self, unit: Unit, block: nn.Module | None, again: bool = True) -> None:
-        """Gather ``unit`` for the running call, and ``again`` for its backward, unless that reads no
-        weights."""
+        """Gather ``unit`` for the running call, and ``again`` for its backward."""
         call = self.calls.holder_for(block)
         if call in unit.holders and (unit in call.rereads or not again):
             return

@@ -105,8 +105,7 @@ def _uses_of(
 def _install_owner_hooks(
     module: nn.Module, name: str, weak: weakref.ref[ForwardHooks], uses: tuple[_UnitUse, ...], again: bool
 ) -> None:
-    """Let a call of ``module`` gather the units of its own parameters, for the running block or for itself,
-    and ``again`` for its backward."""
+    """Let a call of ``module`` gather its units for the running block or itself, ``again`` in backward."""
     weak_owner = weakref.ref(module)
     ends_alone = False
 

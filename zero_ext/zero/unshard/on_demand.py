@@ -156,8 +156,7 @@ def transform_refusal(name: str) -> str:
 
 @contextlib.contextmanager
 def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, ``units`` are gathered exactly; a collective. What is written in the block is dropped if it
-    raises."""
+    """Gather ``units`` exactly inside; a collective. What is written in a block that raises is dropped."""
     holder, complete = object(), False
     # An order of its own: to look ahead from here would gather units that nobody asked for.
     order = GatherOrder[Unit]()

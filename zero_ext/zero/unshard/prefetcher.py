@@ -65,8 +65,7 @@ class GatherOrder(Generic[U]):
         self._recorded = list(units)
 
     def upcoming(self, beyond: bool = False) -> Iterator[U]:
-        """Yield the units expected next, nearest first; each place of the order once. ``beyond``: also those
-        of the pass that follows."""
+        """Yield the units expected next, nearest first; ``beyond``: also those of the pass that follows."""
         yield from islice(self._recorded, self._cursor, None)
         if self.repeats:
             yield from islice(self._recorded, self._cursor)
@@ -197,16 +196,14 @@ class Prefetcher(Generic[U]):
                 self._evict(unit)
 
     def forget_values(self) -> None:
-        """Before shards change: releases the units that nobody holds, and drops what nodes keep of others'
-        shards."""
+        """Before shards change: releases units that nobody holds, and what nodes keep of others' shards."""
         self.release_retained()
         self.release_idle()
         for unit in self.units:
             unit.invalidate()
 
     def expects_gathers(self) -> bool:
-        """Return whether the backward pass under way will begin to gather units, as far as its order is
-        known."""
+        """Return whether the running backward pass will gather units, as far as its order is known."""
         left = (UnitState.RELEASED, UnitState.FETCHING)
         return any(unit.state in left for unit in self.backward_order.upcoming())
 

@@ -23,8 +23,7 @@ class Beginning(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """A step that is over on the host: its phases on the device, where its loss and norm come, when they have
-    come."""
+    """A step that is over on the host: its phases on the device, where and when its loss and norm come."""
 
     step: int
     phases: list[tuple[Phase, torch.Event, torch.Event]]
