@@ -72,11 +72,6 @@ class ShardedGradient(torch.Tensor):
         made._source, made._view_spec = source, own
         return made
 
-    def __init__(
-        self, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None
-    ) -> None:
-        super().__init__()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient('{self._source.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -46,37 +46,27 @@ class BlockCall:
             self.rereads.append(unit)
 
 
-class CallStack:
+class CallStack(list[BlockCall]):
     """The calls that are running now, innermost last."""
 
-    def __init__(self) -> None:
-        self._calls: list[BlockCall] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
-
-    def push(self, call: BlockCall) -> None:
-        """Enter ``call``."""
-        self._calls.append(call)
-
-    def pop(self, block: nn.Module) -> BlockCall:
+    def leave(self, block: nn.Module) -> BlockCall:
         """Leave the innermost call of ``block``, and with it calls inside that an exception has ended."""
-        while self._calls:
-            call = self._calls.pop()
+        while self:
+            call = self.pop()
             if call.block is block:
                 return call
         raise zero_ext_bug(f"{type(block).__name__} left a call that it never entered")
 
     def runs_alone(self, block: nn.Module) -> bool:
         """Return whether the innermost call is one of ``block`` by itself."""
-        return bool(self._calls) and self._calls[-1].alone and self._calls[-1].block is block
+        return bool(self) and self[-1].alone and self[-1].block is block
 
     def holder_for(self, block: nn.Module | None) -> BlockCall:
         """Return the call to hold a unit of ``block``: its running call, else the innermost."""
-        for call in reversed(self._calls):
+        for call in reversed(self):
             if call.block is block:
                 return call
-        return self._calls[-1]
+        return self[-1]
 
 
 def in_backward() -> bool:

@@ -193,7 +193,7 @@ class ForwardHooks(Ending):
         # A recomputation in backward also begins with no call running. As a new
         # forward it would abandon the pass that it is part of.
         outermost = not self.calls and not in_backward()
-        self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
+        self.calls.append(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
             self._began = self._clock.begin()
             self._backward.abandon()
@@ -207,7 +207,7 @@ class ForwardHooks(Ending):
     def leave(self, block: nn.Module, outputs: Any) -> Any:
         """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
         memory with parameters get memory of their own, as that memory is released here."""
-        call = self.calls.pop(block)
+        call = self.calls.leave(block)
         forward_only = (isinstance(block, Tile) or call.looks_up) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
