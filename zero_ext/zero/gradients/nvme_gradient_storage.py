@@ -50,11 +50,9 @@ def acquire_chunk(pool: BufferPool, storage: NvmeShard, first: int, count: int) 
 
 
 class GradientChunkReader:
-    """Iterates once over chunks of ``storage``, as :func:`chunk_bounds` returns them.
-
-    Reads start in the constructor and stay ahead. The consumer releases the buffer of each chunk.
-    :meth:`close` releases the chunks that were not consumed. A failed transfer raises ``RuntimeError``.
-    """
+    """Iterates once over chunks of ``storage``, as :func:`chunk_bounds` returns them. Reads start in the
+    constructor and stay ahead. The consumer releases the buffer of each chunk. :meth:`close` releases the
+    chunks that were not consumed. A failed transfer raises ``RuntimeError``."""
 
     def __init__(self, storage: NvmeShard, bounds: Iterable[tuple[int, int]], pool: BufferPool) -> None:
         self._storage, self._pool = storage, pool

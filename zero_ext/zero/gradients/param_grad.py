@@ -82,11 +82,9 @@ class PendingFactors(dict[tuple[UnitGradients, int], float]):
 
 
 class GradientViews:
-    """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`.
-
-    A parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None
-    clears it, assigning a tensor replaces it.
-    """
+    """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`. A
+    parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None clears it,
+    assigning a tensor replaces it."""
 
     def __init__(
         self,

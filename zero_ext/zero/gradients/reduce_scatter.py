@@ -27,14 +27,8 @@ class GradientReduceScatter:
 
     def __init__(self, unit: Unit, dtype: torch.dtype | None = None) -> None:
         self._unit, self._dtype = unit, dtype
-
-    @property
-    def _kind(self) -> str:
-        return self._unit.traffic_kind("reduce_scatter")
-
-    @property
-    def _label(self) -> str:
-        return f"reduce-scatter of the gradients of {self._unit.describe()}"
+        self._kind = unit.traffic_kind("reduce_scatter")
+        self._label = f"reduce-scatter of the gradients of {unit.describe()}"
 
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
@@ -152,8 +146,7 @@ class QuantizedReduceScatter(GradientReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        collectives = self._unit.collectives
-        nodes = collectives.nodes
+        collectives, nodes = self._unit.collectives, self._unit.collectives.nodes
         payload_bytes = self._format.payload_bytes(out.numel())
         sent = borrow(payload_bytes * nodes.world_size, torch.uint8, "sent")
         received = borrow(payload_bytes * nodes.world_size, torch.uint8, "received")

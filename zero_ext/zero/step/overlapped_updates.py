@@ -366,10 +366,8 @@ def _step_of(
 
 class _Job:
     """A call that is made once: on a thread of its own if that is started, else by who asks for the result.
-
     The interpreter's exit waits for the thread, before it closes stores. ``bus`` gets events of how long the
-    thread is waited for, and of nothing on it.
-    """
+    thread is waited for, and of nothing on it."""
 
     def __init__(self, call: Callable[[], list[int]], bus: Bus) -> None:
         self._bus = bus

@@ -51,11 +51,9 @@ class NonFiniteNames:
 
 
 class FiniteChecks:
-    """Checks the reduced gradients of this rank's shards and agrees with the other ranks on what it finds.
-
-    A gradient is checked when its reduction ends (:meth:`look_at`), while it is in the caches. The step
-    checks again what was written to since, which version counters and counts of changes show.
-    """
+    """Checks the reduced gradients of this rank's shards and agrees with the other ranks on what it finds. A
+    gradient is checked when its reduction ends (:meth:`look_at`), while it is in the caches. The step checks
+    again what was written to since, which version counters and counts of changes show."""
 
     def __init__(
         self,
@@ -120,11 +118,9 @@ class FiniteChecks:
         local: bool = False,
         found_before: Collection[tuple[int, int]] | None = None,
     ) -> NonFiniteNames:
-        """Return the names of what is not finite on any rank that shares the state; a collective.
-
-        Moments are those of ``stepper``. Gradients are reduced or ``local`` ones, or ``found_before`` on this
-        rank (unit and number of the parameters) where they are gone.
-        """
+        """Return the names of what is not finite on any rank that shares the state; a collective. Moments are
+        those of ``stepper``. Gradients are reduced or ``local`` ones, or ``found_before`` on this rank (unit
+        and number of the parameters) where they are gone."""
         tiers = {
             *(master.state.tier for master in self._masters),
             *(each.storage.tier for each in self._gradients),
@@ -227,10 +223,8 @@ _UPDATES = ("adam_", "lamb_", "lion_")  # what the names of optimizers' ops begi
 
 
 class StepErrors:
-    """Composes errors about steps. Every method but :meth:`edits` is a collective.
-
-    ``late`` says that an error comes after further steps were launched.
-    """
+    """Composes errors about steps. Every method but :meth:`edits` is a collective. ``late`` says that an
+    error comes after further steps were launched."""
 
     def __init__(self, collectives: Collectives, checks: FiniteChecks) -> None:
         self._collectives, self._checks = collectives, checks
@@ -301,11 +295,9 @@ class StepErrors:
 
 
 class DeviceErrors:
-    """Takes what this rank's kernels recorded, and composes one error of what all ranks took.
-
-    A device has one record for all engines on it. What an engine's updates record is its own (:meth:`claim`);
-    what other kernels record, those of forward and backward, goes to the engine that looks first.
-    """
+    """Takes what this rank's kernels recorded, and composes one error of what all ranks took. A device has
+    one record for all engines on it. What an engine's updates record is its own (:meth:`claim`); what other
+    kernels record, those of forward and backward, goes to the engine that looks first."""
 
     def __init__(self, collectives: Collectives, device: Device) -> None:
         self._collectives, self._device = collectives, device
@@ -337,11 +329,9 @@ class DeviceErrors:
         return record.cpu()
 
     def refuse(self, own: torch.Tensor, step: int, late: bool = False) -> NoReturn:
-        """Raise what kernels recorded before ``step`` (from 1), which is not made; a collective.
-
-        ``own`` is what this rank took, in host memory. Raises :class:`CollectiveError` if an update did not
-        run, so that state is a mixture, and ``RuntimeError`` for an error found elsewhere.
-        """
+        """Raise what kernels recorded before ``step`` (from 1), which is not made; a collective. ``own`` is
+        what this rank took, in host memory. Raises :class:`CollectiveError` if an update did not run, so that
+        state is a mixture, and ``RuntimeError`` for an error found elsewhere."""
         self.poll()  # steps that were launched since found the same again
         ranks = self._collectives.world_size
         table = torch.zeros(ranks, ops.DEVICE_ERROR_WORDS, dtype=torch.int64, device="cpu")

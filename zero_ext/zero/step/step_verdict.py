@@ -23,10 +23,8 @@ _STEPS_AHEAD = 16  # that the host may be before a device, before it waits for a
 
 
 class OwnFacts(NamedTuple):
-    """One rank's part of a step's sum.
-
-    ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have to be the same on all ranks.
-    """
+    """One rank's part of a step's sum. ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have
+    to be the same on all ranks."""
 
     settings: int
     edits: int

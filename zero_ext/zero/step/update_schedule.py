@@ -32,10 +32,8 @@ class Ownership(enum.Enum):
 
 
 class AuxiliaryState(NamedTuple):
-    """Auxiliary state: values of a unit's elements from ``begin`` on.
-
-    ``number`` is that of the unit's master shard.
-    """
+    """Auxiliary state: values of a unit's elements from ``begin`` on. ``number`` is that of the unit's master
+    shard."""
 
     kind: str
     number: int

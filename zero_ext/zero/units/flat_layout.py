@@ -31,10 +31,8 @@ class ParameterSpec:
 @dataclass(frozen=True)
 class FlatLayout:
     """Offsets of a unit's parameters in a flat buffer of ``numel`` elements, shared by ``world_size`` ranks.
-
     Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of ``world_size * 64``
-    bytes (more where shards are on NVMe), so every shard is equally long and aligned as well.
-    """
+    bytes (more where shards are on NVMe), so every shard is equally long and aligned as well."""
 
     specs: tuple[ParameterSpec, ...]
     offsets: tuple[int, ...]

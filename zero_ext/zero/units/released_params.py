@@ -85,10 +85,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter with its full value in memory.
-
-    ``data`` shares the version counter and the memory, so the engine notices every write through it.
-    """
+    """A parameter with its full value in memory. ``data`` shares the version counter and the memory, so the
+    engine notices every write through it."""
 
     @property
     def data(self) -> torch.Tensor:

@@ -69,11 +69,9 @@ class ShardedState(Protocol):
 
 
 class OnDemandAccess:
-    """Reads and writes full values of an engine's released parameters, one unit gathered at a time.
-
-    Every read and write is a collective: all ranks use the same parameters in the same order, else an error
-    names the unit. The engine is held weakly.
-    """
+    """Reads and writes full values of an engine's released parameters, one unit gathered at a time. Every
+    read and write is a collective: all ranks use the same parameters in the same order, else an error names
+    the unit. The engine is held weakly."""
 
     def __init__(self, engine: ShardedState) -> None:
         self._engine = weakref.ref(engine)

@@ -33,12 +33,9 @@ class _Spans(NamedTuple):
 
 
 class StepClock:
-    """Publishes phases to ``bus``, and adds up the losses of a step's micro-batches.
-
-    On an accelerator nobody waits for either: events in its stream mark the phases, the loss is copied behind
-    them, and both are read at the end of the first step that finds them passed. Nothing happens while nobody
-    listens.
-    """
+    """Publishes phases to ``bus``, and adds up the losses of a step's micro-batches. On an accelerator nobody
+    waits for either: events in its stream mark the phases, the loss is copied behind them, and both are read
+    at the end of the first step that finds them passed. Nothing happens while nobody listens."""
 
     def __init__(self, bus: Bus, device: Device) -> None:
         self._bus, self._device = bus, device
