@@ -33,15 +33,7 @@ class GradientReader(Protocol):
 
 
 class GradientCollector(Ending):
-    """Moves each gradient from ``param.grad`` to the flat gradient of its unit.
-
-    The hooks on parameters hold it weakly.
-
-    Attributes:
-        passes: backward passes that brought gradients since the last step or ``zero_grad``.
-        syncs: whether passes may reduce gradients; False inside :meth:`no_sync`.
-        loss_scaled: whether the loss of the pass to come, or of the one under way, was scaled.
-    """
+    """Moves each gradient from ``param.grad`` to the flat gradient of its unit. Hooks hold it weakly."""
 
     def __init__(
         self,
@@ -59,7 +51,9 @@ class GradientCollector(Ending):
         self._accumulation_steps, self._scales_loss = accumulation_steps, scales_loss
         self._shards_gradients = any(unit.placement.grads for unit in gradients)
         self._collected = False  # whether the pass under way has brought a gradient
-        self.passes, self.syncs, self.loss_scaled = 0, True, False
+        self.passes = 0  # backward passes that brought gradients since the last step or ``zero_grad``
+        self.syncs = True  # whether passes may reduce gradients; False inside :meth:`no_sync`
+        self.loss_scaled = False  # whether the loss of the pass to come, or of the one under way, was scaled
 
     # -- hooks --------------------------------------------------------------------------------------------
 

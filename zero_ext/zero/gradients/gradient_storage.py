@@ -25,16 +25,12 @@ class GradientGeneration:
 
     Direct writes of the user to a full gradient are not counted. The engine therefore counts one write each
     time that it synchronizes the gradients.
-
-    Attributes:
-        received: gradients that backward has brought.
-        writes: changes of reduced gradients outside reductions, such as clipping.
-        rounds: ends of backward passes and of steps, and clearings of all gradients. The ranks have to agree
-            on their gradients again after each.
     """
 
-    received: int = 0
-    writes: int = 0
+    received: int = 0  # gradients that backward has brought
+    writes: int = 0  # changes of reduced gradients outside reductions, such as clipping
+    # Ends of backward passes and of steps, and clearings of all gradients. The ranks have to agree on their
+    # gradients again after each.
     rounds: int = 0
 
     @property
@@ -83,23 +79,16 @@ class Squares:
 
 
 class GradientStorage(Protocol):
-    """Stores one reduced gradient [numel], or none. Further gradients are added to it.
-
-    Attributes:
-        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype as soon as a
-            second gradient was added, or the sum of several was adopted.
-        valid: Whether there is a gradient.
-        alignment: Sizes of buffers for :meth:`adopt` are multiples of it.
-        is_async: The copy is still in flight when :meth:`adopt` returns.
-        failure: Error of the transfers, which reading raises.
-    """
+    """Stores one reduced gradient [numel], or none. Further gradients are added to it."""
 
     tier: Tier
+    # Of the stored gradient, or of the next one: the accumulation dtype as soon as a second gradient was
+    # added, or the sum of several was adopted.
     dtype: torch.dtype
-    valid: bool = False
-    alignment: int = 1
-    is_async: bool = False
-    failure: RuntimeError | None = None
+    valid: bool = False  # whether there is a gradient
+    alignment: int = 1  # sizes of buffers for ``adopt`` are multiples of it
+    is_async: bool = False  # the copy is still in flight when ``adopt`` returns
+    failure: RuntimeError | None = None  # of the transfers, raised by reading
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
         """Begin a reduction, of ``sums`` of several passes or not. Returns device memory [numel] to write the

@@ -49,13 +49,10 @@ def sum_of_ranks(
 ) -> torch.Tensor:
     """Return the sum over the ranks that :class:`Verdict` takes; a collective.
 
-    Args:
-        collectives: the ranks.
-        device: of this rank's model.
-        own: its facts, as far as the host has them.
-        squares: its part of the norm, None where nothing asks for it.
-        flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
-        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.pop_device_error_`.
+    ``own`` are this rank's facts, as far as the host has them, ``squares`` its part of the norm, None where
+    nothing asks for it. ``flag`` is raised on ``device`` where an earlier update left NaN or infinity; None
+    where nobody looks. ``error`` int64 [n] is what kernels recorded, see
+    :func:`zero_ext.ops.pop_device_error_`.
     """
     sums = own.values()
     if device.is_accelerator:

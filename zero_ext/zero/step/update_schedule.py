@@ -52,27 +52,18 @@ class UpdateSchedule:
 
     These do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer, for models
     prepared without one.
-
-    Attributes:
-        pending: updates may have been made that ``optimizer.step()`` has not finished.
-        clears: a step forgets its gradients.
-        rolled_back: the last step rolled updates back.
-        in_progress: parameters still have to follow updates of a step that has ended.
-        obeys_scale: :meth:`run` changes nothing if the scale is not finite, and the host never reads it,
-            unless the stepper does.
-        flag: raised by the stepper for results that are not finite, and lowered by rollbacks. None if
-            nothing checks them.
-        committed_steps, rolled_back_steps: number of steps with right and with wrong trial updates.
     """
 
-    pending = False
-    clears = False
-    rolled_back = False
-    in_progress = False
+    pending = False  # updates may have been made that ``optimizer.step()`` has not finished
+    clears = False  # a step forgets its gradients
+    rolled_back = False  # the last step rolled updates back
+    in_progress = False  # parameters still have to follow updates of a step that has ended
+    # ``run`` changes nothing if the scale is not finite, and the host never reads it outside the stepper.
     obeys_scale = False
+    # Raised by the stepper for results that are not finite, lowered by rollbacks; None if nobody checks.
     flag: NonFiniteFlag | None = None
-    committed_steps = 0
-    rolled_back_steps = 0
+    committed_steps = 0  # steps with right trial updates
+    rolled_back_steps = 0  # steps with wrong ones
 
     @property
     def needs_local_gradients(self) -> bool:

@@ -74,12 +74,8 @@ class ParameterGather:
     ) -> PendingCollective:
         """Start to fill ``flat`` [layout.numel] on every rank. Call :meth:`finish` when it has ended.
 
-        Args:
-            flat: The unit's flat buffer.
-            own: This rank's slice of it, with its shard.
-            kind: Name under which the traffic is counted.
-            label: Name of the collective in errors.
-            exact: Whether to gather the shards without quantization.
+        ``own`` is this rank's slice of it, with its shard. The traffic is counted under ``kind``, and errors
+        name ``label``. ``exact``: gather the shards without quantization.
         """
         # Without quantization every gather is exact, also one from secondary shards.
         exact = exact and self.is_lossy

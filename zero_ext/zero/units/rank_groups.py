@@ -19,25 +19,16 @@ _DATA, _MODEL = MESH_AXES[1:4], (MESH_AXES[0], MESH_AXES[-1])
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Process groups of this rank.
+    """Process groups of this rank."""
 
-    Attributes:
-        data: Ranks with the same parameters and other samples or other slices of a sequence; None for all.
-        model: Ranks that share one copy of the model ("pp" and "tp"); None for this rank alone.
-        tensor: Ranks that share the same tensors; None for this rank alone.
-        tensor_rank: This rank in ``tensor``.
-        mesh: All ranks of the mesh; None without a mesh.
-        experts: Ranks that each have other experts.
-        same_experts: Ranks in ``data`` that have the experts of this rank.
-    """
-
+    # Ranks with the same parameters and other samples or other slices of a sequence; None for all.
     data: dist.ProcessGroup | None
-    model: dist.ProcessGroup | None = None
-    tensor: dist.ProcessGroup | None = None
-    tensor_rank: int = 0
-    mesh: dist.ProcessGroup | None = None
-    experts: dist.ProcessGroup | None = None
-    same_experts: tuple[int, ...] = ()
+    model: dist.ProcessGroup | None = None  # share one copy of the model; None for this rank alone
+    tensor: dist.ProcessGroup | None = None  # share the same tensors; None for this rank alone
+    tensor_rank: int = 0  # this rank in ``tensor``
+    mesh: dist.ProcessGroup | None = None  # all ranks of the mesh; None without a mesh
+    experts: dist.ProcessGroup | None = None  # each have other experts
+    same_experts: tuple[int, ...] = ()  # ranks in ``data`` that have the experts of this rank
 
 
 def rank_groups(process_group: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
