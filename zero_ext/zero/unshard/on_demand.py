@@ -26,16 +26,11 @@ from zero_ext.zero.unshard.prefetcher import GatherOrder, Prefetcher
 class UpdateGuard(Protocol):
     """The schedule of the updates, which refuses uses and writes while parameters may change."""
 
-    @property
-    def in_progress(self) -> bool:
-        """Return whether a delayed update is running."""
-
-    @property
-    def pending(self) -> bool:
-        """Return whether updates inside backward wait for their step."""
+    in_progress: bool  # a delayed update is running
+    pending: bool  # updates inside backward wait for their step
 
     def refuse_pending(self, what: str) -> None:
-        """Raise ``RuntimeError`` while they do."""
+        """Raise ``RuntimeError`` while updates are ``pending``."""
 
     def refuse_local(self, what: str) -> None:
         """Raise ``RuntimeError`` where the next step leaves gradients unreduced."""
