@@ -21,8 +21,8 @@ from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradient
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_collector import GradientCollector
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.gradients.param_grad import GradientViews
 from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.gradients.shared_param_grads import TiedGradients
@@ -34,7 +34,7 @@ from zero_ext.zero.step.update_schedule import UpdateSchedule
 from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.collective_errors import CollectiveError
 from zero_ext.zero.units.master_weights import MasterShard, follow_writes, write_all_params
-from zero_ext.zero.units.model_parallel_sync import abort_model_parallel_on_error
+from zero_ext.zero.units.rank_groups import abort_model_parallel_on_error
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
 from zero_ext.zero.unshard.forward_hooks import ForwardHooks

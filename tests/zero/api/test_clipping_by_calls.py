@@ -106,7 +106,7 @@ def check_shown(model: nn.Module) -> None:
     unclipped = {}
     for gradients in engine.reducer.gradients:
         for number in gradients.contributed:
-            engine.views.factors.drop(gradients, number)
+            engine.views.factors.pop((gradients, number), None)
     for name, parameter in model.named_parameters():
         unclipped[name] = zero_ext.full_gradient(parameter)
     engine.views.multiply_all(factor)

@@ -13,6 +13,7 @@ from zero_ext.config import AioConfig, OffloadConfig, Tier
 from zero_ext.offload import TierManager
 from zero_ext.zero.gradients import nvme_gradient_storage
 from zero_ext.zero.gradients.gradient_storage import (
+    CopyInOrder,
     GradientStorage,
     Lifetime,
     MemoryGradientStorage,
@@ -71,8 +72,7 @@ def stored(storage: GradientStorage) -> torch.Tensor:
 
 
 def visited(storage: GradientStorage, begin: int, end: int) -> torch.Tensor:
-    chunks = [chunk.clone() for chunk in storage.visit(begin, end)]
-    return torch.cat(chunks[::-1] if storage.tier == "nvme" else chunks)
+    return torch.cat([chunk.clone() for chunk in storage.visit(begin, end)])
 
 
 def check_squares(storage: GradientStorage) -> None:
@@ -108,6 +108,9 @@ def test_stores_adds_and_clears(name: str, tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(visited(storage, 600, 4999), wanted[600:4999])
         assert torch.equal(stored(storage), wanted)
         check_squares(storage)
+        wanted[600:4999] = torch.randn(4399)
+        storage.change(600, 4999, CopyInOrder(wanted[600:4999]))
+        assert torch.equal(stored(storage), wanted)
         storage.forget()
         assert not storage.valid
         assert pool.live_bytes == 0

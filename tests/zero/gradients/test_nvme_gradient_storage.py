@@ -20,7 +20,7 @@ from tests.zero.models import language_batch, language_loss
 from zero_ext import ops
 from zero_ext.zero import engine_of
 from zero_ext.zero.gradients import nvme_gradient_storage
-from zero_ext.zero.step.finite_checks import FiniteChecks
+from zero_ext.zero.step.step_errors import FiniteChecks
 
 
 @contextlib.contextmanager

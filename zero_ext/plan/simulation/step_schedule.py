@@ -15,6 +15,8 @@ from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.planned_units import config_of, unit_specs
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
+from zero_ext.zero.memory.unit_spec import UnitSpec
+from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
 

@@ -24,6 +24,7 @@ from zero_ext.zero.construction.rank_consistency import of_all_ranks
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
+from zero_ext.zero.units.parameter_marks import packed_tensors
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.quantized_params import packed_tensors
 from zero_ext.zero.units.unit import Unit

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.gather_order import GatherOrder
+from zero_ext.zero.unshard.prefetcher import GatherOrder
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import shortened
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE
-from zero_ext.zero.units.parameter_marks import expert_ranks
-from zero_ext.zero.units.quantized_params import packed_shapes
+from zero_ext.zero.units.parameter_marks import expert_ranks, packed_shapes
 
 _FIELD_BYTES = 256  # of a name or a value in an error
 

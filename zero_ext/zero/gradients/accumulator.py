@@ -14,9 +14,9 @@ from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
 from zero_ext.zero.gradients.gradient_storage import (
     CopyInOrder,
+    GradientGeneration,
     GradientStorage,
     Lifetime,
     MemoryGradientStorage,
@@ -51,16 +51,10 @@ class UnitGradients:
         used_up: bool,
         generation: GradientGeneration,
     ) -> None:
-        """Allocate the buffers of ``unit`` in the precisions of ``config``.
-
-        ``collectives`` are the ranks to average over. ``used_up``: each gradient is read once, by an update
-        in backward.
-        """
+        """Allocate the buffers of ``unit`` in the precisions of ``config``. ``collectives`` are the ranks to
+        average over. ``used_up``: each gradient is read once, by an update in backward."""
         accumulation_dtype = DTYPES[config.precision.grad_accum_dtype]
-        self.unit = unit
-        self._generation = generation
-        self._pool = pool
-        self._tiers = tiers
+        self.unit, self._generation, self._pool, self._tiers = unit, generation, pool, tiers
         self._staging: torch.Tensor | None = None  # pool memory for the result of a reduction
         self._staging_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype
@@ -89,17 +83,16 @@ class UnitGradients:
     def _allocate_storage(self, dtype: torch.dtype, staging_buffers: BufferPool, used_up: bool) -> None:
         unit, pool, tiers = self.unit, self._pool, self._tiers
         tier: Tier = unit.placement.grads_tier if unit.placement.grads else "device"
-        numel, wide = unit.layout.shard_numel, self._accumulation_dtype
+        shared = (unit.layout.shard_numel, dtype, self._accumulation_dtype, pool)
         if tier == "nvme":
-            self.storage = NvmeGradientStorage(numel, dtype, wide, pool, tiers)
+            self.storage = NvmeGradientStorage(*shared, tiers)
             return
         lifetime: Lifetime = "permanent" if unit.placement.grads else "alias"
         if unit.placement.grads and used_up and tier == "device":
             lifetime = "pooled"  # the device need not store what an update in backward uses
-        memory = MemoryGradientStorage(
-            tier, numel, dtype, wide, pool, staging_buffers, tiers.transfers, lifetime
+        self.storage = memory = MemoryGradientStorage(
+            tier, *shared, staging_buffers, tiers.transfers, lifetime
         )
-        self.storage = memory
         if lifetime == "alias":
             self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
             self._slice = memory
@@ -108,11 +101,9 @@ class UnitGradients:
     # -- collecting ---------------------------------------------------------------------------------------
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add the gradient of parameter ``index``, which must not change any more.
-
-        :meth:`pack` adds all gradients of a unit in one call, because each call costs time. On a CPU large
-        gradients are added immediately, so that their memory is released.
-        """
+        """Add the gradient of parameter ``index``, which must not change any more. :meth:`pack` adds all
+        gradients of a unit in one call, because each call costs time. On a CPU large gradients are added
+        immediately, so that their memory is released."""
         spec = self.unit.layout.specs[index]
         if gradient.layout is not torch.strided:
             raise RuntimeError(
@@ -161,9 +152,7 @@ class UnitGradients:
 
     def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
         """Copy gradients of parameters into ``local``, or add them where ``adds``."""
-        layout, local = self.unit.layout, self.local
-        if local is None:
-            raise zero_ext_bug("no memory for local gradients")
+        layout, local = self.unit.layout, self._existing_local()
         dense, offsets = [], []
         for index, gradient in gradients.items():
             spec, offset = layout.specs[index], layout.offsets[index]
@@ -199,9 +188,7 @@ class UnitGradients:
 
     @property
     def frozen(self) -> bool:
-        """Return whether no gradient can arrive: no parameter is trainable, and none has an unreduced
-        gradient.
-        """
+        """Return whether no parameter is trainable or has an unreduced gradient."""
         added = self._filled or self._waiting
         return not added and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
@@ -243,13 +230,11 @@ class UnitGradients:
     def local_sum(self) -> torch.Tensor:
         """Return ``local``, with zeros in the padding and for parameters without an unreduced gradient."""
         self.pack()
-        layout, local = self.unit.layout, self.local
-        if local is None:
-            raise zero_ext_bug("no memory for local gradients")
+        layout, local = self.unit.layout, self._existing_local()
         # Memory of the pool has old contents, and all of it is sent.
-        for index, spec in enumerate(layout.specs):
+        for index in range(len(layout.specs)):
             if index not in self._filled:
-                local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
+                self._elements(local, index).zero_()
         for begin, end in layout.gaps:
             local[begin:end].zero_()
         return local
@@ -315,10 +300,10 @@ class UnitGradients:
 
     def full_view(self, index: int) -> torch.Tensor | None:
         """Return the reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
-        layout, spec = self.unit.layout, self.unit.layout.specs[index]
-        full = self.full()
+        layout, full = self.unit.layout, self.full()
         if full is None or full.dtype != layout.dtype:
             return None
+        spec = layout.specs[index]
         return full.as_strided(spec.shape, spec.stride, layout.offsets[index])
 
     def clear(self) -> None:
@@ -331,17 +316,12 @@ class UnitGradients:
         if self.unit.placement.grads:
             self._drop_local()
 
-    def use_up(self) -> None:
-        """Release the reduced gradient after its only reader, an update in backward."""
-        self.storage.forget()
-
     def zero_parameter(self, index: int) -> None:
         """Set this rank's elements of one parameter's gradient to zero."""
         self.pack()
-        layout = self.unit.layout
         self.change_parameter(index, lambda values: values.zero_())
         if self.local is not None and index in self._filled:
-            self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
+            self._elements(self.local, index).zero_()
 
     def assign(self, index: int, flat: torch.Tensor) -> None:
         """Make ``flat``, full and in memory order, the reduced gradient of one parameter, which need not have
@@ -371,13 +351,12 @@ class UnitGradients:
         self.storage.wait_transfers()
 
     def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Apply ``change`` to this rank's elements of one parameter's reduced gradient: all of them if
-        replicated."""
-        layout, full = self.unit.layout, self.full()
+        """Apply ``change`` to this rank's elements of one parameter's reduced gradient, all if replicated."""
+        full = self.full()
         self.changes += 1
         self._generation.writes += 1
         if full is not None:
-            change(full[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
+            change(self._elements(full, index))
             return
         for begin, end in self._own_ranges(index):
             self.storage.change(begin, end, change)
@@ -421,6 +400,15 @@ class UnitGradients:
 
     # -- memory -------------------------------------------------------------------------------------------
 
+    def _existing_local(self) -> torch.Tensor:
+        if self.local is None:
+            raise zero_ext_bug("no memory for local gradients")
+        return self.local
+
+    def _elements(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        begin = self.unit.layout.offsets[index]
+        return full[begin : begin + self.unit.layout.specs[index].numel]
+
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
         return full[begin:end]
@@ -431,8 +419,8 @@ class UnitGradients:
         return self._slice is not None and self._slice.lifetime == "alias"
 
     def _alias_local(self) -> None:
-        if self._slice is not None and self.local is not None:
-            self._slice.alias(self._own_slice(self.local))
+        if self._slice is not None:
+            self._slice.alias(self._own_slice(self._existing_local()))
 
     def _prepare_local(self) -> None:
         """Acquire ``local``. If a pass follows the last expected reduction, keep the reduced sum apart."""
@@ -469,9 +457,7 @@ class UnitGradients:
         return self._tiers.device.allocate("device", old.numel(), dtype)
 
     def _widen_local(self) -> None:
-        narrow, buffer = self.local, self._buffer
-        if narrow is None:
-            raise zero_ext_bug("no local gradients to widen")
+        narrow, buffer = self._existing_local(), self._buffer
         if narrow.dtype == self._accumulation_dtype:
             return
         if buffer is None:
@@ -484,15 +470,14 @@ class UnitGradients:
         self._pool.release(buffer)
 
     def _start_gather(self) -> None:
-        if self.local is None:
-            raise zero_ext_bug("replicated gradients without a buffer")
+        local = self._existing_local()
         if not self._aliased:
-            if self.local.dtype != self.storage.dtype:
-                self.local = self._instead_of(self.local, self.storage.dtype)
-            self._own_slice(self.local).copy_(self.storage.shard().read(0, self.unit.layout.shard_numel))
+            if local.dtype != self.storage.dtype:
+                self.local = local = self._instead_of(local, self.storage.dtype)
+            self._own_slice(local).copy_(self.storage.shard().read(0, self.unit.layout.shard_numel))
         self._gathering = self.unit.collectives.gather(
-            self.local,
-            self._own_slice(self.local),
+            local,
+            self._own_slice(local),
             self.unit.traffic_kind("gather_gradients"),
             f"gather of the gradients of {self.unit.describe()}",
         )

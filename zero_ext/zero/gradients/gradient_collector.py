@@ -12,8 +12,8 @@ from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
-from zero_ext.zero.gradients.reducer import GradientReducer
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
+from zero_ext.zero.gradients.reducer import Edits, GradientReducer
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.units.dtensor_local import local_gradient
 from zero_ext.zero.units.parameter_marks import mean_over_senders
@@ -33,15 +33,7 @@ class GradientReader(Protocol):
 
 
 class GradientCollector(Ending):
-    """Moves each gradient from ``param.grad`` to the flat gradient of its unit.
-
-    The hooks on parameters hold it weakly.
-
-    Attributes:
-        passes: backward passes that brought gradients since the last step or ``zero_grad``.
-        syncs: whether passes may reduce gradients; False inside :meth:`no_sync`.
-        loss_scaled: whether the loss of the pass to come, or of the one under way, was scaled.
-    """
+    """Moves each gradient from ``param.grad`` to the flat gradient of its unit. Hooks hold it weakly."""
 
     def __init__(
         self,
@@ -54,17 +46,14 @@ class GradientCollector(Ending):
         accumulation_steps: int,
         scales_loss: bool,
     ) -> None:
-        self._index = index
-        self._gradients = gradients
-        self._reducer = reducer
-        self._generation = generation
-        self._backward_pass = backward_pass
-        self._reader = reader
-        self._accumulation_steps = accumulation_steps
-        self._scales_loss = scales_loss
+        self._index, self._gradients, self._reducer = index, gradients, reducer
+        self._generation, self._backward_pass, self._reader = generation, backward_pass, reader
+        self._accumulation_steps, self._scales_loss = accumulation_steps, scales_loss
         self._shards_gradients = any(unit.placement.grads for unit in gradients)
         self._collected = False  # whether the pass under way has brought a gradient
-        self.passes, self.syncs, self.loss_scaled = 0, True, False
+        self.passes = 0  # backward passes that brought gradients since the last step or ``zero_grad``
+        self.syncs = True  # whether passes may reduce gradients; False inside :meth:`no_sync`
+        self.loss_scaled = False  # whether the loss of the pass to come, or of the one under way, was scaled
 
     # -- hooks --------------------------------------------------------------------------------------------
 
@@ -92,8 +81,7 @@ class GradientCollector(Ending):
         parameter.grad = None
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Accumulate this pass's gradient from ``parameter.grad``, which becomes None. Start the reductions
-        that are due."""
+        """Accumulate ``parameter.grad``, which becomes None, and start the reductions that are due."""
         unit, number = self._index[parameter]
         gradient, parameter.grad = parameter.grad, None
         if unit not in self._gradients:
@@ -195,7 +183,7 @@ class GradientCollector(Ending):
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._reducer.forget_edits()
+        self._reducer.edits = Edits()
         with torch._C.DisableTorchFunctionSubclass():
             for gradients in self._gradients.values():
                 gradients.clear()

@@ -12,10 +12,9 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
-from zero_ext.zero.gradients.gradient_storage import Squares
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration, Squares
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.model_parallel_sync import largest_over_model, sum_over_model
+from zero_ext.zero.units.rank_groups import largest_over_model, sum_over_model
 
 Result = TypeVar("Result")
 
@@ -51,8 +50,7 @@ class GradientNorms:
         uncounted: Collection[nn.Parameter] = (),
     ) -> None:
         self._gradients = tuple(gradients)
-        self._collectives = collectives
-        self._device = device
+        self._collectives, self._device = collectives, device
         self._uncounted = frozenset(uncounted)
         self._generation = generation
         self._computed_at = generation.of_values  # the results below
@@ -106,8 +104,7 @@ class GradientNorms:
 
     def of(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """Return the 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's,
-        with those in its place elsewhere.
-        """
+        with those in its place elsewhere."""
         self._drop_outdated()
         if self._each is None:
             keys = self._keys()
@@ -119,21 +116,15 @@ class GradientNorms:
 
     def _table_of(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the limbs of the squares that this rank holds of each of ``keys``."""
-        if self.on_device:
-            table = torch.zeros(
-                len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=self._device.device
-            )
-            for row, (unit, number) in zip(table, keys, strict=True):
-                self._gradients[unit].add_squared_norm(Squares(row), number)
-            return table
-        rows = []
-        for unit, number in keys:
-            squares = Squares()
+        on_device = self.on_device
+        device = self._device.device if on_device else torch.device("cpu")
+        table = torch.zeros(len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=device)
+        rows = [Squares(row) if on_device else Squares() for row in table]
+        for squares, (unit, number) in zip(rows, keys, strict=True):
             self._gradients[unit].add_squared_norm(squares, number)
-            rows.append(squares)
-        table = torch.zeros(len(rows), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device="cpu")
-        for row, squares in zip(table, rows, strict=True):
-            row += squares.total()
+        if not on_device:  # all are added up on their devices before the host waits for the first
+            for row, squares in zip(table, rows, strict=True):
+                row += squares.total()
         return table
 
     def largest(self, gradients: UnitGradients, index: int) -> torch.Tensor:
@@ -151,10 +142,13 @@ class GradientNorms:
     def _own_largest(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the largest magnitude of this rank's elements of each of ``keys``, float64 [n]."""
         device = self._device.device if self.on_device else torch.device("cpu")
-        none = torch.zeros(1, dtype=torch.float64, device=device)
-        own = (_largest_of(self._gradients[unit], number, device) for unit, number in keys)
-        # ``torch.cat`` refuses an empty list.
-        return torch.cat([none, *own])[1:]
+        largest = torch.zeros(len(keys), dtype=torch.float64, device=device)
+        for own, (unit, number) in zip(largest, keys, strict=True):
+            for values in self._gradients[unit].visit_parameter(number):
+                if values.numel():
+                    norm = torch.linalg.vector_norm(values, float("inf"))
+                    torch.maximum(own, norm.to(device).double(), out=own)
+        return largest
 
     def largest_of_all(self) -> float:
         """Return the inf-norm over all gradients; wait for the device."""
@@ -171,12 +165,9 @@ class GradientNorms:
         return dict(zip(keys, values.unbind(0), strict=True))
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
-        """Return the result of ``read``; where gradients are on NVMe, which may fail on one rank alone,
-        once all ranks have theirs.
-        """
-        if any(gradients.storage.tier == "nvme" for gradients in self._gradients):
-            return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe")
-        return read()
+        """Return the result of ``read``, once all ranks have theirs where gradients are on NVMe."""
+        stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
+        return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe", stored=stored)
 
     def _parameter(self, unit: int, number: int) -> nn.Parameter:
         return self._gradients[unit].unit.parameters[number]
@@ -189,12 +180,3 @@ class GradientNorms:
             # Sorted: all ranks add up tables of these rows, and a set promises no order.
             for number in sorted(gradients.contributed)
         ]
-
-
-def _largest_of(gradients: UnitGradients, number: int, device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude in this rank's elements of one parameter, float64 [1] on ``device``."""
-    found = [torch.zeros((), dtype=torch.float64, device=device)]
-    for values in gradients.visit_parameter(number):
-        if values.numel():
-            found.append(torch.linalg.vector_norm(values, float("inf")).to(device).double())
-    return torch.stack(found).amax(0, keepdim=True)

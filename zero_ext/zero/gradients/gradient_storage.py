@@ -1,8 +1,9 @@
-"""Storage of a unit's reduced gradient shard from its reduction to the step, in device or host memory."""
+"""Storage of a reduced gradient shard, in device or host memory, and counts of how gradients change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,31 @@ from zero_ext.zero.memory.pool import BufferPool
 # Memory of a gradient stays allocated, is acquired from the pool while there is a gradient, or belongs to
 # another tensor.
 Lifetime = Literal["permanent", "pooled", "alias"]
+
+
+@dataclass
+class GradientGeneration:
+    """Counts the changes of a model's gradients. A cache stores the counts that it was computed at.
+
+    Direct writes of the user to a full gradient are not counted. The engine therefore counts one write each
+    time that it synchronizes the gradients.
+    """
+
+    received: int = 0  # gradients that backward has brought
+    writes: int = 0  # changes of reduced gradients outside reductions, such as clipping
+    # Ends of backward passes and of steps, and clearings of all gradients. The ranks have to agree on their
+    # gradients again after each.
+    rounds: int = 0
+
+    @property
+    def of_values(self) -> tuple[int, int, int]:
+        """The counts that the values of the reduced gradients depend on."""
+        return self.received, self.writes, self.rounds
+
+    @property
+    def of_agreement(self) -> tuple[int, int]:
+        """The counts that an agreement of the ranks on their gradients depends on."""
+        return self.received, self.rounds
 
 
 class Squares:
@@ -53,31 +79,21 @@ class Squares:
 
 
 class GradientStorage(Protocol):
-    """Stores one reduced gradient [numel], or none. Further gradients are added to it.
-
-    Attributes:
-        dtype: dtype of the stored gradient, or of the next one. It is the accumulation dtype as soon as a
-            second gradient was added, or the sum of several was adopted.
-        valid: Whether there is a gradient.
-        alignment: Sizes of buffers for :meth:`adopt` are multiples of it.
-        is_async: The copy is still in flight when :meth:`adopt` returns.
-        failure: Error of the transfers, which reading raises.
-    """
+    """Stores one reduced gradient [numel], or none. Further gradients are added to it."""
 
     tier: Tier
+    # Of the stored gradient, or of the next one: the accumulation dtype as soon as a second gradient was
+    # added, or the sum of several was adopted.
     dtype: torch.dtype
-    valid: bool = False
-    alignment: int = 1
-    is_async: bool = False
-    failure: RuntimeError | None = None
+    valid: bool = False  # whether there is a gradient
+    alignment: int = 1  # sizes of buffers for ``adopt`` are multiples of it
+    is_async: bool = False  # the copy is still in flight when ``adopt`` returns
+    failure: RuntimeError | None = None  # of the transfers, raised by reading
 
     def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
-        """Begin a reduction, of ``sums`` of several passes or not.
-
-        Returns:
-            Device memory [numel] to write the result to, or to add it to where ``valid``, before
-            :meth:`complete_reduction`. None where the result is passed to :meth:`adopt` instead.
-        """
+        """Begin a reduction, of ``sums`` of several passes or not. Returns device memory [numel] to write the
+        result to, or to add it to where ``valid``, before :meth:`complete_reduction`. None where the result
+        is passed to :meth:`adopt` instead."""
 
     def complete_reduction(self) -> None:
         """Mark the memory that :meth:`begin_reduction` returned as written."""
@@ -94,10 +110,10 @@ class GradientStorage(Protocol):
         return None
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield the elements [begin, end) in chunks, in any order. Each is valid until the next one."""
+        """Yield the elements [begin, end) in chunks, in order. Each is valid until the next one."""
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Apply the element-wise ``change`` in place to the elements [begin, end)."""
+        """Apply ``change`` in place to the elements [begin, end), in chunks, in order."""
         for values in self.visit(begin, end):
             change(values)
 
@@ -134,15 +150,10 @@ class MemoryGradientStorage(GradientStorage):
         lifetime: Lifetime = "permanent",
     ) -> None:
         """``staging_buffers``: host memory for a gradient that is copied from an accelerator, then added."""
-        self.tier = tier
-        self.dtype = dtype
-        self.lifetime = lifetime
+        self.tier, self.dtype, self.lifetime = tier, dtype, lifetime
         self.is_async = pool.device.torch_device(tier) != pool.device.device
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
-        self._staging_buffers = staging_buffers
-        self._transfers = transfers
+        self._numel, self._accumulation_dtype, self._pool = numel, accumulation_dtype, pool
+        self._staging_buffers, self._transfers = staging_buffers, transfers
         # Either of ``dtype`` or bytes of the pool.
         self._memory = pool.device.allocate(tier, numel, dtype) if lifetime == "permanent" else None
         self._copy: CopyHandle = COMPLETED  # into ``_memory``
@@ -182,7 +193,6 @@ class MemoryGradientStorage(GradientStorage):
         self.valid = True
 
     def shard(self) -> ShardStorage:
-        """Return the gradient as a shard in its tier. Memory of the pool needs a gradient."""
         return MemoryShard(self.tier, self._finished(), self._transfers, self._pool.device)
 
     def device_memory(self) -> torch.Tensor | None:
@@ -190,12 +200,10 @@ class MemoryGradientStorage(GradientStorage):
         return None if self.is_async or self._memory is None else self._finished()
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield one chunk, none without memory."""
         if self._memory is not None:
             yield self._finished()[begin:end]
 
     def add_squares(self, squares: Squares) -> None:
-        """Add the squares of all elements. Memory of the pool needs a gradient."""
         squares.add(self._finished())
 
     def wait_transfers(self) -> None:
@@ -218,7 +226,6 @@ class MemoryGradientStorage(GradientStorage):
             self._memory = None
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of permanent memory."""
         return self._view().nbytes if self.lifetime == "permanent" else 0
 
     def alias(self, memory: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,14 +36,10 @@ class ShardChunk(NamedTuple):
 
 
 def chunk_bounds(storage: NvmeShard, begin: int, end: int) -> list[tuple[int, int]]:
-    """Return first element and length of the block-aligned chunks that cover [begin, end), last one first.
-
-    The order is backwards because a shard that is widened grows over the chunks behind it, which have been
-    read by then.
-    """
-    starts = range(begin // GRAIN * GRAIN, end, GRADIENT_CHUNK_ELEMENTS)
+    """Return first element and length of the block-aligned chunks that cover [begin, end), in order."""
     last = min(-(-end // GRAIN) * GRAIN, storage.numel)
-    return [(first, min(GRADIENT_CHUNK_ELEMENTS, last - first)) for first in reversed(starts)]
+    starts = range(begin // GRAIN * GRAIN, end, GRADIENT_CHUNK_ELEMENTS)
+    return [(first, min(GRADIENT_CHUNK_ELEMENTS, last - first)) for first in starts]
 
 
 def acquire_chunk(pool: BufferPool, storage: NvmeShard, first: int, count: int) -> ShardChunk:
@@ -53,16 +49,13 @@ def acquire_chunk(pool: BufferPool, storage: NvmeShard, first: int, count: int) 
 
 
 class GradientChunkReader:
-    """Iterates once over the chunks of ``storage`` that cover [begin, end), the last one first.
+    """Iterates once over chunks of ``storage``, as :func:`chunk_bounds` returns them. Reads start in the
+    constructor and stay ahead. The consumer releases the buffer of each chunk. :meth:`close` releases the
+    chunks that were not consumed. A failed transfer raises ``RuntimeError``."""
 
-    Reads start in the constructor and stay ahead. The consumer releases the buffer of each chunk.
-    :meth:`close` releases the chunks that were not consumed. A failed transfer raises ``RuntimeError``.
-    """
-
-    def __init__(self, storage: NvmeShard, begin: int, end: int, pool: BufferPool) -> None:
-        self._storage = storage
-        self._pool = pool
-        self._bounds = deque(chunk_bounds(storage, begin, end))
+    def __init__(self, storage: NvmeShard, bounds: Iterable[tuple[int, int]], pool: BufferPool) -> None:
+        self._storage, self._pool = storage, pool
+        self._bounds = deque(bounds)
         self._ahead: deque[tuple[ShardChunk, CopyHandle]] = deque()
         self._read_ahead()
 
@@ -154,9 +147,7 @@ class NvmeGradientStorage(GradientStorage):
         pool: BufferPool,
         tiers: TierManager,
     ) -> None:
-        self._numel = numel
-        self._accumulation_dtype = accumulation_dtype
-        self._pool = pool
+        self._numel, self._accumulation_dtype, self._pool = numel, accumulation_dtype, pool
         # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
         self._extent = tiers.allocate_nvme_shard(numel, widest)
@@ -174,20 +165,20 @@ class NvmeGradientStorage(GradientStorage):
         self.wait_transfers()
         with self._noting_failure():
             if self.valid:
-                self._reader = GradientChunkReader(self._storage, 0, self._numel, self._pool)
+                # Backwards: a shard that is widened grows over the chunks behind, which were read by then.
+                bounds = reversed(chunk_bounds(self._storage, 0, self._numel))
+                self._reader = GradientChunkReader(self._storage, bounds, self._pool)
                 self.dtype = self._accumulation_dtype
         return None
 
     def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write the buffer itself if nothing is added to and its dtype is stored. Writes continue after this
-        returns."""
+        """Write the buffer itself if nothing is added to and its dtype is stored. Writes go on afterwards."""
         values = buffer.view(dtype)[: self._numel]
         self._squares = Squares()
         reader, self._reader = self._reader, None
         if reader is not None or (not self.valid and dtype == self._accumulation_dtype):
             self.dtype = self._accumulation_dtype
-            # The reader still reads the narrow elements. It goes backwards, so that
-            # wider chunks overwrite only what has been read.
+            # The reader still reads the narrow elements.
             self._storage = self._extent.with_dtype(self.dtype)
         self.valid = True
         is_stored = reader is None and dtype == self.dtype
@@ -225,7 +216,6 @@ class NvmeGradientStorage(GradientStorage):
         self._writer.start(self._storage, chunk)
 
     def wait_transfers(self) -> None:
-        """Wait for all writes."""
         with self._noting_failure():
             self._writer.wait()
 
@@ -239,11 +229,10 @@ class NvmeGradientStorage(GradientStorage):
     # -- reading ------------------------------------------------------------------------------------------
 
     def shard(self) -> ShardStorage:
-        """Return the extent."""
         return self._storage
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield chunks, the last one first. Raise ``RuntimeError`` if a transfer failed."""
+        """Yield chunks. Raise ``RuntimeError`` if a transfer failed."""
         with contextlib.closing(self._read(begin, end)) as reader:
             for chunk in reader:
                 try:
@@ -290,4 +279,4 @@ class NvmeGradientStorage(GradientStorage):
         self.wait_transfers()
         if self.failure is not None:
             raise self.failure
-        return GradientChunkReader(self._storage, begin, end, self._pool)
+        return GradientChunkReader(self._storage, chunk_bounds(self._storage, begin, end), self._pool)

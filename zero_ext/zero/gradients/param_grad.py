@@ -6,8 +6,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from zero_ext.comm import Collectives
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
-from zero_ext.zero.gradients.pending_factors import PendingFactors
 from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.gradients.sharded_gradient import GradientSource, ShardedGradient
 from zero_ext.zero.units.collective_errors import refuse_different
@@ -32,38 +31,67 @@ from zero_ext.zero.units.dtensor_local import (
 )
 from zero_ext.zero.units.flat_layout import in_memory_order
 from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.placeholder import ViewSpec
 from zero_ext.zero.units.released_params import ReleasedTensor
-from zero_ext.zero.units.view_spec import ViewSpec
 from zero_ext.zero.unshard.backward_pass import in_backward
+from zero_ext.zero.unshard.on_demand import UpdateGuard
 
 
-class StepGuard(Protocol):
-    """The schedule of the updates, which may use gradients that nobody else may touch."""
+class PendingFactors(dict[tuple[UnitGradients, int], float]):
+    """Factors that reduced gradients in 16 bits are still to be multiplied with, by unit and parameter.
 
-    @property
-    def pending(self) -> bool:
-        """Return whether updates inside backward wait for their step."""
+    ``torch.nn.utils.clip_grad_norm_`` multiplies each gradient in place, which rounds it once more than
+    clipping inside the step does. A first factor of at most 1 is therefore stored with a gradient that nobody
+    sees without asking: a :class:`ShardedGradient`. The step multiplies with it where all gradients have the
+    same one. Whatever else changes a gradient applies its factor first.
+    """
 
-    def refuse_pending(self, what: str) -> None:
-        """Raise ``RuntimeError`` while updates inside backward wait for their step."""
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self._allowed = allowed
 
-    def refuse_local(self, what: str) -> None:
-        """Raise ``RuntimeError`` where the next step leaves gradients unreduced."""
+    def multiply(self, gradients: UnitGradients, number: int, factor: float, *, seen: bool) -> None:
+        """Multiply a gradient with ``factor``, now or later; ``seen``: its memory is the user's too."""
+        if factor == 1.0:
+            return
+        self.apply(gradients, number)
+        is_wide = gradients.storage.dtype.itemsize >= torch.float32.itemsize
+        if seen or is_wide or not self._allowed or not 0.0 <= factor <= 1.0:
+            gradients.change_parameter(number, lambda values: values.mul_(factor))
+        else:
+            self[gradients, number] = factor
+
+    def apply(self, gradients: UnitGradients, number: int) -> None:
+        """Round the factor of one gradient into it."""
+        factor = self.pop((gradients, number), None)
+        if factor is not None:
+            gradients.change_parameter(number, lambda values: values.mul_(factor))
+
+    def apply_all(self) -> None:
+        """Round all factors into their gradients."""
+        for gradients, number in list(self):
+            self.apply(gradients, number)
+
+    def common(self, every: Sequence[UnitGradients]) -> float:
+        """Return the factor of all gradients of ``every`` unit. If theirs differ, apply them and return 1."""
+        found = {self.get((each, number), 1.0) for each in every for number in each.contributed}
+        if len(found) == 1:
+            return found.pop()
+        self.apply_all()
+        return 1.0
 
 
 class GradientViews:
-    """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`.
-
-    A parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None
-    clears it, assigning a tensor replaces it.
-    """
+    """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`. A
+    parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None clears it,
+    assigning a tensor replaces it."""
 
     def __init__(
         self,
         reducer: GradientReducer,
         norms: GradientNorms,
         collectives: Collectives,
-        guard: Callable[[], StepGuard],
+        guard: Callable[[], UpdateGuard],
         defers_factors: bool,
     ) -> None:
         self._reducer, self._norms, self._collectives, self._guard = reducer, norms, collectives, guard
@@ -79,22 +107,19 @@ class GradientViews:
         readable = not self._guard().pending
         self._shown = {}
         with torch._C.DisableTorchFunctionSubclass():
-            self._publish(readable)
-
-    def _publish(self, readable: bool) -> None:
-        for position, gradients in enumerate(self._reducer.gradients):
-            parameters = gradients.unit.parameters
-            full = readable and gradients.storage.valid and gradients.full() is not None
-            for number in gradients.contributed:
-                parameter = parameters[number]
-                # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.
-                view = gradients.full_view(number) if full and not expert_ranks(parameter) else None
-                if view is None:
-                    shown = self._placeholders.get(parameter) or self._make(parameter, position, number)
-                else:
-                    shown = _Shown(like_parameter(parameter, view), view.data_ptr())
-                self._shown[parameter] = shown
-                parameter.grad = shown.tensor
+            for position, gradients in enumerate(self._reducer.gradients):
+                parameters = gradients.unit.parameters
+                full = readable and gradients.storage.valid and gradients.full() is not None
+                for number in gradients.contributed:
+                    parameter = parameters[number]
+                    # Whoever takes norms of experts, as torch's clipping, would take another on every rank.
+                    view = gradients.full_view(number) if full and not expert_ranks(parameter) else None
+                    if view is None:
+                        shown = self._placeholders.get(parameter) or self._make(parameter, position, number)
+                    else:
+                        shown = _Shown(like_parameter(parameter, view), view.data_ptr())
+                    self._shown[parameter] = shown
+                    parameter.grad = shown.tensor
 
     def forget(self) -> None:
         """End the gradients. A reference that the user has kept gets the value, or raises that it is gone."""
@@ -124,9 +149,7 @@ class GradientViews:
             self.replace(gradients, number, value)
 
     def _changes(self) -> tuple[list[tuple[UnitGradients, list[int]]], list[_Replaced]]:
-        """Return the gradients that were set to None, and those that are other tensors or have other
-        memory.
-        """
+        """Return the gradients that were set to None, and those that are other tensors or in other memory."""
         cleared: list[tuple[UnitGradients, list[int]]] = []
         replaced: list[_Replaced] = []
         for gradients in self._reducer.gradients:
@@ -154,7 +177,7 @@ class GradientViews:
         self._guard().refuse_pending("clearing param.grad")
         with torch._C.DisableTorchFunctionSubclass():
             for number in numbers:
-                self.factors.drop(gradients, number)
+                self.factors.pop((gradients, number), None)
                 self._end(gradients.unit.parameters[number])
         if len(numbers) == len(gradients.contributed):
             gradients.clear()
@@ -178,7 +201,6 @@ class GradientViews:
                 set_data(shown, shown.clone())
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
-        """See :class:`GradientAccess`."""
         self._refuse("a norm of param.grad")
         gradients, number = self._find(key)
         parameter = gradients.unit.parameters[number]
@@ -191,25 +213,22 @@ class GradientViews:
         self._synchronize()
         norms = self._norms
         value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
-        return value * self.factors.of(gradients, number)
+        return value * self.factors.get((gradients, number), 1.0)
 
     def scale(self, key: object, factor: float, described: str) -> None:
-        """See :class:`GradientAccess`."""
+        self._multiply(*self._begin_edit(key, described), factor)
+
+    def _begin_edit(self, key: object, described: str) -> tuple[UnitGradients, int]:
         self._refuse("changing param.grad")
         gradients, number = self._find(key)
         self._synchronize()
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
-        self._multiply(gradients, number, factor)
+        return gradients, number
 
     def clip_norm(self, max_norm: float, norm_type: float, unscale: float) -> torch.Tensor:
-        """Scale all synchronized gradients so that their global norm is at most ``max_norm``.
-
-        Returns:
-            The norm before, times ``unscale`` (0-d float64). ``norm_type`` is 2 or inf.
-
-        Raises:
-            ValueError: ``norm_type`` is another one.
-        """
+        """Scale all synchronized gradients so that their global norm is at most ``max_norm``. Returns the
+        norm before, times ``unscale`` (0-d float64). ``norm_type`` is 2 or inf. ``ValueError``: ``norm_type``
+        is another one."""
         self.factors.apply_all()
         if norm_type == 2:
             norm = self._norms.total().double() * unscale
@@ -235,24 +254,18 @@ class GradientViews:
         self.factors.multiply(gradients, number, factor, seen=shown is None or bool(shown.address))
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
-        """See :class:`GradientAccess`."""
-        self._refuse("changing param.grad")
-        gradients, number = self._find(key)
-        self._synchronize()
-        self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
+        gradients, number = self._begin_edit(key, described)
         self.factors.apply(gradients, number)
         gradients.change_parameter(number, change)
 
     def zero(self, key: object) -> None:
-        """See :class:`GradientAccess`."""
         self._guard().refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
         self._reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
-        self.factors.drop(gradients, number)
+        self.factors.pop((gradients, number), None)
         gradients.zero_parameter(number)
 
     def read(self, key: object) -> torch.Tensor:
-        """See :class:`GradientAccess`."""
         gradients, number = self._find(key)
         name = gradients.unit.layout.specs[number].name
         if in_backward() and not self._following:
@@ -268,7 +281,6 @@ class GradientViews:
         return full_average
 
     def write(self, key: object, value: torch.Tensor) -> None:
-        """See :class:`GradientAccess`."""
         self._refuse("changing param.grad")
         self.replace(*self._find(key), value)
 
@@ -286,7 +298,7 @@ class GradientViews:
             label = f"gradient of '{layout.specs[number].name}'"
             # NCCL ends the process over NaN in a gather of parameters, and a gradient may be NaN.
             unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
-        flat.mul_(self.factors.of(gradients, number))
+        flat.mul_(self.factors.get((gradients, number), 1.0))
         spec = layout.specs[number]
         return full_tensor_of(
             parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])
@@ -305,7 +317,7 @@ class GradientViews:
             "Average it over the ranks first (torch.distributed.all_reduce), seed random numbers alike, or "
             "let loss.backward() bring it.",
         )
-        self.factors.drop(gradients, number)
+        self.factors.pop((gradients, number), None)
         gradients.assign(number, flat)
 
     def _refuse(self, what: str) -> None:
@@ -354,8 +366,7 @@ _Replaced = tuple[UnitGradients, int, torch.Tensor]
 @functools.cache
 def _references(is_gradient: bool) -> int:
     """Return the references to a shown gradient, in one variable, that nobody has kept; torch's versions
-    differ in whether a parameter refers to the Python object of its gradient.
-    """
+    differ in whether a parameter refers to the Python object of its gradient."""
     parameter = nn.Parameter(torch.zeros(1, device="cpu"))
     gradient = torch.zeros(1, device="cpu")
     parameter.grad = gradient if is_gradient else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,39 +22,19 @@ from zero_ext.zero.units.unit import Unit
 Borrow = Callable[[int, torch.dtype, Purpose], torch.Tensor]
 
 
-class GradientReduceScatter(abc.ABC):
-    """Averages the gradient of one unit."""
+class GradientReduceScatter:
+    """Averages the gradient of one unit. Sends it in ``dtype``, or in its own precision without one."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, unit: Unit, dtype: torch.dtype | None = None) -> None:
+        self._unit, self._dtype = unit, dtype
+        self._kind = unit.traffic_kind("reduce_scatter")
+        self._label = f"reduce-scatter of the gradients of {unit.describe()}"
 
-    @abc.abstractmethod
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
         """Begin to average ``local`` [layout.numel] over the ranks. This rank's shard is written to ``out``
         [layout.shard_numel], or added to it. With sharded gradients ``local`` may be overwritten."""
-
-    @property
-    def _kind(self) -> str:
-        return self._unit.traffic_kind("reduce_scatter")
-
-    @property
-    def _label(self) -> str:
-        return f"reduce-scatter of the gradients of {self._unit.describe()}"
-
-
-class FullPrecisionReduceScatter(GradientReduceScatter):
-    """Sends gradients in ``dtype``, or in their own precision without one."""
-
-    def __init__(self, unit: Unit, dtype: torch.dtype | None) -> None:
-        super().__init__(unit)
-        self._dtype = dtype
-
-    def start(
-        self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
-    ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         payload, collectives = self._payload(local, borrow), self._unit.collectives
         shards = 1 if collectives.reduction == "backend" else collectives.world_size - 1
         received = borrow(out.numel() * shards, payload.dtype, "received")
@@ -68,7 +48,7 @@ class FullPrecisionReduceScatter(GradientReduceScatter):
         return payload
 
 
-class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
+class NodeOrderedReduceScatter(GradientReduceScatter):
     """Averages inside each node, then over the nodes, in the order of the ranks and of the nodes. Both sums
     run in float32. The first is rounded to the communication precision.
 
@@ -80,7 +60,6 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         collectives, numel = self._unit.collectives, out.numel()
         nodes = collectives.nodes
         local_ranks, count = nodes.ranks_per_node, nodes.nodes
@@ -89,8 +68,7 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         # The slices of the ranks with one local rank in all nodes become contiguous.
         sent.view(local_ranks, count, numel).copy_(local.view(count, local_ranks, numel).transpose(0, 1))
         blocks = list(sent.chunk(local_ranks))
-        # ``spare`` is sent in the first phase. That phase has ended before the
-        # second one receives into it.
+        # ``spare`` is sent in the first phase. That phase has ended before the second one receives into it.
         own, spare = blocks[nodes.local_rank], blocks[(nodes.local_rank + 1) % local_ranks]
         # The gradient has been copied, so its memory takes what the neighbors send, if that fits.
         fits = dtype.itemsize <= local.dtype.itemsize
@@ -109,14 +87,11 @@ class NodeOrderedReduceScatter(FullPrecisionReduceScatter):
         crossing = (count - 1) * out.numel() * dtype.itemsize
         in_node = (local_ranks - 1) * own.nbytes
         traffic = CollectiveTraffic(self._kind, local.numel(), in_node + crossing, crossing)
-
-        def finish() -> None:
-            ops.sum_shards_(out, averages, 1.0 / count, accumulate)
-
+        finish = partial(ops.sum_shards_, out, averages, 1.0 / count, accumulate)
         return collectives.run_phases(phases, traffic, self._label, finish, reduces=True)
 
 
-class HybridShardReduceScatter(FullPrecisionReduceScatter):
+class HybridShardReduceScatter(GradientReduceScatter):
     """Averages inside the sharding group, then over ``replicas`` of its shards, in the order of the ranks
     (MiCS, Zhang et al., arXiv 2205.00119). Both sums run in float32. The first is rounded to the
     communication precision."""
@@ -128,15 +103,13 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
         payload, numel = self._payload(local, borrow), out.numel()
         group, replicas = self._unit.collectives, self._replicas
         most = max(group.world_size, replicas.world_size) - 1
         received = borrow(numel * most, payload.dtype, "received")
         slices = list(payload.chunk(group.world_size))
         own = slices[group.rank]
-        # Both phases receive into the same memory. The sum between them has read
-        # what the first one received.
+        # Both phases receive into the same memory. The sum between them has read what the first one received.
         in_order = in_rank_order(own, group.rank, group.world_size, received)
         averages = in_rank_order(own, replicas.rank, replicas.world_size, received)
 
@@ -153,10 +126,7 @@ class HybridShardReduceScatter(FullPrecisionReduceScatter):
             own.nbytes * (group.world_size + replicas.world_size - 2),
             own.nbytes * (group.nodes.remote_ranks + replicas.nodes.remote_ranks),
         )
-
-        def finish() -> None:
-            ops.sum_shards_(out, averages, 1.0 / replicas.world_size, accumulate)
-
+        finish = partial(ops.sum_shards_, out, averages, 1.0 / replicas.world_size, accumulate)
         return group.run_phases(phases, traffic, self._label, finish, reduces=True)
 
 
@@ -176,9 +146,7 @@ class QuantizedReduceScatter(GradientReduceScatter):
     def start(
         self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow
     ) -> PendingCollective:
-        """See :class:`GradientReduceScatter`."""
-        collectives = self._unit.collectives
-        nodes = collectives.nodes
+        collectives, nodes = self._unit.collectives, self._unit.collectives.nodes
         payload_bytes = self._format.payload_bytes(out.numel())
         sent = borrow(payload_bytes * nodes.world_size, torch.uint8, "sent")
         received = borrow(payload_bytes * nodes.world_size, torch.uint8, "received")
@@ -241,4 +209,4 @@ def gradient_reduce_scatter(
     if form is not None and unit.placement.grads and unit.collectives.world_size > 1:
         return QuantizedReduceScatter(unit, form)
     node_by_node = unit.collectives.reduction == "node_order"
-    return NodeOrderedReduceScatter(unit, dtype) if node_by_node else FullPrecisionReduceScatter(unit, dtype)
+    return NodeOrderedReduceScatter(unit, dtype) if node_by_node else GradientReduceScatter(unit, dtype)

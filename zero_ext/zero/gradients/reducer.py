@@ -16,9 +16,9 @@ from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_I
 from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.memory.lifetime import weakly
-from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE, raise_on_all_ranks
+from zero_ext.zero.units.collective_errors import CHECKSUM_RANGE, DeferredError
 
 
 class Listener(Protocol):
@@ -59,8 +59,7 @@ class ReductionSchedule:
     """
 
     def __init__(self, collectives: Collectives, ahead: int = sys.maxsize) -> None:
-        self._collectives = collectives
-        self._ahead = ahead
+        self._collectives, self._ahead = collectives, ahead
         self._due: list[int] | None = None  # until a pass was learned
         self._trace: list[int] = []
         self._expects: Callable[[], bool] = lambda: False
@@ -124,8 +123,7 @@ class GradientReducer:
         listener: Listener,
         generation: GradientGeneration,
     ) -> None:
-        self._stream = stream
-        self._listener = listener
+        self._stream, self._listener = stream, listener
         self._agreements = 0
         self.gradients = tuple(gradients)
         self._collectives = collectives
@@ -170,8 +168,7 @@ class GradientReducer:
             self._schedule.begin(expects_gathers)
 
     def _before_gather(self) -> None:
-        # Unset meanwhile, because both the agreement and a reduction may begin
-        # gathers, which come back here.
+        # Unset meanwhile, because both the agreement and a reduction may begin gathers, which come back here.
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             due = schedule.at_gather(self._next)
@@ -180,8 +177,7 @@ class GradientReducer:
         self._schedule = schedule
 
     def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
-        """Pack ``gradients``, which is complete, and start every reduction that is due in a pass that
-        ``reduces``."""
+        """Pack ``gradients``, which is complete, and start the reductions due if the pass ``reduces``."""
         with self._stream.entered():
             gradients.pack()
             if not reduces:
@@ -222,9 +218,7 @@ class GradientReducer:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether every rank holds all gradients that arrived and which parameters have one is
-        settled.
-        """
+        """Return whether the ranks have reduced all gradients and agreed on which parameters have one."""
         return self._agreed_at == self._generation.of_agreement
 
     def synchronize(self, reduce: bool = True) -> bool:
@@ -237,9 +231,11 @@ class GradientReducer:
         """
         alike = self._synchronize(reduce)
         if any(gradients.storage.tier == "nvme" for gradients in self.gradients):
-            raise_on_all_ranks(
+            failures = DeferredError()
+            for gradients in self.gradients:
+                failures.error = failures.error or gradients.storage.failure
+            failures.raise_deferred(
                 self._collectives,
-                self._raise_failure,
                 "keeping gradients on NVMe",
                 "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
                 "repeat it.",
@@ -247,11 +243,6 @@ class GradientReducer:
         # Only after the agreement on failures: gradients that are lost on one rank are not settled.
         self._agreed_at = self._generation.of_agreement
         return alike
-
-    def _raise_failure(self) -> None:
-        for gradients in self.gradients:
-            if gradients.storage.failure is not None:
-                raise gradients.storage.failure
 
     def _synchronize(self, reduce: bool) -> bool:
         bad = self._listener.has_failed_step()
@@ -294,10 +285,6 @@ class GradientReducer:
         compares the notes of all ranks."""
         checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % CHECKSUM_RANGE
         self.edits = Edits(checksum, f"'{name}'.grad by {what}")
-
-    def forget_edits(self) -> None:
-        """Forget the changes of gradients that are gone."""
-        self.edits = Edits()
 
     def _adopt_order(self, ready_order: list[int]) -> None:
         rest = [index for index in self._order if index not in ready_order]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_ext.zero.units.placeholder import ViewSpec, instances_in, map_nested
 from zero_ext.zero.units.released_params import MEMORY, function_name
-from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
 
 aten = torch.ops.aten
 # torch.compile distinguishes tensors by their storages. That of param.grad is empty.
@@ -35,9 +35,7 @@ class GradientAccess(Protocol):
         """Set this rank's part of one parameter's gradient to zero."""
 
     def read(self, key: object) -> torch.Tensor:
-        """Return an independent copy of one parameter's whole gradient in the dtype it is kept in. A
-        collective.
-        """
+        """Return a copy of one parameter's full gradient in the dtype that is stored. A collective."""
 
     def write(self, key: object, value: torch.Tensor) -> None:
         """Make ``value``, alike on all ranks, one parameter's gradient. A collective."""
@@ -73,11 +71,6 @@ class ShardedGradient(torch.Tensor):
         )
         made._source, made._view_spec = source, own
         return made
-
-    def __init__(
-        self, source: GradientSource, device: torch.device, view_spec: ViewSpec | None = None
-    ) -> None:
-        super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient('{self._source.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -140,11 +133,6 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _memory_refusal(self._source.name, "__reduce_ex__")
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether it stands for the gradient itself rather than for a view of it."""
-        return self._view_spec == self._source.view_spec
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,7 +141,8 @@ class ShardedGradient(torch.Tensor):
         if "_foreach_" in func._schema.name:
             return _one_by_one(func, args, kwargs)
         first = args[0] if args else None
-        if isinstance(first, ShardedGradient) and first.is_full:
+        # For a gradient itself, not for a view of it.
+        if isinstance(first, ShardedGradient) and first._view_spec == first._source.view_spec:
             if func in _HANDLERS:
                 return _HANDLERS[func](*args, **kwargs)
             if func.overloadpacket in _ELEMENTWISE and all(map(_is_number, (*args[1:], *kwargs.values()))):
@@ -165,9 +154,8 @@ class ShardedGradient(torch.Tensor):
 
 def _memory_refusal(name: str, function: str) -> RuntimeError:
     return RuntimeError(
-        f"'{name}'.grad has no memory on this rank: expected a use of its value, got "
-        f"{function}, which is about its memory. Use param.grad.clone() or "
-        "zero_ext.full_gradient(param), on all ranks."
+        f"'{name}'.grad has no memory on this rank: expected a use of its value, got {function}, which is "
+        "about its memory. Use param.grad.clone() or zero_ext.full_gradient(param), on all ranks."
     )
 
 
@@ -182,7 +170,9 @@ def _change(
     func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedGradient:
     # A number may be on another device than what it changes.
-    rest, kwargs = map_nested((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
+    rest, kwargs = map_nested(
+        (rest, kwargs), lambda value: _number(value) if isinstance(value, torch.Tensor) else value
+    )
     change = func.overloadpacket
     described = f"{change.__name__}{rest}{kwargs or ''}"
     source = gradient._source
@@ -191,10 +181,6 @@ def _change(
         return gradient
     source.access.change(source.key, lambda values: change(values, *rest, **kwargs), described)
     return gradient
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 # Numbers that were read, and the version of the tensor then: clipping multiplies all gradients with one, and

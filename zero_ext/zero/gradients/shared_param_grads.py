@@ -10,7 +10,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.gradient_generation import GradientGeneration
+from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.units.parameter_marks import tie_of
 
 
@@ -53,9 +53,7 @@ class TiedGradients:
 
     def sum_(self) -> None:
         """Add them up, once for all gradients there are; a collective of the ranks with the model's parts.
-
-        Raises ``RuntimeError`` for a tied parameter that got no gradient here.
-        """
+        Raises ``RuntimeError`` for a tied parameter that got no gradient here."""
         if self._summed_at == self._generation.received:
             return
         self._summed_at = self._generation.received

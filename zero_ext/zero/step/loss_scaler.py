@@ -24,15 +24,8 @@ class LossScaler:
         self._clean_steps = 0
 
     def update(self, overflow: bool, explain: Callable[[], str] | None = None) -> None:
-        """Move the scale after a step.
-
-        Args:
-            overflow: whether the step's gradients overflowed.
-            explain: returns which of them did, for the error below.
-
-        Raises:
-            FloatingPointError: gradients overflow at the smallest scale.
-        """
+        """Move the scale after a step, in which gradients did ``overflow`` or not. ``FloatingPointError``
+        for one at the smallest scale, with the text that ``explain`` returns."""
         policy = self._policy
         if policy.static:
             return

@@ -19,11 +19,10 @@ from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.reducer import Edits
-from zero_ext.zero.step.delayed_update import DelayedUpdates
-from zero_ext.zero.step.finite_checks import FiniteChecks
 from zero_ext.zero.step.loss_scaler import LossScaler
-from zero_ext.zero.step.one_bit import OneBitUpdates
-from zero_ext.zero.step.step_errors import DeviceErrors, StepErrors
+from zero_ext.zero.step.onebit_updates import OneBitUpdates
+from zero_ext.zero.step.overlapped_updates import DelayedUpdates, UpdatesInBackward
+from zero_ext.zero.step.step_errors import DeviceErrors, FiniteChecks, StepErrors
 from zero_ext.zero.step.step_verdict import (
     DecidedStep,
     LaunchedSteps,
@@ -32,10 +31,9 @@ from zero_ext.zero.step.step_verdict import (
     gradient_scale,
     sum_of_ranks,
 )
-from zero_ext.zero.step.update_in_backward import UpdatesInBackward
 from zero_ext.zero.step.update_schedule import (
     MIXTURE,
-    NoUpdates,
+    UpdateInputs,
     UpdatesAfterBackward,
     UpdateSchedule,
     any_stored,
@@ -46,7 +44,6 @@ from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
 Groups = list[dict[str, Any]]
-_CPU = torch.device("cpu")
 
 
 class OptimizerStep:
@@ -72,14 +69,12 @@ class OptimizerStep:
         scales_loss: bool,
     ) -> None:
         self._masters = tuple(masters)
-        self._gradients = dict(gradients)
-        self._norms = norms
-        self._collectives = collectives
-        self._tiers = tiers
+        self._gradients = [gradients[master.unit] for master in masters]
+        self._norms, self._collectives, self._tiers = norms, collectives, tiers
         self._clipping = config.gradient_clipping
         self._when = config.offload.update_mode
         self._delays_after = config.offload.delay_start_step
-        self._checks = FiniteChecks(masters, gradients, collectives)
+        self._checks = FiniteChecks(self._masters, self._gradients, collectives)
         self._flag = NonFiniteFlag() if config.check_finite else None
         self._errors = StepErrors(collectives, self._checks)
         self._device_errors = DeviceErrors(collectives, tiers.device)
@@ -87,7 +82,7 @@ class OptimizerStep:
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
-        self.updates: UpdateSchedule = NoUpdates()
+        self.updates = UpdateSchedule()
         self.groups: Groups = []
         self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
@@ -116,23 +111,21 @@ class OptimizerStep:
         self.stepper = make(self._masters, settings, self._total)
         if self._flag is not None:
             self.stepper.watch(self._flag)
-        shared = (self.stepper, self._masters, self._gradients, self._collectives)
+        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
-            self.updates = UpdatesInBackward(*shared, groups, on_trial)
+            self.updates = UpdatesInBackward(inputs, groups, on_trial)
         elif isinstance(self.stepper, OneBitStepper):
-            self.updates = OneBitUpdates(self.stepper, *shared[1:], lambda: self.steps - self.skipped_steps)
+            self.updates = OneBitUpdates(inputs, self.stepper, lambda: self.steps - self.skipped_steps)
         elif self._when == "delayed":
-            self.updates = DelayedUpdates(*shared, groups, settings, self._tiers)
+            self.updates = DelayedUpdates(inputs, groups, settings, self._tiers)
         else:
-            self.updates = UpdatesAfterBackward(*shared)
+            self.updates = UpdatesAfterBackward(inputs)
         self.updates.flag = self._flag
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if any_stored(self._masters, [self._gradients[master.unit] for master in self._masters]):
-            values = raise_on_all_ranks(self._collectives, own, "reading the state for a step")
-        else:
-            values = own()
+        stored = any_stored(self._masters, self._gradients)
+        values = raise_on_all_ranks(self._collectives, own, "reading the state for a step", stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 
@@ -174,11 +167,9 @@ class OptimizerStep:
         self._known_to_all = bad
 
     def judge(self) -> None:
-        """Wait for the verdicts on all steps so far.
-
-        A collective. Raises on all ranks why a step was not made, if one was not: ``FloatingPointError`` for
-        gradients, weights or moments that are not finite, ``RuntimeError`` for anything else.
-        """
+        """Wait for the verdicts on all steps so far. A collective. Raises on all ranks why a step was not
+        made, if one was not: ``FloatingPointError`` for gradients, weights or moments that are not finite,
+        ``RuntimeError`` for anything else."""
         if not self._unjudged:
             return
         self._unjudged = False
@@ -187,12 +178,18 @@ class OptimizerStep:
         bad = self._launched.pop_bad()
         if bad is not None:
             self._refuse(bad, late=True)
-        if not self.updates.in_progress:
-            self._refuse_last_update()
+        if self.updates.in_progress:
+            return
+        error = self._device_errors.poll_and_wait()
+        found = [bool(error[0]), self._flag is not None and self._flag.is_raised()]
+        failed, not_finite = self._checks.agree(found, "the last update")
+        if failed:
+            self._guarded(lambda: self._device_errors.refuse(error, self.steps + 1))
+        if not_finite:
+            self._guarded(lambda: self._raise_state(self.steps))
 
     def _look(self, wait: bool) -> None:
-        bad = self._launched.look(wait)
-        if bad is not None:
+        if (bad := self._launched.look(wait)) is not None:
             self._undo_counts(bad)
 
     def _undo_counts(self, step: DecidedStep) -> None:
@@ -224,7 +221,7 @@ class OptimizerStep:
         )
         # The flag of a delayed update is read by ``finish``, when its thread has ended.
         flag = self._flag if self._waits_for_flag and not self.updates.in_progress else None
-        raised = flag is not None and flag.is_raised_on(_CPU)
+        raised = flag is not None and flag.is_raised_on(torch.device("cpu"))
         # From 1 on, because ``Verdict`` takes ranks that send zeros for simulated ones.
         checksums = self._hyperparameters.checksum(), 1 + edits.checksum
         facts = OwnFacts(*checksums, bool(found), raised, self.updates.updated)
@@ -242,16 +239,11 @@ class OptimizerStep:
 
     def reduced(self, gradients: UnitGradients) -> None:
         """Handle a finished reduction of this unit. Only finite gradients start an update."""
-        if self._look_at(gradients):
+        # Later the step checks gradients that are still in transfer: the host would wait for the device here.
+        waits = gradients.storage.is_async and self._when != "in_backward"
+        looks = self._last_pass and self._looks_at_gradients and not waits
+        if not looks or self._checks.look_at(gradients):
             self.updates.reduced(gradients)
-
-    def _look_at(self, gradients: UnitGradients) -> bool:
-        """Look at a reduced gradient, if it is the step's last; return False if it is not finite."""
-        if not (self._last_pass and self._looks_at_gradients):
-            return True
-        if gradients.storage.is_async and self._when != "in_backward":
-            return True  # the step checks it, because here the host would wait for the device
-        return self._checks.look_at(gradients)
 
     @property
     def _looks_at_gradients(self) -> bool:
@@ -329,10 +321,15 @@ class OptimizerStep:
         findings = step.verdict.read()
         if findings.refused or (findings.overflow and not self.scales_loss):
             self._refuse(step)
-        overflow = findings.overflow or (self.updates.needs_local_gradients and self._refuse_local_overflow())
+        overflow, looks = findings.overflow, self._flag is not None or self.scales_loss
+        if not overflow and looks and self.updates.needs_local_gradients:
+            ranks = self.updates.not_finite()
+            if ranks and not self.scales_loss:
+                raise self._errors.gradients(self.steps + 1, f" on ranks {ranks}", local=True)
+            overflow = bool(ranks)
         if findings.overflow:
             self._guarded(self.updates.rollback)
-        scale = gradient_scale(self._unscale(), findings.norm_tensor(), self._clipping)
+        scale = gradient_scale(self._unscale(), findings.norm, self._clipping)
         # A delayed update of the step before uses the copies of gradients that ``run`` overwrites.
         self.finish()
         if self.scales_loss:
@@ -386,35 +383,13 @@ class OptimizerStep:
             self._guarded(self.updates.drop)
         raise error
 
-    def _refuse_local_overflow(self) -> bool:
-        """Return whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless
-        they are scaled.
-        """
-        if self._flag is None and not self.scales_loss:
-            return False
-        ranks = self.updates.not_finite()
-        if ranks and not self.scales_loss:
-            raise self._errors.gradients(self.steps + 1, f" on ranks {ranks}", local=True)
-        return bool(ranks)
-
     def _name_overflow(self) -> str:
         return self._errors.overflow(self.updates.needs_local_gradients)
 
     def _refuse_state(self, step: int) -> None:
-        """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
-        collective."""
+        """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity."""
         if self._flag is not None and self._checks.agree([self._flag.is_raised()], "finite weights")[0]:
             self._raise_state(step)
-
-    def _refuse_last_update(self) -> None:
-        """Raise what the last update left on any rank, an error, NaN or infinity; a collective that waits."""
-        error = self._device_errors.poll_and_wait()
-        found = [bool(error[0]), self._flag is not None and self._flag.is_raised()]
-        failed, bad = self._checks.agree(found, "the last update")
-        if failed:
-            self._guarded(lambda: self._device_errors.refuse(error, self.steps + 1))
-        if bad:
-            self._guarded(lambda: self._raise_state(self.steps))
 
     def _raise_state(self, step: int) -> None:
         if self._flag is not None:

@@ -14,7 +14,7 @@ from zero_ext.offload import Device
 from zero_ext.offload.side_stream import Readback
 from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.gradients.gradient_norms import OwnSquares
-from zero_ext.zero.units.model_parallel_sync import sum_over_model
+from zero_ext.zero.units.rank_groups import sum_over_model
 
 FACTS = 8  # int64 values of a step's sum before the limbs of its norm
 WEIGHTS = 5  # the place among them of the flag of weights that are not finite
@@ -23,10 +23,8 @@ _STEPS_AHEAD = 16  # that the host may be before a device, before it waits for a
 
 
 class OwnFacts(NamedTuple):
-    """One rank's part of a step's sum.
-
-    ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have to be the same on all ranks.
-    """
+    """One rank's part of a step's sum. ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have
+    to be the same on all ranks."""
 
     settings: int
     edits: int
@@ -51,13 +49,10 @@ def sum_of_ranks(
 ) -> torch.Tensor:
     """Return the sum over the ranks that :class:`Verdict` takes; a collective.
 
-    Args:
-        collectives: the ranks.
-        device: of this rank's model.
-        own: its facts, as far as the host has them.
-        squares: its part of the norm, None where nothing asks for it.
-        flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
-        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.pop_device_error_`.
+    ``own`` are this rank's facts, as far as the host has them, ``squares`` its part of the norm, None where
+    nothing asks for it. ``flag`` is raised on ``device`` where an earlier update left NaN or infinity; None
+    where nobody looks. ``error`` int64 [n] is what kernels recorded, see
+    :func:`zero_ext.ops.pop_device_error_`.
     """
     sums = own.values()
     if device.is_accelerator:
@@ -76,8 +71,7 @@ def sum_of_ranks(
     collectives.sum_(sums, "agreement on the step")
     if collectives.model is not None:
         sums = sums.cpu()
-        # Without the checksums, because ranks with other parts of the model have
-        # other settings and changes.
+        # Without the checksums, because ranks with other parts of the model have other settings and changes.
         sum_over_model(collectives.model, sums[4:], "agreement on the step over the model")
     return sums
 
@@ -103,10 +97,6 @@ class Findings(NamedTuple):
         """Return whether the step is not to be made, for another reason than its norm."""
         bad = self.settings_differ or self.edits_differ or self.gradients or self.weights
         return bad or self.device_error
-
-    def norm_tensor(self) -> torch.Tensor | None:
-        """Return the norm, 0-d float64 in host memory."""
-        return None if self.norm is None else torch.tensor(self.norm, dtype=torch.float64, device="cpu")
 
 
 class Verdict:
@@ -165,11 +155,12 @@ class Verdict:
         return torch.where(self._good, gradient_scale(unscale, self.norm, clipping), torch.nan)
 
 
-def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | None, clipping: float) -> torch.Tensor:
+def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | float | None, clipping: float) -> torch.Tensor:
     """Return what gradients are multiplied with, 0-d float32: ``unscale`` (0-d float32), and less where their
     ``norm`` (0-d float64, on the same device) is above ``clipping``, unless that is 0."""
     scale = unscale.clone()
     if norm is not None and clipping:
+        norm = torch.as_tensor(norm, dtype=torch.float64, device=scale.device)
         scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
     return scale
 
@@ -223,8 +214,7 @@ class LaunchedSteps:
 
     def look(self, wait: bool) -> DecidedStep | None:
         """Look at the verdicts that have arrived, or ``wait`` for all; return the step with the bad verdict
-        that is seen by this for the first time.
-        """
+        that is seen by this for the first time."""
         while self._steps and (wait or len(self._steps) > _STEPS_AHEAD or self._steps[0].verdict.arrived):
             step = self._steps.popleft()
             findings = step.verdict.read()
@@ -235,9 +225,7 @@ class LaunchedSteps:
         return None
 
     def pop_bad(self) -> DecidedStep | None:
-        """Return the step with a bad verdict that was read, if there is one. Those launched from now on
-        count.
-        """
+        """Return the step with a bad verdict that was read, if any. Those launched from now on count."""
         bad = self._bad
         self.clear()
         return bad

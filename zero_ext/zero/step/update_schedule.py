@@ -32,10 +32,8 @@ class Ownership(enum.Enum):
 
 
 class AuxiliaryState(NamedTuple):
-    """Auxiliary state: values of a unit's elements from ``begin`` on.
-
-    ``number`` is that of the unit's master shard.
-    """
+    """Auxiliary state: values of a unit's elements from ``begin`` on. ``number`` is that of the unit's master
+    shard."""
 
     kind: str
     number: int
@@ -52,28 +50,20 @@ class AuxiliaryState(NamedTuple):
 class UpdateSchedule:
     """Decides when the updates of a step run. The engine calls the methods on every schedule.
 
-    Here they do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer.
-
-    Attributes:
-        pending: updates may have been made that ``optimizer.step()`` has not finished.
-        clears: a step forgets its gradients.
-        rolled_back: the last step rolled updates back.
-        in_progress: parameters still have to follow updates of a step that has ended.
-        obeys_scale: :meth:`run` changes nothing if the scale is not finite, and the host never reads it,
-            unless the stepper does.
-        flag: raised by the stepper for results that are not finite, and lowered by rollbacks. None if
-            nothing checks them.
-        committed_steps, rolled_back_steps: number of steps with right and with wrong trial updates.
+    These do nothing, and :meth:`used_parameters` and :meth:`run` raise that there is no optimizer, for models
+    prepared without one.
     """
 
-    pending = False
-    clears = False
-    rolled_back = False
-    in_progress = False
+    pending = False  # updates may have been made that ``optimizer.step()`` has not finished
+    clears = False  # a step forgets its gradients
+    rolled_back = False  # the last step rolled updates back
+    in_progress = False  # parameters still have to follow updates of a step that has ended
+    # ``run`` changes nothing if the scale is not finite, and the host never reads it outside the stepper.
     obeys_scale = False
+    # Raised by the stepper for results that are not finite, lowered by rollbacks; None if nobody checks.
     flag: NonFiniteFlag | None = None
-    committed_steps = 0
-    rolled_back_steps = 0
+    committed_steps = 0  # steps with right trial updates
+    rolled_back_steps = 0  # steps with wrong ones
 
     @property
     def needs_local_gradients(self) -> bool:
@@ -140,8 +130,7 @@ class UpdateSchedule:
         """Restore state and parameters from before backward, because the step is skipped. A collective."""
 
     def forget(self) -> str | None:
-        """Note that the gradients are cleared, as by ``optimizer.zero_grad()``; return what that damages,
-        if anything."""
+        """Note that the gradients are cleared; return what that damages, if anything."""
         return None
 
     def abandon(self) -> str | None:
@@ -160,11 +149,7 @@ class UpdateSchedule:
         return iter(())
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """Create the :meth:`auxiliary_state` of a checkpoint with ``kinds`` of state per parameter.
-
-        Returns:
-            A function that undoes it.
-        """
+        """Create the state of a checkpoint with ``kinds`` per parameter; return a function that undoes it."""
         return lambda: None
 
     def leaves(self, kind: str) -> bool:
@@ -175,8 +160,13 @@ class UpdateSchedule:
         """Update parameters after a load, where they differ from their rounded masters."""
 
 
-class NoUpdates(UpdateSchedule):
-    """The schedule of a model that was prepared without an optimizer."""
+class UpdateInputs(NamedTuple):
+    """Inputs of updates. Masters and gradients of the same number belong to one unit."""
+
+    stepper: Stepper
+    masters: Sequence[MasterShard]
+    gradients: Sequence[UnitGradients]
+    collectives: Collectives
 
 
 class UpdatesAfterBackward(UpdateSchedule):
@@ -184,40 +174,25 @@ class UpdatesAfterBackward(UpdateSchedule):
 
     obeys_scale = True
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-    ) -> None:
-        self._stepper = stepper
-        self._masters = tuple(masters)
-        self._gradients = [gradients[master.unit] for master in masters]
-        self._collectives = collectives
+    def __init__(self, inputs: UpdateInputs) -> None:
+        self._stepper, self._masters, self._gradients, self._collectives = inputs
 
     def used_parameters(self) -> frozenset[str]:
-        """See :class:`UpdateSchedule`."""
         owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients]
         used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
         if not used:
             raise RuntimeError(
-                "optimizer.step(): expected a gradient, got none for any parameter of this model "
-                "since the last zero_grad(). Call loss.backward() on a loss that depends on the "
-                "model."
+                "optimizer.step(): expected a gradient, got none for any parameter of this model since the "
+                "last zero_grad(). Call loss.backward() on a loss that depends on the model."
             )
         return used
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`. With state on NVMe, which may fail on one rank alone, all ranks agree
-        before anything is published."""
+        """Make all updates. With state on NVMe all ranks agree before anything is published."""
         publishing: Iterable[Unit]
         if any_stored(self._masters, self._gradients):
             publishing = raise_on_all_ranks(
-                self._collectives,
-                lambda: list(self._step(scale, used)),
-                "the optimizer step",
-                MIXTURE,
+                self._collectives, lambda: list(self._step(scale, used)), "the optimizer step", MIXTURE
             )
         else:
             publishing = self._step(scale, used)

@@ -23,29 +23,31 @@ class CollectiveError(RuntimeError):
     """The error that every rank raises once any rank has failed; chained to this rank's own error."""
 
 
+def ranks_where(collectives: Collectives, fact: bool, label: str) -> list[int]:
+    """Return the ranks where ``fact`` holds; a collective."""
+    flags = torch.zeros(collectives.world_size, dtype=torch.int64, device="cpu")
+    flags[collectives.rank] = int(fact)
+    return collectives.sum_(flags, label).nonzero().flatten().tolist()
+
+
 def raise_on_all_ranks(
-    collectives: Collectives, action: Callable[[], Result], what: str, advice: str = ""
+    collectives: Collectives, action: Callable[[], Result], what: str, advice: str = "", stored: bool = True
 ) -> Result:
-    """Run ``action`` on this rank and return its result if it succeeded on all ranks; a collective.
+    """Run ``action``, which does ``what``, and return its result. A collective unless it uses nothing that is
+    ``stored`` on NVMe: only storage fails on one rank alone, and an agreement costs time.
 
-    Args:
-        collectives: The ranks.
-        action: What may fail on one rank alone.
-        what: What ``action`` does, for the message.
-        advice: End of the message.
-
-    Raises:
-        CollectiveError: ``action`` raised on some rank. The error names these ranks and this rank's reason.
+    Raises :class:`CollectiveError` on all ranks if it raised on some. The error names these ranks and this
+    rank's reason, and ends with ``advice``.
     """
+    if not stored:
+        return action()
     results: list[Result] = []
     error: Exception | None = None
     try:
         results.append(action())
     except Exception as caught:
         error = caught
-    flags = torch.zeros(collectives.world_size, dtype=torch.int64, device="cpu")
-    flags[collectives.rank] = int(error is not None)
-    failed = collectives.sum_(flags, f"agreement on {what}").nonzero().flatten().tolist()
+    failed = ranks_where(collectives, error is not None, f"agreement on {what}")
     if failed:
         reason = f": {clause_of(error)}." if error is not None else "; look at their messages."
         raise CollectiveError(
@@ -72,13 +74,7 @@ class DeferredError:
                 self.error = error
 
     def raise_deferred(self, collectives: Collectives, what: str, advice: str = "") -> None:
-        """Raise :class:`CollectiveError` on all ranks if any has an error; a collective.
-
-        Args:
-            collectives: The ranks.
-            what: What was attempted, for the message.
-            advice: End of the message.
-        """
+        """Raise :class:`CollectiveError` on all ranks if any has an error, see :func:`raise_on_all_ranks`."""
         raise_on_all_ranks(collectives, self._raise, what, advice)
 
     def _raise(self) -> None:
@@ -87,17 +83,8 @@ class DeferredError:
 
 
 def refuse_different(collectives: Collectives, what: str, flat: torch.Tensor, advice: str) -> None:
-    """Raise on all ranks unless all have the same value; a collective.
-
-    Args:
-        collectives: The ranks to compare.
-        what: What happened to what, for the message.
-        flat: The value [n] of this rank, contiguous.
-        advice: What to do where they differ.
-
-    Raises:
-        RuntimeError: The values differ.
-    """
+    """Raise ``RuntimeError`` on all ranks, with ``advice``, unless all have the same value ``flat`` [n],
+    contiguous, after ``what``; a collective."""
     ranks = collectives.world_size
     if ranks == 1:
         return

@@ -29,8 +29,7 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of ``parameter``, which is itself if it is no ``DTensor``."""
-    local: torch.Tensor = parameter._local_tensor if is_distributed(parameter) else parameter
-    return local
+    return parameter._local_tensor if is_distributed(parameter) else parameter
 
 
 def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
@@ -60,7 +59,13 @@ def local_slice_of(parameter: torch.Tensor) -> LocalSlice | None:
         return None
     blocks = _stacked_blocks(parameter)
     if blocks:
-        return _slice_of_rows(parameter, blocks)
+        # In a view of rows, one for each of the blocks and each element of the axes before. Each row is
+        # contiguous along the split axis.
+        placement: Any = parameter.placements[0]
+        ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        rows = math.prod(parameter.shape[: placement.dim]) * blocks
+        width = parameter.numel() // rows
+        return LocalSlice((rows, width), (0, rank * width // ranks), (rows, width // ranks))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offset = compute_local_shape_and_global_offset(
@@ -75,25 +80,13 @@ def _stacked_blocks(parameter: DTensor) -> int:
     return int(placement.split_factor) if type(placement).__name__ == "_StridedShard" else 0
 
 
-def _slice_of_rows(parameter: DTensor, blocks: int) -> LocalSlice:
-    """Return the slice in a view of rows, one for each of the ``blocks`` and each element of the axes before.
-
-    Each row is contiguous along the split axis.
-    """
-    placement: Any = parameter.placements[0]
-    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-    rows = math.prod(parameter.shape[: placement.dim]) * blocks
-    width = parameter.numel() // rows
-    return LocalSlice((rows, width), (0, rank * width // ranks), (rows, width // ranks))
-
-
 def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return ``local``, a value of the local tensor, as a ``DTensor`` if ``parameter`` is one."""
     if not is_distributed(parameter):
         return local
     from torch.distributed.tensor import DTensor
 
-    made: torch.Tensor = DTensor.from_local(
+    return DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
@@ -101,14 +94,12 @@ def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return made
 
 
 def full_tensor_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of the local value ``local``; a collective of the tensor-parallel ranks."""
     value: Any = like_parameter(parameter, local)
-    full: torch.Tensor = value.full_tensor() if is_distributed(value) else value
-    return full
+    return value.full_tensor() if is_distributed(value) else value
 
 
 def local_value(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -123,23 +114,18 @@ def local_value(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a gradient from autograd.
-
-    A collective of the tensor-parallel ranks if the gradient's placements differ from those of ``parameter``.
-    """
+    """Return the local tensor of a gradient from autograd. A collective of the tensor-parallel ranks if the
+    gradient's placements differ from those of ``parameter``."""
     if not is_distributed(parameter) or not is_distributed(gradient):
         return gradient
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    local: torch.Tensor = gradient._local_tensor
-    return local
+    return gradient._local_tensor
 
 
 def check_placement(name: str, parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> None:
     """Raise ``ValueError`` if the local tensor of parameter ``name`` cannot be sharded in ``dtype``.
-
-    ``ranks`` are the tensor-parallel ones.
-    """
+    ``ranks`` are the tensor-parallel ones."""
     problem = _problem_of(parameter, ranks, dtype)
     if problem:
         raise ValueError(f"parameter '{name}': {problem}")
@@ -151,9 +137,8 @@ def _problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
         return (
-            f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. "
-            "Split it over "
-            "mesh['tp'] of the mesh that is given to zero_ext.prepare."
+            f"expected a split over the tensor-parallel ranks {ranks}, got {mesh.mesh.tolist()}. Split it "
+            "over mesh['tp'] of the mesh that is given to zero_ext.prepare."
         )
     if parameter.dtype != dtype:
         return (

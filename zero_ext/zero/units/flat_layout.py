@@ -31,11 +31,8 @@ class ParameterSpec:
 @dataclass(frozen=True)
 class FlatLayout:
     """Offsets of a unit's parameters in a flat buffer of ``numel`` elements, shared by ``world_size`` ranks.
-
-    Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of
-    ``world_size * 64`` bytes (more where shards are on NVMe), so every shard is equally long and aligned
-    as well.
-    """
+    Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of ``world_size * 64``
+    bytes (more where shards are on NVMe), so every shard is equally long and aligned as well."""
 
     specs: tuple[ParameterSpec, ...]
     offsets: tuple[int, ...]
@@ -47,11 +44,9 @@ class FlatLayout:
     def build(
         specs: Sequence[ParameterSpec], world_size: int, shard_alignment: int = ALIGNMENT_BYTES
     ) -> FlatLayout:
-        """Lay out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks.
-
-        Shards begin at multiples of ``shard_alignment`` bytes. A shard on NVMe is read directly into the flat
-        buffer, which requires full blocks.
-        """
+        """Lay out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks. Shards begin at
+        multiples of ``shard_alignment`` bytes. A shard on NVMe is read directly into the flat buffer, which
+        requires full blocks."""
         if world_size < 1:
             raise ValueError(f"world_size: expected at least 1, got {world_size}. Pass the number of ranks.")
         dtypes = {spec.dtype for spec in specs}
@@ -108,10 +103,8 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """Return the elements of ``tensor`` [spec.shape] in the memory order of ``spec``, flat [numel].
-
-    It is a view if the strides are equal, else a copy.
-    """
+    """Return the elements of ``tensor`` [spec.shape] in the memory order of ``spec``, flat [numel]. It is a
+    view if the strides are equal, else a copy."""
     if tensor.stride() != spec.stride:
         ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)

@@ -67,10 +67,8 @@ class MasterShard(OwnedRange):
         )
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Copy elements of parameter ``index``, in memory order from ``start`` on, without rounding.
-
-        Elements that this rank does not own are ignored.
-        """
+        """Copy elements of parameter ``index``, in memory order from ``start`` on, without rounding. Elements
+        that this rank does not own are ignored."""
         segment = self.owned.get(self.unit.layout.specs[index].name)
         # Masters that share memory with the parameters are filled by ``Unit.put``.
         if segment is None or not self.separate:
@@ -134,13 +132,9 @@ class MasterShard(OwnedRange):
 
 
 def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collectives) -> None:
-    """Make the memory of a gathered ``unit`` the value of its shards and master weights.
-
-    A collective where these are on NVMe, which may fail on one rank alone.
-
-    Raises:
-        RuntimeError: Storage failed on some rank. It is raised on all of them.
-    """
+    """Make the memory of a gathered ``unit`` the value of its shards and master weights. A collective where
+    these are on NVMe, which may fail on one rank alone. ``RuntimeError``: storage failed on some rank. It is
+    raised on all of them."""
     own = [master for master in masters if master.unit is unit]
 
     def store() -> None:
@@ -148,20 +142,15 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
         for master in own:
             master.follow_params()
 
-    # Only storage fails on one rank alone. An agreement would cost a collective for each unit.
-    if "nvme" in (unit.storage.tier, *(master.state.tier for master in own)):
-        everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
-        raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)
-    else:
-        store()
+    stored = "nvme" in (unit.storage.tier, *(master.state.tier for master in own))
+    everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
+    raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED, stored)
 
 
 def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | None = None) -> None:
-    """Copy what the user wrote in place to replicated parameters into the master weights.
-
-    With ``collectives`` it is a collective where master weights are on NVMe, which may fail on one rank
-    alone: all ranks raise ``RuntimeError`` then, and a later call repeats it.
-    """
+    """Copy what the user wrote in place to replicated parameters into the master weights. With
+    ``collectives`` it is a collective where master weights are on NVMe, which may fail on one rank alone: all
+    ranks raise ``RuntimeError`` then, and a later call repeats it."""
     written = [master for master in masters if not master.unit.placement.params and master.unit.written()]
 
     def follow() -> None:
@@ -177,11 +166,8 @@ def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | Non
 
 
 def write_all_params(masters: Iterable[MasterShard], units: Iterable[Unit], collectives: Collectives) -> None:
-    """Round all master weights into their parameters, on all ranks; a collective.
-
-    Raises:
-        CollectiveError: Storage failed on some rank. It is raised on all of them.
-    """
+    """Round all master weights into their parameters, on all ranks; a collective. ``CollectiveError``:
+    storage failed on some rank. It is raised on all of them."""
     failures = DeferredError()
     for master in masters:
         failures.attempt(master.write_params)

@@ -37,10 +37,7 @@ class ParameterGather:
         tiers: TierManager,
         config: CommunicationConfig,
     ) -> None:
-        self._name = name
-        self._layout = layout
-        self._collectives = collectives
-        self._pool = pool
+        self._name, self._layout, self._collectives, self._pool = name, layout, collectives, pool
         alone = collectives.world_size == 1
         quantizes = not alone and layout.dtype.is_floating_point
         self._format = format_of(config.quantized_weights) if quantizes else None
@@ -48,10 +45,7 @@ class ParameterGather:
         self._slots: list[torch.Tensor] = []
         self._secondary: torch.Tensor | None = None
         stored = config.secondary_bytes(
-            layout.shard_numel,
-            layout.dtype.itemsize,
-            collectives.nodes.nodes,
-            layout.dtype.is_floating_point,
+            layout.shard_numel, layout.dtype.itemsize, collectives.nodes.nodes, layout.dtype.is_floating_point
         )
         if stored:
             self._secondary = tiers.device.allocate("device", stored, torch.uint8)
@@ -80,12 +74,8 @@ class ParameterGather:
     ) -> PendingCollective:
         """Start to fill ``flat`` [layout.numel] on every rank. Call :meth:`finish` when it has ended.
 
-        Args:
-            flat: The unit's flat buffer.
-            own: This rank's slice of it, with its shard.
-            kind: Name under which the traffic is counted.
-            label: Name of the collective in errors.
-            exact: Whether to gather the shards without quantization.
+        ``own`` is this rank's slice of it, with its shard. The traffic is counted under ``kind``, and errors
+        name ``label``. ``exact``: gather the shards without quantization.
         """
         # Without quantization every gather is exact, also one from secondary shards.
         exact = exact and self.is_lossy
@@ -107,9 +97,8 @@ class ParameterGather:
 
     def finish(self, flat: torch.Tensor) -> None:
         """Write the gathered values to ``flat`` once the collective of :meth:`start` has ended."""
-        # An exact gather of a quantized unit has no slots and leaves the secondary shard as it is.
-        # The secondary shard has the form in which it was sent, so later gathers have the same
-        # bits.
+        # An exact gather of a quantized unit has no slots and leaves the secondary shard as it is. The
+        # secondary shard has the form in which it was sent, so later gathers have the same bits.
         if self._secondary is not None and self._slots and not self._secondary_valid:
             for stored, slot in self._secondary_slots():
                 stored.copy_(slot)

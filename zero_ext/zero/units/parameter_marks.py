@@ -1,43 +1,39 @@
-"""Marks on parameters, set before prepare: experts spread over ranks, and parameters tied between ranks."""
+"""Marks on single parameters that are set before prepare, and attached tensors that decode their bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from zero_ext.zero.units.released_params import plain_class
 
 _EXPERT = "_zero_ext_expert_ranks"
 _TIED = "_zero_ext_tie"
 
 
 def mark_expert(parameter: nn.Parameter, ranks: Sequence[int]) -> None:
-    """Mark ``parameter`` as an expert's, before :func:`zero_ext.prepare`.
-
-    The experts are spread over ``ranks`` (of the world). Each of these has other experts of the same shapes.
-    """
+    """Mark ``parameter`` as an expert's, before :func:`zero_ext.prepare`. The experts are spread over
+    ``ranks`` (of the world). Each of these has other experts of the same shapes."""
     setattr(parameter, _EXPERT, tuple(ranks))
 
 
 def expert_ranks(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the ranks of :func:`mark_expert`, none for a parameter that every data-parallel rank has."""
-    found: tuple[int, ...] = getattr(parameter, _EXPERT, ())
-    return found
+    return getattr(parameter, _EXPERT, ())
 
 
 def mean_over_senders(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return ``gradient`` as autograd computes it, divided by the number of ranks for an expert's parameter.
-
-    An expert's gradient is the sum over the losses of all ranks that send samples to it.
-    """
+    An expert's gradient is the sum over the losses of all ranks that send samples to it."""
     senders = len(expert_ranks(parameter))
     return gradient / senders if senders else gradient
 
 
-@dataclass(frozen=True)
-class Tie:
+class Tie(NamedTuple):
     """``name`` of a parameter that is the same on ``ranks``, counted within the model-parallel group."""
 
     name: str
@@ -45,17 +41,14 @@ class Tie:
 
 
 def mark_tied(parameter: nn.Parameter, name: str, ranks: Sequence[int]) -> None:
-    """Mark ``parameter`` as one that ``ranks`` of the model-parallel group have, with the same values.
-
-    Call it before :func:`zero_ext.prepare`.
-    """
+    """Mark ``parameter`` as one that ``ranks`` of the model-parallel group have, with the same values. Call
+    it before :func:`zero_ext.prepare`."""
     setattr(parameter, _TIED, Tie(name, tuple(ranks)))
 
 
 def tie_of(parameter: nn.Parameter) -> Tie | None:
     """Return the mark that :func:`mark_tied` set."""
-    found: Tie | None = getattr(parameter, _TIED, None)
-    return found
+    return getattr(parameter, _TIED, None)
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
@@ -64,3 +57,62 @@ def shared_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+_DEPTH = 4
+_OWN = "_zero_ext"
+_NO_FUNCTIONS: Any = nn.Parameter.__torch_function__
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Return whether tensors attached to ``parameter`` decode its bytes, so that it must not be cast."""
+    return next(_attached(parameter), None) is not None
+
+
+def refuse_packed(parameter: nn.Parameter, name: str) -> None:
+    """Raise ``RuntimeError`` for a parameter ``name`` if only its class can use its value."""
+    kind: Any = plain_class(parameter)
+    if is_packed(parameter) or kind.__torch_function__ is not _NO_FUNCTIONS:
+        raise RuntimeError(
+            f"parameter '{name}' of class {kind.__name__}, sharded over the ranks: expected a use "
+            "in the forward of its module, as the class gives its bytes a meaning of their own. "
+            "Otherwise, use it inside 'with zero_ext.gathered(params):'."
+        )
+
+
+def packed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the live attached tensors by ``<parameter>.<attribute>``, under every name of the parameter."""
+    return {name: tensor for name, _, _, tensor in _everywhere(model)}
+
+
+def move_packed(model: nn.Module, device: torch.device) -> None:
+    """Move the attached tensors of all parameters to ``device``."""
+    for _, owner, attribute, tensor in list(_everywhere(model)):
+        setattr(owner, attribute, tensor.to(device))
+
+
+def packed_shapes(parameter: nn.Parameter) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return name, shape and dtype of the tensors attached to ``parameter``."""
+    return [(path, tuple(tensor.shape), str(tensor.dtype)) for path, _, _, tensor in _attached(parameter)]
+
+
+def _everywhere(model: nn.Module) -> Iterator[tuple[str, object, str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for path, owner, attribute, tensor in _attached(parameter):
+            yield f"{name}.{path}", owner, attribute, tensor
+
+
+def _attached(parameter: nn.Parameter) -> Iterator[tuple[str, object, str, torch.Tensor]]:
+    # Attributes of an ordinary parameter are somebody's notes on it, not a part of its value.
+    if plain_class(parameter) is not nn.Parameter or not parameter.dtype.is_floating_point:
+        yield from _inside(parameter, "", _DEPTH)
+
+
+def _inside(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, object, str, torch.Tensor]]:
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        if name.startswith(_OWN) or isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+            continue
+        if isinstance(value, torch.Tensor):
+            yield prefix + name, owner, name, value
+        elif depth:
+            yield from _inside(value, f"{prefix}{name}.", depth - 1)

@@ -10,11 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def without_modes() -> contextlib.AbstractContextManager[object]:
-    """Return a context that dispatch modes do not see into.
-
-    Those of selective checkpointing would take the engine's copies, which differ when a block is run again,
-    for operations of the block.
-    """
+    """Return a context that dispatch modes do not see into. Those of selective checkpointing would take the
+    engine's copies, which differ when a block is run again, for operations of the block."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 

@@ -24,9 +24,9 @@ from zero_ext.zero.units.flat_layout import (
     in_memory_order,
     memory_order,
 )
+from zero_ext.zero.units.parameter_marks import refuse_packed
 from zero_ext.zero.units.placeholder import are_blank, placeholder
 from zero_ext.zero.units.plain_torch import plain_torch
-from zero_ext.zero.units.quantized_params import refuse_packed
 from zero_ext.zero.units.released_params import ParameterFacts, release_to, restore_class
 
 ATTRIBUTE = "_zero_ext_presharded"
@@ -73,12 +73,8 @@ class PreshardedParameter:
         replicas: Collectives | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec = spec
-        self.layout = layout
-        self.storage = storage
-        self.collectives = collectives
-        self.replicas = replicas
-        self._start = start
+        self.spec, self.layout, self.storage, self.collectives = spec, layout, storage, collectives
+        self.replicas, self._start = replicas, start
         self._memory = placeholder((), spec.dtype, device)
 
     @property
@@ -119,7 +115,11 @@ class PreshardedParameter:
         :class:`zero_ext.Init`.
         """
         collectives = self._holders(collectives)
-        self._check_world(collectives)
+        if self.layout.world_size != collectives.world_size:
+            raise RuntimeError(
+                f"parameter of shape {self.spec.shape}: expected the {self.layout.world_size} ranks of "
+                f"zero_ext.Init in prepare, got {collectives.world_size}. Pass both the same process group."
+            )
         ranges = [self._range_in_shard(rank) for rank in range(collectives.world_size)]
         # All ranks read full blocks from the same offset in their shards, as many as the longest range needs.
         grain = STORAGE_ALIGNMENT // self.spec.dtype.itemsize
@@ -145,10 +145,8 @@ class PreshardedParameter:
                     yield number, rows[rank, low - first : high - first]
 
     def gather(self, collectives: Collectives | None = None) -> torch.Tensor:
-        """Return the parameter's full value, in memory of its own; a collective.
-
-        Raises ``RuntimeError`` on all ranks if one cannot read its shard.
-        """
+        """Return the parameter's full value, in memory of its own; a collective. Raises ``RuntimeError`` on
+        all ranks if one cannot read its shard."""
         collectives = self._holders(collectives or self.collectives)
         failures = DeferredError()
         flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
@@ -158,10 +156,8 @@ class PreshardedParameter:
         return flat.as_strided(self.spec.shape, self.spec.stride, 0).to(self._memory.device)
 
     def store_from_full(self, flat: torch.Tensor) -> None:
-        """Store this rank's slice of ``flat``, the parameter's elements in memory order, as the shard.
-
-        Raises ``RuntimeError`` if it cannot be stored.
-        """
+        """Store this rank's slice of ``flat``, the parameter's elements in memory order, as the shard. Raises
+        ``RuntimeError`` if it cannot be stored."""
         if isinstance(self.storage, FailedStorage):
             self.storage.fetch(flat)
             return
@@ -169,6 +165,24 @@ class PreshardedParameter:
         low, high = self._range_in_shard(rank)
         first = rank * self.layout.shard_numel + low - self._start
         _fill(self.storage, low, flat[first : first + high - low])
+
+    # The access of the parameter, see ``released_params.Access``, before ``prepare`` and after a close.
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        name = self.spec.name or f"of shape {self.spec.shape} from zero_ext.Init"
+        return ParameterFacts(name, self.spec.stride)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        refuse_packed(parameter, self.facts(parameter).name)
+        with plain_torch():
+            return like_parameter(parameter, self.gather())
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        with plain_torch():
+            flat = in_memory_order(local_tensor(value), self.spec)
+            refuse_different_writes(self.everyone, self.facts(parameter).name, flat)
+            what = "a write to a parameter of zero_ext.Init"
+            raise_on_all_ranks(self.everyone, lambda: self.store_from_full(flat), what)
 
     def detach_from(self, parameter: nn.Parameter) -> None:
         """Make ``parameter`` an ordinary one until :func:`set_presharded`. Pickling stays refused."""
@@ -187,13 +201,6 @@ class PreshardedParameter:
         low, high = max(begin, self._start), min(end, self._start + self.spec.numel)
         return (low - begin, high - begin) if low < high else (0, 0)
 
-    def _check_world(self, collectives: Collectives) -> None:
-        if self.layout.world_size != collectives.world_size:
-            raise RuntimeError(
-                f"parameter of shape {self.spec.shape}: expected the {self.layout.world_size} ranks of "
-                f"zero_ext.Init in prepare, got {collectives.world_size}. Pass both the same process group."
-            )
-
 
 def presharded_of(parameter: nn.Parameter) -> PreshardedParameter | None:
     """Return the shard of a parameter made by ``zero_ext.Init``; None for an ordinary one."""
@@ -204,10 +211,8 @@ def presharded_of(parameter: nn.Parameter) -> PreshardedParameter | None:
 def shard_on_init(
     parameter: nn.Parameter, collectives: Collectives, storage: InitStorage, failures: DeferredError
 ) -> None:
-    """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape.
-
-    If it cannot be stored, the error goes to ``failures``.
-    """
+    """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape. If it
+    cannot be stored, the error goes to ``failures``."""
     spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
     alignment = STORAGE_ALIGNMENT if storage.tier == "nvme" else ALIGNMENT_BYTES
     layout = FlatLayout.build([spec], collectives.world_size, alignment)
@@ -239,48 +244,16 @@ def _mark_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -
 def set_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
     """Make ``parameter`` a presharded one. Its value is gathered when it is used."""
     _mark_presharded(parameter, presharded)
-    release_to(parameter, _PreshardedAccess(presharded))
+    release_to(parameter, presharded)
 
 
 def leave_init(parameter: nn.Parameter) -> None:
-    """Gather the value of ``parameter`` whenever it is used, if it is presharded.
-
-    Inside the block of :class:`zero_ext.Init` that class does so.
-    """
+    """Gather the value of ``parameter`` whenever it is used, if it is presharded. Inside the block of
+    :class:`zero_ext.Init` that class does so."""
     presharded = presharded_of(parameter)
     if presharded is not None:
-        release_to(parameter, _PreshardedAccess(presharded))
+        release_to(parameter, presharded)
         refuse_pickling(parameter)
-
-
-class _PreshardedAccess:
-    """Reads and writes a parameter of :class:`zero_ext.Init` before ``prepare``; see :class:`Access`."""
-
-    def __init__(self, presharded: PreshardedParameter) -> None:
-        self._presharded = presharded
-
-    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
-        spec = self._presharded.spec
-        return ParameterFacts(spec.name or f"of shape {spec.shape} from zero_ext.Init", spec.stride)
-
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
-        refuse_packed(parameter, self.facts(parameter).name)
-        with plain_torch():
-            return like_parameter(parameter, self._presharded.gather())
-
-    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
-        presharded = self._presharded
-        with plain_torch():
-            flat = in_memory_order(local_tensor(value), presharded.spec)
-            refuse_different_writes(presharded.everyone, self.facts(parameter).name, flat)
-            raise_on_all_ranks(
-                presharded.everyone,
-                lambda: presharded.store_from_full(flat),
-                "a write to a parameter of zero_ext.Init",
-            )
 
 
 def refuse_pickling(parameter: nn.Parameter) -> None:
@@ -304,10 +277,8 @@ def clear_presharded(parameter: nn.Parameter) -> None:
 
 
 def unshard_presharded(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
-    """Return the full value of a presharded parameter, which becomes an ordinary one; a collective.
-
-    Raises ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard.
-    """
+    """Return the full value of a presharded parameter, which becomes an ordinary one; a collective. Raises
+    ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard."""
     presharded = presharded_of(parameter)
     if presharded is None:
         raise zero_ext_bug("unshard_presharded of an ordinary parameter")

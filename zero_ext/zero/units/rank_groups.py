@@ -1,12 +1,16 @@
-"""Process groups: the data-parallel ranks that ZeRO shards over, and the model-parallel ranks."""
+"""Process groups of ZeRO's ranks and of the model-parallel ranks, and what a step does over the latter."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ext.comm import Collectives
 from zero_ext.config.internal_error import zero_ext_bug
 
 MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -15,34 +19,22 @@ _DATA, _MODEL = MESH_AXES[1:4], (MESH_AXES[0], MESH_AXES[-1])
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Process groups of this rank.
+    """Process groups of this rank."""
 
-    Attributes:
-        data: Ranks with the same parameters and other samples or other slices of a sequence; None for all.
-        model: Ranks that share one copy of the model ("pp" and "tp"); None for this rank alone.
-        tensor: Ranks that share the same tensors; None for this rank alone.
-        tensor_rank: This rank in ``tensor``.
-        mesh: All ranks of the mesh; None without a mesh.
-        experts: Ranks that each have other experts.
-        same_experts: Ranks in ``data`` that have the experts of this rank.
-    """
-
+    # Ranks with the same parameters and other samples or other slices of a sequence; None for all.
     data: dist.ProcessGroup | None
-    model: dist.ProcessGroup | None = None
-    tensor: dist.ProcessGroup | None = None
-    tensor_rank: int = 0
-    mesh: dist.ProcessGroup | None = None
-    experts: dist.ProcessGroup | None = None
-    same_experts: tuple[int, ...] = ()
+    model: dist.ProcessGroup | None = None  # share one copy of the model; None for this rank alone
+    tensor: dist.ProcessGroup | None = None  # share the same tensors; None for this rank alone
+    tensor_rank: int = 0  # this rank in ``tensor``
+    mesh: dist.ProcessGroup | None = None  # all ranks of the mesh; None without a mesh
+    experts: dist.ProcessGroup | None = None  # each have other experts
+    same_experts: tuple[int, ...] = ()  # ranks in ``data`` that have the experts of this rank
 
 
 def rank_groups(process_group: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
     """Return the groups of a mesh with any of the dimensions "dp", "ep", "cp" (data), "pp" and "tp" (model).
-
-    A process group is the data-parallel group.
-
-    Raises ``ValueError`` for a mesh with a dimension of another name, or without names.
-    """
+    A process group is the data-parallel group. Raises ``ValueError`` for a mesh with a dimension of another
+    name, or without names."""
     if not isinstance(process_group, DeviceMesh):
         return RankGroups(process_group)
     mesh = process_group
@@ -50,9 +42,8 @@ def rank_groups(process_group: dist.ProcessGroup | DeviceMesh | None) -> RankGro
     unknown = [name for name in names if name not in _DATA + _MODEL]
     if unknown or not names:
         raise ValueError(
-            f"process_group: expected a mesh with the dimensions of make_mesh, {list(MESH_AXES)}, "
-            f"got {list(names)}. Name them so (mesh_dim_names), or pass the group of the "
-            "data-parallel ranks."
+            f"process_group: expected a mesh with the dimensions of make_mesh, {list(MESH_AXES)}, got "
+            f"{list(names)}. Name them so (mesh_dim_names), or pass the group of the data-parallel ranks."
         )
     tensor, data, experts = _group(mesh, ("tp",)), data_group(mesh), _group(mesh, ("ep",))
     return RankGroups(
@@ -92,9 +83,36 @@ def _group(mesh: DeviceMesh, names: tuple[str, ...], always: bool = False) -> di
         if not present:
             raise ValueError(
                 "process_group: expected a mesh with a dimension that ZeRO can shard over, got "
-                f"{list(sizes)}. Add 'dp', of length 1 if every rank has a part of the model of its "
-                "own."
+                f"{list(sizes)}. Add 'dp', of length 1 if every rank has a part of the model of its own."
             )
         return mesh[present[0]].get_group()
     submesh = mesh[long]
     return submesh.get_group() if len(long) == 1 else submesh._flatten("_".join(long)).get_group()
+
+
+def sum_over_model(model: Collectives | None, values: torch.Tensor, label: str) -> torch.Tensor:
+    """Sum ``values``, integers, in place over the ranks of ``model``, and return them."""
+    return values if model is None else model.sum_(values, label)
+
+
+def largest_over_model(model: Collectives | None, value: float, label: str) -> float:
+    """Return the largest ``value`` of the ranks of ``model``, NaN if there is one."""
+    if model is None:
+        return value
+    table = torch.zeros(model.world_size, dtype=torch.float64, device="cpu")
+    table[model.rank] = value
+    return float(model.sum_(table, label).amax())
+
+
+@contextlib.contextmanager
+def abort_model_parallel_on_error(model: Collectives | None) -> Iterator[None]:
+    """Return a context for a step that aborts the other ranks of ``model`` if this one raises. They would
+    wait for it until their timeout. A ``FloatingPointError`` is raised on all of them anyway."""
+    try:
+        yield
+    except FloatingPointError:
+        raise
+    except Exception as error:
+        if model is not None:
+            model.abort(f"rank {model.rank} of those with the parts of the model stopped in a step: {error}")
+        raise

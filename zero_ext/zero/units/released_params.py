@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from zero_ext.zero.units.dtensor_local import is_distributed
-from zero_ext.zero.units.placeholder import placeholder
-from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
+from zero_ext.zero.units.placeholder import ViewSpec, instances_in, map_nested, placeholder
 
 # True of a placeholder too. Autograd's own calls refer to the tensor itself, whatever its value.
 METADATA_NAMES = """
@@ -86,10 +85,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter with its full value in memory.
-
-    ``data`` shares the version counter and the memory, so the engine notices every write through it.
-    """
+    """A parameter with its full value in memory. ``data`` shares the version counter and the memory, so the
+    engine notices every write through it."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -98,17 +95,14 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _check_new_data(self, value)
         _set_new_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(
-                self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
-            )
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+            value = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(value, self.requires_grad)
+        return memo[id(self)]
 
 
 class ReleasedTensor:
@@ -132,15 +126,14 @@ class ReleasedTensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return an ordinary parameter with the full value, or an ordinary tensor with that of the view."""
         if id(self) in memo:
-            found: torch.Tensor = memo[id(self)]
-            return found
+            return memo[id(self)]
         parameter, view_spec = origin(self)
         value = _access(parameter).read(parameter)
-        made: torch.Tensor
-        if view_spec is not None:
-            made = view_spec.view_into(value).clone()
-        else:
-            made = plain_class(parameter)(value, parameter.requires_grad)
+        made = (
+            plain_class(parameter)(value, parameter.requires_grad)
+            if view_spec is None
+            else view_spec.view_into(value).clone()
+        )
         memo[id(self)] = made
         return made
 
@@ -184,10 +177,8 @@ def plain_class(parameter: nn.Parameter) -> type:
 
 
 def release_to(parameter: nn.Parameter, access: Access) -> None:
-    """Declare that the value of ``parameter`` is not in memory, and is used through ``access``.
-
-    It stays the same object and an instance of its class; ``type`` is a subclass meanwhile.
-    """
+    """Declare that the value of ``parameter`` is not in memory, and is used through ``access``. It stays the
+    same object and an instance of its class; ``type`` is a subclass meanwhile."""
     setattr(parameter, _ACCESS, access)
     parameter.__class__ = released_class(plain_class(parameter))
 
@@ -220,20 +211,7 @@ def _name(parameter: nn.Parameter) -> str:
 
 def origin(tensor: Any) -> tuple[nn.Parameter, ViewSpec | None]:
     """Return the parameter that a released tensor is or is a view of, and the spec of that view."""
-    found: tuple[nn.Parameter, ViewSpec | None] = vars(tensor).get("_zero_ext_view") or (tensor, None)
-    return found
-
-
-def _check_new_data(target: Any, value: torch.Tensor) -> None:
-    if isinstance(value, torch.Tensor) and value.shape == target.shape and value.dtype == target.dtype:
-        return
-    parameter, _ = origin(target)
-    got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise RuntimeError(
-        f"data of parameter '{_name(parameter)}': expected a tensor of "
-        f"{tuple(target.shape)} {target.dtype}, got {got}. Change the model's shapes and dtypes before "
-        "zero_ext.prepare."
-    )
+    return vars(tensor).get("_zero_ext_view") or (tensor, None)
 
 
 def _remembered(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
@@ -242,9 +220,16 @@ def _remembered(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def _set_new_data(target: Any, value: torch.Tensor) -> None:
+def _set_new_data(target: Any, value: Any) -> None:
     """Do what ``.data = value`` does to a plain tensor: tensors that were its data before do not change."""
     parameter, _ = origin(target)
+    if not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype:
+        is_tensor = isinstance(value, torch.Tensor)
+        got = f"{tuple(value.shape)} {value.dtype}" if is_tensor else type(value).__name__
+        raise RuntimeError(
+            f"data of parameter '{_name(parameter)}': expected a tensor of {tuple(target.shape)} "
+            f"{target.dtype}, got {got}. Change the model's shapes and dtypes before zero_ext.prepare."
+        )
     with torch.no_grad():
         value = value.clone()  # it may be one of them
         for data in vars(parameter).pop(_DATA, ()):
@@ -264,49 +249,44 @@ def _memory_refusal(released: Any, function: str) -> RuntimeError:
 
 def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name = function_name(func)
-    if name in METADATA:
+    # A ``DTensor`` knows its layout itself.
+    if name in METADATA or (name in _LAYOUT and any(map(is_distributed, args))):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in MEMORY:
         raise _memory_refusal(next(instances_in((args, kwargs), ReleasedTensor)), name)
     if name in _LAYOUT:
-        if any(map(is_distributed, args)):  # which knows its layout itself
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         return _on_layout(func, name, args, kwargs)
     if name == "__iter__":
         return iter(_perform(torch.Tensor.unbind, args, {}))
     if name == "data" and len(args) == 2:
-        _check_new_data(*args)
-        _set_new_data(*args)
-        return None
+        return _set_new_data(*args)
     if name in ("data", "detach") and is_distributed(args[0]):
         return _Use().run(torch.Tensor.detach, args, {})
     if name in ("data", "detach"):
-        parameter, view_spec = origin(args[0])
-        view = view_of_released(parameter, view_spec or _full_view(parameter))
-        return _remembered(parameter, view) if name == "data" else view
+        view = view_of_released(*_view_origin(args[0]))
+        return _remembered(origin(view)[0], view) if name == "data" else view
     if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
         # How torch finds the node that accumulates a leaf's gradient, behind that of such a view.
-        parameter, view_spec = origin(args[0])
         tracked = torch.is_grad_enabled() and args[0].requires_grad
-        return view_of_released(parameter, view_spec or _full_view(parameter), args[0] if tracked else None)
+        return view_of_released(*_view_origin(args[0]), args[0] if tracked else None)
     return _Use().run(func, args, kwargs)
 
 
-def _full_view(parameter: nn.Parameter) -> ViewSpec:
-    """Return the view spec of the full value in memory of its own."""
-    return ViewSpec(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
+def _view_origin(released: Any) -> tuple[nn.Parameter, ViewSpec]:
+    """Return :func:`origin`, for a parameter with the view spec of the full value in memory of its own."""
+    parameter, view_spec = origin(released)
+    if view_spec is None:
+        stride = _access(parameter).facts(parameter).stride
+        view_spec = ViewSpec(parameter.dtype, tuple(parameter.shape), stride, 0)
+    return parameter, view_spec
 
 
 def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of ``func`` on tensors without values that have the true layout."""
 
     def layout(item: Any) -> Any:
-        if not isinstance(item, ReleasedTensor):
-            return item
-        parameter, view_spec = origin(item)
-        return (view_spec or _full_view(parameter)).on_meta()
+        return _view_origin(item)[1].on_meta() if isinstance(item, ReleasedTensor) else item
 
     if name in _CREATES and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": next(instances_in((args, kwargs), ReleasedTensor)).device}  # type: ignore[attr-defined]
@@ -316,8 +296,7 @@ def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 def view_of_released(
     parameter: nn.Parameter, view_spec: ViewSpec, source: torch.Tensor | None = None
 ) -> ReleasedView:
-    """Return the view of ``parameter`` at ``view_spec``. Its gradient is that of ``source``, a view of the
-    value."""
+    """Return the view of ``parameter`` at ``view_spec``, with the gradient of ``source``, a view too."""
     blank = placeholder(view_spec.shape, view_spec.dtype, parameter.device)
     view: Any = torch.Tensor._make_subclass(ReleasedView, blank)
     view._zero_ext_view = (parameter, view_spec)
@@ -449,8 +428,7 @@ class _Use:
         parameter = self._owner(result)
         if parameter is None:
             return result
-        # A ``ViewSpec`` has no conjugate or negative bit, so such a view becomes a tensor of its
-        # own.
+        # A ``ViewSpec`` has no conjugate or negative bit, so such a view becomes a tensor of its own.
         if result.is_conj() or result.is_neg():
             return result.resolve_conj().resolve_neg()
         return view_of_released(parameter, ViewSpec.of(result), result if result.requires_grad else None)

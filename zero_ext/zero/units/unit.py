@@ -99,18 +99,14 @@ class Unit(Ending):
 
     @property
     def needs_early_gather(self) -> bool:
-        """Return whether a gather or a copy to an accelerator follows the fetch, and should start
-        before use.
-        """
+        """Return whether a gather or a copy to an accelerator follows the fetch, to be started before use."""
         return self.layout.world_size > 1 or self.flat.device.type != "cpu"
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
     def to_fetching(self, exact: bool = False) -> None:
         """Attach a buffer and start to fetch the shard into it, if the gather needs it. From RELEASED only.
-
-        ``exact``: the shards themselves will be gathered.
-        """
+        ``exact``: the shards themselves will be gathered."""
         self._require(UnitState.RELEASED)
         misuse = self._misuse()
         if misuse is not None:
@@ -127,10 +123,8 @@ class Unit(Ending):
                 raise self._abort(error) from error
 
     def to_gathering(self) -> None:
-        """Start the all-gather as soon as the shard is fetched. From FETCHING only.
-
-        Returns to RELEASED, to be tried again, if the shard could not be read.
-        """
+        """Start the all-gather as soon as the shard is fetched. From FETCHING only. Returns to RELEASED, to
+        be tried again, if the shard could not be read."""
         self._require(UnitState.FETCHING)
         with contextlib.ExitStack() as following:
             try:
@@ -182,8 +176,7 @@ class Unit(Ending):
         problem = self._misuse()
         if self.state is UnitState.FETCHING:
             try:
-                # The copy still writes to the buffer, which the pool is about to give to another
-                # unit.
+                # The copy still writes to the buffer, which the pool is about to give to another unit.
                 self._copy.wait()
             except RuntimeError as error:
                 problem = problem or self._abort(error)
@@ -244,8 +237,7 @@ class Unit(Ending):
     # -- contents -----------------------------------------------------------------------------------------
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Write elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
-        the gathered flat buffer."""
+        """Write elements of a parameter, in memory order from ``start`` on, into the gathered flat buffer."""
         self._require(UnitState.GATHERED)
         begin = self.layout.offsets[index] + start
         self.flat[begin : begin + values.numel()].copy_(values)
@@ -269,16 +261,12 @@ class Unit(Ending):
 
     def store_shard(self) -> None:
         """Copy this rank's slice of the gathered flat buffer to the shard, unless they share memory.
-
-        Raises:
-            RuntimeError: The buffer was gathered in quantized form, so the shard would lose its precision. It
-                is raised on all ranks.
-        """
+        ``RuntimeError``: the buffer was gathered in quantized form, so the shard would lose its precision. It
+        is raised on all ranks."""
         if not self.exact:
             raise RuntimeError(
-                f"{self.describe()}: it is in use and was gathered with communication.quantized_weights, "
-                "so it "
-                "does not have the exact values of its shards. Write to it outside forward and backward."
+                f"{self.describe()}: it is in use and was gathered with communication.quantized_weights, so "
+                "it does not have the exact values of its shards. Write to it outside forward and backward."
             )
         self.invalidate()
         put(self.storage, 0, self._own, "device")

@@ -1,4 +1,4 @@
-"""A backward pass as one event: from the first hook that fires to autograd's final callback."""
+"""Running calls of blocks, and a backward pass as one event, from its first hook to autograd's last call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,66 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.call_stack import BlockCall
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
+
+
+class BlockCall:
+    """One call of a block: a holder of units, in forward and again in its backward.
+
+    ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those without a gradient yet
+    in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
+    that backward runs a call of the forward again; ``has_leaf_inputs`` that the gradient of an input may
+    arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
+    Of the units that it ``touched``, backward needs those that it ``rereads``.
+    """
+
+    def __init__(self, block: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
+        self.block, self.name, self.repeats, self.alone = block, name, repeats, alone
+        self.touched: list[Unit] = []
+        self.rereads: list[Unit] = []
+        self.inputs = 0
+        self.has_leaf_inputs = False
+        self.awaited = 0
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether backward needs nothing of what the call needed."""
+        return bool(self.touched) and not self.rereads
+
+    def touch(self, unit: Unit, again: bool) -> None:
+        """Note that the call needs ``unit``; ``again``: its backward too."""
+        if unit not in self.touched:
+            self.touched.append(unit)
+        if again and unit not in self.rereads:
+            self.rereads.append(unit)
+
+
+class CallStack(list[BlockCall]):
+    """The calls that are running now, innermost last."""
+
+    def leave(self, block: nn.Module) -> BlockCall:
+        """Leave the innermost call of ``block``, and with it calls inside that an exception has ended."""
+        while self:
+            call = self.pop()
+            if call.block is block:
+                return call
+        raise zero_ext_bug(f"{type(block).__name__} left a call that it never entered")
+
+    def runs_alone(self, block: nn.Module) -> bool:
+        """Return whether the innermost call is one of ``block`` by itself."""
+        return bool(self) and self[-1].alone and self[-1].block is block
+
+    def holder_for(self, block: nn.Module | None) -> BlockCall:
+        """Return the call to hold a unit of ``block``: its running call, else the innermost."""
+        for call in reversed(self):
+            if call.block is block:
+                return call
+        return self[-1]
 
 
 def in_backward() -> bool:
@@ -37,12 +92,9 @@ class BackwardPass:
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
-        self._prefetcher = prefetcher
-        self._clock = clock
+        self._prefetcher, self._clock = prefetcher, clock
         self._began: Beginning | None = None
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._on_abandon = on_abandon
+        self._on_begin, self._on_end, self._on_abandon = on_begin, on_end, on_abandon
         self._on_passed = on_passed
         # The calls of each unit that a backward may still run through. The sets are weak: only
         # hooks in the graph own a call, so a call without backward goes with its graph.
@@ -110,8 +162,9 @@ class BackwardPass:
         for unit in call.touched:
             self._prefetcher.release(unit, call)
             expected = self._expected.get(unit)
-            # The gradient of a leaf input may arrive before those of the
-            # parameters, so it does not say that these are complete.
+            # The gradient of a leaf input may arrive before those of the parameters, so it does not say that
+            # these are complete. A call that backward runs again stands for one of the forward. Any other
+            # that is not expected was passed before, in an earlier backward through the same graph.
             if call.has_leaf_inputs or expected is None or not (call.repeats or call in expected):
                 continue
             expected.discard(call)

@@ -1,8 +1,9 @@
-"""Forward and output hooks that make a block's units present while it runs, forward and backward."""
+"""Forward and output hooks that make a block's units present while it runs, and its outputs' own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,16 +15,133 @@ from zero_ext.activation import ActivationCheckpointing
 from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.tiling import Tile
+from zero_ext.zero.units.dtensor_local import is_distributed
 from zero_ext.zero.units.plain_torch import in_transform, without_modes
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
-from zero_ext.zero.unshard.block_outputs import opaque_in, shares_memory, tensors_in, with_own_memory
-from zero_ext.zero.unshard.call_stack import BlockCall, CallStack
+from zero_ext.zero.unshard.backward_pass import BackwardPass, BlockCall, CallStack, in_backward
 from zero_ext.zero.unshard.on_demand import transform_refusal
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import Beginning, StepClock
 
+
+def _children(value: object) -> Iterable[object] | None:
+    """Return what is directly inside a list, tuple, mapping or dataclass, None for anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name) for field in dataclasses.fields(value))
+    return None
+
+
+def tensors_in(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
+    """Yield every tensor reachable in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        for child in _children(value) or ():
+            yield from tensors_in(child, depth - 1)
+
+
+def opaque_in(value: object, depth: int = 8) -> Iterator[object]:
+    """Yield the objects inside ``value`` that :func:`tensors_in` cannot look into."""
+    plain = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+    if isinstance(value, plain):
+        return
+    children = _children(value)
+    if children is None:
+        yield value
+    elif depth:
+        for child in children:
+            yield from opaque_in(child, depth - 1)
+
+
+def shares_memory(tensor: torch.Tensor, storages: Container[int]) -> bool:
+    """Return whether the memory of ``tensor`` is one of ``storages``."""
+    if is_distributed(tensor):
+        tensor = tensor._local_tensor
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages
+
+
+def with_own_memory(outputs: Any, storages: Container[int]) -> Any:
+    """Return ``outputs`` with copies of the tensors in one of ``storages``, as it will be
+    released. Autograd connects each copy to its original. Mutable containers and dataclasses are changed in
+    place, others are made anew."""
+
+    def own(tensor: torch.Tensor) -> Any:
+        return _OwnMemory.apply(tensor) if shares_memory(tensor, storages) else tensor
+
+    return _changed(outputs, own, 8)
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], Any], depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if not depth:
+        return value
+    if isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            new = _changed(item, change, depth - 1)
+            if new is not item:
+                value[key] = new
+    elif isinstance(value, list):
+        value[:] = [_changed(item, change, depth - 1) for item in value]
+    elif isinstance(value, tuple | set | frozenset):
+        before = list(value)
+        items = [_changed(item, change, depth - 1) for item in before]
+        if any(new is not item for new, item in zip(items, before, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            new = _changed(item, change, depth - 1)
+            if new is not item:
+                # Dataclasses may be frozen.
+                object.__setattr__(value, field.name, new)
+    elif isinstance(value, Mapping):
+        pairs = [(key, item, _changed(item, change, depth - 1)) for key, item in value.items()]
+        if any(new is not item for _, item, new in pairs):
+            return _rebuilt(value, {key: new for key, _, new in pairs})
+    return value
+
+
+def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return an immutable mapping of the class of ``value`` with ``items``."""
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise TypeError(
+            f"output of a block: expected a mapping that can be changed or made of a dict, got a "
+            f"'{type(value).__name__}' with a view of the block's own parameter. Return a dict."
+        ) from error
+
+
+class _OwnMemory(torch.autograd.Function):
+    """The same values and strides in memory of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if is_distributed(tensor) or tensor.is_conj() or tensor.is_neg():
+            # ``set_`` below ignores lazy conjugation and negation, so values would change.
+            return tensor.clone()
+        # One copy from the first to the last element keeps all strides: gaps stay,
+        # and what is expanded stays expanded.
+        spans = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(spans) if tensor.numel() else 0
+        memory = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+        # A second ``as_strided`` would return a view, and autograd forbids in-place
+        # operations on views that a custom Function returns.
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 _USES = "_zero_ext_uses"
+_Uses = list[Callable[[torch.Tensor], None]]
 
 
 class ForwardHooks(Ending):
@@ -49,17 +167,14 @@ class ForwardHooks(Ending):
         self._checkpointing = checkpointing
         self._inside = ExitStack()
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
-        self._prefetcher = prefetcher
-        self._backward = backward
-        self._check = check
+        self._prefetcher, self._backward, self._check = prefetcher, backward, check
         self._forward_order = prefetcher.forward_order
         # A unit has one storage object throughout, so its identity says which
         # tensors lose their memory with the unit.
         self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in prefetcher.units)
 
     def touch(self, unit: Unit, block: nn.Module | None, again: bool = True) -> None:
-        """Gather ``unit`` for the running call, and ``again`` for its backward, unless that reads no
-        weights."""
+        """Gather ``unit`` for the running call, and ``again`` for its backward."""
         call = self.calls.holder_for(block)
         if call in unit.holders and (unit in call.rereads or not again):
             return
@@ -78,7 +193,7 @@ class ForwardHooks(Ending):
         # A recomputation in backward also begins with no call running. As a new
         # forward it would abandon the pass that it is part of.
         outermost = not self.calls and not in_backward()
-        self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
+        self.calls.append(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
             self._began = self._clock.begin()
             self._backward.abandon()
@@ -90,11 +205,9 @@ class ForwardHooks(Ending):
             self._watch_inputs(call, inputs)
 
     def leave(self, block: nn.Module, outputs: Any) -> Any:
-        """End a call of ``block``, also when it raised; return what it shall return.
-
-        Outputs that share memory with parameters get memory of their own, as that memory is released here.
-        """
-        call = self.calls.pop(block)
+        """End a call of ``block``, also when it raised; return what it shall return. Outputs that share
+        memory with parameters get memory of their own, as that memory is released here."""
+        call = self.calls.leave(block)
         forward_only = (isinstance(block, Tile) or call.looks_up) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
@@ -161,9 +274,8 @@ class ForwardHooks(Ending):
                     "so its backward cannot be foreseen",
                 )
 
-        def needed(gradient: torch.Tensor, uses: list[Callable[[torch.Tensor], None]]) -> None:
-            # The calls that used this output have ended their backward. They
-            # release before this one gathers.
+        def needed(gradient: torch.Tensor, uses: _Uses) -> None:
+            # The calls that used this output have ended their backward. They release before this one gathers.
             for arrived in uses:
                 arrived(gradient)
             self._backward.enter()
@@ -177,7 +289,7 @@ class ForwardHooks(Ending):
 
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                uses: list[Callable[[torch.Tensor], None]] = []
+                uses: _Uses = []
                 # A block may return the output of a block inside it. That one has the first
                 # hook, so its list stays. An in-place operation gives the tensor a new node,
                 # while hooks stay on the old one. The node is stored to detect that.
@@ -190,9 +302,8 @@ class ForwardHooks(Ending):
                     base.register_hook(partial(needed, uses=[]))
 
 
-def _uses_of(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]] | None:
+def _uses_of(tensor: torch.Tensor) -> _Uses | None:
     """Return what to call when the gradient of a block's output is there; None if ``tensor`` is no such
-    output, or was changed in place since.
-    """
+    output, or was changed in place since."""
     node, uses = getattr(tensor, _USES, (None, None))
     return uses if node is not None and node is tensor.grad_fn else None

@@ -43,15 +43,9 @@ class GatheringParameters(dict[str, "nn.Parameter | None"]):
         return (dict, (dict(self.items()),))
 
 
-def install(
-    model: nn.Module,
-    hooks: ForwardHooks,
-    units: dict[nn.Parameter, tuple[Unit, nn.Module]],
-) -> None:
-    """Install owner hooks and block hooks on ``model`` for its sharded parameters.
-
-    Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
-    """
+def install(model: nn.Module, hooks: ForwardHooks, units: dict[nn.Parameter, tuple[Unit, nn.Module]]) -> None:
+    """Install owner hooks and block hooks on ``model`` for its sharded parameters. Hooks hold the engine's
+    part weakly: dropping the model frees everything without a cycle collection."""
     weak = weakref.ref(hooks)
     # Keyed by id, which no other object gets while the unit lives, as the unit holds its parameters.
     weak_units = {
@@ -109,14 +103,9 @@ def _uses_of(
 
 
 def _install_owner_hooks(
-    module: nn.Module,
-    name: str,
-    weak: weakref.ref[ForwardHooks],
-    uses: tuple[_UnitUse, ...],
-    again: bool,
+    module: nn.Module, name: str, weak: weakref.ref[ForwardHooks], uses: tuple[_UnitUse, ...], again: bool
 ) -> None:
-    """Let a call of ``module`` gather the units of its own parameters, for the running block or for itself,
-    and ``again`` for its backward."""
+    """Let a call of ``module`` gather its units for the running block or itself, ``again`` in backward."""
     weak_owner = weakref.ref(module)
     ends_alone = False
 
@@ -174,23 +163,19 @@ def watch_reads(
         if alive is not None:
             alive(parameter)
 
+    def before_call(owner: nn.Module, *_: object) -> None:
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                watched(parameter)
+
     for module in model.modules():
         before = module._parameters
         if module in inside_compiled or not any(own in parameters for own in before.values()):
             continue
         gather = before.touch if isinstance(before, GatheringParameters) else None
         module._parameters = GatheringParameters(before, partial(_read_after, gather, watched))
-        _watch_calls(module, watched)
-
-
-def _watch_calls(module: nn.Module, watched: Callable[[nn.Parameter], None]) -> None:
-    def before(owner: nn.Module, *_: object) -> None:
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                watched(parameter)
-
-    # Reads that the owner hook foresaw do not call ``touch``, so they are reported here, before the call.
-    module.register_forward_pre_hook(before, prepend=True)
+        # Reads that the owner hook foresaw do not call ``touch``, so they are reported before the call.
+        module.register_forward_pre_hook(before_call, prepend=True)
 
 
 def _read_after(
@@ -251,9 +236,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` takes rows of its weight, which the backward of that does
-    not read.
-    """
+    """Return whether a call of ``module`` selects rows of its weight, which its backward does not read."""
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 

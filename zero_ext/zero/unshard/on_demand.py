@@ -16,24 +16,24 @@ from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.collective_errors import refuse_different_writes
 from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
 from zero_ext.zero.units.master_weights import MasterShard, store_values
-from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.parameter_marks import expert_ranks, refuse_packed
 from zero_ext.zero.units.plain_torch import in_transform, plain_torch
-from zero_ext.zero.units.quantized_params import refuse_packed
 from zero_ext.zero.units.released_params import ParameterFacts
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.gather_order import GatherOrder
-from zero_ext.zero.unshard.prefetcher import Prefetcher
+from zero_ext.zero.unshard.prefetcher import GatherOrder, Prefetcher
 
 
 class UpdateGuard(Protocol):
     """The schedule of the updates, which refuses uses and writes while parameters may change."""
 
-    @property
-    def in_progress(self) -> bool:
-        """Return whether a delayed update is running."""
+    in_progress: bool  # a delayed update is running
+    pending: bool  # updates inside backward wait for their step
 
     def refuse_pending(self, what: str) -> None:
-        """Raise ``RuntimeError`` while updates inside backward wait for their step."""
+        """Raise ``RuntimeError`` while updates are ``pending``."""
+
+    def refuse_local(self, what: str) -> None:
+        """Raise ``RuntimeError`` where the next step leaves gradients unreduced."""
 
     def refuse_drift(self, what: str) -> None:
         """Raise ``RuntimeError`` while the ranks' parameters differ between 1-bit exchanges."""
@@ -64,11 +64,9 @@ class ShardedState(Protocol):
 
 
 class OnDemandAccess:
-    """Reads and writes full values of an engine's released parameters, one unit gathered at a time.
-
-    Every read and write is a collective: all ranks use the same parameters in the same order, else an error
-    names the unit. The engine is held weakly.
-    """
+    """Reads and writes full values of an engine's released parameters, one unit gathered at a time. Every
+    read and write is a collective: all ranks use the same parameters in the same order, else an error names
+    the unit. The engine is held weakly."""
 
     def __init__(self, engine: ShardedState) -> None:
         self._engine = weakref.ref(engine)
@@ -77,24 +75,24 @@ class OnDemandAccess:
         return self
 
     def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         unit, number = self._alive().index[parameter]
         spec = unit.layout.specs[number]
         return ParameterFacts(spec.name, spec.stride, unit.generation(number))
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         engine = self._alive()
         unit, number = engine.index[parameter]
-        self._refuse_unfit(parameter, unit.layout.specs[number].name)
-        engine.updates.refuse_pending(f"a use of parameter '{unit.layout.specs[number].name}'")
+        name = unit.layout.specs[number].name
+        if in_transform():
+            raise RuntimeError(transform_refusal(name))
+        refuse_packed(parameter, name)
+        engine.updates.refuse_pending(f"a use of parameter '{name}'")
         engine.parameter_read(parameter)
         with plain_torch(), held(engine, [unit]):
             # A copy, because the unit is released here and its memory gets other contents.
             return like_parameter(parameter, unit.view_of(number).clone())
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """See :class:`~zero_ext.zero.units.released_params.Access`."""
         engine = self._alive()
         unit, number = engine.index[parameter]
         name = unit.layout.specs[number].name
@@ -115,6 +113,7 @@ class OnDemandAccess:
         name = unit.layout.specs[numbers[0]].name
         engine.updates.refuse_pending(f"a write to parameter '{name}'")
         if engine.updates.in_progress:
+            # Although the value is lost: a graph that saved it must not find the version of the old one.
             unit.accept_writes()
             raise RuntimeError(_update_refusal(name))
         with plain_torch():
@@ -128,11 +127,6 @@ class OnDemandAccess:
                 "value is not in memory. Keep a reference to the prepared model."
             )
         return engine
-
-    def _refuse_unfit(self, parameter: nn.Parameter, name: str) -> None:
-        if in_transform():
-            raise RuntimeError(transform_refusal(name))
-        refuse_packed(parameter, name)
 
 
 def _update_refusal(name: str) -> str:
@@ -148,16 +142,14 @@ def transform_refusal(name: str) -> str:
     """Return the message for a torch.func transform that meets the sharded parameter ``name``."""
     return (
         f"parameter '{name}': expected its value in memory inside a torch.func transform (grad, vmap, "
-        "jacrev, "
-        "...), got a sharded one, and nothing can be gathered there. Use "
-        "torch.autograd, or run the transform inside 'with zero_ext.gathered(model):'."
+        "jacrev, ...), got a sharded one, and nothing can be gathered there. Use torch.autograd, or run the "
+        "transform inside 'with zero_ext.gathered(model):'."
     )
 
 
 @contextlib.contextmanager
 def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, ``units`` are gathered exactly; a collective. What is written in the block is dropped if it
-    raises."""
+    """Gather ``units`` exactly inside; a collective. What is written in a block that raises is dropped."""
     holder, complete = object(), False
     # An order of its own: to look ahead from here would gather units that nobody asked for.
     order = GatherOrder[Unit]()
@@ -181,12 +173,8 @@ def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
 
 def commit_writes(engine: ShardedState, unit: Unit, numbers: Iterable[int]) -> None:
     """Make what was written to the gathered parameters ``numbers`` of ``unit`` the value of the shards and of
-    the master weights; a collective.
-
-    Raises:
-        RuntimeError: The ranks wrote different values (on all ranks; nothing changes), or the unit cannot be
-            written to now.
-    """
+    the master weights; a collective. ``RuntimeError``: the ranks wrote different values (on all ranks;
+    nothing changes), or the unit cannot be written to now."""
     if not unit.placement.params:
         raise zero_ext_bug(f"{unit.describe()}: writes to replicated parameters are followed by the step")
     try:

@@ -1,20 +1,76 @@
-"""The gathering of units: on demand, ahead of need, under a cap on live parameters."""
+"""The gathering of units: on demand, ahead of need by the recorded order, under a cap on live parameters."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
-from zero_ext.zero.unshard.gather_order import GatherOrder
 
 U = TypeVar("U", bound=GatheredUnit)
 
 _RETAINED = object()  # holds units for a second backward pass
+
+
+class GatherOrder(Generic[U]):
+    """The units of one pass (forward or backward) in the order they were needed.
+
+    The longest complete pass is the prediction, or a shorter one once two in turn were alike; a pass that
+    departs from it costs time, never correctness: the cursor moves to the next place where the needed unit is
+    expected, or stays. Where passes repeat (``repeats``: forwards without autograd, token after token) the
+    last one is the prediction, and after its end comes its beginning. Of any other the pass ``then`` follows.
+    """
+
+    def __init__(self, then: GatherOrder[U] | None = None) -> None:
+        self._recorded: list[U] = []
+        self._trace: list[U] = []
+        self._last: list[U] = []  # the pass before this one
+        self._cursor = 0
+        self._then = then
+        self.repeats = False
+
+    def begin(self, repeats: bool = False) -> None:
+        """Start a pass; ``repeats`` if another one like it will follow."""
+        self.repeats = repeats
+        self._trace = []
+        self._cursor = 0
+
+    def needed(self, unit: U) -> list[U]:
+        """Note that ``unit`` is needed now; the units that were expected before it."""
+        self._trace.append(unit)
+        for position in range(self._cursor, len(self._recorded)):
+            if self._recorded[position] is unit:
+                skipped, self._cursor = self._recorded[self._cursor : position], position + 1
+                return skipped
+        return []
+
+    def finish(self) -> None:
+        """End a pass: what was needed in it may be expected from now on."""
+        trace, last, self._last = self._trace, self._last, self._trace
+        # A block that is called by itself is no pass of the model.
+        if len(trace) > 1 or not self._recorded:
+            if self.repeats or trace == last or len(trace) > len(self._recorded):
+                self._recorded = trace
+            self._trace = []
+            # Between passes nothing is expected, unless the order repeats.
+            self._cursor = len(self._recorded)
+
+    def expect(self, units: Iterable[U]) -> None:
+        """Predict a pass that needs ``units`` in this order, before any was recorded."""
+        self._recorded = list(units)
+
+    def upcoming(self, beyond: bool = False) -> Iterator[U]:
+        """Yield the units expected next, nearest first; ``beyond``: also those of the pass that follows."""
+        yield from islice(self._recorded, self._cursor, None)
+        if self.repeats:
+            yield from islice(self._recorded, self._cursor)
+        elif beyond and self._then is not None:
+            yield from self._then._recorded
 
 
 class Prefetcher(Generic[U]):
@@ -48,8 +104,7 @@ class Prefetcher(Generic[U]):
         self._prefetch_limit = policy.prefetch_elements
         self._reuse_limit = policy.reuse_elements
         self._retained: set[U] = set()  # for their next use, farther than one looks ahead
-        self._bus = bus
-        self._commit = commit
+        self._bus, self._commit = bus, commit
         self._warn = warn or _warn
         self._warned: set[str] = set()
         self.borrowers: set[object] = set()  # blocks of code that use whole parameters, replicated or not
@@ -59,19 +114,19 @@ class Prefetcher(Generic[U]):
         """Elements of all units that are gathered or being gathered."""
         return sum(unit.spec.numel for unit in self._live())
 
-    def _live(self) -> list[U]:
-        """Return the units that are gathered or being gathered, in their order."""
+    def _live(self) -> set[U]:
         self._seen_live = {unit for unit in self._seen_live if unit.state is not UnitState.RELEASED}
-        # Callers release in this order. A release waits for exchanges and commits writes,
-        # which is a collective, and the order of a set differs between ranks.
-        return sorted(self._seen_live, key=self._numbers.__getitem__)
+        return self._seen_live
+
+    def _live_in_order(self) -> list[U]:
+        # Callers release in this order. A release waits for exchanges and commits writes, which is a
+        # collective, and the order of a set differs between ranks.
+        return sorted(self._live(), key=self._numbers.__getitem__)
 
     def order_of_forward(self) -> GatherOrder[U]:
-        """Return the order that the forward about to run follows and records.
-
-        With every unit held from outside, ranks may run different numbers of forwards through different
-        blocks. What they record must not steer look-ahead, as all ranks start its exchanges alike.
-        """
+        """Return the order that the forward about to run follows and records. With every unit held from
+        outside, ranks may run different numbers of forwards through different blocks. What they record must
+        not steer look-ahead, as all ranks start its exchanges alike."""
         return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
 
     def need(self, unit: U, holder: object, order: GatherOrder[U], exact: bool = False) -> None:
@@ -104,10 +159,8 @@ class Prefetcher(Generic[U]):
             self._evict(unit)
 
     def retain(self, units: Iterable[U], reason: str) -> None:
-        """Keep ``units`` gathered until :meth:`release_retained`, and warn of the ``reason`` once.
-
-        For a backward pass that needs them at a time that hooks cannot foresee.
-        """
+        """Keep ``units`` gathered until :meth:`release_retained`, and warn of the ``reason`` once. For a
+        backward pass that needs them at a time that hooks cannot foresee."""
         for unit in units:
             self.need(unit, _RETAINED, self.backward_order)
         if reason not in self._warned and self.units:
@@ -143,17 +196,14 @@ class Prefetcher(Generic[U]):
                 self._evict(unit)
 
     def forget_values(self) -> None:
-        """Before shards change: releases the units that nobody holds, and drops what nodes keep of others'
-        shards."""
+        """Before shards change: releases units that nobody holds, and what nodes keep of others' shards."""
         self.release_retained()
         self.release_idle()
         for unit in self.units:
             unit.invalidate()
 
     def expects_gathers(self) -> bool:
-        """Return whether the backward pass under way will begin to gather units, as far as its order is
-        known.
-        """
+        """Return whether the running backward pass will gather units, as far as its order is known."""
         left = (UnitState.RELEASED, UnitState.FETCHING)
         return any(unit.state in left for unit in self.backward_order.upcoming())
 
@@ -201,7 +251,7 @@ class Prefetcher(Generic[U]):
 
     def _release_unexpected(self, order: GatherOrder[U]) -> None:
         wanted = set(self._window(order.upcoming(beyond=True)))
-        for unit in self._live():
+        for unit in self._live_in_order():
             retained = unit in self._retained and self._is_reused(unit, order)
             if not unit.holders and not retained and unit not in wanted:
                 self._evict(unit)
@@ -249,7 +299,7 @@ class Prefetcher(Generic[U]):
         return self._fits or self.live_elements + numel <= self._live_limit
 
     def _free_space(self, unit: U) -> None:
-        for other in self._live() if not self._fits_in(unit.spec.numel) else ():
+        for other in self._live_in_order() if not self._fits_in(unit.spec.numel) else ():
             if self._fits_in(unit.spec.numel):
                 return
             if other is not unit and not other.holders:
@@ -283,10 +333,8 @@ class Prefetcher(Generic[U]):
 
     def _window(self, expected: Iterable[U]) -> Iterator[U]:
         """Yield the units that should be under way: those ``expected`` next and not gathered, nearest first.
-
         The next one always is, and further ones while all of them stay within the limit of prefetching. A
-        shard on NVMe is read before it is gathered, so two such units always are. With limit 0 none is.
-        """
+        shard on NVMe is read before it is gathered, so two such units always are. With limit 0 none is."""
         ahead, seen = 0, set[U]()
         for unit in expected if self._prefetch_limit else ():
             if unit.state is UnitState.GATHERED or unit in self._retained or unit in seen:

@@ -23,8 +23,7 @@ class Beginning(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """A step that is over on the host: its phases on the device, where its loss and norm come, when they have
-    come."""
+    """A step that is over on the host: its phases on the device, where and when its loss and norm come."""
 
     step: int
     phases: list[tuple[Phase, torch.Event, torch.Event]]
@@ -34,16 +33,12 @@ class _Spans(NamedTuple):
 
 
 class StepClock:
-    """Publishes phases to ``bus``, and adds up the losses of a step's micro-batches.
-
-    On an accelerator nobody waits for either: events in its stream mark the phases, the loss is copied behind
-    them, and both are read at the end of the first step that finds them passed. Nothing happens while nobody
-    listens.
-    """
+    """Publishes phases to ``bus``, and adds up the losses of a step's micro-batches. On an accelerator nobody
+    waits for either: events in its stream mark the phases, the loss is copied behind them, and both are read
+    at the end of the first step that finds them passed. Nothing happens while nobody listens."""
 
     def __init__(self, bus: Bus, device: Device) -> None:
-        self._bus = bus
-        self._device = device
+        self._bus, self._device = bus, device
         self._loss: torch.Tensor | None = None
         self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
         self._coming: deque[_Spans] = deque()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
+from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.optim.one_bit import CompressionPhase
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
-from zero_ext.zero.step.one_bit.exchange_base import PREFIX, ExchangeStrategy, OneBitContext
-from zero_ext.zero.step.one_bit.lamb_exchange import LambExchange
-from zero_ext.zero.step.one_bit.stage0_exchange import GradientExchange, MomentumExchange
-from zero_ext.zero.step.one_bit.stage1_exchange import ShardedExchange
-from zero_ext.zero.step.one_bit.zero_one_exchange import ZeroOneExchange
-from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdatesAfterBackward
-from zero_ext.zero.units.master_weights import MasterShard
-from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.step.onebit_exchanges import (
+    PREFIX,
+    ExchangeStrategy,
+    GradientExchange,
+    LambExchange,
+    MomentumExchange,
+    ShardedExchange,
+    ZeroOneExchange,
+)
+from zero_ext.zero.step.update_schedule import AuxiliaryState, UpdateInputs, UpdatesAfterBackward
+from zero_ext.zero.units.collective_errors import ranks_where
 
 _log = logging.getLogger(__name__)
 _REPLICATED: dict[CompressionPhase, type[ExchangeStrategy]] = {
@@ -44,34 +48,24 @@ class OneBitUpdates(UpdatesAfterBackward):
 
     obeys_scale = False
 
-    def __init__(
-        self,
-        stepper: OneBitStepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-        made: Callable[[], int],
-    ) -> None:
-        super().__init__(stepper, masters, gradients, collectives)
+    def __init__(self, inputs: UpdateInputs, stepper: OneBitStepper, made: Callable[[], int]) -> None:
+        super().__init__(inputs)
+        self._inputs = inputs
         self._one_bit = stepper
         self._made = made
-        self._sharded = any(master.unit.placement.optimizer for master in masters)
+        self._sharded = any(master.unit.placement.optimizer for master in self._masters)
         self._strategies = _SHARDED if self._sharded else _REPLICATED
-        self._context = OneBitContext(stepper, self._masters, self._gradients, collectives)
         self._strategy: ExchangeStrategy | None = None
 
     @property
     def needs_local_gradients(self) -> bool:
-        """See :class:`UpdateSchedule`."""
         return self._phase.compresses and self._collectives.world_size > 1
 
     @property
     def drifts(self) -> bool:
-        """See :class:`UpdateSchedule`."""
         return bool(self._one_bit.rates)
 
     def refuse_local(self, what: str) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients:
             raise RuntimeError(
                 f"{what}: expected averaged gradients, got a step in which the ranks exchange signs "
@@ -80,7 +74,6 @@ class OneBitUpdates(UpdatesAfterBackward):
             )
 
     def refuse_drift(self, what: str) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.drifts:
             raise RuntimeError(
                 f"{what}: expected the same parameters on all ranks, got a step between two exchanges "
@@ -93,27 +86,21 @@ class OneBitUpdates(UpdatesAfterBackward):
         return self._one_bit.optimizer.phase(self._made() + 1, self._sharded)
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
-                "backward: expected no gradients of a step before, as from this step on they stay on "
-                "their rank and signs are exchanged, got averaged ones. Call optimizer.zero_grad() "
-                "between the two."
+                "backward: expected no gradients of a step before, as from this step on they stay on their "
+                "rank and signs are exchanged, got averaged ones. Call optimizer.zero_grad() between the two."
             )
 
     def not_finite(self) -> list[int]:
-        """See :class:`UpdateSchedule`."""
         squares = Squares()
         for gradients in self._gradients:
             if gradients.has_local:
                 squares.add(gradients.local_sum())
         bad = not torch.isfinite(ops.squared_norm_value(squares.total()))
-        flags = torch.zeros(self._collectives.world_size, dtype=torch.int64, device="cpu")
-        flags[self._collectives.rank] = int(bad)
-        return self._collectives.sum_(flags, "agreement on finite gradients").nonzero().flatten().tolist()
+        return ranks_where(self._collectives, bad, "agreement on finite gradients")
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`."""
         phase = self._phase
         if not phase.compresses:
             super().run(scale, used)
@@ -126,7 +113,7 @@ class OneBitUpdates(UpdatesAfterBackward):
             self._step_alone(float(scale), used)
             return
         if type(self._strategy) is not self._strategies[phase]:
-            self._strategy = self._strategies[phase](self._context)
+            self._strategy = self._strategies[phase](self._inputs, self._one_bit)
         self._strategy.step(float(scale), used & self._one_bit.names, phase is not CompressionPhase.LOCAL)
 
     def _raise_variance(self) -> None:
@@ -147,38 +134,29 @@ class OneBitUpdates(UpdatesAfterBackward):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def auxiliary_state(self) -> Iterator[AuxiliaryState]:
-        """See :class:`UpdateSchedule`."""
         return iter(()) if self._strategy is None else self._strategy.auxiliary_state()
 
     def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`UpdateSchedule`."""
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
         before, self._strategy = self._strategy, None
         for strategy in self._strategies.values():
             alone = self._collectives.world_size == 1 and not strategy.SINGLE_RANK
             if stored and not alone and stored.issuperset(strategy.names(self._collectives).values()):
-                self._strategy = strategy(self._context)
+                self._strategy = strategy(self._inputs, self._one_bit)
         if stored and self._strategy is None and self._collectives.rank == 0:
             _log.warning(
                 "the checkpoint holds errors of compression of other ranks, another stage or optimizer (%s): "
                 "they start at zero here, and what the exchanges before had lost stays lost",
                 ", ".join(sorted(stored)[:3]),
             )
-
-        def undo() -> None:
-            self._strategy = before
-
-        return undo
+        return lambda: setattr(self, "_strategy", before)
 
     def leaves(self, kind: str) -> bool:
-        """See :class:`UpdateSchedule`."""
         return kind.startswith(PREFIX) and self._strategy is None
 
     def restore(self) -> None:
-        """See :class:`UpdateSchedule`."""
         if self._strategy is not None:
             self._strategy.restore()
 
     def allocated_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`UpdateSchedule`. The auxiliary state of the exchange."""
         return {"device": 0 if self._strategy is None else self._strategy.allocated_bytes()}

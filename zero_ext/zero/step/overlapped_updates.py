@@ -1,19 +1,30 @@
-"""Updates inside backward: each unit's as soon as its gradients are reduced."""
+"""Updates that overlap: inside backward, or alongside the next step's forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zero_ext.comm import Collectives
+from zero_ext.config import Tier
+from zero_ext.config.events import Bus
+from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.update_schedule import MIXTURE, UpdatesAfterBackward, publish, settings_of
-from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.master_weights import MasterShard, follow_writes
-from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.step.update_schedule import (
+    MIXTURE,
+    UpdateInputs,
+    UpdatesAfterBackward,
+    publish,
+    settings_of,
+)
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
+from zero_ext.zero.units.master_weights import follow_writes
 
 _INSTEAD = "set offload.update_mode to 'after_backward'"
 
@@ -31,18 +42,9 @@ class UpdatesInBackward(UpdatesAfterBackward):
     clears = True
     obeys_scale = False
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        masters: Sequence[MasterShard],
-        gradients: Mapping[Unit, UnitGradients],
-        collectives: Collectives,
-        groups: list[dict[str, Any]],
-        on_trial: bool,
-    ) -> None:
-        super().__init__(stepper, masters, gradients, collectives)
-        self._groups = groups
-        self._on_trial = on_trial
+    def __init__(self, inputs: UpdateInputs, groups: list[dict[str, Any]], on_trial: bool) -> None:
+        super().__init__(inputs)
+        self._groups, self._on_trial = groups, on_trial
         self._number_of = {each: number for number, each in enumerate(self._gradients)}
         self._last = False  # whether the latest pass ends the accumulation
         self._scale = torch.ones((), device="cpu")
@@ -52,8 +54,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         self._stale: str | None = None  # a parameter that was read after its update
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
-        """See :class:`UpdateSchedule`. Raises ``RuntimeError`` if the step of the pass before is still
-        due."""
+        """Raise ``RuntimeError`` if the step of the pass before is still due."""
         if self.pending:
             raise RuntimeError(
                 "backward: expected optimizer.step() before it, as offload.update_mode is "
@@ -69,27 +70,23 @@ class UpdatesInBackward(UpdatesAfterBackward):
 
     @property
     def updated(self) -> bool:
-        """See :class:`UpdateSchedule`."""
         return bool(self._early) and not self._on_trial
 
     def refuse_pending(self, what: str) -> None:
-        """See :class:`UpdateSchedule`."""
         if self.pending:
             raise RuntimeError(
-                f"{what}: expected optimizer.step() before it, as offload.update_mode is "
-                "'in_backward', some units are updated and gradients are used up. Call "
-                "optimizer.step() first. To clip, set gradient_clipping. To read or change "
-                f"gradients, {_INSTEAD}."
+                f"{what}: expected optimizer.step() before it, as offload.update_mode is 'in_backward', some "
+                "units are updated and gradients are used up. Call optimizer.step() first. To clip, set "
+                f"gradient_clipping. To read or change gradients, {_INSTEAD}."
             )
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
-        """See :class:`UpdateSchedule`."""
         self.pending = self.pending or self._last
         if self._last and (self._number_of[gradients] in self._early or gradients.reducing):
             self._refuse_late(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """See :class:`UpdateSchedule`: updates the unit if its gradients are all there."""
+        """Update the unit if its gradients are all there."""
         number = self._number_of[gradients]
         if number in self._early:
             self._refuse_late(gradients)
@@ -113,7 +110,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
         # Autograd then refuses values that it saved before the update.
         gradients.unit.forbid_saved(gradients.contributed)
         if not self._on_trial:
-            gradients.use_up()
+            gradients.storage.forget()  # the update was its only reader
 
     def _refuse_late(self, gradients: UnitGradients) -> None:
         self._error = self._error or RuntimeError(
@@ -123,14 +120,13 @@ class UpdatesInBackward(UpdatesAfterBackward):
         )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
-        """See :class:`UpdateSchedule`: a value from after the update would go into other gradients."""
+        """Note a read of a value from after the update, which would go into other gradients."""
         name = gradients.unit.layout.specs[index].name
         if name in self._early.get(self._number_of[gradients], ()):
             self._stale = self._stale or name
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`UpdateSchedule`. Agree on the updates in backward, commit or roll back trial
-        updates, make the remaining ones and publish parameters."""
+        """Agree on the updates in backward, commit or roll back trial ones, make the others and publish."""
         # All ranks have the same scales, so either all of them roll back or none.
         self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
         self.rolled_back_steps += self.rolled_back
@@ -173,7 +169,6 @@ class UpdatesInBackward(UpdatesAfterBackward):
         list(self._stepper.step(self._updates(done), scale, used))
 
     def rollback(self) -> None:
-        """See :class:`UpdateSchedule`."""
         self.rolled_back = bool(self._early)
         self.rolled_back_steps += self.rolled_back
         try:
@@ -192,7 +187,7 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self.flag.lower()
 
     def forget(self) -> str | None:
-        """See :class:`UpdateSchedule`. Raise ``RuntimeError`` if updates cannot be rolled back."""
+        """Raise ``RuntimeError`` if updates cannot be rolled back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
                 "clearing gradients: expected optimizer.step() before it, as offload.update_mode is "
@@ -201,7 +196,6 @@ class UpdatesInBackward(UpdatesAfterBackward):
         return self.abandon()
 
     def abandon(self) -> str | None:
-        """See :class:`UpdateSchedule`."""
         try:
             if self._early and not self._on_trial:
                 return (
@@ -216,7 +210,6 @@ class UpdatesInBackward(UpdatesAfterBackward):
             self.drop()
 
     def drop(self) -> None:
-        """See :class:`UpdateSchedule`."""
         if self._on_trial:
             for number in self._early:
                 self._stepper.commit(number)
@@ -234,3 +227,185 @@ def _refuse_changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
                 f"backward, {old.get(changed[0])!r}, got {new[changed[0]]!r} before optimizer.step(). "
                 f"Change it after optimizer.step(), as schedulers do, or {_INSTEAD}."
             )
+
+
+_UNCHANGED = (
+    "No parameter or optimizer state was changed. Call optimizer.zero_grad() and repeat forward and backward."
+)
+
+
+class DelayedUpdates(UpdatesAfterBackward):
+    """The updates of a step run on a thread of their own until the next step, or until state is read (the
+    one-step delayed parameter update of ZeRO-Offload, Ren et al., arXiv 2101.06840).
+
+    Forward and backward in between use the parameters from before them: the thread changes master weights and
+    the optimizer's state alone, from copies of the gradients (in the host's memory, as many bytes as a rank's
+    part of them) and of the hyper-parameters: the stepper reads ``settings``, which :meth:`run` copies from
+    the live ``groups``. :meth:`finish` makes the parameters follow, see :meth:`MasterShard.publish`.
+    """
+
+    obeys_scale = False
+
+    def __init__(
+        self,
+        inputs: UpdateInputs,
+        groups: Sequence[dict[str, Any]],
+        settings: Sequence[dict[str, Any]],
+        tiers: TierManager,
+    ) -> None:
+        super().__init__(inputs)
+        self._groups, self._settings, self._tiers = groups, settings, tiers
+        self._copies: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
+        self._job: _Job | None = None
+        self._used: frozenset[str] = frozenset()
+        self._joining: weakref.finalize[Any, Any] | None = None
+
+    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """See :class:`UpdateSchedule`. Copy the gradients. The updates start in :meth:`begin_delayed`,
+        or at the latest in :meth:`finish`."""
+        if self._job is not None:
+            raise zero_ext_bug("the updates of a step before were not finished")
+        updates = self._copy_gradients()
+        for copied, live in zip(self._settings, settings_of(self._groups), strict=True):
+            # In place, because the stepper holds these dictionaries.
+            copied.clear()
+            copied.update(live)
+        # The call must not refer to this object: it lives on while the model goes.
+        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
+        self._used = used
+        self.in_progress = True
+
+    def begin_delayed(self) -> None:
+        if self._job is not None:
+            self._job.start()
+            # A model that goes takes its storage and memory along, so the thread has to end first.
+            self._joining = weakref.finalize(self, self._job.join)
+
+    def wait(self) -> None:
+        if self._job is not None:
+            self._job.result()
+
+    def finish(self) -> None:
+        job = self._job
+        if job is None:
+            return
+
+        def complete() -> list[int]:
+            numbers = job.result()
+            for number in numbers:
+                self._masters[number].publish(self._used)
+            return numbers
+
+        try:
+            numbers = raise_on_all_ranks(self._collectives, complete, "the optimizer step", MIXTURE)
+        except CollectiveError:
+            self._forget()
+            raise
+        self._forget()
+        units = [self._masters[number].unit for number in numbers]
+        for unit in units:
+            unit.forbid_saved(range(len(unit.parameters)))
+        publish(units)
+
+    def allocated_bytes(self) -> Mapping[Tier, int]:
+        """Return the bytes of the copies of the gradients."""
+        held: Counter[Tier] = Counter()
+        for number, copy in self._copies.items():
+            held[self._near(number)] += copy.nbytes
+        return held
+
+    def _near(self, number: int) -> Tier:
+        tier = self._masters[number].state.tier
+        return "host" if tier == "nvme" else tier
+
+    def _copy_gradients(self) -> list[Update]:
+        """Return updates that read copies of the gradients. A collective where gradients are on NVMe.
+        ``RuntimeError``: a copy failed on some rank. It is raised on all ranks, before anything changed."""
+
+        stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
+        try:
+            return raise_on_all_ranks(
+                self._collectives,
+                lambda: [Update(each.index, self._copy(each)) for each in self._updates()],
+                "reading gradients for the optimizer step",
+                _UNCHANGED,
+                stored,
+            )
+        except CollectiveError as error:
+            # Not as CollectiveError, which would mark the model as damaged.
+            raise RuntimeError(str(error)) from error
+
+    def _copy(self, update: Update) -> ShardStorage:
+        gradient, copy, tier = update.gradient, self._copies.get(update.index), self._near(update.index)
+        if copy is None or copy.dtype != gradient.dtype:
+            padded = -(-gradient.numel // gradient.grain) * gradient.grain
+            copy = self._tiers.device.allocate(tier, padded, gradient.dtype)
+            self._copies[update.index] = copy
+        gradient.fetch(copy, 0, tier).wait()
+        return MemoryShard(tier, copy[: gradient.numel], self._tiers.transfers, self._tiers.device)
+
+    def _forget(self) -> None:
+        self._job, self.in_progress = None, False
+        if self._joining is not None:
+            self._joining.detach()
+            self._joining = None
+
+
+def _step_of(
+    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str], device: Device
+) -> Callable[[], list[int]]:
+    stream = device.inherit_stream()
+
+    def step() -> list[int]:
+        # A thread starts with gradients enabled and in its own stream, and state may be on the device.
+        with torch.no_grad(), stream:
+            return list(stepper.step(updates, scale, used))
+
+    return step
+
+
+class _Job:
+    """A call that is made once: on a thread of its own if that is started, else by who asks for the result.
+    The interpreter's exit waits for the thread, before it closes stores. ``bus`` gets events of how long the
+    thread is waited for, and of nothing on it."""
+
+    def __init__(self, call: Callable[[], list[int]], bus: Bus) -> None:
+        self._bus = bus
+        self._call: Callable[[], list[int]] | None = call
+        self._thread: threading.Thread | None = None
+        self._numbers: list[int] = []
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run_beside, name="zero_ext delayed update", daemon=False)
+        self._thread.start()
+
+    def join(self) -> None:
+        # The garbage collector may run on the thread itself.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def result(self) -> list[int]:
+        """Return what the call returned; raise what it raised."""
+        if self._thread is None:
+            self._run()
+        elif self._thread.is_alive():
+            began = self._bus.now()
+            self.join()
+            self._bus.waited("update", began)
+        if self._error is not None:
+            raise self._error
+        return self._numbers
+
+    def _run_beside(self) -> None:
+        with self._bus.background():
+            self._run()
+
+    def _run(self) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        try:
+            self._numbers = call()
+        except Exception as error:
+            self._error = error

@@ -18,7 +18,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import engine_of
 from zero_ext.zero.units.unit import Unit
-from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 
 TRANSITIONS = ("to_fetching", "to_gathering", "to_gathered", "set_aside", "to_released")
 
