@@ -13,11 +13,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from zero_ext.config.base_section import ConfigSection, accepted, section_type
-from zero_ext.config.deepspeed.key import Key
-from zero_ext.config.deepspeed.key_registry import TABLE
-from zero_ext.config.training import OPTIMIZERS, SCHEDULERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS
 from zero_ext.config.deepspeed.deepspeed_keys import Key
 from zero_ext.config.deepspeed.translate import TABLE
+from zero_ext.config.training import OPTIMIZERS, SCHEDULERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS
 from zero_ext.config.zero_config import ZeroConfig
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.ops import swap_storages_
+from zero_ext.ops.host_memory import swap_storages_
 
 DEVICE = "stand_in"
 

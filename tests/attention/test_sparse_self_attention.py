@@ -16,10 +16,8 @@ from typing_extensions import get_type_hints
 
 from tests.attention.strategies import SEEDS, policies
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
-from zero_ext.attention.masks import MoreMasks
-from zero_ext.config.sparse_attention import SparseAttentionConfig
 from zero_ext.attention.sparse_self_attention import MoreMasks
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
+from zero_ext.config.sparse_attention import SparseAttentionConfig
 
 HEADS, DIM = 4, 16
 

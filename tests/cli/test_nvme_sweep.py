@@ -12,11 +12,22 @@ import pytest
 import torch
 
 from zero_ext import ops
-from zero_ext.cli.nvme.fio import FioJob, parse_fio, run_fio
-from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile, Setting, buffer_bytes, engine_pass, plain_pass
-from zero_ext.cli.nvme.nvme_sweep import Contender, Grid, best_of, in_turn
+from zero_ext.cli.nvme_sweep import (
+    Contender,
+    Cost,
+    DeviceFile,
+    FioJob,
+    Grid,
+    Setting,
+    best_of,
+    buffer_bytes,
+    engine_pass,
+    in_turn,
+    parse_fio,
+    plain_pass,
+    run_fio,
+)
 from zero_ext.plan.parse_sizes import bytes_of, size_text
-from zero_ext.config.parse_sizes import bytes_of, size_text
 
 JOB = FioJob(Path("/data/a:b"), "io_uring", 1 << 20, 32, 1, 1 << 30, writing=True, direct=True)
 

@@ -12,8 +12,9 @@ import torch
 from tests.cli.command import run
 from tests.ops.torch_2_11 import hide_swap
 from zero_ext.cli import environment
-from zero_ext.ops import load, torch_swaps_storages
+from zero_ext.ops.host_memory import torch_swaps_storages
 from zero_ext.ops.jit import jit_build as just_in_time
+from zero_ext.ops.load_library import load
 
 
 @pytest.fixture

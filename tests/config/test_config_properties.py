@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.base_section import key_paths
-from zero_ext.config.deepspeed.key_registry import KEYS, SECTIONS
+from zero_ext.config.deepspeed.translate import KEYS, SECTIONS
 from zero_ext.config.training import OPTIMIZERS, SCHEDULERS
 from zero_ext.config.zero_config import ONE_BIT
-from zero_ext.config.deepspeed.translate import KEYS, SECTIONS
-from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.optimizer_names import OPTIMIZERS, SCHEDULERS
-from zero_ext.config.schema.base_section import key_paths
 
 calm = settings(deadline=None)
 DTYPES = ["fp32", "bf16", "fp16"]

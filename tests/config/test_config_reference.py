@@ -10,10 +10,7 @@ import pytest
 from scripts.config_reference import attribute_texts, native_table, rewrite
 from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.base_section import key_paths, section_type
-from zero_ext.config.deepspeed.key_registry import TABLE
 from zero_ext.config.deepspeed.translate import TABLE
-from zero_ext.config.schema.base_section import key_paths, section_type
-from zero_ext.config.schema.generate_docs import attribute_texts, native_table, rewrite
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"

@@ -18,12 +18,9 @@ from zero_ext.config import (
     ZeroConfig,
     load_deepspeed_config,
 )
-from zero_ext.config.deepspeed.key import Key
-from zero_ext.config.deepspeed.key_registry import KEYS, SECTIONS, TABLE
-from zero_ext.config.sparse_attention import MODE_KEYS
 from zero_ext.config.deepspeed.deepspeed_keys import Key
 from zero_ext.config.deepspeed.translate import KEYS, SECTIONS, TABLE
-from zero_ext.config.sections.sparse_attention import MODE_KEYS
+from zero_ext.config.sparse_attention import MODE_KEYS
 
 _DEVICE = "zero_optimization.offload_optimizer.device"
 _NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -56,8 +56,7 @@ from tests.gpu.test_graphs import (
     test_replays_equal_steps_made_one_by_one,
 )
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
-from tests.gpu.test_lamb import test_lamb_is_the_cpus, test_norms_of_long_segments
-from tests.gpu.test_lion import test_is_the_cpus
+from tests.gpu.test_lamb_and_lion import test_norms_of_long_segments, test_steps_are_the_cpus
 from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_use_no_more
 from tests.gpu.test_memory import test_device_bytes_equal_the_breakdown as check_device_bytes
 
@@ -78,8 +77,6 @@ __all__ = [
     "test_delayed_updates_follow_the_cpus",
     "test_direct_storage_changes_no_bit",
     "test_each_of_a_hundred_steps_is_the_cpus",
-    "test_is_the_cpus",
-    "test_lamb_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
     "test_negative_values_of_the_unsigned_code_read_as_nan",
@@ -91,6 +88,7 @@ __all__ = [
     "test_rows_that_begin_anywhere",
     "test_slices",
     "test_squared_norm_is_exact",
+    "test_steps_are_the_cpus",
     "test_sums_of_shards",
     "test_tensors_of_two_devices_are_refused",
     "test_tied_weights",

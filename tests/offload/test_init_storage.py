@@ -10,9 +10,6 @@ import torch
 
 from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.config.offload import Tier
-from zero_ext.offload import InitStorage, NvmeStore, ShardStorage, init_storage
-from zero_ext.offload.nvme.nvme_shard_storage import NvmeShard
-from zero_ext.config.sections.offload import Tier
 from zero_ext.offload import InitStorage, NvmeStore, ShardStorage, tier_manager
 from zero_ext.offload.shard_storage import NvmeShard
 

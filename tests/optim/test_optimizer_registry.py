@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import zero_ext
 from tests.optim.memory_range import alone, device_tiers, memory_range
-from zero_ext.config import onebit_rules, optimizer_names
+from zero_ext.config import training, zero_config
 from zero_ext.optim import Segment, make_stepper, optimizer_registry, state_kinds
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.optimizer_registry import (
@@ -145,9 +145,9 @@ def test_what_runs_fused() -> None:
 def test_the_table_has_the_names_that_configurations_may_have() -> None:
     abstract = {name for name, entry in OPTIMIZERS.items() if inspect.isabstract(entry.kind)}
     assert abstract == {"OneBitOptimizer"}
-    assert OPTIMIZERS.keys() - abstract == set(optimizer_names.OPTIMIZERS)
+    assert OPTIMIZERS.keys() - abstract == set(training.OPTIMIZERS)
     found = [name for name in OPTIMIZERS.keys() - abstract if is_one_bit(OPTIMIZERS[name].kind(parameters()))]
-    assert set(found) == set(onebit_rules.ONE_BIT)
+    assert set(found) == set(zero_config.ONE_BIT)
 
 
 class Doubled(optim.SGD):

@@ -15,7 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import configuration, units_gathered_once
 from zero_ext.config import CommunicationConfig
-from zero_ext.ops import sign_payload_bytes
+from zero_ext.config.buffer_sizes import sign_payload_bytes
 from zero_ext.plan import (
     Sent,
     TrainingState,

@@ -12,10 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_ext.attention.block_layout import MOST_BLOCKS, BlockLayout
-from zero_ext.attention.random_blocks import Integers, random_columns
-from zero_ext.attention.row_pattern import RowPattern, compressed_rows
 from zero_ext.config.sparse_attention import SparseAttentionConfig
-from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -16,7 +16,7 @@ from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout_builder import LayoutCache
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.sparse_attention import AttentionBackend, SparseAttentionConfig
-from zero_ext.ops import block_sparse_attention
+from zero_ext.ops.attention import block_sparse_attention
 
 # Batch, query heads, query length, key length.
 _Shape = tuple[int, int, int, int]

@@ -16,13 +16,6 @@ import torch
 
 from zero_ext.checkpoint.files import CheckpointError, IoThread, aligned_block, open_regular, raw_view
 from zero_ext.checkpoint.format.manifest import Manifest, SliceRecord, slice_bytes
-from zero_ext.ops.storage.checksum import crc32c
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.io_thread import IoThread
-from zero_ext.checkpoint.files.raw_buffers import aligned_block, raw_view
-from zero_ext.checkpoint.files.safe_open import open_regular
-from zero_ext.checkpoint.format.manifest import Manifest, SliceRecord
-from zero_ext.checkpoint.format.manifest_check import slice_bytes
 from zero_ext.ops.storage import crc32c
 
 _BATCH_BYTES = 2 << 20  # small enough to be hashed while still in the processor's cache

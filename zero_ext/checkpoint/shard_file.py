@@ -15,8 +15,9 @@ from zero_ext.checkpoint.format.manifest import FileRecord, SliceRecord, shard_f
 from zero_ext.checkpoint.format.state_source import BUFFER, TensorSlice
 from zero_ext.checkpoint.format.tensor_files import TensorEntry, dtype_name, encode_header
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
-from zero_ext.ops import host_buffer, pack_
-from zero_ext.ops.storage.checksum import crc32c
+from zero_ext.ops.flat import pack_
+from zero_ext.ops.host_memory import host_buffer
+from zero_ext.ops.storage import crc32c
 
 _STAGING_ALIGNMENT = 64
 _BLOCKS = 3

@@ -14,8 +14,8 @@ from rich.table import Table
 from zero_ext import ops
 from zero_ext.cli.console import print_json, terminal, write_json
 from zero_ext.cli.nvme_sweep import Contender, Grid, Sweep, fio_installed, sweep_device
-from zero_ext.config.parse_sizes import bytes_of, size_text
 from zero_ext.config.plot_colors import SERIES
+from zero_ext.plan.parse_sizes import bytes_of, size_text
 
 _COLORS = dict(zip(("io_uring", "libaio", "threads"), SERIES, strict=False))
 _LINES = ("-", "--", ":", "-.")

@@ -13,11 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from zero_ext.cli.common_options import AsJson, CheckpointFolder, OutputFolder, Step
-from zero_ext.cli.console import NEGATIVE, counted, errors_on_stderr, print_json, printable, terminal
-from zero_ext.plan.parse_sizes import bytes_of
+from zero_ext.cli.console import (
+    NEGATIVE,
+    cleaned_up_when_ended,
+    counted,
+    errors_on_stderr,
+    print_json,
+    printable,
+    terminal,
+)
 from zero_ext.cli.options import AsJson, CheckpointFolder, OutputFolder, Step
-from zero_ext.config.parse_sizes import bytes_of
+from zero_ext.plan.parse_sizes import bytes_of
 
 if TYPE_CHECKING:
     from zero_ext.checkpoint import CheckpointReport

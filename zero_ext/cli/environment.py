@@ -21,12 +21,16 @@ import torch.distributed
 from zero_ext import ops
 from zero_ext.cli.console import counted
 from zero_ext.offload import NvmeStore
-from zero_ext.ops import load_storage_swap, torch_swaps_storages
+from zero_ext.ops.host_memory import load_storage_swap, torch_swaps_storages
 from zero_ext.ops.jit import jit_build
 from zero_ext.ops.jit.build_cache import cache_folder, cached_modules
 from zero_ext.ops.jit.jit_build import STORAGE_MODULE, build_kernels
-from zero_ext.ops.jit.nvcc import installed_nvccs
-from zero_ext.ops.jit.toolchain import WHEEL_ARCHITECTURES, Architecture, architectures_listed
+from zero_ext.ops.jit.toolchain import (
+    WHEEL_ARCHITECTURES,
+    Architecture,
+    architectures_listed,
+    installed_nvccs,
+)
 from zero_ext.ops.load_library import (
     CUDA_MODULE,
     MODULE,

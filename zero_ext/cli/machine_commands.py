@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, print_json, terminal, write_json
 from zero_ext.cli.options import AsJson, output
-from zero_ext.config.parse_sizes import bytes_of
+from zero_ext.plan.parse_sizes import bytes_of
 
 
 def env(

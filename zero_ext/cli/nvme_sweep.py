@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from zero_ext import ops
-from zero_ext.checkpoint.files.raw_buffers import raw_view
+from zero_ext.checkpoint.files import raw_view
 from zero_ext.config import load_config
-from zero_ext.config.parse_sizes import size_text
 from zero_ext.offload import NvmeStore
+from zero_ext.plan.parse_sizes import size_text
 
 _PAGE = 4096
 _SPARE_BYTES = 64 << 20

@@ -9,20 +9,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from zero_ext.cli.common_options import OUTPUT, AsJson, Machine, NvmePath, Sequence, Write
-from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, terminal
-from zero_ext.cli.dataclass_options import taking
-from zero_ext.cli.planning.rank_mapping_report import print_rank_placement, rank_placement_as_json
-from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
-from zero_ext.plan.models import ModelSpec, model_named
-from zero_ext.plan.parse_sizes import bytes_of, count_of, rate_of
-from zero_ext.plan.plan_entry import Batch
-from zero_ext.plan.planner import Plan, make_plan
 from zero_ext.cli import plan_report as report
 from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, said, terminal, write_json
 from zero_ext.cli.options import AsJson, Machine, Model, NvmePath, Sequence, Write, output, taking
-from zero_ext.config.parse_sizes import bytes_of, count_of, rate_of
 from zero_ext.plan.models import model_named
+from zero_ext.plan.parse_sizes import bytes_of, count_of, rate_of
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, Batch, config_of
 from zero_ext.plan.planner import OBJECTIVES, Plan, make_plan
 from zero_ext.plan.rank_placement import RankPlacement, best_rank_placement, lengths_of

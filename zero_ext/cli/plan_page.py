@@ -12,7 +12,6 @@ from zero_ext.cli.plan_report import TIER_NAMES, assumptions, best_first, headli
 from zero_ext.config import Tier
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
-from zero_ext.plan.nearest_fit import why_nothing_fits
 from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import TIERS, PlanEntry
 from zero_ext.plan.planner import Plan, why_nothing_fits

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.console import counted, said
-from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
+from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, KINDS, PlanEntry, config_of
 from zero_ext.plan.planner import Plan, why_nothing_fits
 from zero_ext.plan.rank_placement import RankPlacement

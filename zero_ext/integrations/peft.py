@@ -32,10 +32,10 @@ from zero_ext.integrations.transformers.trainer_checkpoints import (
 )
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict, load_full_state_dict
-from zero_ext.zero.construction.module_buffers import persistent_buffers
+from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.memory.gathered_unit import UnitState
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
-from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.units.parameter_marks import is_packed
 
 __all__ = [
     "ZeroPeftTrainer",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from torch import nn
 
 from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig, load_config
-from zero_ext.config.schema.config_errors import Problem
+from zero_ext.config.config_errors import Problem
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionConfig) -> N
             or the model is cut into stages. Nothing has been changed then.
     """
     # Without that module there is none of its models.
-    staged = sys.modules.get("zero_ext.parallel.pipeline.stages.hf_pipeline")
+    staged = sys.modules.get("zero_ext.parallel.pipeline.hf_pipeline")
     if staged is not None and isinstance(model, staged.HfPipelineModule):
         raise _refused(
             "the model is cut into pipeline stages, and some may have no attention. Leave the section out, "

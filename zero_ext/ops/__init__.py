@@ -1,16 +1,13 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
-from zero_ext.config.buffer_sizes import SIGN_BLOCK, sign_payload_bytes
-from zero_ext.ops.attention import AttentionOptions, DropoutOptions, LayoutTensors, block_sparse_attention
-from zero_ext.ops.compression.blockwise import (
-    BLOCK_ELEMENTS,
-    Quantized,
-    block_count,
-    dequantize_blockwise,
-    quantize_blockwise,
+from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS, SIGN_BLOCK, block_count, sign_payload_bytes
+from zero_ext.ops.attention import (
+    AttentionOptions,
+    DropoutOptions,
+    LayoutTensors,
+    block_sparse_attention,
 )
-from zero_ext.ops.compression.integer_blocks import (
-from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS, SIGN_BLOCK, block_count, sign_payload_bytes
+from zero_ext.ops.compression import (
     BlockFormat,
     Quantized,
     compress_1bit_,
@@ -100,7 +97,6 @@ from zero_ext.ops.storage import (
     store_write,
     store_write_direct,
 )
-from zero_ext.ops.storage.swap_storage import load_storage_swap, swap_storages_, torch_swaps_storages
 
 __all__ = [
     "ACCUMULATOR_ENTRIES",

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_ext.config.quantization_blocks import block_count
+from zero_ext.config.buffer_sizes import block_count
 from zero_ext.ops.load_library import check_one_device, fake_kernel, op
 
 

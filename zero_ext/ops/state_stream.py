@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
+from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
 from zero_ext.ops.load_library import op
 
 STREAM_COUNTERS = (

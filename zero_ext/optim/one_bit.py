@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.config import ZeroConfig
-from zero_ext.config.onebit_rules import check_one_bit, warn_of_late_freeze
+from zero_ext.config import SchedulerConfig, ZeroConfig
+from zero_ext.config.zero_config import check_one_bit
 from zero_ext.optim.fused_optimizers import check_settings
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
 
 # Of the mean that it grows towards: below this a frozen variance makes steps more than 1.15 times as long.
 _GROWN = 0.75
+_STEP_COUNTS = ("total_num_steps", "total_steps")
 
 
 class CompressionPhase(enum.Enum):
@@ -467,7 +468,7 @@ def check_one_bit_optimizer(
             "to 1 (the ranks communicate in every step), or stage to 0."
         )
     if isinstance(optimizer, OneBitAdam | OneBitLamb):
-        warn_of_late_freeze(name, optimizer.freeze_step, config.scheduler)
+        _warn_of_late_freeze(name, optimizer.freeze_step, config.scheduler)
     if isinstance(optimizer, OneBitAdam):
         _warn_of_early_freeze(optimizer)
 
@@ -483,6 +484,20 @@ def _warn_of_early_freeze(optimizer: OneBitAdam) -> None:
             f"are {1 / math.sqrt(grown):.2g} times as long as Adam's. Set freeze_step to at least "
             f"{math.ceil(math.log(1 - _GROWN) / math.log(beta2))}, or the second beta to at most "
             f"{math.floor(1000 * (1 - _GROWN) ** (1 / steps)) / 1000:g}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_late_freeze(name: str, freeze_step: float, scheduler: SchedulerConfig | None) -> None:
+    """Warn if ``scheduler`` ends before the first step that ``name`` would compress, the one after
+    ``freeze_step``."""
+    params = scheduler.params if scheduler is not None else {}
+    planned = next((params[key] for key in _STEP_COUNTS if isinstance(params.get(key), int | float)), None)
+    if planned is not None and freeze_step >= planned:
+        warnings.warn(
+            f"{name}: the variance is frozen after step {freeze_step:g}, but the scheduler ends at step "
+            f"{planned:g}: nothing would ever be compressed. Lower freeze_step; a sixth of the run is usual",
             RuntimeWarning,
             stacklevel=3,
         )

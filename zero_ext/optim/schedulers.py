@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.config.schema.config_errors import show
-from zero_ext.config.schema.number_checks import is_number
+from zero_ext.config.base_section import is_number
+from zero_ext.config.config_errors import show
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.parse_sizes import COUNTS, count_of, short_number
-from zero_ext.config.schema.config_errors import ConfigError, Problem, show
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.config_errors import ConfigError, Problem, show
+from zero_ext.config.json_file import read_json_object
+from zero_ext.plan.parse_sizes import COUNTS, count_of, short_number
 from zero_ext.plan.simulation.transformer_cost import (
     TRANSFORMERS,
     ModelCost,

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Literal
 
 from zero_ext.config import CommunicationConfig
-from zero_ext.config.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.models import ModelSpec, model_named
+from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import (
     ACTIVATION_WORDS,
     CANDIDATES,

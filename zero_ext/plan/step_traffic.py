@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_ext.config.quantization_blocks import payload_bytes, sign_payload_bytes
-from zero_ext.config.sections.communication import (
+from zero_ext.config.buffer_sizes import payload_bytes, sign_payload_bytes
+from zero_ext.config.communication import (
     CODE_BITS,
     CommunicationConfig,
     check_ranks_per_node,
     check_shard_group_size,
 )
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import check_count
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.json_file import read_json_object
 
 CONFIG = "ZERO_EXT_TRIAL_CONFIG"
 STEPS = "ZERO_EXT_TRIAL_STEPS"

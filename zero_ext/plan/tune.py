@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.schema.config_errors import ConfigError
+from zero_ext.config.config_errors import ConfigError
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.plan_entry import CANDIDATES, Candidate
 from zero_ext.plan.simulation.hardware import Hardware

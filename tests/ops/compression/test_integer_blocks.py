@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.ops.compression.test_sign_compression import on_all_isas_and_threads, poisoned
 from tests.ops.helpers import FLOAT_DTYPES
 from zero_ext import ops
-from zero_ext.ops import BlockFormat
+from zero_ext.ops.compression import BlockFormat
 
 FORMATS = [BlockFormat(bits, symmetric) for bits in (4, 8) for symmetric in (True, False)]
 BITS = {True: "symmetric", False: "asymmetric"}

@@ -17,9 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zero_ext.checkpoint.files import CheckpointError, brief, read_limited
 from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
 from zero_ext.checkpoint.format.tensor_files import dtype_named, memory_order
-from zero_ext.ops.storage.checksum import crc32c
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError, brief
-from zero_ext.checkpoint.files.safe_open import read_limited
 from zero_ext.ops.storage import crc32c
 
 MANIFEST_NAME = "manifest.json"

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from zero_ext.config.base_section import LARGEST_COUNT, is_number, one_of
-from zero_ext.config.schema.base_section import LARGEST_COUNT
-from zero_ext.config.schema.config_errors import Problem
-from zero_ext.config.schema.number_checks import is_number
-from zero_ext.config.schema.type_descriptions import one_of
+from zero_ext.config.config_errors import Problem
 
 Fate = Literal["supported", "no effect", "unsupported"]
 

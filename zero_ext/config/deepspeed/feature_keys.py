@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from zero_ext.config.schema.config_errors import show
-from zero_ext.config.schema.number_checks import is_number
-from zero_ext.config.sections.sparse_attention import BLOCK_SIZES, MODE_KEYS, LayoutMode
+from zero_ext.config.base_section import is_number
+from zero_ext.config.config_errors import show
+from zero_ext.config.sparse_attention import BLOCK_SIZES, MODE_KEYS, LayoutMode
 
 from .deepspeed_keys import (
     ANYTHING,

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.config_errors import ConfigError, Problem, show
+from zero_ext.config.config_errors import (
+    SUGGESTIONS,
+    ConfigError,
+    Problem,
+    join_path,
+    show,
+    unknown_key,
+    wrong_value,
+)
 from zero_ext.config.json_file import read_json_object
 from zero_ext.config.zero_config import ONE_BIT, ZeroConfig
-from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.schema.json_file import read_json_object
-from zero_ext.config.zero_config import ZeroConfig
 
 from .deepspeed_keys import Key, Note, ResolvedKeys
 from .feature_keys import FEATURE_KEYS, set_communication, set_monitors, set_sparse_attention

@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 
 from zero_ext.integrations.deepspeed.import_alias import module_for
 from zero_ext.integrations.deepspeed.name_registry import names
-from zero_ext.monitor.sources.process_memory import resident_bytes
-from zero_ext.integrations.deepspeed.unsupported import module_for, names_of
 from zero_ext.monitor.process_memory import resident_bytes
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 

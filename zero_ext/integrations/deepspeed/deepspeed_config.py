@@ -15,10 +15,10 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
 from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.config.config_errors import show
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.config.schema.config_errors import show
-from zero_ext.config.schema.json_file import read_json_object
-from zero_ext.config.sections.training import OptimizerConfig, SchedulerConfig
+from zero_ext.config.json_file import read_json_object
+from zero_ext.config.training import OptimizerConfig, SchedulerConfig
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.construction.grouping import DTYPES

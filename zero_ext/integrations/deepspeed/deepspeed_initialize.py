@@ -16,7 +16,6 @@ from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.integrations.builders import Scheduler, make_loader, make_optimizer, make_scheduler
 from zero_ext.integrations.deepspeed import lr_schedules
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others, json_values
 from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
@@ -24,12 +23,6 @@ from zero_ext.integrations.deepspeed.deepspeed_reports import log_dist_once
 from zero_ext.integrations.deepspeed.optimizer_types import with_parameter_offload
 from zero_ext.integrations.deepspeed.zero_construction import leaf_modules_of
 from zero_ext.integrations.deepspeed.zero_parameters import mark_sharded
-from zero_ext.integrations.deepspeed.arguments import check_others, json_values
-from zero_ext.integrations.deepspeed.param_attributes import mark_sharded
-from zero_ext.integrations.deepspeed.runtime import lr_schedules
-from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
-from zero_ext.integrations.deepspeed.utils.logging import log_dist_once
-from zero_ext.integrations.deepspeed.zero.zero_optimizer_types import with_parameter_offload
 from zero_ext.integrations.initialize import Scheduler, make_loader, make_optimizer, make_scheduler
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.optim.optimizer_builder import check_scheduler

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.monitor.optional_deps import require
-from zero_ext.monitor.sources.process_memory import resident_bytes
+from zero_ext.monitor.dashboards import require
+from zero_ext.monitor.process_memory import resident_bytes
 from zero_ext.plan import TrainingState, model_state_bytes
 
 _Event = tuple[str, Any, int]

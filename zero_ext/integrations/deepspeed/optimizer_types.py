@@ -14,13 +14,10 @@ from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
-from zero_ext.optim.lamb import Lamb
-from zero_ext.optim.lion import Lion
+from zero_ext.optim.fused_optimizers import Lamb, Lion
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 from zero_ext.zero.engine import Engine
-from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
-from zero_ext.optim.fused_optimizers import Lamb, Lion
 
 _16_BIT_STATES = {"fp32_optimizer_states": "write bf16.bf16_optimizer_states in the JSON"}
 _CORRECTED = {"bias_correction": "the moments are always corrected here"}

@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_ext.integrations.deepspeed import deepspeed_checkpointing as checkpointing
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
-from zero_ext.parallel import make_mesh, pipeline
-from zero_ext.parallel.pipeline.stages.layers import Layer, outline_of
-from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
-from zero_ext.parallel.ranks import rank_mapping
-from zero_ext.parallel.ranks.rank_grid import RankGrid
+from zero_ext.parallel import make_mesh, pipeline, rank_mapping
+from zero_ext.parallel.pipeline.layers import Layer, outline_of
+from zero_ext.parallel.pipeline.stage_module import split_stages
+from zero_ext.parallel.rank_grid import RankGrid
 
 _AXES = {"pipe": "pp", "data": "dp"}
 _WITHOUT_EFFECT = ("base_seed", "dynamic_shape")

@@ -16,10 +16,11 @@ from torch import nn
 
 from zero_ext.offload import copy_of, count, replace
 from zero_ext.zero.api.engine_lookup import PARAMETER_ATTRIBUTE, engine_of
-from zero_ext.zero.api.full_parameters import full_gradient, gathered
-from zero_ext.zero.api.full_values import (
+from zero_ext.zero.api.full_parameters import (
     MASTER,
+    full_gradient,
     full_state,
+    gathered,
     owned_slices,
     replace_gradient,
     replace_master,

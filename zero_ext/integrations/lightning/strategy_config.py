@@ -17,7 +17,6 @@ from torch import nn
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config
 from zero_ext.config.config_errors import Problem, show
-from zero_ext.config.schema.config_errors import Problem, show
 from zero_ext.integrations.prepare_with_features import written_value
 from zero_ext.zero.api.engine_lookup import engine_of
 

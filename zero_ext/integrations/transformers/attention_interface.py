@@ -20,9 +20,6 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
 from zero_ext.config import SparseAttentionConfig
 from zero_ext.config.sparse_attention import AttentionBackend
-from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
-from zero_ext.integrations.transformers.config_copy import own_configurations
-from zero_ext.config.sections.sparse_attention import AttentionBackend
 
 NAME = "zero_ext_sparse"
 # Has masks alone in transformers' registries: so no model can be built with it, of a sparse one's

@@ -11,14 +11,9 @@ from pathlib import Path
 
 from torch import nn
 
-from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files import CheckpointError, read_limited
 from zero_ext.checkpoint.format.tensor_files import find_weights
 from zero_ext.checkpoint.inspection import open_checkpoint
-from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
-from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
-from zero_ext.checkpoint.files.safe_open import read_limited
-from zero_ext.checkpoint.weights.safetensors_files import find_weights
 
 # Inside a folder "checkpoint-N" of the Trainer: masters, moments, schedule, of all ranks.
 STATE_FOLDER = "zero_ext"

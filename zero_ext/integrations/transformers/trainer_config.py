@@ -16,11 +16,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from zero_ext.config import ConfigError, Note, OptimizerConfig, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.config_errors import Problem, show
+from zero_ext.config.deepspeed.translate import KEYS
 from zero_ext.config.json_file import read_json_object
-from zero_ext.integrations.transformers.config_format import AUTO, flat, is_deepspeed
-from zero_ext.config.deepspeed.key_registry import KEYS
-from zero_ext.config.schema.config_errors import Problem, show
-from zero_ext.config.schema.json_file import read_json_object
 from zero_ext.integrations.prepare_with_features import written_value
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ext.config.schema.config_errors import clause_of
+from zero_ext.config.config_errors import clause_of
 
 
 class LayerSpec:

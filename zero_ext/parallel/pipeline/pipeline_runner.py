@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config.config_errors import clause_of
-from zero_ext.parallel.pipeline.stages.stage_module import StageModule
-from zero_ext.config.schema.config_errors import clause_of
 from zero_ext.parallel.pipeline.pipeline_timeline import Slot
 from zero_ext.parallel.pipeline.stage_module import StageModule
 from zero_ext.zero.engine import Engine

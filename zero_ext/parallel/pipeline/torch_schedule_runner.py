@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from zero_ext.parallel.pipeline.pipeline_runner import PipelineRanks, PipelineRunner
 from zero_ext.parallel.pipeline.pipeline_timeline import Slot
 from zero_ext.parallel.pipeline.stage_module import StageModule
-from zero_ext.zero.api.assigned_grads import adopt_assigned
+from zero_ext.zero.api.manual_backward import adopt_assigned
 from zero_ext.zero.engine import Engine
 
 # Of what an evaluation sends, by their numbers in a header: dtype, number of dimensions, and their lengths.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.config.buffer_sizes import communicator_bytes
 from zero_ext.parallel import LinkLevel, LinkTopology, TransformerStep, naive_mapping, transformer_traffic
 from zero_ext.plan.layout.parallel_layout import ParallelLayout, Stage, stages_of
 from zero_ext.plan.models import ModelSpec

@@ -6,19 +6,23 @@ from collections import deque
 from collections.abc import Sequence
 
 from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT
-from zero_ext.plan.simulation.costs import Costs
-from zero_ext.plan.simulation.optimizer_schedule import OptimizerSchedule
-from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
-from zero_ext.plan.simulation.simulated_staging import config_of, unit_specs
-from zero_ext.plan.simulation.task_timeline import Timeline
-from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.planned_units import config_of, unit_specs
+from zero_ext.plan.simulation.task_timeline import (
+    COMPUTE,
+    HOST,
+    LINK,
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WRITE,
+    Costs,
+    Timeline,
+    merged_resources,
+)
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
 from zero_ext.plan.simulation.transformer_cost import UnitCost
-from zero_ext.zero.memory.unit_spec import UnitSpec
-from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 from zero_ext.zero.memory.gathered_unit import UnitSpec
-from zero_ext.zero.unshard.planned_unit import PlannedPasses, PlannedUnit
+from zero_ext.zero.unshard.pool_replay import PlannedPasses, PlannedUnit
 
 CHUNKS = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
 CHUNKS_IN_BUFFER = 8  # simultaneously, in the staging buffer

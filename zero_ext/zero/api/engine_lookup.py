@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from zero_ext.config.config_errors import show
-from zero_ext.zero.api.engine_state import EngineState
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.schema.config_errors import show
 from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
 from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.construction.module_tensors import end_casts

@@ -15,18 +15,15 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, subrange_of
-from zero_ext.optim.optimizer_registry import resumes_from
-from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.optim import Segment
-from zero_ext.optim.elementwise_check import resumes_from
+from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.construction.rank_consistency import of_all_ranks
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
-from zero_ext.zero.units.parameter_marks import packed_tensors
 from zero_ext.zero.units.master_weights import MasterShard
-from zero_ext.zero.units.quantized_params import packed_tensors
+from zero_ext.zero.units.parameter_marks import packed_tensors
 from zero_ext.zero.units.unit import Unit
 
 

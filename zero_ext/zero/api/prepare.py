@@ -13,29 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext import ops
 from zero_ext.activation import ActivationCheckpointing
-from zero_ext.activation.partitioned_activations import check_group
-from zero_ext.activation.transfer_counters import TransferCounters
+from zero_ext.activation.partitioned_activations import TransferCounters, check_group
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
-from zero_ext.optim.elementwise import was_stepped
-from zero_ext.optim.fused_optimizers import Lamb
-from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
-    check_elementwise,
-    check_step_time,
-    fusible,
     is_one_bit,
 )
-from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
-from zero_ext.zero.api.close_engine import close, engines_before
-from zero_ext.zero.api.engine_lookup import CheckpointSources, attach_engine
-from zero_ext.zero.api.engine_state import EngineState, TrainedState
-from zero_ext.zero.api.misuse_guards import guard_module
-from zero_ext.zero.api.model_parallel_state import ModelParallelState
-from zero_ext.optim.elementwise_check import is_one_bit
+from zero_ext.zero.api.engine_lookup import (
+    CheckpointSources,
+    attach_engine,
+    close,
+    engines_before,
+    guard_module,
+)
 from zero_ext.zero.api.engine_state import EngineState, ModelParallelState, TrainedState
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer

@@ -10,8 +10,7 @@ import torch
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
-from zero_ext.optim.optimizer_registry import on_other_tensors
-from zero_ext.optim.elementwise_check import on_other_tensors
+from zero_ext.optim.elementwise import on_other_tensors
 from zero_ext.zero.api.engine_state import owned_state
 from zero_ext.zero.engine import Engine
 

@@ -21,11 +21,8 @@ from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed, tie_of
-from zero_ext.zero.units.rank_groups import sum_over_model
-from zero_ext.zero.units.model_parallel_sync import sum_over_model
-from zero_ext.zero.units.parameter_marks import expert_ranks, tie_of
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.units.rank_groups import sum_over_model
 from zero_ext.zero.unshard.hook_installation import looks_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

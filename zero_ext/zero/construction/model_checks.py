@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext.config import ZeroConfig
-from zero_ext.optim.elementwise_check import check_elementwise, check_step_time, fusible, was_stepped
-from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.elementwise import was_stepped
+from zero_ext.optim.fused_optimizers import Lamb
 from zero_ext.optim.one_bit import check_one_bit_optimizer
+from zero_ext.optim.optimizer_registry import check_elementwise, check_step_time, fusible
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
-from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.quantized_params import is_packed
 from zero_ext.zero.units.rank_groups import RankGroups
 
 

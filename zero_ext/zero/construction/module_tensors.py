@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zero_ext.comm import Collectives
 from zero_ext.zero.construction.grouping import OwnedParameter
+from zero_ext.zero.units.parameter_marks import move_packed, packed_tensors
 from zero_ext.zero.units.presharded import presharded_of
-from zero_ext.zero.units.quantized_params import move_packed, packed_tensors
 from zero_ext.zero.units.released_params import (
     GatheredParameter,
     ReleasedView,

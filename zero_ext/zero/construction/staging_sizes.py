@@ -23,9 +23,6 @@ from zero_ext.config.buffer_sizes import (
     stream_chunk_elements,
 )
 from zero_ext.config.offload import StatePlacement
-from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes
-from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
-from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step

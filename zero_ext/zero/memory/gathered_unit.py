@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from zero_ext.config.quantization_blocks import payload_bytes
-from zero_ext.config.sections.communication import CODE_BITS, CodeDtype
-from zero_ext.config.state_placement import StatePlacement
+from zero_ext.config.buffer_sizes import payload_bytes
+from zero_ext.config.communication import CODE_BITS, CodeDtype
+from zero_ext.config.offload import StatePlacement
 
 
 @dataclass(frozen=True, eq=False)

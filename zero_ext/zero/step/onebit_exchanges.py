@@ -13,8 +13,13 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.comm.onebit_all_reduce import OneBitAllReduce
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.optim.one_bit.onebit_lamb_stepper import OneBitLambStepper, square_average
-from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper, decay_, denominator
+from zero_ext.optim.one_bit_steppers import (
+    OneBitLambStepper,
+    OneBitStepper,
+    decay_,
+    denominator,
+    square_average,
+)
 from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership, UpdateInputs
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.unit import Unit

@@ -9,11 +9,8 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.optim.one_bit.compression_phase import CompressionPhase
-from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.optim.one_bit import CompressionPhase
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.step.onebit_exchanges import (
     PREFIX,

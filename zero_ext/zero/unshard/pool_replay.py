@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from zero_ext.config import UnitConfig, ZeroConfig
-from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, GRADIENT_CHUNK_ELEMENTS
-from zero_ext.config.events import Bus
-from zero_ext.config.overlap_limits import (
-from zero_ext.config import ZeroConfig
+from zero_ext.config.buffer_sizes import (
+    BYTES_OF_DTYPE,
+    GRADIENT_CHUNK_ELEMENTS,
     READS_AHEAD,
     REDUCTIONS_IN_FLIGHT,
     SHARD_TRANSFERS_IN_FLIGHT,
     WRITES_BEHIND,
 )
-from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
+from zero_ext.config.events import Bus
+from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitSpec, UnitState
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
-from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.unshard.prefetcher import Prefetcher
 
 P = TypeVar("P", bound="PlannedUnit")

@@ -13,7 +13,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.step.one_bit.training import COURSES, check_same, parameters, prepared, train
-from zero_ext.ops import sign_payload_bytes
+from zero_ext.config.buffer_sizes import sign_payload_bytes
 from zero_ext.optim.one_bit import CompressionPhase
 from zero_ext.zero import engine_of
 

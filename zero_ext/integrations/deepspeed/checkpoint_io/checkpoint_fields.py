@@ -23,8 +23,12 @@ from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files import brief, shortened
 from zero_ext.checkpoint.format.manifest import Count
 from zero_ext.checkpoint.format.tensor_files import SAFETENSORS_CODES
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import StubFragment, StubScaler
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import UnfitContent
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import (
+    StubFragment,
+    StubScaler,
+    UnfitContent,
+    read_pickled,
+)
 
 Check = Callable[[Any], Any]
 _MOST_DIMENSIONS = 64

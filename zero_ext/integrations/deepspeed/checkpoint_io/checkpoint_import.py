@@ -33,8 +33,6 @@ from zero_ext.checkpoint.format.manifest import (
 )
 from zero_ext.checkpoint.format.tensor_files import dtype_name
 from zero_ext.checkpoint.shard_file import saved_slices, write_shard
-from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
-from zero_ext.checkpoint.transfer.shard_file import saved_slices, write_shard
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import RankState, one_number
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import find_files, tag_folder
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import verify_pickled

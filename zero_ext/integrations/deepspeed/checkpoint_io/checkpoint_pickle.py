@@ -20,13 +20,6 @@ import torch
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files import open_regular
 from zero_ext.config.config_errors import clause_of
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle_scan import (
-    UnfitContent,
-    check_expanded,
-    check_opcodes,
-)
-from zero_ext.checkpoint.files.safe_open import open_regular
-from zero_ext.config.schema.config_errors import clause_of
 
 _READ_BYTES = 1 << 20
 

@@ -18,7 +18,7 @@ from torch import nn
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files import Filesystem
 from zero_ext.checkpoint.format.json_state import encode
-from zero_ext.checkpoint.weights.weight_files import write_file
+from zero_ext.checkpoint.weights.hf_export import write_file
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     LATEST,

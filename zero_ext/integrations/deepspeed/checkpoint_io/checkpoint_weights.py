@@ -33,7 +33,6 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import (
     DeepSpeedCheckpoint,
     StoredParameter,
 )
-from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.plan.parse_sizes import bytes_of
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import load_full_state_dict
