@@ -1,7 +1,4 @@
-"""Optimizers that exchange signs between the ranks: 1-bit Adam, 0/1 Adam, 1-bit LAMB.
-
-Also the check that they fit a configuration, before anything is sharded.
-"""
+"""Optimizers that exchange signs between the ranks, and the check that they fit a configuration."""
 
 from __future__ import annotations
 
@@ -490,8 +487,7 @@ def _warn_of_early_freeze(optimizer: OneBitAdam) -> None:
 
 
 def _warn_of_late_freeze(name: str, freeze_step: float, scheduler: SchedulerConfig | None) -> None:
-    """Warn if ``scheduler`` ends before the first step that ``name`` would compress, the one after
-    ``freeze_step``."""
+    """Warn if ``scheduler`` ends before the first step that ``name`` would compress."""
     params = scheduler.params if scheduler is not None else {}
     planned = next((params[key] for key in _STEP_COUNTS if isinstance(params.get(key), int | float)), None)
     if planned is not None and freeze_step >= planned:
