@@ -173,7 +173,7 @@ def test_bad_arguments_are_named(engine: int, tmp_path: Path) -> None:
     for wrong, message in (
         ({"backend": "posix"}, "backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got 'posix'"),
         ({"queue_depth": 0}, "queue_depth: expected 1 to 1024, got 0"),
-        ({"queue_depth": 2**40}, "queue_depth: expected 0 to 1048576, got 1099511627776"),
+        ({"queue_depth": 2**40}, "queue_depth: expected 1 to 1024, got 1099511627776"),
         ({"block_bytes": 1000}, "block_bytes: expected 4096 to 1073741824, got 1000"),
         ({"io_threads": 17}, "io_threads: expected 1 to 16, got 17"),
     ):
