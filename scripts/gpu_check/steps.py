@@ -21,7 +21,16 @@ REHEARSAL = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAMILIES = ("adam", "lion", "lamb", "eight_bit", "flat", "onebit", "integers", "attention")
 # Files of tests/gpu: kernels first, then the engine, from what everything rests on to what few use.
 TESTS = (
-    *("adam", "flat", "non_finite", "attention", "compression", "eight_bit", "lamb", "lion", "device_errors"),
+    *(
+        "adam",
+        "flat",
+        "non_finite",
+        "attention",
+        "compression",
+        "eight_bit",
+        "lamb_and_lion",
+        "device_errors",
+    ),
     *("equivalence", "groups", "memory", "graphs", "compile", "llama", "gpu_direct_storage"),
 )
 SUITES = ("correctness", "speed")

@@ -78,7 +78,6 @@ inline constexpr std::array kDeviceFields = {
 };
 
 enum class ExpectedValue : std::int64_t {
-  any,
   finite,
   finite_not_negative,
   finite_at_least_one,
@@ -91,9 +90,9 @@ enum class ExpectedValue : std::int64_t {
   not_negative_sum,
   ascending_offset,
   ascending_block,
+  any,
 };
 inline constexpr std::array kExpectedValues = {
-    "any number",
     "finite",
     "finite and not negative",
     "finite and at least 1",
@@ -106,6 +105,7 @@ inline constexpr std::array kExpectedValues = {
     "0 or more in a sum of squares",
     "an offset into the blocks, not below the one before",
     "a block of the layout, above the one before in its list",
+    "any number",
 };
 
 template <class Code, std::size_t kCount>
