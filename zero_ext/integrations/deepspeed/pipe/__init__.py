@@ -1,5 +1,5 @@
 """``deepspeed.pipe``: pipelines by DeepSpeed's names, for programs that import them from here."""
 
-from zero_ext.integrations.deepspeed.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_ext.integrations.deepspeed.import_alias import names_of
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__getattr__ = names_of("deepspeed.pipe", globals())
