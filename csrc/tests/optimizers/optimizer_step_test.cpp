@@ -52,7 +52,7 @@ TYPED_TEST(OptimizerStep, MatchesDoubleReferenceAndLeavesTheRest) {
       const StepProblem<TypeParam> before = problem;
       this->step(problem);
       EXPECT_EQ(problem.flag, 0);
-      const double moment_error = types.moments == NumericType::float32 ? 4e-6 : 0x1p-8;
+      const double moment_error = types.moments == NumericType::float32 ? 1e-6 : 0x1p-8;
       for (std::int64_t i = 0; i < kCount; ++i) {
         double values[1 + TypeParam::kMoments] = {before.master.at(i)};
         for (int m = 0; m < TypeParam::kMoments; ++m) values[1 + m] = before.moments[m].at(i);
@@ -68,7 +68,7 @@ TYPED_TEST(OptimizerStep, MatchesDoubleReferenceAndLeavesTheRest) {
         EXPECT_NEAR(problem.master.at(i), values[0], 4e-6 * (1 + std::abs(values[0]))) << types;
         for (int m = 0; m < TypeParam::kMoments; ++m) {
           EXPECT_NEAR(problem.moments[m].at(i), values[1 + m],
-                      moment_error * (1e-3 + std::abs(values[1 + m])))
+                      1e-6 + moment_error * std::abs(values[1 + m]))
               << types;
         }
         if (!types.param || !this->stepped(i)) continue;
