@@ -26,15 +26,18 @@ SHARE_OF_BLOCKS = 0.1
 BLOCK = 64  # that of the bars; others are measured beside it
 OTHER_BLOCKS = (16, 128)
 OURS, FLASH = "zero_ext", "torch flash attention, all keys"
-FLEX_BLOCKS = (128, 64)  # the larger first: its kernels are the faster ones where time runs out
-FLEX_MODE = "max-autotune-no-cudagraphs"
-FLEX_GRAPHS = 64  # each shape has one of its own for every block size, with and without gradients
-SECONDS_TO_COMPILE = 30.0
+WHAT = ("forward", "forward and backward")
+# Block sizes of its tables and modes of torch.compile, those first that are the faster ones where time runs
+# out. To try all kernels of a shape takes minutes, torch's own table of kernels for this GPU seconds.
+FLEX_VARIANTS = ((128, "default"), (64, "default"), (128, "max-autotune-no-cudagraphs"))
+FLEX_GRAPHS = 64  # each shape has one of its own for every variant, with and without gradients
+SECONDS_TO_COMPILE = {"default": 20.0, "max-autotune-no-cudagraphs": 240.0}
+SHARE_OF_DENSE = 0.2  # of the time
 NOTE = (
     "At most 10% of all blocks (causal: of those up to the diagonal): neighbors, the first"
     " column, and others at random. Dense attention has all keys. FlexAttention is compiled and has the same"
-    " mask; the bar is the faster of its block sizes. Forward alone, and forward and backward of all three"
-    " inputs; bfloat16."
+    " mask, in a turn of its own with ours; the bar is its fastest variant. Forward alone, and forward and"
+    " backward of all three inputs; bfloat16."
 )
 
 
@@ -83,8 +86,8 @@ def lists(mask: Tensor, device: torch.device) -> list[Tensor]:
     return found
 
 
-def flex(shape: Shape, mask: Tensor, block: int, device: torch.device) -> Callable[..., Any]:
-    """FlexAttention over the same mask, its tables in blocks of `block` tokens."""
+def flex(shape: Shape, mask: Tensor, block: int, mode: str, device: torch.device) -> Callable[..., Any]:
+    """FlexAttention over the same mask, its tables in blocks of `block` tokens, compiled in `mode`."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     there = mask.to(device)
@@ -94,12 +97,11 @@ def flex(shape: Shape, mask: Tensor, block: int, device: torch.device) -> Callab
         return inside & (query >= key) if shape.causal else inside
 
     table = create_block_mask(
-        sees, None, None, shape.tokens, shape.tokens, device=str(device), BLOCK_SIZE=block, _compile=True
+        sees, None, None, shape.tokens, shape.tokens, device=str(device), BLOCK_SIZE=block
     )
     # Past 8 graphs torch would compute all scores without compiling; a whole graph or an error.
     torch._dynamo.config.recompile_limit = FLEX_GRAPHS
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, mode=FLEX_MODE)
-    # With its block size given, all numbers of stages and warps are tried; without, one pair for 64.
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, mode=mode)
     tiles: Any = {"BLOCK_M": 64, "BLOCK_N": 64} if block == 64 else None
     return partial(compiled, block_mask=table, kernel_options=tiles)
 
@@ -127,59 +129,98 @@ def works(attention: Callable[..., Tensor], rows: Sequence[Tensor], grad: Tensor
     return forward, both
 
 
-def contenders(
-    shape: Shape, device: torch.device, budget: Budget, result: Result
-) -> dict[str, tuple[Work, Work]]:
-    """Everyone who runs on this device, each tried once; those that compile only while there is time."""
-    mask = chosen_blocks(shape.tokens // shape.block, shape.causal, random.Random(0))
-    layout = lists(mask, device)
-    size = (shape.batch, shape.heads, shape.tokens, shape.dim)
-    query, key, value = (
-        torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
-    grad = torch.randn(size, device=device, dtype=torch.bfloat16)
+class Call:
+    """One shape: inputs, a mask, and what is to be timed of each contender."""
 
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.block_sparse_attention(query, key, value, *layout, block=shape.block, causal=shape.causal)
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.mask = chosen_blocks(shape.tokens // shape.block, shape.causal, random.Random(0))
+        self._layout = lists(self.mask, device)
+        size = (shape.batch, shape.heads, shape.tokens, shape.dim)
+        self._rows = [
+            torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        ]
+        self._grad = torch.randn(size, device=device, dtype=torch.bfloat16)
+        self.works: dict[str, tuple[Work, Work]] = {}
 
-    found: dict[str, tuple[Work, Work]] = {}
-    made: dict[str, Callable[[], Callable[..., Tensor]]] = {
-        OURS: lambda: ours,
-        FLASH: lambda: dense(shape, device),
-    }
-    if device.type == "cuda":
-        for block in FLEX_BLOCKS:
-            made[f"FlexAttention, blocks of {block}"] = partial(flex, shape, mask, block, device)
-    else:
-        result.left_out.append(f"FlexAttention: {device.type} has no backward of it")
-    for name, make in made.items():
-        if name not in (OURS, FLASH) and budget.left() < SECONDS_TO_COMPILE:
-            result.left_out.append(f"{name}, {shape.name()}: {budget.left():.0f} s are left")
-            continue
-        with result.attempt(f"{name}, {shape.name()}", own=name == OURS):
-            pair = works(make(), (query, key, value), grad)
-            pair[1]()
-            found[name] = pair
-    return found
+    def ours(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """This library's attention."""
+        block, causal = self.shape.block, self.shape.causal
+        return ops.block_sparse_attention(query, key, value, *self._layout, block=block, causal=causal)
+
+    def add(self, name: str, attention: Callable[..., Tensor], result: Result) -> bool:
+        """Tries a contender once; False if it fails."""
+        with result.attempt(f"{name}, {self.shape.name()}", own=name == OURS):
+            pair = works(attention, self._rows, self._grad)
+            for work in pair:
+                work()
+            self.works[name] = pair
+        return name in self.works
+
+    def measure(self, names: Sequence[str], seconds: float) -> list[dict[str, Times]]:
+        """Times of those contenders: forward, then forward and backward."""
+        clock = Clock(self.device)
+        return [
+            clock.in_turn({name: self.works[name][index] for name in names}, seconds / 2)
+            for index in range(len(WHAT))
+        ]
 
 
-def judge(shape: Shape, what: str, times: dict[str, Times], rows: list[list[str]], result: Result) -> None:
-    """Lines of the table, and the bars of forward and backward together."""
-    mine = times[OURS]
+def note(call: Call, what: str, times: dict[str, Times], rows: list[list[str]], result: Result) -> None:
+    """Lines of the table."""
+    shape, mine = call.shape.name(), times[OURS]
     for name, each in times.items():
-        rows.append([shape.name(), what, name, each.milliseconds(), f"{mine.against(each):.2f}"])
-    result.data[f"{shape.name()}, {what}"] = {name: each.seconds for name, each in times.items()}
-    if FLASH in times:
-        bar = Bar(f"{FLASH} / zero_ext, {shape.name()}, {what}", mine.against(times[FLASH]), DENSE)
-        result.bars.append(bar)
-    peers = [each for name, each in times.items() if name.startswith("FlexAttention")]
-    if peers:
-        best = min(peers, key=lambda each: each.median)
-        result.bars.append(Bar(f"FlexAttention / zero_ext, {shape.name()}, {what}", mine.against(best), FLEX))
+        rows.append([shape, what, name, each.milliseconds(), f"{mine.against(each):.2f}"])
+    result.data.setdefault(f"{shape}, {what}", []).append(
+        {name: each.seconds for name, each in times.items()}
+    )
+
+
+def measure_dense(calls: Sequence[Call], seconds: float, rows: list[list[str]], result: Result) -> None:
+    """Ours against dense attention in every shape, which takes seconds."""
+    for call in calls:
+        if not call.add(OURS, call.ours, result):
+            continue
+        call.add(FLASH, dense(call.shape, call.device), result)
+        for what, times in zip(WHAT, call.measure(list(call.works), seconds / len(calls)), strict=True):
+            note(call, what, times, rows, result)
+            if FLASH in times:
+                ratio = times[OURS].against(times[FLASH])
+                result.bars.append(Bar(f"{FLASH} / zero_ext, {call.shape.name()}, {what}", ratio, DENSE))
+        result.report()
+
+
+def measure_flex(calls: Sequence[Call], budget: Budget, rows: list[list[str]], result: Result) -> None:
+    """Ours against every variant of FlexAttention that there is time to compile, the first in all shapes."""
+    best: dict[str, Bar] = {}
+    for number, (block, mode) in enumerate(FLEX_VARIANTS):
+        for call in calls:
+            name = f"FlexAttention, {mode}, blocks of {block}"
+            if OURS not in call.works:
+                continue
+            if budget.left() < SECONDS_TO_COMPILE[mode]:
+                result.left_out.append(f"{name}, {call.shape.name()}: {budget.left():.0f} s are left")
+                continue
+            if not call.add(name, flex(call.shape, call.mask, block, mode, call.device), result):
+                continue
+            share = budget.left() / (8 * len(calls) * (len(FLEX_VARIANTS) - number))
+            for what, times in zip(WHAT, call.measure((OURS, name), share), strict=True):
+                note(call, what, times, rows, result)
+                bar = Bar(
+                    f"FlexAttention / zero_ext, {call.shape.name()}, {what}",
+                    times[OURS].against(times[name]),
+                    FLEX,
+                )
+                if bar.name not in best:
+                    result.bars.append(bar)
+                    best[bar.name] = bar
+                elif bar.value < best[bar.name].value:
+                    result.bars[result.bars.index(best[bar.name])] = best[bar.name] = bar
+            result.report()
 
 
 def measure(device: torch.device, seconds: float, toy: bool) -> Result:
-    """Both masks at two head dims."""
+    """Both masks at two head dims, then the other sizes of blocks."""
     result = Result()
     columns = ("shape", "what", "contender", "ms (range)", "times zero_ext's")
     rows = result.table("Block-sparse attention", columns, NOTE)
@@ -190,16 +231,12 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
         for causal in (False, True)
     ]
     shapes += [replace(shapes[1], block=block) for block in OTHER_BLOCKS]
-    budget = Budget(seconds)
-    for number, shape in enumerate(shapes):
-        found = contenders(shape, device, budget, result)
-        if OURS not in found:
-            continue
-        share = budget.left() / (2 * (len(shapes) - number))
-        for index, what in enumerate(("forward", "forward and backward")):
-            times = Clock(device).in_turn({name: pair[index] for name, pair in found.items()}, share)
-            judge(shape, what, times, rows, result)
-        result.report()
+    budget, calls = Budget(seconds), [Call(shape, device) for shape in shapes]
+    measure_dense(calls, SHARE_OF_DENSE * seconds, rows, result)
+    if device.type == "cuda":
+        measure_flex(calls, budget, rows, result)
+    else:
+        result.left_out.append(f"FlexAttention: {device.type} has no backward of it")
     return result
 
 

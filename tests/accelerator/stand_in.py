@@ -4,7 +4,9 @@ the backend of its process groups."""
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from tests.accelerator.build import library
 
 NAME = "stand_in"
 BACKEND = "stand_in_ccl"  # of its collectives, for tensors on it alone
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+# Kernels of the library's that the device does not have.
+_refusals = torch.library.Library("zero_ext", "IMPL", "PrivateUse1")
 
 
 def is_enabled() -> bool:
@@ -38,5 +43,31 @@ def enable() -> types.ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    _refuse_host_ops()
     dist.Backend.register_backend(BACKEND, module.make_process_group, devices=[NAME])
     return device_module
+
+
+def _registered(folder: str, key: str) -> set[str]:
+    """The ops that the sources in `folder` give a kernel of dispatch key `key`."""
+    blocks = (
+        block
+        for path in (SOURCES / folder).rglob("*.c*")
+        for block in re.findall(
+            rf"IMPL\(zero_ext, {key}, library\) \{{(.*?)\}}\n", path.read_text(), re.DOTALL
+        )
+    )
+    return {name for block in blocks for name in re.findall(r'library\.impl\("(\w+)"', block)}
+
+
+def _refuse_host_ops() -> None:
+    """Refuses what CUDA refuses, too: ops of the library's that have a kernel for the CPU alone.
+
+    Torch's own ops run on the CPU's kernels, by a fallback that would also serve these.
+    """
+    for name in sorted(_registered("ops", "CPU") - _registered("cuda", "CUDA")):
+
+        def refuse(*_: object, name: str = name) -> None:
+            raise NotImplementedError(f"zero_ext::{name}: expected tensors of the CPU, got some of a device.")
+
+        _refusals.impl(name, refuse)

@@ -106,7 +106,8 @@ def test_the_packages_ops_run(world: World) -> None:
     import zero_ext  # noqa: F401
 
     values = torch.arange(40, dtype=torch.uint8)
-    assert torch.ops.zero_ext.crc32c(values.to(DEVICE), 0) == torch.ops.zero_ext.crc32c(values, 0)
+    with pytest.raises(NotImplementedError, match="crc32c"):  # as CUDA: there is no kernel of it
+        torch.ops.zero_ext.crc32c(values.to(DEVICE), 0)
 
 
 @on_ranks(1, stand_in=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,13 @@ class Case:
             name: value for name, value in values.items() if name not in ("query", "key", "value", "mask")
         }
 
-    def run(self) -> Tensor:
+    @cached_property
+    def layout(self) -> ops.LayoutTensors:
+        return compressed(self.mask)
+
+    def run(self, layout: ops.LayoutTensors | None = None) -> Tensor:
         return ops.block_sparse_attention(
-            self.query, self.key, self.value, *compressed(self.mask), **self.options
+            self.query, self.key, self.value, *(layout or self.layout), **self.options
         )
 
     def in_float64(self) -> Case:
@@ -159,6 +164,6 @@ def results(case: Case, grad_output: Tensor) -> dict[str, Tensor]:
     """Output and gradients of the op."""
     wanted = [name for name in ("query", "key", "value", "bias") if getattr(case, name) is not None]
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in wanted}
-    output = replace(case, **leaves).run()
+    output = replace(case, **leaves).run(case.layout)
     gradients = torch.autograd.grad(output, list(leaves.values()), grad_output)
     return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}

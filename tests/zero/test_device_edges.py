@@ -293,6 +293,14 @@ def test_a_graph_captures_neither_the_step_nor_a_forward_that_needs_python(world
     with capturing, pytest.raises(RuntimeError, match="a backward: expected no capture of a graph"):
         loss.backward(retain_graph=True)
     optimizer.zero_grad()
+    if stage == 0:
+        # As torch.cuda.make_graphed_callables does: its caller gets the gradients, the engine none.
+        block = prepared.blocks[0]
+        output = block(torch.randn(5, 8).to(DEVICE)).sum()
+        with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
+            found = torch.autograd.grad(output, tuple(block.parameters()))
+        assert all(gradient is not None for gradient in found) and not engine_of(prepared).in_use
+        assert block.weight.grad is None
     prepared(values).backward()
     with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
         with pytest.raises(RuntimeError, match=r"optimizer\.step\(\): expected no capture.*stages 0 to 2"):

@@ -125,8 +125,9 @@ class Engine(Ending):
         defers = not shown and config.offload.update_mode != "in_backward"
         updates = partial(getattr, self.optimizer_step, "updates")
         self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
-        moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
-        self.collector = GradientCollector(*moved, config.batch.gradient_accumulation_steps, scales_loss)
+        moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass)
+        accumulated = config.batch.gradient_accumulation_steps
+        self.collector = GradientCollector(*moved, tiers.device, updates, accumulated, scales_loss)
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False

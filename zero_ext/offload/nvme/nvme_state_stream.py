@@ -112,10 +112,11 @@ class NvmeState(OptimizerStateStorage):
         return values
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """Replace several kinds.
+        """Replace several kinds, from memory of any device.
 
         Between :meth:`snapshot` and :meth:`commit` or :meth:`rollback` all of a state must be replaced.
         """
+        values = [value.cpu() for value in values]
         with self.stream.counters() as counters:
             ops.state_stream_write_(
                 self.stream.handle, self.target, self.numel, begin, end, self._fields(kinds), values, counters

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.offload.device_memory import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.gradients.reducer import Edits, GradientReducer
@@ -42,12 +43,14 @@ class GradientCollector(Ending):
         reducer: GradientReducer,
         generation: GradientGeneration,
         backward_pass: BackwardPass,
+        device: Device,
         reader: Callable[[], GradientReader],
         accumulation_steps: int,
         scales_loss: bool,
     ) -> None:
         self._index, self._gradients, self._reducer = index, gradients, reducer
         self._generation, self._backward_pass, self._reader = generation, backward_pass, reader
+        self._device = device
         self._accumulation_steps, self._scales_loss = accumulation_steps, scales_loss
         self._shards_gradients = any(unit.placement.grads for unit in gradients)
         self._collected = False  # whether the pass under way has brought a gradient
@@ -73,7 +76,13 @@ class GradientCollector(Ending):
                         del table[key]
 
     def prepare(self, parameter: nn.Parameter) -> None:
-        """Empty ``parameter.grad`` before autograd accumulates into it."""
+        """Empty ``parameter.grad`` before autograd accumulates into it.
+
+        Nothing happens in the capture of a block, whose gradients go to its caller: replays run this for
+        themselves.
+        """
+        if not self._backward_pass.running and self._device.captures:
+            return
         # First, because the start of a pass compares ``param.grad`` with the gradient shown
         # before and reads what the user has assigned. Then it is emptied, because autograd
         # would add to the shown gradient, which the flat one already contains.
@@ -82,6 +91,7 @@ class GradientCollector(Ending):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Accumulate ``parameter.grad``, which becomes None, and start the reductions that are due."""
+        self._backward_pass.enter()  # it runs, but in a capture, which this refuses
         unit, number = self._index[parameter]
         gradient, parameter.grad = parameter.grad, None
         if unit not in self._gradients:
