@@ -12,7 +12,7 @@
 namespace zero_ext::cuda {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, kMinBlocksOfProcessor)
+__global__ void __launch_bounds__(Kernel::kThreads, min_blocks<Kernel>())
     run_blocks(const __grid_constant__ Kernel kernel) {
   static_assert(Kernel::kSharedBytes <= kSharedBytes);
   if constexpr (Kernel::kSharedBytes > 0) {

@@ -96,7 +96,7 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
   const ops::BlockSum of = ops::read_sum_quantized(out, payloads, format, factor);
   with_bits(format, [&](auto width) {
-    using Sum = IntegerSum<width>;
+    using Sum = IntegerSum<width, false, 2>;
     const Sum sum{source_of(of.payloads, format, of.numel), 0, 1, of.payloads.count, of.factor};
     const WriteIntegers<Sum, float> kernel{sum, 1, accumulate, of.out};
     launch_warps(op, kernel, kernel.work());

@@ -25,6 +25,7 @@ namespace zero_ext::cuda {
 // The values themselves; payload p is made of chunk order[p].
 template <class T>
 struct IntegerValues {
+  static constexpr int kMinBlocks = 3;
   static constexpr int kMax = 1024;  // chunks whose order travels with the launch
 
   const T* values;
@@ -59,11 +60,13 @@ struct IntegerValues {
 };
 
 // factor * sum of payloads of `Bits` bits: of chunk p those of numbers p * step, and `stride`
-// further on each, `count` of them, in that order. The compiler knows if there is only one.
-template <int Bits, bool kIsOne = false>
+// further on each, `count` of them, in that order. The compiler knows if there is only one. The
+// runs of kAtOnce payloads are on their way together.
+template <int Bits, bool kIsOne = false, int kAtOnce = 1>
 struct IntegerSum {
   using Words = IntegerWords<Bits>;
   using RunWords = typename Words::template Fragment<std::uint32_t>;
+  static constexpr int kMinBlocks = Bits == 4 ? 3 : 2;  // without spilled registers
   static constexpr std::uint32_t kMask = (1U << Bits) - 1;
   static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // payloads whose scales lanes have
 
@@ -147,7 +150,7 @@ struct IntegerSum {
     for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * stride_words) {
       const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
       const LaneScales by = scales_of<kIsSymmetric>(scales, stride_words, last);
-      ZERO_EXT_UNROLL_BY(1)
+      ZERO_EXT_UNROLL_LOADS_BY(kAtOnce)
       for (int m = 0; m < last; ++m, words += stride_words) {
         const RunWords own = load_run<kIsWide>(words);
         const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
@@ -255,6 +258,7 @@ ZERO_EXT_HOST_DEVICE void for_each_integer_run(std::int64_t warp, std::int64_t w
 // Quantizes the source's elements, block by block.
 template <class Source, class Code>
 struct QuantizeIntegers {
+  static constexpr int kMinBlocks = Source::kMinBlocks;
   static constexpr int kBits = Code::kBits;
   using Words = IntegerWords<kBits>;
   using Extremes = IntegerExtremes<Code>;

@@ -29,6 +29,7 @@ using CompressTerms = CompressTile::Fragment<float>;
 
 template <class T>
 struct SignValues {
+  static constexpr int kMinBlocks = 3;
   const T* values;
 
   ZERO_EXT_HOST_DEVICE bool aligned(const SignBlockPosition& at) const {
@@ -51,6 +52,7 @@ struct SignValues {
 };
 
 struct SignSum {
+  static constexpr int kMinBlocks = 2;  // without spilled registers
   SignPayloads payloads;
 
   ZERO_EXT_HOST_DEVICE bool aligned(const SignBlockPosition&) const { return true; }
@@ -66,6 +68,7 @@ struct SignSum {
 // Compresses factor * terms + errors; the errors become what that left behind.
 template <class Terms>
 struct Compress1bit {
+  static constexpr int kMinBlocks = Terms::kMinBlocks;
   static constexpr int kThreads = static_cast<int>(core::kSignLanes);
   using Tile = CompressTile;
 

@@ -78,8 +78,7 @@ class GradientCollector(Ending):
     def prepare(self, parameter: nn.Parameter) -> None:
         """Empty ``parameter.grad`` before autograd accumulates into it.
 
-        Nothing happens in the capture of a block, whose gradients go to its caller: replays run this for
-        themselves.
+        Nothing happens while a block is captured: its gradients go to the caller. Replays run this hook.
         """
         if not self._backward_pass.running and self._device.captures:
             return
