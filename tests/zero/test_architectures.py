@@ -14,7 +14,14 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TIME, WIDTH, feature_batch, feature_loss, language_batch
-from tests.zero.training import adamw, check_against_plain, check_equal, configuration, sgd, train_prepared
+from tests.zero.training import (
+    check_against_plain,
+    check_equal,
+    configuration,
+    prepared,
+    sgd,
+    train_prepared,
+)
 
 
 class Pixels(nn.Module):
@@ -162,17 +169,9 @@ def test_language_layers(world: World) -> None:
 def test_memory_order_survives(world: World) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), Strided())
     before = {name: (value.detach().clone(), value.stride()) for name, value in model.named_parameters()}
-    model, _ = zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)
+    model, _ = prepared(world, model)
     with zero_ext.gathered(model):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name][0])
             if name != "1.sparse":
                 assert parameter.stride() == before[name][1], name
-
-
-@on_ranks(2)
-def test_embedding_with_max_norm_is_refused(world: World) -> None:
-    """It writes to its weight in forward."""
-    model = nn.Sequential(nn.Embedding(23, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 3))
-    with pytest.raises(ValueError, match="max_norm"):
-        zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)

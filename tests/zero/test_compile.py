@@ -25,7 +25,16 @@ from tests.zero.models import (
     language_batch,
     language_loss,
 )
-from tests.zero.training import Plan, adamw, check_close, configuration, distance, sgd, train_prepared
+from tests.zero.training import (
+    Plan,
+    adamw,
+    check_close,
+    configuration,
+    distance,
+    plain_backward,
+    sgd,
+    train_prepared,
+)
 from zero_ext.zero import engine_of
 
 LAYERS = 12
@@ -88,8 +97,7 @@ def test_compiling_in_place_or_after_prepare_is_right_as_well(world: World, how:
         feature_loss(call, feature_batch(world.seed, step, 0, world.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for rank in range(world.size):
-            (feature_loss(plain, feature_batch(world.seed, step, 0, rank)) / world.size).backward()
+        plain_backward(world, plain, step, feature_loss, feature_batch)
         reference.step()
         reference.zero_grad()
     got = {name.replace("_orig_mod.", ""): value for name, value in zero_ext.full_state_dict(model).items()}

@@ -14,6 +14,7 @@ import zero_ext
 from tests.accelerator.host_waits import HostWaits
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import check_same
 from zero_ext.zero import engine_of
 
 DEVICE = "stand_in:0"
@@ -90,8 +91,7 @@ def test_however_a_model_is_initialized_it_trains_on_the_device(world: World, ti
         seen[how] = (losses, state)
     for how, (losses, state) in seen.items():
         assert losses == seen["device"][0], how
-        for name, value in state.items():
-            assert torch.equal(value, seen["device"][1][name]), (how, name)
+        check_same(state, seen["device"][1])
 
 
 @on_ranks(2, stand_in=True)

@@ -16,7 +16,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, configuration, language_steps
 
 STEPS = 2
 
@@ -40,11 +40,7 @@ def trained(
             dist.broadcast_object_list(folder, group=world.group, group_src=0)
             zero_ext.save_checkpoint(str(folder[0]), prepared)
             zero_ext.load_checkpoint(str(folder[0]), prepared)
-        loss = language_loss(prepared, language_batch(world.seed, step, 0, world.rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses += language_steps(world, prepared, optimizer, [step])
     return losses, zero_ext.full_state_dict(prepared, rank0_only=False)
 
 

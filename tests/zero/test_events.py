@@ -15,7 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, configuration, prepared
 from zero_ext.config.events import (
     CollectiveEnd,
     DeviceStepEnd,
@@ -33,9 +33,7 @@ from zero_ext.zero import engine_of
 def events_of(world: World, stage: int, steps: int = 3, **more: Any) -> tuple[Any, list[list[Event]]]:
     """The events of each of ``steps`` steps."""
     model = TinyModel()
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(stage, **more), process_group=world.group
-    )
+    model, optimizer = prepared(world, model, stage, **more)
     events: list[list[Event]] = []
     engine_of(model).subscribe(lambda event: events[-1].append(event))
     for step in range(steps):
@@ -155,12 +153,7 @@ def test_collectives_publish_what_the_traffic_stats_count(world: World) -> None:
 @on_ranks(2)
 def test_the_loss_that_went_through_the_engine(world: World) -> None:
     model = TinyModel()
-    model, optimizer = zero_ext.prepare(
-        model,
-        adamw(model.parameters()),
-        configuration(2, batch={"gradient_accumulation_steps": 2}),
-        process_group=world.group,
-    )
+    model, optimizer = prepared(world, model, 2, batch={"gradient_accumulation_steps": 2})
     ends: list[StepEnd] = []
 
     def keep(event: Event) -> None:

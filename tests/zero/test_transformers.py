@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +12,10 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import VOCABULARY, language_batch
-from tests.zero.training import Plan, adamw, check_against_plain, configuration
+from tests.zero.models import language_batch, llama
+from tests.zero.training import Plan, adamw, check_against_plain, check_same, configuration, prepared
 from zero_ext.zero import engine_of
 from zero_ext.zero.memory.gathered_unit import UnitState
-
-
-def llama(tied: bool) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    )
 
 
 def llama_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -46,7 +27,7 @@ def llama_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_and_generation(world: World, tied: bool) -> None:
     torch.manual_seed(world.seed)
-    model = llama(tied)
+    model = llama(2, tied)
     check_against_plain(
         world, copy.deepcopy(model), llama_loss, language_batch, 3, Plan(clip=1.0), tolerance=2e-6
     )
@@ -63,8 +44,8 @@ def test_training_and_generation(world: World, tied: bool) -> None:
 
 @on_ranks(2)
 def test_save_pretrained_never_writes_placeholders(world: World) -> None:
-    model = llama(True)
-    model, _ = zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)
+    model = llama(2, True)
+    model, _ = prepared(world, model)
     with tempfile.TemporaryDirectory() as folder, pytest.raises(RuntimeError, match="full_state_dict"):
         model.module.save_pretrained(folder)
     state = zero_ext.full_state_dict(model)
@@ -72,6 +53,5 @@ def test_save_pretrained_never_writes_placeholders(world: World) -> None:
         with tempfile.TemporaryDirectory() as folder:
             model.module.save_pretrained(folder, state_dict=dict(state))
             loaded = type(model.module).from_pretrained(folder)
-        for name, value in loaded.state_dict().items():
-            assert torch.equal(value, state[name]), name
+        check_same(loaded.state_dict(), state)
     world.barrier()

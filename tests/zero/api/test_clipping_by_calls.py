@@ -34,11 +34,7 @@ PLACEMENTS = [
 
 
 def train(
-    world: World,
-    config: dict[str, object],
-    clip: Clip | None,
-    also: Clip | None = None,
-    device: str = "cpu",
+    world: World, config: dict[str, object], clip: Clip | None, also: Clip | None = None, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Parameters after some steps, in which gradients are far above the norm that they are clipped to;
     ``also`` is called after ``clip``."""

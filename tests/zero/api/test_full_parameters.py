@@ -13,7 +13,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TIME, VOCABULARY, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, check_same, configuration, language_steps, plain_backward
+from tests.zero.training import prepared as prepared_for
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.memory.gathered_unit import UnitState
@@ -38,20 +39,14 @@ class Everything(nn.Module):
 
 
 def prepared(world: World, stage: int, model: nn.Module | None = None, **more: Any) -> tuple[Any, Any]:
-    model = Everything() if model is None else model
-    return zero_ext.prepare(
-        model,
-        adamw(p for p in model.parameters() if p.requires_grad),
-        configuration(stage, **more),
-        process_group=world.group,
-    )
+    def trainable(parameters: Any) -> torch.optim.Optimizer:
+        return adamw(p for p in parameters if p.requires_grad)
+
+    return prepared_for(world, model or Everything(), stage, trainable, **more)
 
 
 def train(world: World, model: Any, optimizer: Any, steps: int = 1) -> None:
-    for step in range(steps):
-        language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    language_steps(world, model, optimizer, range(steps))
 
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
@@ -117,7 +112,7 @@ def test_edits_of_one_rank_reach_all(world: World) -> None:
             before["frozen"][1, 2] = -1.0
             before["inner.embedding.weight"][4:6] = torch.arange(12.0)
             before["inner.head.weight"][4:6] = torch.arange(12.0)
-            assert all(torch.equal(after[name], before[name]) for name in before)
+            check_same(after, before)
             changed = 0
             for master, old in zip(engine.masters, masters, strict=True):
                 now = master.state.read("master", 0, master.state.numel)
@@ -173,29 +168,28 @@ def test_an_exception_inside_releases_and_drops_the_edits(world: World) -> None:
 
 
 @on_ranks(2)
-def test_nested_blocks(world: World) -> None:
-    for stage in range(4):
-        model, optimizer = prepared(world, stage)
-        weight, scale = model.inner.blocks[0].up.weight, model.scale
-        with zero_ext.gathered(model), zero_ext.gathered(weight):
-            old = weight.detach().clone()
-        with zero_ext.gathered([weight], modifier_rank=1):
-            with zero_ext.gathered(model):
-                assert torch.equal(weight, old)
-            with zero_ext.gathered(weight, modifier_rank=0), torch.no_grad():
-                weight.fill_(7.0 + world.rank)
-            assert torch.equal(weight, torch.full_like(weight, 7.0))
-            with torch.no_grad():
-                weight[0, 0] = 5.0
-            with zero_ext.gathered([weight, scale]):  # not the inner block's write
-                pass
+@pytest.mark.parametrize("stage", range(4))
+def test_nested_blocks(world: World, stage: int) -> None:
+    model, optimizer = prepared(world, stage)
+    weight, scale = model.inner.blocks[0].up.weight, model.scale
+    with zero_ext.gathered(model), zero_ext.gathered(weight):
+        old = weight.detach().clone()
+    with zero_ext.gathered([weight], modifier_rank=1):
         with zero_ext.gathered(model):
-            assert weight[0, 0] == 5.0 and bool((weight.flatten()[1:] == 7.0).all())
-            with torch.no_grad():
-                loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
-            assert loss.isfinite() and weight[0, 0] == 5.0
-        check_released(model)
-        train(world, model, optimizer)
+            assert torch.equal(weight, old)
+        with zero_ext.gathered(weight, modifier_rank=0), torch.no_grad():
+            weight.fill_(7.0 + world.rank)
+        assert torch.equal(weight, torch.full_like(weight, 7.0))
+        with torch.no_grad():
+            weight[0, 0] = 5.0
+        with zero_ext.gathered([weight, scale]):  # not the inner block's write
+            pass
+    with zero_ext.gathered(model), torch.no_grad():
+        assert weight[0, 0] == 5.0 and bool((weight.flatten()[1:] == 7.0).all())
+        assert language_loss(model, language_batch(world.seed, 0, 0, world.rank)).isfinite()
+        assert weight[0, 0] == 5.0
+    check_released(model)
+    train(world, model, optimizer)
 
 
 @on_ranks(2)
@@ -244,20 +238,21 @@ def test_state_dicts_load_at_every_stage(world: World) -> None:
 
 
 @on_ranks(2)
-def test_loading_under_another_tied_name_or_a_subset(world: World) -> None:
-    for stage in (1, 3):
-        model, _ = prepared(world, stage)
-        state = zero_ext.full_state_dict(model)
-        fresh = {name: torch.randn_like(state[name]) for name in ("inner.head.weight", "again.bias")}
-        del state["inner.embedding.weight"], state["inner.norm.bias"], state["order"]
-        missing, unexpected = model.load_state_dict(
-            {**state, **fresh, "strange": torch.ones(1)}, strict=False
-        )
-        assert (missing, unexpected) == (["order"], ["strange"])
-        full = zero_ext.full_state_dict(model)
-        assert torch.equal(full["inner.embedding.weight"], fresh["inner.head.weight"])
-        assert torch.equal(full["inner.norm.bias"], fresh["again.bias"])
-        assert all(torch.equal(full[name], state[name]) for name in state if name not in fresh)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_under_another_tied_name_or_a_subset(world: World, stage: int) -> None:
+    model, _ = prepared(world, stage)
+    state = zero_ext.full_state_dict(model)
+    fresh = {name: torch.randn_like(state[name]) for name in ("inner.head.weight", "again.bias")}
+    for name in ("inner.embedding.weight", "inner.norm.bias", "order"):
+        del state[name]
+    found = model.load_state_dict({**state, **fresh, "strange": torch.ones(1)}, strict=False)
+    assert tuple(found) == (["order"], ["strange"])
+    full = zero_ext.full_state_dict(model)
+    fresh["inner.embedding.weight"], fresh["inner.norm.bias"] = (
+        fresh["inner.head.weight"],
+        fresh["again.bias"],
+    )
+    check_same(full, {**full, **state, **fresh})
 
 
 @on_ranks(1, 2)
@@ -290,8 +285,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(world: World) -> N
 def test_full_gradients_are_those_of_one_process(world: World) -> None:
     torch.manual_seed(world.seed)
     plain = Everything()
-    for rank in range(world.size):
-        (language_loss(plain, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    plain_backward(world, plain, 0)
     for stage in range(4):
         torch.manual_seed(world.seed)
         model, optimizer = prepared(world, stage)
@@ -324,28 +318,3 @@ def test_the_wrapper_lets_attributes_through(world: World) -> None:
         assert {name for name, _ in model.named_buffers()} == {n for n, _ in inner.named_buffers()}
         assert model.eval() is model and not inner.inner.training
         assert engine_of(model) is engine_of(inner)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_deep_copy_is_an_ordinary_model(world: World, stage: int) -> None:
-    model, optimizer = prepared(world, stage)
-    train(world, model, optimizer)
-    clone = copy.deepcopy(model.module)
-    with pytest.raises(ValueError, match="expected a prepared one"):
-        engine_of(clone)
-    assert all(torch.equal(value, clone.state_dict()[name]) for name, value in model.state_dict().items())
-    reference = Everything()
-    reference.load_state_dict(clone.state_dict())
-    before = shards(model)
-    for one in (clone, reference):
-        own = adamw(p for p in one.parameters() if p.requires_grad)
-        language_loss(one, language_batch(world.seed, 7, 0, world.rank)).backward()
-        own.step()
-    assert all(
-        torch.equal(one, two) for one, two in zip(clone.parameters(), reference.parameters(), strict=True)
-    )
-    check_unchanged(model, before)
-    assert clone.half().inner.norm.weight.dtype is torch.float16
-    train(world, model, optimizer)
-    zero_ext.prepare(clone.float(), None, configuration(3), process_group=world.group)

@@ -13,7 +13,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, feature_batch
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, configuration, prepared
 
 
 class Pair(nn.Module):
@@ -71,9 +71,7 @@ def test_an_attribute_over_a_parameter_follows_it(world: World, stage: int) -> N
     plain = StoresView()
     torch.manual_seed(world.seed)
     twin = StoresView()
-    model, optimizer = zero_ext.prepare(
-        twin, adamw(twin.parameters()), configuration(stage), process_group=world.group
-    )
+    model, optimizer = prepared(world, twin, stage)
     reference = adamw(plain.parameters())
     for step in range(3):
         losses = []

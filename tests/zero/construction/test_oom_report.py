@@ -42,11 +42,7 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
     module = importlib.import_module("zero_ext.zero.api.prepare")
     with mock.patch.object(module, "MemoryEstimate", make):
         model, prepared = zero_ext.prepare(
-            model,
-            OPTIMIZERS[optimizer](model.parameters()),
-            config,
-            process_group=world.group,
-            device=device,
+            model, OPTIMIZERS[optimizer](model.parameters()), config, process_group=world.group, device=device
         )
     for _ in range(2):
         language_loss(model, language_batch(world.seed, 0, 0, world.rank).to(device)).backward()

@@ -12,13 +12,9 @@ from torch import nn, optim
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.training import configuration
+from tests.zero.training import check_same, configuration
 from zero_ext.comm.process_group import make_collectives
-from zero_ext.zero.construction.rank_consistency import (
-    Fact,
-    Hyperparameters,
-    refuse_different_facts,
-)
+from zero_ext.zero.construction.rank_consistency import Fact, Hyperparameters, refuse_different_facts
 
 # What the last rank sets in a param group, and how the error names both values.
 CHANGES: dict[str, tuple[Any, str, str]] = {
@@ -57,7 +53,7 @@ def test_a_step_with_other_settings_is_refused_on_all_ranks(world: World, key: s
         with pytest.raises(RuntimeError, match=re.escape(pattern)):
             optimizer.step()
         after = zero_ext.full_state_dict(model)
-        assert all(torch.equal(after[name], before[name]) for name in before)
+        check_same(after, before)
         optimizer.param_groups[1][key] = setting
         optimizer.param_groups[0]["lr"] = 1.0  # on all ranks, as a scheduler does
         optimizer.step()

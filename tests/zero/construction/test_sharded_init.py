@@ -18,8 +18,8 @@ from torch.nn.modules import module as registration
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import Block, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.models import Block, TinyModel, llama
+from tests.zero.training import adamw, configuration, language_steps
 from zero_ext.zero.construction import sharded_init as init_module
 from zero_ext.zero.units.presharded import PreshardedParameter, presharded_of, unshard_presharded
 
@@ -84,13 +84,6 @@ FROM_META: dict[str, Callable[[], nn.Module]] = {
     "norms": lambda: nn.Sequential(Block(), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4)),
     "tied": lambda: TinyModel(tied=True),
 }
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=37, hidden_size=16, intermediate_size=24, **sizes))
 
 
 def gpt2() -> nn.Module:
@@ -308,12 +301,7 @@ def test_a_presharded_model_trains_like_a_plain_one(world: World) -> None:
             process_group=world.group,
         )
         losses.append([])
-        for step in range(3):
-            loss = language_loss(prepared, language_batch(world.seed, step, 0, world.rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+        losses[-1] += language_steps(world, prepared, optimizer, range(3))
     assert losses[0] == losses[1]
 
 

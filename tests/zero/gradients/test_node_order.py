@@ -112,11 +112,7 @@ def test_what_crosses_is_less_than_a_rings_share(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("reduction", "purposes"),
-    [
-        ("rank_order", {"received": 7 * 2}),
-        ("node_order", {"sent": 8 * 2}),
-        ("backend", {"received": 1 * 2}),
-    ],
+    [("rank_order", {"received": 7 * 2}), ("node_order", {"sent": 8 * 2}), ("backend", {"received": 1 * 2})],
 )
 def test_the_memory_of_a_reduction_is_planned(reduction: str, purposes: dict[str, int]) -> None:
     """Of a unit of 8 shards in 16 bits, in bytes per element of a shard."""

@@ -15,7 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.simulated_communication import CommunicationSetup, Simulation
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, check_same, configuration
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.api.full_parameters import full_state
 
@@ -169,8 +169,7 @@ def test_secondary_shards_change_no_value(world: World, step: str) -> None:
         for secondary in (False, True)
     ]
     runs = [trained(world, each, step) for each in setup]
-    for name, value in runs[0].items():
-        assert torch.equal(value, runs[1][name]), name
+    check_same(runs[0], runs[1])
 
 
 @on_ranks(2, 3, stand_in=True)
@@ -206,5 +205,4 @@ def test_a_device_has_the_bits_of_the_host(world: World) -> None:
                         optimizer.step()
                         optimizer.zero_grad()
                 found.append(zero_ext.full_state_dict(model))
-            for name, value in found[0].items():
-                assert torch.equal(value, found[1][name]), (setup, tier, name)
+            check_same(found[0], found[1])

@@ -236,11 +236,7 @@ def test_without_gathers_offloaded_gradients_do_not_pile_up(
     """The host waits for their way to its memory, and nothing in backward makes ranks agree meanwhile."""
     torch.manual_seed(world.seed)
     inner = Uneven().to("stand_in")
-    config = {
-        "stage": stage,
-        "offload": {"optimizer": "host"},
-        "units": {"bucket_elements": 700, **units},
-    }
+    config = {"stage": stage, "offload": {"optimizer": "host"}, "units": {"bucket_elements": 700, **units}}
     most: list[int] = []
     waiting: list[int] = []
     original = GradientReducer.arrived

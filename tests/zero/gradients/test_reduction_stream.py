@@ -15,7 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import configuration, sgd
+from tests.zero.training import configuration, prepared, sgd
 from zero_ext import ops
 from zero_ext.offload import Device
 from zero_ext.zero import engine_of
@@ -102,7 +102,7 @@ def test_backward_goes_on_and_its_gradients_do_not_pile_up(
 @on_ranks(2, stand_in=True)
 def test_collectives_of_several_phases_continue_in_it(world: World) -> None:
     model = TinyModel().to("stand_in")
-    model, _ = zero_ext.prepare(model, sgd(model.parameters()), configuration(3), process_group=world.group)
+    model, _ = prepared(world, model, 3, sgd)
     collectives, outer = engine_of(model).collectives, torch.accelerator.current_stream()
     for exchange in (collectives._gathers, collectives._reductions):
         with exchange.order.beside():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,9 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.gradients.test_accumulator import after_backward, check_step, close
+from tests.zero.gradients.test_accumulator import after_backward, check_step, close, every_stage, total_norm
 from tests.zero.models import WIDTH, TinyModel, language_batch, language_loss
-from tests.zero.training import configuration, sgd
+from tests.zero.training import placed, plain_backward, prepared, sgd
 
 
 class Holder(nn.Parameter):
@@ -106,8 +105,7 @@ def inference_number() -> torch.Tensor:
 def second_pass(world: World, model: Any, twin: nn.Module) -> None:
     """A backward pass over another batch on both sides."""
     language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-    for rank in range(world.size):
-        (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+    plain_backward(world, twin, 1)
 
 
 def tensors(value: Any) -> Any:
@@ -133,10 +131,7 @@ def test_any_write_reaches_the_update(world: World, write: str) -> None:
         for net in (model, twin):
             WRITES[write](net.head.weight.grad)
         close(zero_ext.full_gradient(model.head.weight), twin.head.weight.grad)
-        close(
-            nn.utils.get_total_norm([p.grad for p in model.parameters()]),
-            nn.utils.get_total_norm([p.grad for p in twin.parameters()]),
-        )
+        close(total_norm(model), total_norm(twin))
         check_step(model, optimizer, twin)
 
 
@@ -144,15 +139,9 @@ def every_tier(world: World) -> Iterator[tuple[Any, Any, nn.Module]]:
     """The result of :func:`after_backward` in stages 1 to 3 and with gradients on the host and on NVMe."""
     for stage in (1, 2, 3):
         yield after_backward(world, stage)
-    yield after_backward(world, 2, offload={"grads": "host", "optimizer": "host"})
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {
-            "grads": "nvme",
-            "optimizer": "nvme",
-            "nvme_paths": [folder],
-            "staging_buffer_bytes": 1 << 20,
-        }
-        yield after_backward(world, 3, offload=offload)
+    for stage, tier in ((2, "host"), (3, "nvme")):
+        with placed({"grads": tier, "optimizer": tier}) as offload:
+            yield after_backward(world, stage, offload=offload)
 
 
 @on_ranks(2)
@@ -200,12 +189,7 @@ def test_bf16_gradients_keep_the_bits_that_they_do_not_show(world: World) -> Non
         batch = {"gradient_accumulation_steps": 2}
         model: Any = TinyModel(layers=1)
         precision = {"dtype": "bf16", "grad_accum_dtype": "fp32"}
-        model, _ = zero_ext.prepare(
-            model,
-            sgd(model.parameters()),
-            configuration(stage, precision=precision, batch=batch),
-            process_group=world.group,
-        )
+        model, _ = prepared(world, model, stage, sgd, precision=precision, batch=batch)
         for micro in range(2):
             language_loss(model, language_batch(world.seed, 0, micro, world.rank)).backward()
         before = zero_ext.full_gradient(model.head.weight)
@@ -242,8 +226,7 @@ def test_gradients_from_autograd_grad(world: World) -> None:
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             torch.distributed.all_reduce(gradient, group=world.group)
             parameter.grad = gradient / world.size
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        plain_backward(world, twin, 1)
         check_step(model, optimizer, twin)
 
 
@@ -275,8 +258,7 @@ def test_assigning_a_gradient_while_others_wait_to_be_reduced(world: World) -> N
 
 @on_ranks(1, 2)
 def test_parameters_may_exchange_their_gradients(world: World) -> None:
-    for stage in (0, 1, 2, 3):
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             one, two = net.blocks[0].up, net.blocks[1].up
             one.weight.grad, two.weight.grad = two.weight.grad, one.weight.grad
@@ -286,8 +268,7 @@ def test_parameters_may_exchange_their_gradients(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_data_of_a_gradient_may_be_assigned(world: World) -> None:
-    for stage in (0, 1, 2, 3):
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             net.head.weight.grad.data = MASK * 0.5
             gradients = [p.grad for p in net.blocks.parameters()]

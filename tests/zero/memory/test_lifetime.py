@@ -6,7 +6,7 @@ import gc
 import weakref
 from typing import Any
 
-from torch import nn
+import pytest
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
@@ -18,10 +18,9 @@ from zero_ext.zero import engine_of
 
 
 def trained(world: World, stage: int, wrap: bool, steps: int) -> tuple[Any, Any]:
-    model: nn.Module = TinyModel(layers=2, tied=True)
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(stage), process_group=world.group, wrap=wrap
-    )
+    model = TinyModel(layers=2, tied=True)
+    optimizer, config = adamw(model.parameters()), configuration(stage)
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group, wrap=wrap)
     for step in range(steps):
         language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
         optimizer.step()
@@ -52,13 +51,7 @@ def test_a_dropped_model_is_freed_at_once(world: World) -> None:
                     del model, inner, optimizer
                     alive = [name for name, reference in watched.items() if reference() is not None]
                     assert not alive, (stage, wrap, steps, alive)
-                    assert ops.host_buffer_bytes() == before, (
-                        stage,
-                        wrap,
-                        steps,
-                        before,
-                        ops.host_buffer_bytes(),
-                    )
+                    assert ops.host_buffer_bytes() == before, (stage, wrap, steps)
                 finally:
                     gc.enable()
 
@@ -67,28 +60,5 @@ def test_a_dropped_model_is_freed_at_once(world: World) -> None:
 def test_the_optimizer_alone_says_that_its_model_is_gone(world: World) -> None:
     model, optimizer = trained(world, 3, True, 1)
     del model
-    try:
-        language = optimizer.engine.model
-    except RuntimeError as error:
-        assert "deleted" in str(error)
-    else:
-        raise AssertionError(f"the model is still there: {type(language)}")
-
-
-@on_ranks(2)
-def test_many_models_after_each_other_leave_no_threads(world: World) -> None:
-    import threading
-
-    def threads() -> int:
-        from pathlib import Path
-
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    trained(world, 3, True, 1)
-    gc.collect()
-    before, python = threads(), threading.active_count()
-    for _ in range(5):
-        trained(world, 3, True, 1)
-    gc.collect()
-    assert threads() <= before + 2, (before, threads())
-    assert threading.active_count() == python
+    with pytest.raises(RuntimeError, match="deleted"):
+        _ = optimizer.engine.model

@@ -154,10 +154,7 @@ def test_an_update_s_error_is_its_engine_s_where_several_share_a_device(world: W
 @on_ranks(1, 2, stand_in=True)
 def test_what_was_recorded_before_a_model_is_no_error_of_its_steps(world: World) -> None:
     ops.load_kernels(torch.device(DEVICE))
-    with (
-        record_on_last_rank(world, QUANTIZED.to(DEVICE)),
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with record_on_last_rank(world, QUANTIZED.to(DEVICE)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, optimizer = prepared(world, 3, "bf16", 0.0)
     messages = [str(each.message) for each in caught if "before this model was prepared" in str(each.message)]

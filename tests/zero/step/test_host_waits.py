@@ -18,7 +18,7 @@ from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw
+from tests.zero.training import adamw, check_same
 from zero_ext.comm import Collectives
 from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
 from zero_ext.zero import engine_of
@@ -95,8 +95,7 @@ def state_of(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], Any]:
 def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     assert one[1] == other[1]
     assert one[0].keys() == other[0].keys() and len(one[0]) > 5
-    for name, value in one[0].items():
-        assert torch.equal(value, other[0][name]), name
+    check_same(one[0], other[0])
 
 
 def lion(parameters: Any) -> torch.optim.Optimizer:

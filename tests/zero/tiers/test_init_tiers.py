@@ -23,8 +23,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.construction.test_sharded_init import MODELS, check_nothing_left, llama
-from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.models import TinyModel
+from tests.zero.training import adamw, configuration, language_steps
 from zero_ext import ops
 from zero_ext.offload import copy_of, count, tier_manager
 from zero_ext.zero import engine_of
@@ -124,12 +124,7 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
                     )
             del model
             losses.append([])
-            for step in range(3):
-                loss = language_loss(prepared, language_batch(world.seed, step, 0, world.rank))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses[-1].append(loss.item())
+            losses[-1] += language_steps(world, prepared, optimizer, range(3))
     assert losses[0] == losses[1]
 
 

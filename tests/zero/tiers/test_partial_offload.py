@@ -7,7 +7,6 @@ import random
 import tempfile
 import warnings
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ import torch
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.tiers.test_tiers import OPTIMIZERS, PLANS, RING, round_up, train
-from tests.zero.training import Plan, adamw, check_equal
+from tests.zero.models import TinyModel
+from tests.zero.tiers.test_tiers import OPTIMIZERS, PLANS, round_up
+from tests.zero.training import Plan, check_equal, language_steps, placed, prepared
+from tests.zero.training import train_in_tiers as train
 from zero_ext.zero import Engine
 from zero_ext.zero.construction.grouping import largest_within_ratio
 
@@ -87,30 +87,16 @@ def test_bytes_fall_by_the_fraction(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_checkpoints_of_any_ratio_load_into_any_other(world: World) -> None:
-    def prepared(folder: str, ratio: float) -> tuple[Any, Any]:
-        torch.manual_seed(world.seed)
-        offload = {**RING, "optimizer": "nvme", "nvme_paths": [folder], "ratio": ratio}
-        model = TinyModel()
-        config = {"stage": 3, "offload": offload}
-        return zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
-
-    def step(model: Any, optimizer: Any, number: int) -> float:
-        loss = language_loss(model, language_batch(world.seed, number, 0, world.rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    with tempfile.TemporaryDirectory() as nvme, tempfile.TemporaryDirectory() as saves:
+    with placed({"optimizer": "nvme"}) as offload, tempfile.TemporaryDirectory() as saves:
         saves = world.everyone(saves)[0]
-        model, optimizer = prepared(nvme, 0.4)
-        step(model, optimizer, 0)
+        model, optimizer = prepared(world, TinyModel(), offload={**offload, "ratio": 0.4})
+        language_steps(world, model, optimizer, [0])
         zero_ext.save_checkpoint(saves, model)
-        wanted = [step(model, optimizer, number) for number in (1, 2)]
+        wanted = language_steps(world, model, optimizer, [1, 2])
         for ratio in (0.8, 1.0):
-            model, optimizer = prepared(nvme, ratio)
+            model, optimizer = prepared(world, TinyModel(), offload={**offload, "ratio": ratio})
             zero_ext.load_checkpoint(saves, model)
-            assert [step(model, optimizer, number) for number in (1, 2)] == wanted
+            assert language_steps(world, model, optimizer, [1, 2]) == wanted
         world.barrier()
 
 

@@ -20,6 +20,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import language_steps
+from tests.zero.training import prepared as prepared_for
 from zero_ext import ops
 from zero_ext.offload import NvmeShard
 from zero_ext.zero import engine_of
@@ -28,30 +30,26 @@ from zero_ext.zero.api.full_parameters import full_state
 
 def prepared(world: World, folder: str, stage: int = 3, **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(world.seed)
-    model = TinyModel()
-    config = {
-        "stage": stage,
-        "timeout_seconds": 30.0,
-        "offload": {
-            "params": "nvme",
-            "grads": "host",
-            "optimizer": "nvme",
-            "nvme_paths": [folder],
-            "staging_buffer_bytes": 1 << 20,
-            **more,
-        },
-    }
-    return zero_ext.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), config, process_group=world.group
-    )
+    tiers = {"params": "nvme", "grads": "host", "optimizer": "nvme", "nvme_paths": [folder]}
+    offload = {**tiers, "staging_buffer_bytes": 1 << 20, **more}
+    return prepared_for(world, TinyModel(), stage, timeout_seconds=30.0, offload=offload)
 
 
 def step(world: World, model: Any, optimizer: Any, number: int) -> float:
-    loss = language_loss(model, language_batch(world.seed, number, 0, world.rank))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return language_steps(world, model, optimizer, [number])[0]
+
+
+def inject(model: Any, writing: bool, first: int = 0, code: int = -errno.EIO, calls: int = 1) -> None:
+    """``calls`` of the store's next transfers end with ``code``."""
+    ops.store_inject_fault(engine_of(model).tiers.store.handle, writing, first, code, calls)
+
+
+def flip_a_bit(folder: str, offset: int) -> None:
+    with next(Path(folder).rglob("extents.bin")).open("r+b") as data:
+        data.seek(offset)
+        byte = data.read(1)
+        data.seek(offset)
+        data.write(bytes([byte[0] ^ 1]))
 
 
 @on_ranks(1, 2)
@@ -63,13 +61,10 @@ def test_a_failed_transfer_ends_the_step_on_all_ranks(world: World, writing: boo
         step(world, model, optimizer, 0)
         zero_ext.save_checkpoint(saves, model)
         wanted = [step(world, model, optimizer, number) for number in (1, 2)]
-        loss = language_loss(model, language_batch(world.seed, 3, 0, world.rank))
-        loss.backward()
+        language_loss(model, language_batch(world.seed, 3, 0, world.rank)).backward()
         if world.rank == 0:
-            store = engine_of(model).tiers.store
-            ops.store_inject_fault(store.handle, writing, 0, -errno.EIO, 1)
-        pattern = r"optimizer step failed on ranks \[0\]"
-        with pytest.raises(RuntimeError, match=pattern) as caught:
+            inject(model, writing)
+        with pytest.raises(RuntimeError, match=r"optimizer step failed on ranks \[0\]") as caught:
             optimizer.step()
         if world.rank == 0:
             assert "Input/output error" in str(caught.value) and "extents.bin" in str(caught.value)
@@ -90,8 +85,7 @@ def test_a_failed_read_of_parameters_is_raised_on_all_ranks(world: World, backwa
         batch = language_batch(world.seed, 1, 0, world.rank)
         loss = language_loss(model, batch) if backward else None
         if world.rank == 1:
-            store = engine_of(model).tiers.store
-            ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+            inject(model, False)
         began = time.monotonic()
         with pytest.raises(
             RuntimeError, match=r"rank 1: the shard of unit '[^']+' .*could not be read"
@@ -122,7 +116,7 @@ def test_a_failed_prefetch_that_nobody_needs_is_raised_as_well(world: World) -> 
             for unit in engine.units:  # the fault is for the read started next, not for one under way
                 if unit._copy is not None:
                     unit._copy.wait()
-            ops.store_inject_fault(engine.tiers.store.handle, False, 0, -errno.EIO, 1)
+            inject(model, False)
 
         with torch.no_grad():
             model(batch)
@@ -145,8 +139,7 @@ def test_a_single_rank_goes_on_after_a_failed_read_of_parameters(world: World) -
         for faulty in (False, True):
             model, optimizer = prepared(world, nvme)
             if faulty:
-                store = engine_of(model).tiers.store
-                ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+                inject(model, False)
                 with pytest.raises(RuntimeError, match=r"could not be read: (?s:.*)Nothing was changed"):
                     language_loss(model, language_batch(world.seed, 0, 0, 0))
             losses += [step(world, model, optimizer, number) for number in range(2)]
@@ -159,25 +152,12 @@ def test_an_interrupted_or_short_transfer_is_no_error(world: World) -> None:
         losses = []
         for faulty in (False, True):
             model, optimizer = prepared(world, nvme)
-            store = engine_of(model).tiers.store
             for number in range(3):
-                if faulty:
-                    for writing in (False, True):
-                        ops.store_inject_fault(store.handle, writing, number, -errno.EINTR, 2)
-                        ops.store_inject_fault(store.handle, writing, number + 2, 512, 1)
+                for writing in (False, True) if faulty else ():
+                    inject(model, writing, number, -errno.EINTR, 2)
+                    inject(model, writing, number + 2, 512)
                 losses.append(step(world, model, optimizer, number))
         assert losses[:3] == losses[3:]
-
-
-@on_ranks(1, 2)
-def test_files_go_with_the_model(world: World) -> None:
-    with tempfile.TemporaryDirectory() as nvme:
-        model, optimizer = prepared(world, nvme)
-        step(world, model, optimizer, 0)
-        assert len(list(Path(nvme).iterdir())) == 1
-        del model, optimizer
-        gc.collect()
-        assert list(Path(nvme).iterdir()) == []
 
 
 @on_ranks(1, 2)
@@ -207,13 +187,7 @@ def test_a_damaged_extent_is_found(world: World) -> None:
         model, optimizer = prepared(world, nvme, checksum=True)
         step(world, model, optimizer, 0)
         language_loss(model, language_batch(world.seed, 1, 0, 0)).backward()
-        file = next(Path(nvme).rglob("extents.bin"))
-        offset = engine_of(model).masters[0].state.offset + 100
-        with file.open("r+b") as data:
-            data.seek(offset)
-            byte = data.read(1)
-            data.seek(offset)
-            data.write(bytes([byte[0] ^ 1]))
+        flip_a_bit(nvme, engine_of(model).masters[0].state.offset + 100)
         with pytest.raises(RuntimeError, match=r"CRC32C(?s:.*)Load the last checkpoint"):
             optimizer.step()
 
@@ -256,8 +230,7 @@ def test_a_transfer_that_fails_on_one_rank_raises_on_all(world: World, case: str
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
         before(model)
         if world.rank == 1:
-            store = engine_of(model).tiers.store
-            ops.store_inject_fault(store.handle, writing, 0, -errno.EIO, 1)
+            inject(model, writing)
         with pytest.raises(RuntimeError, match=r"failed on ranks \[1\]") as caught:
             meet(model, optimizer)
         assert ("Input/output error" in str(caught.value)) == (world.rank == 1)

@@ -24,7 +24,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel
-from tests.zero.tiers.test_storage_faults import step
+from tests.zero.tiers.test_storage_faults import flip_a_bit, step
+from tests.zero.training import prepared as prepared_for
 from zero_ext.zero import engine_of
 
 RING = 1 << 20
@@ -33,17 +34,8 @@ RING = 1 << 20
 def prepared(world: World, folder: str | None, aio: dict[str, Any] | None = None, **more: Any) -> Any:
     """Model and optimizer with all state below ``folder``, or in memory."""
     torch.manual_seed(world.seed)
-    model = TinyModel()
-    nvme = {
-        "params": "nvme",
-        "optimizer": "nvme",
-        "nvme_paths": [folder],
-        "staging_buffer_bytes": RING,
-        **more,
-    }
-    config = {"timeout_seconds": 120.0, "offload": nvme if folder else {}, "aio": aio or {}}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return zero_ext.prepare(model, optimizer, config, process_group=world.group)
+    nvme = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "staging_buffer_bytes": RING}
+    return prepared_for(world, TinyModel(), offload={**nvme, **more} if folder else {}, aio=aio or {})
 
 
 def losses(world: World, made: Any, first: int = 0) -> list[float]:
@@ -134,7 +126,7 @@ def test_a_ring_smaller_than_a_block_is_refused_by_name(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(ValueError, match=r"offload\.staging_buffer_bytes.*at least 1048576"):
             prepared(world, folder, staging_buffer_bytes=4096)
-        assert list(Path(folder).iterdir()) == []
+        assert not list(Path(folder).iterdir())
 
 
 @on_ranks(1, 2)
@@ -165,12 +157,7 @@ def test_a_damaged_shard_is_found_on_all_ranks_and_the_checkpoint_is_good(world:
         losses(world, made)
         zero_ext.save_checkpoint(saves, made[0])
         if world.rank == 0:
-            offset = engine_of(made[0]).units[0].storage.offset
-            with next(Path(nvme).rglob("extents.bin")).open("r+b") as data:
-                data.seek(offset)
-                byte = data.read(1)
-                data.seek(offset)
-                data.write(bytes([byte[0] ^ 1]))
+            flip_a_bit(nvme, engine_of(made[0]).units[0].storage.offset)
         with pytest.raises(RuntimeError, match=r"rank 0: the shard of unit .*CRC32C"):
             step(world, *made, 2)
         del made

@@ -24,6 +24,7 @@ from tests.zero.training import (
     adamw,
     check_close,
     check_equal,
+    check_same,
     configuration,
     distance,
     train_prepared,
@@ -182,11 +183,11 @@ def test_state_dicts_are_those_of_the_plain_layers() -> None:
     tiled.blocks[0].up = TiledLinear.from_linear(tiled.blocks[0].up, 2, 3)
     state = tiled.state_dict()
     assert state.keys() == plain.state_dict().keys()
-    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    check_same(plain.state_dict(), state)
     assert not any(tile.bias.requires_grad for tile in tiled.blocks[0].up.tiles if tile.bias is not None)
     fresh = {name: torch.randn_like(value) for name, value in state.items()}
     assert not any(tiled.load_state_dict(fresh))
-    assert all(torch.equal(value, fresh[name]) for name, value in tiled.state_dict().items())
+    check_same(tiled.state_dict(), fresh)
     with pytest.raises(RuntimeError, match=r"embedding.weight: expected shape \(23, 12\), got \(2, 2\)"):
         tiled.load_state_dict({**fresh, "embedding.weight": torch.zeros(2, 2)})
 
@@ -362,13 +363,13 @@ def test_state_goes_between_tiled_and_plain_models(world: World) -> None:
             zero_ext.load_checkpoint(folder, prepared)
             full = zero_ext.full_state_dict(prepared)
             assert full.keys() == plain.state_dict().keys()
-            assert all(torch.equal(value, full[name]) for name, value in run.parameters.items())
+            check_same(run.parameters, full)
             prepared.backward(language_loss(prepared, language_batch(world.seed, 9, 0, world.rank)))
             optimizer.step()
             after.append(zero_ext.full_state_dict(prepared))
             prepared.load_state_dict(full)
             again = zero_ext.full_state_dict(prepared)
-            assert all(torch.equal(value, full[name]) for name, value in again.items())
+            check_same(again, full)
             with pytest.raises(ValueError, match=r"missing \['head.weight'\], unexpected \['tail'\]"):
                 prepared.load_state_dict({"tail" if n == "head.weight" else n: v for n, v in full.items()})
         assert distance(after[1], after[0]) < 1e-6 and distance(after[2], after[0]) < 1e-6
@@ -410,7 +411,7 @@ def test_checkpointed_blocks_and_meta_models_can_be_tiled(world: World) -> None:
     prepared, _ = zero_ext.prepare(empty, None, config, process_group=world.group, init="skip")
     prepared.load_state_dict(plain.parameters)
     full = zero_ext.full_state_dict(prepared)
-    assert all(torch.equal(value, full[name]) for name, value in plain.parameters.items())
+    check_same(plain.parameters, full)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, check_against_plain, configuration
+from tests.zero.training import adamw, check_against_plain, prepared
 from zero_ext.zero import engine_of
 
 
@@ -154,9 +154,7 @@ def test_an_output_without_reachable_tensors_retains_its_parameters_until_the_st
 
     plain, model = build(), build()
     reference = adamw(plain.parameters())
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(3), process_group=world.group
-    )
+    model, optimizer = prepared(world, model)
     features = feature_batch(world.seed, 0, 0, 0)
     with pytest.warns(RuntimeWarning, match=r"block 'blocks.0' returned Opaque(?s:.*)double_backward"):
         loss = feature_loss(model, features)
@@ -178,7 +176,7 @@ def test_an_output_without_reachable_tensors_inside_double_backward(world: World
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for parameter in plain.parameters():
         parameter.grad = None
-    model, _ = zero_ext.prepare(plain, adamw(plain.parameters()), configuration(3), process_group=world.group)
+    model, _ = prepared(world, plain)
     with zero_ext.double_backward(model):
         feature_loss(model, features).backward()
     for name, parameter in model.named_parameters():

@@ -24,7 +24,7 @@ from tests.zero.models import (
     language_batch,
     language_loss,
 )
-from tests.zero.training import Plan, adamw, check_equal, configuration, train_prepared
+from tests.zero.training import Plan, adamw, check_equal, configuration, language_steps, train_prepared
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.units.released_params import ReleasedTensor
 from zero_ext.zero.units.unit import Unit
@@ -78,12 +78,7 @@ def peak_of(
             model, adamw(model.parameters()), configuration(3, units=units), process_group=world.group
         )
         peak.units = engine_of(model).units
-        for step in range(steps):
-            loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses += language_steps(world, model, optimizer, range(steps))
     return peak, [str(item.message) for item in caught if "max_live_elements" in str(item.message)], losses
 
 

@@ -12,13 +12,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import (
-    Plan,
-    adamw,
-    check_equal,
-    configuration,
-    train_prepared,
-)
+from tests.zero.training import Plan, adamw, check_equal, configuration, language_steps, train_prepared
 from zero_ext.plan import model_staging
 from zero_ext.zero import engine_of
 
@@ -38,9 +32,7 @@ def prepared(world: World, stage: int = 3, **units: Any) -> tuple[Any, Any]:
 
 
 def step_of(world: World, model: Any, optimizer: Any, number: int) -> None:
-    language_loss(model, language_batch(world.seed, number, 0, world.rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    language_steps(world, model, optimizer, [number])
 
 
 @on_ranks(2, 3)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, feature_batch
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, check_near, prepared
 
 BLOCKS = 10
 
@@ -66,9 +65,7 @@ def test_missing_gradients_count_as_zero(world: World, checkpointed: bool, more:
     model = Deep(checkpointed)
     twin = copy.deepcopy(model)
     plain = adamw(twin.parameters())
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(3, **more), process_group=world.group
-    )
+    model, optimizer = prepared(world, model, **more)
     for step in range(3):
         features = feature_batch(world.seed, step, 0, world.rank).requires_grad_()
         model(features, wanted_by(world.rank, step)).square().mean().backward()
@@ -79,5 +76,4 @@ def test_missing_gradients_count_as_zero(world: World, checkpointed: bool, more:
             (twin(features, wanted_by(rank, step)).square().mean() / world.size).backward()
         plain.step()
         plain.zero_grad()
-    for name, value in zero_ext.full_state_dict(model).items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
+    check_near(model, twin, 1e-5, 1e-6)
