@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TIME, WIDTH, feature_batch, feature_loss, language_batch
@@ -18,7 +17,6 @@ from tests.zero.training import (
     check_against_plain,
     check_equal,
     configuration,
-    prepared,
     sgd,
     train_prepared,
 )
@@ -163,15 +161,3 @@ def test_language_layers(world: World) -> None:
         for make in (Attention, Recurrent):
             torch.manual_seed(world.seed)
             check_against_plain(world, make(), feature_loss, language_batch, stage, make_optimizer=sgd)
-
-
-@on_ranks(2)
-def test_memory_order_survives(world: World) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), Strided())
-    before = {name: (value.detach().clone(), value.stride()) for name, value in model.named_parameters()}
-    model, _ = prepared(world, model)
-    with zero_ext.gathered(model):
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, before[name][0])
-            if name != "1.sparse":
-                assert parameter.stride() == before[name][1], name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -111,6 +112,29 @@ def plain_backward(
     """Add the gradients of all ranks' mean loss to those of ``twin``, a model of torch alone."""
     for rank in range(world.size):
         (loss_of(twin, batch_of(world.seed, step, 0, rank)) / world.size).backward()
+
+
+@contextlib.contextmanager
+def poisoned_gradient(world: World, model: Any, name: str, value: float = math.nan) -> Iterator[None]:
+    """One element of the gradient of the parameter ``name`` on the last rank, in every backward pass."""
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        if world.rank < world.size - 1:
+            return gradient
+        poisoned = gradient.clone()
+        poisoned.view(-1)[world.seed % poisoned.numel()] = value
+        return poisoned
+
+    handle = dict(model.module.named_parameters())[name].register_hook(poison)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    """A second fused optimizer."""
+    return zero_ext.Lion(parameters, lr=1e-3)
 
 
 def values_of(source: Any) -> Mapping[str, torch.Tensor]:

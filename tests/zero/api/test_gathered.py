@@ -15,6 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.experts.mixtures import Words, mesh_of
 from tests.parallel.tensor.test_tensor_parallel import mesh_of as tensor_parallel_mesh
+from tests.zero.training import check_same
 
 
 def built(seed: int, width: int = 7) -> nn.Module:
@@ -48,9 +49,7 @@ def test_edits_of_the_modifier_reach_every_shard(world: World, tier: str) -> Non
                 plain[0].weight.add_(100.0 * (number + 1))
         assert torch.equal(model[0].weight, plain[0].weight)
         prepared, _ = zero_ext.prepare(model, None, settings, process_group=world.group)
-        state = zero_ext.full_state_dict(prepared)
-    for name, wanted in plain.state_dict().items():
-        assert torch.equal(state[name], wanted), name
+        check_same(prepared, plain)
 
 
 @on_ranks(2)
@@ -116,9 +115,7 @@ def test_edits_reach_their_own_elements_on_every_rank(
         for parameter in plain.parameters():
             parameter.mul_(2.0).add_(1.0)
     zero_ext.prepare(model, None, config, process_group=world.group)
-    state = zero_ext.full_state_dict(model)
-    for name, wanted in plain.state_dict().items():
-        assert torch.equal(state[name], wanted), name
+    check_same(model, plain)
 
 
 @on_ranks(4)
@@ -137,9 +134,7 @@ def test_tensor_parallel_parameters_stay_split(world: World) -> None:
         for parameter in plain.parameters():
             parameter.mul_(2.0).add_(1.0)
     zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh)
-    state = zero_ext.full_state_dict(model)
-    for name, wanted in plain.state_dict().items():
-        assert torch.equal(state[name], wanted), name
+    check_same(model, plain)
 
 
 @on_ranks(4)

@@ -15,7 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, check_same, placed, sgd
+from tests.zero.training import adamw, check_same, lion, placed, poisoned_gradient, sgd
 from tests.zero.training import prepared as prepared_for
 from zero_ext.zero import engine_of
 
@@ -81,10 +81,6 @@ GRADIENTS = {
 }
 
 
-def lion(parameters: Any) -> torch.optim.Optimizer:
-    return zero_ext.Lion(parameters, lr=1e-3)
-
-
 def lamb(parameters: Any) -> torch.optim.Optimizer:
     return zero_ext.Lamb(parameters, lr=1e-3)
 
@@ -137,22 +133,8 @@ def good_step(world: World, model: Any, optimizer: Any, case: Case, step: int) -
     optimizer.zero_grad()
 
 
-@contextlib.contextmanager
-def one_poisoned_element(world: World, model: Any, value: float) -> Iterator[None]:
-    """The last rank's gradient of one parameter holds one bad element, in every backward pass."""
-
-    def poison(gradient: torch.Tensor) -> torch.Tensor:
-        if world.rank < world.size - 1:
-            return gradient
-        poisoned = gradient.clone()
-        poisoned.view(-1)[world.seed % poisoned.numel()] = value
-        return poisoned
-
-    handle = dict(model.module.named_parameters())[NAME].register_hook(poison)
-    try:
-        yield
-    finally:
-        handle.remove()
+def one_poisoned_element(world: World, model: Any, value: float) -> contextlib.AbstractContextManager[None]:
+    return poisoned_gradient(world, model, NAME, value)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

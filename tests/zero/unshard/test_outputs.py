@@ -1,7 +1,8 @@
-"""What blocks may take and return, and what may be done with it: containers, views, in-place operations."""
+"""What blocks may take and return, what may be done with it, and parameters that only some ranks use."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, check_against_plain, prepared
+from tests.zero.training import adamw, check_against_plain, check_near, prepared, train_step
 from zero_ext.zero import engine_of
 
 
@@ -78,25 +80,16 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 }
 
 
-def multiply(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.mul_(1.5)
-
-
 def zero_first(hidden: torch.Tensor) -> torch.Tensor:
     hidden[:, 0] = 0
     return hidden
 
 
-def add_after(hidden: torch.Tensor) -> torch.Tensor:
-    hidden.add_(1)
-    return hidden
-
-
 INPLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mul_": multiply,
+    "mul_": lambda hidden: hidden.mul_(1.5),
     "setitem": zero_first,
     "relu_": torch.relu_,
-    "add_": add_after,
+    "add_": lambda hidden: hidden.add_(1),
 }
 
 
@@ -146,41 +139,34 @@ def test_keyword_inputs_and_dict_outputs(world: World) -> None:
     check_against_plain(world, KeywordStack(), feature_loss, feature_batch, 3)
 
 
+def opaque_stack() -> nn.Module:
+    return Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
+
+
 @on_ranks(2)
 def test_an_output_without_reachable_tensors_retains_its_parameters_until_the_step(world: World) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(world.seed)
-        return Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
-
-    plain, model = build(), build()
+    torch.manual_seed(world.seed)
+    plain, features = opaque_stack(), feature_batch(world.seed, 0, 0, 0)
+    model, optimizer = prepared(world, copy.deepcopy(plain))
     reference = adamw(plain.parameters())
-    model, optimizer = prepared(world, model)
-    features = feature_batch(world.seed, 0, 0, 0)
     with pytest.warns(RuntimeWarning, match=r"block 'blocks.0' returned Opaque(?s:.*)double_backward"):
         loss = feature_loss(model, features)
-    loss.backward()
-    optimizer.step()
+    train_step(model, optimizer, loss)
     assert engine_of(model).prefetcher.live_elements == 0
-    feature_loss(plain, features).backward()
-    reference.step()
-    state = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+    train_step(plain, reference, feature_loss(plain, features))
+    check_near(model, plain, 1e-5, 1e-7)
 
 
 @on_ranks(2)
 def test_an_output_without_reachable_tensors_inside_double_backward(world: World) -> None:
-    plain = Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
-    features = feature_batch(world.seed, 0, 0, 0)
+    torch.manual_seed(world.seed)
+    plain, features = opaque_stack(), feature_batch(world.seed, 0, 0, 0)
+    model, _ = prepared(world, copy.deepcopy(plain))
     feature_loss(plain, features).backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for parameter in plain.parameters():
-        parameter.grad = None
-    model, _ = prepared(world, plain)
     with zero_ext.double_backward(model):
         feature_loss(model, features).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(zero_ext.full_gradient(parameter), wanted[name], rtol=1e-5, atol=1e-7)
+    for parameter, true in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(zero_ext.full_gradient(parameter), true.grad, rtol=1e-5, atol=1e-7)
 
 
 class Auxiliary(nn.Module):
@@ -208,3 +194,67 @@ def auxiliary_loss(model: nn.Module, features: torch.Tensor) -> torch.Tensor:
 def test_auxiliary_losses_stored_on_modules(world: World) -> None:
     for stage in (1, 3):
         check_against_plain(world, Auxiliary(), auxiliary_loss, feature_batch, stage)
+
+
+BLOCKS = 10
+
+
+class Moody(nn.Module):
+    """A layer, and one that is used only if it is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features: torch.Tensor, wanted: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.always(features))
+        return features + (self.sometimes(hidden) if wanted else hidden)
+
+
+class Deep(nn.Module):
+    """More blocks than reductions may be in flight; ``checkpointed`` runs them again in backward."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Moody() for _ in range(BLOCKS))
+        self.checkpointed = checkpointed
+
+    def forward(self, features: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
+        for block, each in zip(self.blocks, wanted, strict=True):
+            if self.checkpointed:
+                features = checkpoint(block, features, each, use_reentrant=False)
+            else:
+                features = block(features, each)
+        return features
+
+
+def wanted_by(rank: int, step: int) -> list[bool]:
+    """Rank 0 uses everything; others leave parts unused, late in the model at first."""
+    generator = torch.Generator().manual_seed(step)
+    retained = torch.rand(8, BLOCKS, generator=generator)[rank] < 0.5
+    retained[BLOCKS - 2] = False
+    return [rank == 0 or bool(each) for each in retained]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"offload": {"update_mode": "in_backward"}}], ids=["after", "in_backward"]
+)
+def test_missing_gradients_count_as_zero(world: World, checkpointed: bool, more: dict[str, Any]) -> None:
+    torch.manual_seed(world.seed)
+    model = Deep(checkpointed)
+    twin = copy.deepcopy(model)
+    plain = adamw(twin.parameters())
+    model, optimizer = prepared(world, model, **more)
+    for step in range(3):
+        features = feature_batch(world.seed, step, 0, world.rank).requires_grad_()
+        model(features, wanted_by(world.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(world.size):
+            features = feature_batch(world.seed, step, 0, rank)
+            (twin(features, wanted_by(rank, step)).square().mean() / world.size).backward()
+        plain.step()
+        plain.zero_grad()
+    check_near(model, twin, 1e-5, 1e-6)
