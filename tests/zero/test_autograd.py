@@ -26,13 +26,11 @@ from tests.zero.models import (
 from tests.zero.training import (
     adamw,
     check_near,
-    language_steps,
     plain_backward,
     prepared,
     train_step,
 )
 from zero_ext.zero import engine_of
-from zero_ext.zero.memory.gathered_unit import UnitState
 
 
 def features_model() -> nn.Module:
@@ -148,30 +146,6 @@ def test_gradient_penalty_inside_double_backward(world: World, stage: int) -> No
         plain.zero_grad()
     check_near(model, twin, 2e-5, 2e-6)
     assert engine_of(model).prefetcher.live_elements == 0
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_generation_between_steps(world: World, mode: str) -> None:
-    """Ranks may generate with forward passes without gradient, also on the user's own module."""
-    model = TinyModel()
-    twin = copy.deepcopy(model)
-    wrapped, optimizer = prepared(world, model, 3)
-    context = getattr(torch, mode)
-    for step in range(3):
-        with context():
-            wrapped.eval()
-            ids = torch.zeros(1, 1, dtype=torch.int64)
-            other = ids
-            for _ in range(4):
-                ids = torch.cat([ids, wrapped(ids)[:, -1:].argmax(-1)], 1)
-                other = torch.cat([other, twin(other)[:, -1:].argmax(-1)], 1)
-            assert torch.equal(ids, other)
-            # What the next forward needs first is under way, but nothing is there to be computed with.
-            assert all(unit.state is not UnitState.GATHERED for unit in engine_of(wrapped).prefetcher.units)
-            wrapped.train()
-        language_steps(world, wrapped, optimizer, [step])
-        twin.load_state_dict(zero_ext.full_state_dict(wrapped))
 
 
 @on_ranks(2)

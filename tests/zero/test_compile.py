@@ -34,38 +34,8 @@ from tests.zero.training import (
     prepared,
     sgd,
     train_prepared,
-    train_step,
 )
 from zero_ext.zero import engine_of
-
-LAYERS = 12
-
-
-def compiled_stack(model: nn.Sequential) -> nn.Sequential:
-    first, *blocks = model
-    return nn.Sequential(first, *(torch.compile(block, backend="eager") for block in blocks))
-
-
-@on_ranks(2)
-def test_twelve_compiled_blocks_are_one_graph(world: World) -> None:
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)))
-    losses = {}
-    for kind in ("eager", "compiled"):
-        model = copy.deepcopy(plain)
-        torch._dynamo.reset()
-        counters.clear()
-        if kind == "compiled":
-            model = compiled_stack(model)
-        model, optimizer = prepared(world, model)
-        losses[kind] = []
-        for step in range(3):
-            loss = feature_loss(model, feature_batch(world.seed, step, 0, world.rank))
-            losses[kind].append(train_step(model, optimizer, loss))
-            assert engine_of(model).prefetcher.live_elements == 0
-    assert counters["stats"]["unique_graphs"] == 1, counters
-    assert not counters["graph_break"], counters
-    for one, two in zip(losses["compiled"], losses["eager"], strict=True):
-        assert abs(one - two) <= 1e-6 * abs(two)
 
 
 @on_ranks(2)

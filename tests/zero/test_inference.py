@@ -111,36 +111,35 @@ def test_logits_and_generation_are_those_of_the_plain_model(world: World, family
 
 
 @on_ranks(1, 2)
-def test_nothing_is_retained_for_training(world: World) -> None:
+@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", *TIERS])
+def test_nothing_is_retained_for_training(world: World, case: str) -> None:
     everything = {"optimizer": "nvme", "grads": "nvme", "ratio": 0.5}
-    for stage, offload in (
-        (0, {}),
-        (1, {"optimizer": "nvme"}),
-        (2, everything),
-        *((3, {**everything, "params": params}) for params in TIERS),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            paths = {"nvme_paths": [folder]} if offload else {}
-            config = configuration(stage, offload={**offload, **paths}, precision={"dtype": "bf16"})
-            before = ops.host_buffer_bytes()
-            model, optimizer = zero_ext.prepare(TinyModel(), None, config, process_group=world.group)
-            engine = engine_of(model)
-            assert optimizer is None and not engine.masters and not engine.reducer.gradients
-            memory = engine.memory_breakdown()
-            full = sum(unit.layout.nbytes for unit in engine.units)
-            stored = offload.get("params") == "nvme"
-            params = full // world.size if stage == 3 else full
-            in_memory = 0 if stored else params
-            assert (memory["params"], memory["grads"], memory["optimizer"]) == (in_memory, 0, 0)
-            assert not any(engine.tiers.staging_bytes().values())
-            assert len(list(Path(folder).iterdir())) == int(stored)
-            if stored:
-                assert engine.tiers.store.facts().capacity == params
-            with torch.no_grad():
-                model(language_batch(world.seed, 0, 0, world.rank))
-            held = 0 if stored else params
-            assert ops.host_buffer_bytes() - before <= held + engine.pool.total_bytes
-            del model, engine
+    stage, tiers = {
+        "stage 0": (0, {}),
+        "stage 1": (1, {"optimizer": "nvme"}),
+        "stage 2": (2, everything),
+    }.get(case, (3, {**everything, "params": case}))
+    stored = tiers.get("params") == "nvme"
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {**tiers, "nvme_paths": [folder]} if tiers else {}
+        before = ops.host_buffer_bytes()
+        model, optimizer = prepared(
+            world, TinyModel(), stage, None, offload=offload, precision={"dtype": "bf16"}
+        )
+        engine = engine_of(model)
+        assert optimizer is None and not engine.masters and not engine.reducer.gradients
+        memory, full = engine.memory_breakdown(), sum(unit.layout.nbytes for unit in engine.units)
+        params = full // world.size if stage == 3 else full
+        held = 0 if stored else params
+        assert (memory["params"], memory["grads"], memory["optimizer"]) == (held, 0, 0)
+        assert not any(engine.tiers.staging_bytes().values())
+        assert len(list(Path(folder).iterdir())) == int(stored)
+        if stored:
+            assert engine.tiers.store.facts().capacity == params
+        with torch.no_grad():
+            model(language_batch(world.seed, 0, 0, world.rank))
+        assert ops.host_buffer_bytes() - before <= held + engine.pool.total_bytes
+        del model, engine
 
 
 @on_ranks(1, 2)
@@ -269,7 +268,7 @@ def test_an_evaluation_between_steps_changes_nothing_and_sees_every_step(world: 
         losses = []
         for step in range(3):
             ids = language_batch(world.seed, step, 0, world.rank)
-            with torch.no_grad():
+            with torch.inference_mode():
                 language_loss(model, ids)
             loss = language_loss(model, ids)
             with torch.no_grad():  # between forward and backward of a step
@@ -305,14 +304,14 @@ def test_changed_parameters_are_fetched_again(world: World, params: str) -> None
             zero_ext.save_checkpoint(saves, model)
             del model
         with inference(world, copy.deepcopy(first), params) as model:
-            for _ in range(2):
-                assert torch.equal(model(ids), first(ids))
-            zero_ext.load_checkpoint(saves, model)
-            for _ in range(2):
-                assert torch.equal(model(ids), second(ids))
-            zero_ext.load_full_state_dict(model, third.state_dict())
-            for _ in range(2):
-                assert torch.equal(model(ids), third(ids))
+            for change, plain in (
+                (lambda _: None, first),
+                (lambda model: zero_ext.load_checkpoint(saves, model), second),
+                (lambda model: zero_ext.load_full_state_dict(model, third.state_dict()), third),
+            ):
+                change(model)
+                for _ in range(2):
+                    assert torch.equal(model(ids), plain(ids))
             for module in ("embedding", "head"):
                 with zero_ext.gathered(getattr(model, module).parameters(), modifier_rank=0):
                     getattr(model, module).weight.mul_(2 if world.rank == 0 else 3)

@@ -13,7 +13,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TIME, VOCABULARY, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, check_same, configuration, language_steps, plain_backward
+from tests.zero.training import adamw, check_same, language_steps, plain_backward
 from tests.zero.training import prepared as prepared_for
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
@@ -88,59 +88,56 @@ def test_full_values_round_trip(world: World) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_edits_of_one_rank_reach_all(world: World) -> None:
-    for stage in range(4):
-        for modifier in {0, world.size - 1}:
-            model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
-            train(world, model, optimizer)
-            engine = engine_of(model)
-            before = zero_ext.full_state_dict(model)
-            masters = [
-                master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
-            ]
-            assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
-            with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
-                if world.rank == modifier:
-                    model.scale.fill_(3.0)
-                    model.inner.embedding.weight[4:6] = torch.arange(12.0)
-                    model.frozen[1, 2] = -1.0
-                else:
-                    model.inner.norm.weight.zero_()  # lost: this rank's values do not count
-            check_released(model)
-            after = zero_ext.full_state_dict(model)
-            before["scale"].fill_(3.0)
-            before["frozen"][1, 2] = -1.0
-            before["inner.embedding.weight"][4:6] = torch.arange(12.0)
-            before["inner.head.weight"][4:6] = torch.arange(12.0)
-            check_same(after, before)
-            changed = 0
-            for master, old in zip(engine.masters, masters, strict=True):
-                now = master.state.read("master", 0, master.state.numel)
-                assert torch.equal(now.bfloat16(), master.params.read(0, now.numel()))
-                changed += int((now != old).sum())
-            assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
-            train(world, model, optimizer)  # and it still trains
+@pytest.mark.parametrize("stage", range(4))
+def test_edits_of_one_rank_reach_all(world: World, stage: int) -> None:
+    def masters_of(model: Any) -> list[torch.Tensor]:
+        states = [master.state for master in engine_of(model).masters]
+        return [state.read("master", 0, state.numel).clone() for state in states]
+
+    for modifier in {0, world.size - 1}:
+        model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
+        train(world, model, optimizer)
+        before, masters = zero_ext.full_state_dict(model), masters_of(model)
+        assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
+        with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
+            if world.rank == modifier:
+                model.scale.fill_(3.0)
+                model.inner.embedding.weight[4:6] = torch.arange(12.0)
+                model.frozen[1, 2] = -1.0
+            else:
+                model.inner.norm.weight.zero_()  # lost: this rank's values do not count
+        check_released(model)
+        before["scale"].fill_(3.0)
+        before["frozen"][1, 2] = -1.0
+        for name in ("inner.embedding.weight", "inner.head.weight"):
+            before[name][4:6] = torch.arange(12.0)
+        check_same(model, before)
+        changed = 0
+        for master, old, now in zip(engine_of(model).masters, masters, masters_of(model), strict=True):
+            assert torch.equal(now.bfloat16(), master.params.read(0, now.numel()))
+            changed += int((now != old).sum())
+        assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
+        train(world, model, optimizer)  # and it still trains
 
 
 @on_ranks(1, 2)
-def test_a_write_that_nobody_declared_raises(world: World) -> None:
-    for stage in range(4):
-        model, optimizer = prepared(world, stage)
-        before = shards(model)
-        for name in ("inner.blocks.0.down.weight", "scale"):
-            parameter = model.get_parameter("module." + name)
-            value = None
-            refusal = pytest.raises(RuntimeError, match=rf"'{name}': it was written .*modifier_rank=0")
-            with refusal, zero_ext.gathered(parameter), torch.no_grad():
-                value = parameter.detach().clone()
-                parameter.mul_(2.0)
-            check_released(model)
-            if stage == 3 and world.size > 1:
-                check_unchanged(model, before)
-            else:
-                with zero_ext.gathered(parameter, modifier_rank=0), torch.no_grad():
-                    parameter.copy_(value)
-        train(world, model, optimizer)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_write_that_nobody_declared_raises(world: World, stage: int) -> None:
+    model, optimizer = prepared(world, stage)
+    before = shards(model)
+    for name in ("inner.blocks.0.down.weight", "scale"):
+        parameter = model.get_parameter("module." + name)
+        refusal = pytest.raises(RuntimeError, match=rf"'{name}': it was written .*modifier_rank=0")
+        with refusal, zero_ext.gathered(parameter), torch.no_grad():
+            value = parameter.detach().clone()
+            parameter.mul_(2.0)
+        check_released(model)
+        if stage == 3 and world.size > 1:
+            check_unchanged(model, before)
+        else:
+            with zero_ext.gathered(parameter, modifier_rank=0), torch.no_grad():
+                parameter.copy_(value)
+    train(world, model, optimizer)
 
 
 @on_ranks(1, 2)
@@ -282,26 +279,24 @@ def test_what_does_not_fit_is_refused_before_anything_changes(world: World) -> N
 
 
 @on_ranks(1, 2, 4)
-def test_full_gradients_are_those_of_one_process(world: World) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_full_gradients_are_those_of_one_process(world: World, stage: int) -> None:
     torch.manual_seed(world.seed)
     plain = Everything()
-    plain_backward(world, plain, 0)
-    for stage in range(4):
-        torch.manual_seed(world.seed)
-        model, optimizer = prepared(world, stage)
-        names = dict(model.named_parameters())
-        assert all(zero_ext.full_gradient(parameter) is None for parameter in names.values())
-        with model.no_sync() if stage == 2 else torch.enable_grad():
-            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
-        for name, parameter in plain.named_parameters():
-            gradient = zero_ext.full_gradient(names[name])
-            if parameter.grad is None:
-                assert gradient is None, name
-            else:
-                assert gradient is not None and gradient.stride() == parameter.grad.stride()
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
-        optimizer.zero_grad()
-    model, _ = zero_ext.prepare(TinyModel(), None, configuration(3), process_group=world.group)
+    plain_backward(world, plain)
+    torch.manual_seed(world.seed)
+    model, _ = prepared(world, stage)
+    names = dict(model.named_parameters())
+    assert all(zero_ext.full_gradient(parameter) is None for parameter in names.values())
+    with model.no_sync() if stage == 2 else torch.enable_grad():
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+    for name, parameter in plain.named_parameters():
+        gradient = zero_ext.full_gradient(names[name])
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None:
+            assert gradient.stride() == parameter.grad.stride()
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+    model, _ = prepared_for(world, TinyModel(), stage, None)
     assert zero_ext.full_gradient(next(model.parameters())) is None  # prepared without an optimizer
 
 

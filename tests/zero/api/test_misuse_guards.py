@@ -336,12 +336,6 @@ def test_parameters_copy_to_ordinary_ones(world: World) -> None:
 
 
 @on_ranks(2)
-def test_moves_that_change_nothing_are_allowed(world: World) -> None:
-    model, _ = prepared(world, Scalars())
-    assert model.to("cpu") is model and model.float() is model and model.cpu() is model
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_replicated_stages_save_true_values(world: World, stage: int) -> None:
     model, optimizer = prepared(world, Scalars(), stage)

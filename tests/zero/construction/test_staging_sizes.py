@@ -216,16 +216,8 @@ def test_host_staging_does_not_grow_with_the_largest_tensor_nor_tiled_device_sta
     assert found[0] == found[1]
 
 
-OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "lamb": lambda parameters: zero_ext.Lamb(parameters, lr=1e-3),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-}
-TIERS: list[dict[str, str]] = [
-    {},
-    {"optimizer": "host"},
-    {"optimizer": "host", "grads": "host", "params": "host"},
-]
+OPTIMIZERS = {"adamw": adamw, "lamb": lamb, "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)}
+TIERS: list[dict[str, str]] = [{}, {"optimizer": "host"}, tiers("host", "host", "host")]
 CODES = {"quantized_weights": "int8", "quantized_gradients": "int4", "hierarchical_partition": True}
 
 
@@ -268,20 +260,15 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
             assert estimate.bytes_by_tier()["device"]["NCCL's buffers (estimate)"] >= 32 * (4 << 20)
 
 
-def configs() -> list[dict[str, Any]]:
-    """Every stage and tier that go together."""
-    found = []
-    for stage, tiers, dtype in itertools.product((0, 1, 2, 3), TIERS, ("keep", "bf16")):
-        sharded = {"optimizer": stage >= 1, "grads": stage >= 2, "params": stage >= 3}
-        if all(sharded[kind] for kind in tiers):
-            found.append({"stage": stage, "offload": tiers, "precision": {"dtype": dtype}})
-    return found
+# Every stage and tier that go together.
+PLACEMENTS = [(stage, TIERS[0]) for stage in range(4)] + [(stage, TIERS[1]) for stage in (1, 2, 3)]
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
-    for config in configs():
+    for (stage, offload), dtype in itertools.product([*PLACEMENTS, (3, TIERS[2])], ("keep", "bf16")):
+        config = {"stage": stage, "offload": offload, "precision": {"dtype": dtype}}
         compare(world, "cpu", config, optimizer)
 
 
@@ -295,9 +282,8 @@ def test_the_plan_is_what_is_held_of_compressed_communication(world: World) -> N
 @on_ranks(2, stand_in=True)
 def test_the_plan_is_what_is_held_on_a_device(world: World) -> None:
     torch.stand_in.set_schedule("eager")  # type: ignore[attr-defined]
-    for tiers in TIERS:
-        compare(world, "stand_in:0", {"stage": 3, "offload": tiers, "precision": {"dtype": "bf16"}}, "adamw")
-    for tiers in ({}, {"params": "host"}):
-        config = {"stage": 3, "offload": tiers, "precision": {"dtype": "bf16"}}
-        compare(world, "stand_in:0", {**config, "communication": {"ranks_per_node": 1, **CODES}}, "adamw")
+    codes = {"communication": {"ranks_per_node": 1, **CODES}}
+    for offload, more in (*((each, {}) for each in TIERS), ({}, codes), ({"params": "host"}, codes)):
+        config = {"stage": 3, "offload": offload, "precision": {"dtype": "bf16"}, **more}
+        compare(world, "stand_in:0", config, "adamw")
     torch.stand_in.set_schedule("random")  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_ext
 from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
-from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import configuration, prepared, sgd, train_step
@@ -135,22 +134,6 @@ def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def without_the_schedule(world: World) -> str:
-    config = {"stage": 3, "units": {"prefetch_elements": 1}, "timeout_seconds": 20}
-    without = mock.patch.object(GradientReducer, "_make_schedule", lambda self: None)
-    with without, pytest.raises(RuntimeError) as caught:
-        trained(world, config)
-    return str(caught.value)
-
-
-def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
-    """The test above would notice."""
-    messages = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
-    stand_in_pool.close()  # the streams of these ranks have failed
-    # A rank that does not name the difference reports that another rank has aborted.
-    assert any("different" in each for each in messages), messages
-
-
 # Vectors stay gathered in the second case: no block's end says that a rank has left one out.
 UNITS = [
     {"prefetch_elements": 1},
@@ -171,26 +154,6 @@ def trained_in_host_memory(world: World, units: dict[str, int]) -> list[torch.Te
 def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, units: dict[str, int]) -> None:
     for one, other in zip(trained_in_host_memory(world, units), trained_plainly(world), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def reduce_unordered(world: World, units: dict[str, int]) -> str:
-    def adopt(reducer: GradientReducer, arrived: list[int]) -> None:
-        reducer._outside = set()
-        original(reducer, arrived)
-
-    original = GradientReducer._adopt_order
-    adopted = mock.patch.object(GradientReducer, "_adopt_order", adopt)
-    with adopted, pytest.raises(RuntimeError) as caught:
-        trained_in_host_memory(world, units)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("units", UNITS)
-def test_without_an_order_ranks_deadlock(rank_pool: RankPool, units: dict[str, int]) -> None:
-    """The test above would notice."""
-    messages = rank_pool.run(2, f"{__name__}:reduce_unordered", {"units": units})
-    rank_pool.close()
-    assert any("expected the same collective on all ranks" in each for each in messages), messages
 
 
 class Counts:
