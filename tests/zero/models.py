@@ -3,6 +3,7 @@ features [batch, width] float and returns a loss through :func:`loss_of`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +42,19 @@ class TinyModel(nn.Module):
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class ChosenBlocks(TinyModel):
+    """Runs its blocks in the ``order`` that is set, by their numbers."""
+
+    order: Iterable[int] | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for number in range(len(self.blocks)) if self.order is None else self.order:
+            hidden = self.blocks[number](hidden)
         logits: torch.Tensor = self.head(self.norm(hidden))
         return logits
 

@@ -21,6 +21,7 @@ from tests.multi.rank import World
 from tests.zero.models import (
     WIDTH,
     Block,
+    ChosenBlocks,
     TinyModel,
     feature_batch,
     feature_loss,
@@ -241,20 +242,6 @@ def test_a_rank_that_is_gone_ends_the_others_naming_rank_unit_and_parameter(faul
     assert ("exit code -9" if fault == "die_in_backward" else "the real reason") in text
 
 
-class Layers(nn.Module):
-    """Equal blocks, of which one may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.without: int | None = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            hidden = hidden if number == self.without else block(hidden)
-        return hidden
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("one_host", [True, False])
 def test_ranks_that_leave_out_other_blocks_never_get_each_others_weights(
@@ -263,10 +250,10 @@ def test_ranks_that_leave_out_other_blocks_never_get_each_others_weights(
     units = {"persistence_threshold": 0, "prefetch_elements": 0}
     connected = ops.cross_process_connect if one_host else (lambda handle: False)
     with mock.patch.object(ops, "cross_process_connect", connected):
-        model, _ = prepared(world, Layers(), 3, None, units=units, timeout_seconds=4.0)
-    model.without = 1 + world.rank
+        model, _ = prepared(world, ChosenBlocks(4), 3, None, units=units, timeout_seconds=4.0)
+    model.order = [number for number in range(4) if number != 1 + world.rank]
     with pytest.raises(RuntimeError, match=rf"gather of unit 'blocks\.{2 - world.rank}'"), torch.no_grad():
-        model(feature_batch(world.seed, 0, 0, 0))
+        model(language_batch(world.seed, 0, 0, 0))
 
 
 @on_ranks(1, 2)

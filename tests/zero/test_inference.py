@@ -22,7 +22,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import VOCABULARY, WIDTH, TinyModel, language_batch, language_loss, llama
+from tests.zero.models import VOCABULARY, ChosenBlocks, TinyModel, language_batch, language_loss, llama
 from tests.zero.training import (
     Plan,
     adamw,
@@ -218,34 +218,24 @@ def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
         del model
 
 
-class InAnyOrder(nn.Module):
-    """Blocks that run in the order that is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, features: torch.Tensor, order: list[int]) -> torch.Tensor:
-        for number in order:
-            features = torch.tanh(self.blocks[number](features))
-        return features
-
-
 @on_ranks(2)
 def test_ranks_run_what_they_like_while_all_is_gathered(world: World) -> None:
     torch.manual_seed(world.seed)
-    plain = InAnyOrder()
-    features = torch.randn(3, WIDTH)
+    plain, ids = ChosenBlocks(4), language_batch(world.seed, 0, 0, 0)
     orders = ([0, 1, 2, 3], [3, 1], [2, 0, 3])
+
+    def check_order(model: Any, order: list[int]) -> None:
+        model.order = plain.order = order
+        torch.testing.assert_close(model(ids), plain(ids))
+
     with inference(world, copy.deepcopy(plain), timeout_seconds=20.0) as model, torch.no_grad():
-        model(features, orders[0])
+        check_order(model, orders[0])
         for _ in range(2):
             with zero_ext.gathered(model):
                 for number in range(1 + 3 * world.rank):
-                    order = orders[(number + world.rank) % 3]
-                    torch.testing.assert_close(model(features, order), plain(features, order))
+                    check_order(model, orders[(number + world.rank) % 3])
             for order in orders:  # look-ahead that differs between the ranks would gather other units
-                torch.testing.assert_close(model(features, order), plain(features, order))
+                check_order(model, order)
         del model
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from tests.accelerator.stand_in import BACKEND
@@ -47,18 +48,19 @@ class Block(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``."""
+    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``.
+    ``checkpointed`` runs blocks again in backward. There are more than reductions may be in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.early = False
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.early, self.checkpointed = False, checkpointed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden * self.scale if self.early else hidden
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
         return (hidden if self.early else hidden * self.scale).square().mean()
 
 
@@ -135,24 +137,29 @@ def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
 
 
 # Vectors stay gathered in the second case: no block's end says that a rank has left one out.
-UNITS = [
-    {"prefetch_elements": 1},
-    {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50},
+HOST_CASES: list[dict[str, Any]] = [
+    {"units": {"prefetch_elements": 1}},
+    {"units": {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50}},
+    {"offload": {"update_mode": "in_backward"}},
 ]
 
 
-def trained_in_host_memory(world: World, units: dict[str, int]) -> list[torch.Tensor]:
+def trained_in_host_memory(world: World, checkpointed: bool, **more: Any) -> list[torch.Tensor]:
     torch.manual_seed(world.seed)
-    config = {"stage": 3, "units": units, "timeout_seconds": 100}
-    model, values = train_steps(world, Uneven(), world.group, config)
+    config = {"stage": 3, "timeout_seconds": 100, **more}
+    model, values = train_steps(world, Uneven(checkpointed), world.group, config)
     assert not engine_of(model).collectives.in_one_order
     return values
 
 
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("more", HOST_CASES)
 @on_ranks(2, 3)
-def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, units: dict[str, int]) -> None:
-    for one, other in zip(trained_in_host_memory(world, units), trained_plainly(world), strict=True):
+def test_in_host_memory_no_rank_waits_for_what_another_has_last(
+    world: World, more: dict[str, Any], checkpointed: bool
+) -> None:
+    wanted = trained_plainly(world)
+    for one, other in zip(trained_in_host_memory(world, checkpointed, **more), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

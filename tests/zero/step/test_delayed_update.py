@@ -21,11 +21,10 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import language_batch, language_loss
+from tests.zero.models import ChosenBlocks, language_batch, language_loss
 from tests.zero.step.stale_loop import (
     Case,
     Gate,
-    SometimesShort,
     backward_of,
     configuration,
     maker,
@@ -71,7 +70,7 @@ def test_equals_the_stale_loop(world: World, stage: int) -> None:
         if world.size != 2 and (number + stage) % 3:
             continue
         torch.manual_seed(world.seed)
-        model = SometimesShort()
+        model = ChosenBlocks()
         losses, parameters = train_stale(world, copy.deepcopy(model), stage, case)
         fitting = [each for each in TIERS if least_stage(each) <= stage]
         offload = fitting[(number + stage) % len(fitting)]
@@ -86,7 +85,7 @@ def prepared(world: World, stage: int = 2, dtype: str = "bf16", clip: float = 0.
     torch.manual_seed(world.seed)
     section = {"optimizer": "host", "update_mode": "delayed", "staging_buffer_bytes": 1 << 20, **offload}
     config = configuration(Case(dtype=dtype, clip=clip), offload=section)
-    return prepared_for(world, SometimesShort(), stage, maker(True), **config)
+    return prepared_for(world, ChosenBlocks(), stage, maker(True), **config)
 
 
 def train_step(world: World, model: Any, optimizer: Any, step: int) -> list[float]:

@@ -15,7 +15,15 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.api.test_checkpointing import Shared
-from tests.zero.models import WIDTH, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.models import (
+    WIDTH,
+    ChosenBlocks,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
 from tests.zero.training import (
     Plan,
     Run,
@@ -422,18 +430,6 @@ def test_sums_of_passes_that_nobody_announced_are_not_rounded(world: World, dtyp
             check_equal(train(world, 3, plan, offload, units=units), reference)
 
 
-class Choosing(TinyModel):
-    """Runs only some blocks."""
-
-    chosen: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for number in self.chosen:
-            hidden = self.blocks[number](hidden)
-        return self.head(self.norm(hidden))
-
-
 @on_ranks(2, 3)
 def test_ranks_that_sum_gradients_of_other_parameters(world: World) -> None:
     """Passes under ``no_sync`` bring them on some ranks only; all send them in one precision."""
@@ -441,14 +437,14 @@ def test_ranks_that_sum_gradients_of_other_parameters(world: World) -> None:
         results = []
         for step in ("after_backward", "in_backward"):
             torch.manual_seed(world.seed)
-            module, precision = Choosing(), {"dtype": "bf16"}
+            module, precision = ChosenBlocks(), {"dtype": "bf16"}
             offload = {"update_mode": step}
             model, optimizer = prepared(world, module, stage, precision=precision, offload=offload)
             for number in range(2):
-                module.chosen = (world.rank % 3,)
+                module.order = [world.rank % 3]
                 with model.no_sync():
                     backward(world, model, 2 * number)
-                module.chosen = ((world.rank + 1) % 3,)
+                module.order = [(world.rank + 1) % 3]
                 updated(world, model, optimizer, 2 * number + 1)
                 optimizer.zero_grad()
             results.append(zero_ext.full_state_dict(model))

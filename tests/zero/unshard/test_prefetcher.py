@@ -12,16 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import (
-    Block,
+    ChosenBlocks,
     TinyModel,
-    feature_batch,
-    feature_loss,
     language_batch,
     language_loss,
 )
@@ -29,6 +26,7 @@ from tests.zero.training import (
     Plan,
     adamw,
     check_equal,
+    check_same,
     configuration,
     language_steps,
     placed,
@@ -120,33 +118,20 @@ def test_no_look_ahead_when_it_is_off(world: World) -> None:
     assert losses == same
 
 
-class Wandering(nn.Module):
-    """Calls its blocks in another order at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        count = len(features)
-        for number in range(4):
-            features = self.blocks[(number * (1 + 2 * (count % 2)) + count) % 4](features)
-        return features
-
-
 @on_ranks(2, 3)
 def test_another_order_than_the_recorded_one_is_still_right(world: World) -> None:
-    def batch(seed: int, step: int, micro: int, rank: int) -> torch.Tensor:
-        return feature_batch(seed, step, micro, rank, size=1 + step)
-
-    runs = []
+    runs, state = [], []
     for stage in (0, 3):
         torch.manual_seed(world.seed)
-        runs.append(
-            train_prepared(world, Wandering(), feature_loss, batch, configuration(stage), Plan(steps=6))
-        )
-    check_equal(*runs)
-    assert runs[1].engine is not None and runs[1].engine.prefetcher.live_elements == 0
+        model, optimizer = prepared(world, ChosenBlocks(4), stage)
+        runs.append([])
+        for step in range(6):
+            model.order = [(number * (1 + 2 * (step % 2)) + step) % 4 for number in range(4)]
+            runs[-1] += language_steps(world, model, optimizer, [step])
+        state.append(zero_ext.full_state_dict(model))
+    assert runs[0] == runs[1]
+    check_same(*state)
+    assert engine_of(model).prefetcher.live_elements == 0
 
 
 @on_ranks(2)
@@ -170,21 +155,13 @@ def test_only_what_backward_needs_first_stays_after_a_forward(world: World) -> N
         assert prefetcher.live_elements == 0
 
 
-class Untied(TinyModel):
-    """Parts in the order of Llama; ``mark`` reads the embedding's weight again, ``layers`` blocks run."""
+class Untied(ChosenBlocks):
+    """``mark`` reads the embedding's weight again."""
 
     def __init__(self, mark: bool = False) -> None:
         super().__init__(layers=4)
-        self.mark, self.layers = mark, 4
         if mark:
             self.embedding.register_forward_hook(lambda own, ids, out: out * own.weight.square().mean())
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for block in self.blocks[: self.layers]:
-            hidden = block(hidden)
-        logits: torch.Tensor = self.head(self.norm(hidden))
-        return logits
 
 
 def gathers_of_steps(world: World, model: Untied, layers: list[int]) -> list[Counter[str]]:
@@ -203,7 +180,7 @@ def gathers_of_steps(world: World, model: Untied, layers: list[int]) -> list[Cou
             found.append(Counter())
             losses = []
             for each, optimizer in pairs:
-                each.layers = count
+                each.order = range(count)
                 losses += language_steps(world, each, optimizer, [step])
             assert losses[0] == losses[1]
     return found
