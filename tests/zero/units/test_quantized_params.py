@@ -147,7 +147,7 @@ def _check_memory_breakdown(engine: Any, model: nn.Module, stage: int, tier: str
 def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: World) -> None:
     model = model_of(world.seed)
     units = {"persistence_threshold": 0}
-    model, _ = prepared(world, model, 3, trainable, offload={"params": "host"}, units=units)
+    wrapped, _ = prepared(world, model, 3, trainable, offload={"params": "host"}, units=units)
     weight = model[1].weight
     ones = torch.ones(WIDTH)
     uses: list[Any] = [
@@ -174,7 +174,7 @@ def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: Wor
         assert type(weight) is Packed and torch.equal(weight.data, model_of(world.seed)[1].weight.data)
     with zero_ext.gathered([weight], modifier_rank=0):
         weight.fill_(7 + world.rank)
-    assert bool((model.full_state_dict()["1.weight"] == 7).all())
+    assert bool((wrapped.full_state_dict()["1.weight"] == 7).all())
     assert engine_of(model).index[weight][0].layout.dtype is torch.uint8
 
 
