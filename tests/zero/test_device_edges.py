@@ -1,4 +1,4 @@
-"""A model on an accelerator as users meet it: where it may come from, what is refused, what comes back."""
+"""A model on an accelerator as users meet it, and groups whose backend serves no host tensor."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import contextlib
 import functools
 import gc
 import re
+import tempfile
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_ext
 from tests.accelerator.host_waits import HostWaits
+from tests.accelerator.stand_in import BACKEND
+from tests.multi.mute_group import mute_group
 from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from tests.zero.training import check_same, train_step
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import adamw, check_same, configuration, language_steps, train_step
 from zero_ext.zero import engine_of
 
 DEVICE = "stand_in:0"
@@ -42,7 +49,7 @@ class Normalised(nn.Module):
         return hidden.square().mean()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adam_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -50,7 +57,7 @@ def on_device(world: World, model: nn.Module | None = None, **config: Any) -> tu
     """A model on the device, prepared with its optimizer."""
     torch.manual_seed(world.seed)
     model = Normalised().to(DEVICE) if model is None else model
-    return zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+    return zero_ext.prepare(model, adam_of(model), config, process_group=world.group)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, count: int = 2) -> list[float]:
@@ -83,7 +90,7 @@ def test_however_a_model_is_initialized_it_trains_on_the_device(world: World, ti
         retained = dict(model.named_parameters())
         device = DEVICE if how == "argument" else None
         model, optimizer = zero_ext.prepare(
-            model, adamw(model), config, process_group=world.group, device=device
+            model, adam_of(model), config, process_group=world.group, device=device
         )
         assert engine_of(model).device == torch.device(DEVICE)
         assert all(parameter is retained[name] for name, parameter in model.named_parameters())
@@ -141,8 +148,8 @@ def test_parameters_on_several_devices_are_refused(world: World) -> None:
     model = Normalised()
     model.first.to(DEVICE)
     with pytest.raises(ValueError, match=r"'first\.weight' on 'stand_in:0', 'norm\.weight' on 'cpu'"):
-        zero_ext.prepare(model, adamw(model), process_group=world.group)
-    model, _ = zero_ext.prepare(model, adamw(model), process_group=world.group, device=DEVICE)
+        zero_ext.prepare(model, adam_of(model), process_group=world.group)
+    model, _ = zero_ext.prepare(model, adam_of(model), process_group=world.group, device=DEVICE)
     assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
 
 
@@ -166,7 +173,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limi
     device.set_memory_limit(used + (limit << 20), DEVICE)
     try:
         with pytest.raises(torch.OutOfMemoryError) as raised:
-            zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+            zero_ext.prepare(model, adam_of(model), config, process_group=world.group, device=DEVICE)
     finally:
         device.set_memory_limit(1 << 40, DEVICE)
     text = str(raised.value)
@@ -174,7 +181,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limi
     for section in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "got ", advice):
         assert section in text, text
     assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
-    zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+    zero_ext.prepare(model, adam_of(model), config, process_group=world.group, device=DEVICE)
 
 
 @on_ranks(2, stand_in=True)
@@ -246,7 +253,7 @@ def test_a_step_on_the_device_waits_for_nothing(world: World, kind: str, stage: 
     accelerator = torch.get_device_module("stand_in")
     torch.manual_seed(world.seed)
     model = Normalised().to(DEVICE)
-    own = adamw(model) if kind == "adamw" else zero_ext.Lion(model.parameters(), lr=1e-3)
+    own = adam_of(model) if kind == "adamw" else zero_ext.Lion(model.parameters(), lr=1e-3)
     prepared, optimizer = zero_ext.prepare(model, own, {"stage": stage}, process_group=world.group)
     values = torch.randn(5, 6).to(DEVICE)
     for step in range(3):
@@ -287,3 +294,97 @@ def test_a_graph_captures_neither_the_step_nor_a_forward_that_needs_python(world
         with torch.no_grad(), no_forward if stage == 3 else contextlib.nullcontext():
             model(values)
     optimizer.step()
+
+
+STEPS = 2
+
+
+def trained(
+    world: World, group: dist.ProcessGroup, stage: int, early: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and whole parameters after some steps, with the state saved and loaded between them."""
+    torch.manual_seed(world.seed)
+    config = configuration(stage, gradient_clipping=0.5)
+    if early:
+        with zero_ext.Init(config=config, process_group=group):
+            model = TinyModel(tied=True)
+    else:
+        model = TinyModel(tied=True)
+    prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=group)
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            folder: list[object] = [tempfile.mkdtemp() if world.rank == 0 else None]
+            dist.broadcast_object_list(folder, group=world.group, group_src=0)
+            zero_ext.save_checkpoint(str(folder[0]), prepared)
+            zero_ext.load_checkpoint(str(folder[0]), prepared)
+        losses += language_steps(world, prepared, optimizer, [step])
+    return losses, zero_ext.full_state_dict(prepared, rank0_only=False)
+
+
+@pytest.mark.parametrize(("stage", "early"), [(0, False), (2, False), (3, False), (3, True)])
+@on_ranks(4)
+def test_a_group_without_a_backend_for_the_host_trains_saves_and_loads(
+    world: World, stage: int, early: bool
+) -> None:
+    with pytest.raises(RuntimeError, match="No backend"):
+        dist.all_reduce(torch.ones(1), group=mute_group())
+    wanted, values = trained(world, world.group, stage, early)
+    losses, found = trained(world, mute_group(), stage, early)
+    assert losses == wanted
+    assert found.keys() == values.keys() and len(values) > 5
+    for name, value in values.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def strict_pool() -> Iterator[RankPool]:
+    """Two ranks of a world that has the stand-in's own collectives alone."""
+    pool = RankPool(2, stand_in=True, backend=BACKEND)
+    yield pool
+    pool.close()
+
+
+def refuse_to_form(world: World) -> str:
+    if world.rank == 1:
+        torch.get_device_module("stand_in").refuse_communicators()
+    return "stand_in"
+
+
+# Where each rank's model is, and what all ranks are told.
+REFUSED: dict[str, tuple[Callable[[World], str], type[Exception], str]] = {
+    "ranks on different kinds of device": (
+        lambda world: ("cpu", "stand_in")[world.rank],
+        ValueError,
+        r"one kind of device.*got cpu on rank 0, stand_in over stand_in_ccl on rank 1",
+    ),
+    "a communicator that does not form": (
+        refuse_to_form,
+        RuntimeError,
+        r"stand_in over stand_in_ccl: the connections of the ranks did not form: .*rank 1 could not form a",
+    ),
+}
+
+
+def refused(world: World, what: str) -> None:
+    """One error on every rank, nothing sharded, and ranks that go on."""
+    position, kind, message = REFUSED[what]
+    world.barrier()  # the world's own communicator is there
+    model = TinyModel(tied=True).to(position(world))
+    before = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    try:
+        with pytest.raises(kind, match=message):
+            zero_ext.prepare(model, adamw(model.parameters()), configuration(3))
+    finally:
+        torch.get_device_module("stand_in").refuse_communicators(-1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), before[name]), name
+    prepared, _ = zero_ext.prepare(model.to("stand_in"), adamw(model.parameters()), configuration(3))
+    language_loss(prepared, language_batch(world.seed, 0, 0, world.rank).to("stand_in")).backward()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_ranks_that_cannot_be_connected_are_refused_before_anything_is_sharded(
+    strict_pool: RankPool, what: str
+) -> None:
+    strict_pool.run(2, f"{__name__}:refused", {"what": what})

@@ -152,20 +152,6 @@ def test_a_single_rank_goes_on_after_a_failed_read_of_parameters(world: World) -
         assert losses[:2] == losses[2:]
 
 
-@on_ranks(1)
-def test_an_interrupted_or_short_transfer_is_no_error(world: World) -> None:
-    with tempfile.TemporaryDirectory() as nvme:
-        losses = []
-        for faulty in (False, True):
-            model, optimizer = prepared(world, nvme)
-            for number in range(3):
-                for writing in (False, True) if faulty else ():
-                    inject(model, writing, number, -errno.EINTR, 2)
-                    inject(model, writing, number + 2, 512)
-                losses.append(step(world, model, optimizer, number))
-        assert losses[:3] == losses[3:]
-
-
 @on_ranks(1, 2)
 def test_bad_paths_are_refused_on_all_ranks_before_anything_changes(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
