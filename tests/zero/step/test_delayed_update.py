@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
@@ -31,7 +30,7 @@ from tests.zero.step.stale_loop import (
     train_delayed,
     train_stale,
 )
-from tests.zero.training import check_same, placed
+from tests.zero.training import check_same
 from tests.zero.training import prepared as prepared_for
 from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
@@ -279,31 +278,6 @@ def test_a_failed_read_of_gradients_is_an_error_on_all_ranks(world: World, clip:
             assert engine_of(model).steps == 3
         check_same(*runs)
         world.barrier()
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "NAdam", "Adam"])
-def test_torchs_own_optimizers(world: World, name: str) -> None:
-    """Where gradients do not depend on the parameters, the delay changes nothing in the end."""
-    more = {"amsgrad": True} if name == "Adam" else {}
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return getattr(torch.optim, name)(parameters, lr=1e-2, **more)
-
-    results = []
-    for tier, when in itertools.product(("host", "nvme"), ("after_backward", "delayed")):
-        torch.manual_seed(world.seed)
-        generator = torch.Generator().manual_seed(world.seed + world.rank)
-        with placed({"optimizer": tier, "update_mode": when}) as offload:
-            model, optimizer = prepared_for(world, nn.Linear(24, 8), 2, make, offload=offload)
-            for _ in range(4):
-                model(torch.randn(3, 24, generator=generator)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append(zero_ext.full_state_dict(model))
-            del model, optimizer
-    for found in results[1:]:
-        check_same(found, results[0])
 
 
 @on_ranks(1, 2)
