@@ -255,11 +255,6 @@ def test_memory_matches_the_breakdown_and_the_plan(world: World) -> None:
 
 @on_ranks(1, stand_in=True)
 def test_the_device_is_the_parameters(world: World) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("stand_in"))
-    with pytest.raises(
-        ValueError, match=r"expected one device, got '0.weight' on 'cpu', '1.weight' on 'stand_in:0'"
-    ):
-        zero_ext.prepare(model, None, {"stage": 3}, process_group=world.group)
     for device in ("cpu", "stand_in:0"):
         model = nn.Linear(2, 2).to(device)
         assert engine_of(prepared(world, model, 3, None)[0]).device == torch.device(device)

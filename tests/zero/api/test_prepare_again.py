@@ -118,30 +118,29 @@ def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: Wo
 def test_other_ranks_precisions_and_tiles(world: World) -> None:
     """What the second configuration may change, each against its own reference: the values at the change."""
     alone = [dist.new_group([rank], use_local_synchronization=True) for rank in range(world.size)][world.rank]
-    ids = language_batch(world.seed, 9, 0, 0)
-    everyone, single = world.group, alone
-    tiles = {"units": {"tiles": {"head": 3, "embedding": 3}, "persistence_threshold": 8}}
+    ids, all_ranks = language_batch(world.seed, 9, 0, 0), world.group
+    tiles = {"stage": 3, "units": {"tiles": {"head": 3, "embedding": 3}, "persistence_threshold": 8}}
+    plainly, bf16 = {"stage": 3}, {"stage": 3, "precision": {"dtype": "bf16"}}
     cases: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
-        (single, {"stage": 3}, everyone, {"stage": 3}),
-        (everyone, {"stage": 3}, single, {"stage": 3}),
-        (everyone, {"stage": 3}, single, {"stage": 1}),
-        (everyone, {"stage": 3}, everyone, {"stage": 3, **tiles}),
-        (everyone, {"stage": 3, **tiles}, everyone, {"stage": 2}),
-        (everyone, {"stage": 3, "precision": {"dtype": "bf16"}}, everyone, {"stage": 3}),
-        (everyone, {"stage": 2}, everyone, {"stage": 3, "precision": {"dtype": "bf16"}}),
+        (alone, plainly, all_ranks, plainly),
+        (all_ranks, plainly, alone, plainly),
+        (all_ranks, plainly, alone, {"stage": 1}),
+        (all_ranks, plainly, all_ranks, tiles),
+        (all_ranks, tiles, all_ranks, {"stage": 2}),
+        (all_ranks, bf16, all_ranks, plainly),
+        (all_ranks, {"stage": 2}, all_ranks, bf16),
     ]
     if world.size == 4:
         shards = {"stage": 3, "communication": {"shard_group_size": 2}}
-        cases += [(everyone, shards, everyone, {"stage": 3}), (everyone, {"stage": 3}, everyone, shards)]
+        cases += [(all_ranks, shards, all_ranks, plainly), (all_ranks, plainly, all_ranks, shards)]
     for before, first, after, second in cases:
         case = (before.size(), first, after.size(), second)
         model = built(world.seed, TinyModel)
         zero_ext.prepare(model, adamw(model.parameters()), first, process_group=before)
-        if before is single and world.rank:
-            with torch.no_grad():
+        with torch.no_grad():
+            if before is alone and world.rank:
                 for parameter in model.parameters():
                     parameter.zero_()  # rank 0's values count
-        with torch.no_grad():
             retained = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
             retained = world.everyone(retained)[0]
             dtype = torch.bfloat16 if "precision" in second else next(iter(retained.values())).dtype
@@ -152,9 +151,7 @@ def test_other_ranks_precisions_and_tiles(world: World) -> None:
             plain.load_state_dict(retained)
             assert torch.allclose(engine(ids), plain(ids), rtol=1e-5, atol=1e-6), case
         loss = language_loss(engine, ids)
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(engine, optimizer, loss)
         with torch.no_grad():
             assert language_loss(engine, ids) < loss, case
 
@@ -295,53 +292,47 @@ def moments(world: World, model: Any, optimizer: Any, folder: str) -> dict[str, 
 
 
 @on_ranks(2)
-def test_bad_moments_are_refused_on_all_ranks_and_change_nothing(world: World) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bad_moments_are_refused_on_all_ranks_and_change_nothing(world: World, stage: int) -> None:
+    model, ids = built(world.seed), language_batch(world.seed, 0, 0, world.rank)
+    engine, optimizer = prepared_for(world, model, stage)
+
+    def again(match: str) -> None:
+        with pytest.raises(RuntimeError, match=rf"(?s){match}.*Nothing was changed"):
+            prepared_for(world, model, stage, sgd)
+
+    def during(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        again("inside a forward")
+        output.register_hook(lambda gradient: again("inside a backward pass"))
+
     with tempfile.TemporaryDirectory() as own:
-        folder = world.everyone(own)[0]
-        for stage in (1, 3):
-            model = built(world.seed)
-            config = configuration(stage)
-            engine, optimizer = zero_ext.prepare(
-                model, adamw(model.parameters()), config, process_group=world.group
-            )
-
-            def again(match: str, model: nn.Module = model, config: Any = config) -> None:
-                with pytest.raises(RuntimeError, match=rf"(?s){match}.*Nothing was changed"):
-                    zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
-
-            for message, enter in moments(world, engine, optimizer, folder).items():
-                with enter():
-                    again(message)
-
-            def during(_: nn.Module, __: Any, output: torch.Tensor, again: Any = again) -> None:
-                again("inside a forward")
-                output.register_hook(lambda gradient: again("inside a backward pass"))
-
-            hook = model.blocks[1].register_forward_hook(during)
-            language_loss(engine, language_batch(world.seed, 0, 0, world.rank)).backward()
-            hook.remove()
-            optimizer.zero_grad()
-            # One rank alone is at a bad moment.
-            retained = [language_loss(engine, language_batch(world.seed, 0, 0, world.rank))]
-            del retained[world.rank :]
-            again(r"failed on ranks \[1\]")
-            retained.clear()
-            # Gradients that no step has used are dropped, and it is said.
-            loss = language_loss(engine, language_batch(world.seed, 0, 0, world.rank))
-            loss.backward(retain_graph=True)
-            values = zero_ext.full_state_dict(model)
-            with pytest.warns(RuntimeWarning, match="gradients of 1 backward passes.*are dropped"):
-                again_engine, second = zero_ext.prepare(
-                    model, sgd(model.parameters()), config, process_group=world.group
-                )
-            assert all(parameter.grad is None for parameter in model.parameters())
-            assert distance(zero_ext.full_state_dict(model), values) == 0
-            with pytest.raises(RuntimeError, match=CLOSED):
-                loss.backward()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                train(again_engine, second, world, 0)
-                zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
+        for message, enter in moments(world, engine, optimizer, world.everyone(own)[0]).items():
+            with enter():
+                again(message)
+        world.barrier()
+    hook = model.blocks[1].register_forward_hook(during)
+    language_loss(engine, ids).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    # One rank alone is at a bad moment.
+    retained = [language_loss(engine, ids)]
+    del retained[world.rank :]
+    again(r"failed on ranks \[1\]")
+    retained.clear()
+    # Gradients that no step has used are dropped, and it is said.
+    loss = language_loss(engine, ids)
+    loss.backward(retain_graph=True)
+    values = zero_ext.full_state_dict(model)
+    with pytest.warns(RuntimeWarning, match="gradients of 1 backward passes.*are dropped"):
+        engine, optimizer = prepared_for(world, model, stage, sgd)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    check_same(model, values)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(engine, optimizer, world, 0)
+        prepared_for(world, model, stage, sgd)
 
 
 @on_ranks(2)
