@@ -3,6 +3,9 @@ features [batch, width] float and returns a loss through :func:`loss_of`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -41,6 +44,29 @@ class TinyModel(nn.Module):
             hidden = block(hidden)
         logits: torch.Tensor = self.head(self.norm(hidden))
         return logits
+
+
+class ChosenBlocks(TinyModel):
+    """Runs its blocks in the ``order`` that is set, by their numbers."""
+
+    order: Iterable[int] | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for number in range(len(self.blocks)) if self.order is None else self.order:
+            hidden = self.blocks[number](hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def llama(layers: int = 2, tied: bool = False) -> Any:
+    """A Llama of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 40}
+    depth = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"eos_token_id": None, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **depth, **tokens, tie_word_embeddings=tied))
 
 
 def language_batch(seed: int, step: int, micro: int, rank: int, size: int = 2) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""On an accelerator the engine trains bit for bit as on the CPU, whatever lies in which tier and however late
-the device's streams run."""
+"""On an accelerator the engine trains bit for bit as on the CPU, and leaves the device's allocator alone."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,8 @@ from tests.zero.training import (
     adamw,
     check_equal,
     configuration,
+    placed,
+    prepared,
     sgd,
     train_prepared,
     units_gathered_once,
@@ -69,14 +70,12 @@ def train(
     world: World, device: str, stage: int, plan: Plan, offload: dict[str, Any], make: Any = adamw, **more: Any
 ) -> Run:
     torch.manual_seed(world.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        offload = {"staging_buffer_bytes": 1 << 20, **paths, **offload}
-        config = configuration(stage, plan, offload=offload, units={"bucket_elements": 700}, **more)
 
-        def batch(*position: int) -> torch.Tensor:
-            return language_batch(*position).to(device)
+    def batch(*position: int) -> torch.Tensor:
+        return language_batch(*position).to(device)
 
+    with placed(offload) as section:
+        config = configuration(stage, plan, offload=section, units={"bucket_elements": 700}, **more)
         run = train_prepared(world, tiny_model(device), language_loss, batch, config, plan, make)
         return run._replace(parameters={name: value.cpu() for name, value in run.parameters.items()})
 
@@ -85,6 +84,14 @@ def on_accelerator(world: World, number: int, *arguments: Any, **more: Any) -> R
     """A run under the schedule of its number, alike for the same seed."""
     torch.get_device_module("stand_in").set_schedule(SCHEDULES[number % len(SCHEDULES)], world.seed)
     return train(world, "stand_in", *arguments, **more)
+
+
+def check(
+    world: World, number: int, plan: Plan, offload: dict[str, Any], make: Any = adamw, **more: Any
+) -> None:
+    """Stage 3 on the accelerator trains as on the CPU."""
+    reference = train(world, "cpu", 3, plan, offload, make, **more)
+    check_equal(on_accelerator(world, number, 3, plan, offload, make, **more), reference)
 
 
 def combinations(stage: int) -> Iterator[dict[str, str]]:
@@ -105,29 +112,25 @@ def test_every_choice_of_tiers_trains_as_the_cpu(world: World) -> None:
         check_equal(on_accelerator(world, number, stage, plan, offload), references[plan])
 
 
+ALL_NVME = dict.fromkeys(KINDS, "nvme")
+
+
 @on_ranks(1, stand_in=True)
 @pytest.mark.parametrize("step", ["in_backward", "delayed"])
 def test_updates_in_backward_and_delayed(world: World, step: str) -> None:
-    choices = [
-        {"optimizer": "host"},
-        {"optimizer": "host", "grads": "host", "params": "host"},
-        {"optimizer": "nvme"},
-        {"optimizer": "nvme", "params": "nvme", "grads": "nvme"},
-    ]
+    host = {"optimizer": "host"}
+    choices = [host, dict.fromkeys(KINDS, "host"), {"optimizer": "nvme"}, ALL_NVME]
     plans = [Plan(dtype="bf16"), Plan(clip=0.1), Plan(micro_batches=2)]
     for number, (offload, plan) in enumerate(itertools.product(choices, plans)):
         if number % 2 == world.seed % 2:
-            reference = train(world, "cpu", 3, plan, {**offload, "update_mode": step})
-            check_equal(on_accelerator(world, number, 3, plan, {**offload, "update_mode": step}), reference)
+            check(world, number, plan, {**offload, "update_mode": step})
 
 
 @on_ranks(1, stand_in=True)
 def test_moments_in_8_bits(world: World) -> None:
-    plan = Plan(dtype="bf16", steps=2)
-    quantized = {"precision": {"dtype": "bf16", "moments_dtype": "8bit"}}
-    for number, tier in enumerate(("device", "host", "nvme")):
-        reference = train(world, "cpu", 3, plan, {"optimizer": tier}, **quantized)
-        check_equal(on_accelerator(world, number, 3, plan, {"optimizer": tier}, **quantized), reference)
+    precision = {"dtype": "bf16", "moments_dtype": "8bit"}
+    for number, tier in enumerate(TIERS):
+        check(world, number, Plan(dtype="bf16", steps=2), {"optimizer": tier}, precision=precision)
 
 
 @on_ranks(1, stand_in=True)
@@ -135,12 +138,10 @@ def test_lion(world: World) -> None:
     def lion(parameters: Any) -> torch.optim.Optimizer:
         return zero_ext.Lion(parameters, lr=1e-3, weight_decay=0.1)
 
-    plan = Plan(dtype="bf16", steps=2)
-    precision = {"precision": {"dtype": "bf16", "moments_dtype": "bf16"}}
-    reference = train(world, "cpu", 3, plan, {}, lion, **precision)
-    choices = [{}, {"optimizer": "host", "params": "host"}, {"optimizer": "nvme"}]
-    for number, offload in enumerate([*choices, {"optimizer": "nvme", "grads": "nvme", "params": "nvme"}]):
-        check_equal(on_accelerator(world, number, 3, plan, offload, lion, **precision), reference)
+    precision = {"dtype": "bf16", "moments_dtype": "bf16"}
+    choices = [{}, {"optimizer": "host", "params": "host"}, {"optimizer": "nvme"}, ALL_NVME]
+    for number, offload in enumerate(choices):
+        check(world, number, Plan(dtype="bf16", steps=2), offload, lion, precision=precision)
 
 
 @on_ranks(1, stand_in=True)
@@ -150,37 +151,31 @@ def test_torchs_own_optimizers(world: World) -> None:
 
     choices = [{}, {"optimizer": "host"}, {"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}]
     for number, (offload, make) in enumerate(itertools.product(choices, (sgd, amsgrad))):
-        plan = Plan(steps=2, dtype=("bf16", "fp32")[(number + number // 2 + world.seed) % 2])
-        reference = train(world, "cpu", 3, plan, offload, make)
-        check_equal(on_accelerator(world, number, 3, plan, offload, make), reference)
+        dtype = ("bf16", "fp32")[(number + number // 2 + world.seed) % 2]
+        check(world, number, Plan(steps=2, dtype=dtype), offload, make)
 
 
 @on_ranks(1, stand_in=True)
 def test_sums_that_are_wider_than_planned_come_in_full_chunks(world: World) -> None:
     plan = PLANS[3]  # bf16 gradients that add up in fp32 under no_sync
-    reference = train(world, "cpu", 1, plan, {})
-    check_equal(on_accelerator(world, 0, 1, plan, {"optimizer": "nvme"}), reference)
+    check_equal(on_accelerator(world, 0, 1, plan, {"optimizer": "nvme"}), train(world, "cpu", 1, plan, {}))
 
 
 @on_ranks(1, stand_in=True)
 def test_in_a_stream_of_the_users_own(world: World) -> None:
     everywhere = dict.fromkeys(KINDS, "host"), dict.fromkeys(KINDS, "nvme"), {"optimizer": "host"}
     for number, offload in enumerate(everywhere):
-        plan = PLANS[(number + world.seed) % len(PLANS)]
         with torch.Stream(device="stand_in"):
-            run = on_accelerator(world, number, 3, plan, offload)
-        check_equal(run, train(world, "cpu", 3, plan, {}))
+            check(world, number, PLANS[(number + world.seed) % len(PLANS)], offload)
 
 
 @on_ranks(1, stand_in=True)
 def test_delayed_updates_on_the_device_are_in_the_users_stream(world: World) -> None:
     """By ``ratio`` some state stays on the device; its updates come after the gradients' copies there."""
     offload = {"optimizer": "host", "ratio": 0.5, "update_mode": "delayed"}
-    reference = train(world, "cpu", 3, Plan(), offload)
     for number in (0, 1):
         with torch.Stream(device="stand_in"):
-            run = on_accelerator(world, number, 3, Plan(), offload)
-        check_equal(run, reference)
+            check(world, number, Plan(), offload)
 
 
 @on_ranks(1, stand_in=True)
@@ -227,17 +222,15 @@ def test_memory_matches_the_breakdown_and_the_plan(world: World) -> None:
     for number, offload in enumerate(combinations(3)):
         if number % 3 != world.seed % 3:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-            tiers = {**offload, **paths, "staging_buffer_bytes": 1 << 20}
+        with placed(offload) as tiers:
             config = configuration(3, offload=tiers, batch={"gradient_accumulation_steps": 2})
             before = accelerator.memory_allocated()
             model = tiny_model("stand_in")
             optimizer = adamw(model.parameters())
             planned = model_staging(model, optimizer, config, 1)
             pinned = accelerator.pinned_bytes()
-            prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
-            engine = zero_ext.zero.engine_of(prepared)
+            model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+            engine = engine_of(model)
             for step in range(2):
                 held = engine.memory_by_tier()
                 assert held["device"]["staging"] == planned.device
@@ -253,24 +246,18 @@ def test_memory_matches_the_breakdown_and_the_plan(world: World) -> None:
                 assert 0 <= looks <= 512 * len(engine.units), (offload, looks)
                 for micro in range(2):
                     ids = language_batch(world.seed, step, micro, 0).to("stand_in")
-                    prepared.backward(language_loss(prepared, ids))
+                    model.backward(language_loss(model, ids))
                 optimizer.step()
                 optimizer.zero_grad()
-            del prepared, optimizer, engine, model
+            del optimizer, engine, model
         assert accelerator.pinned_bytes() == pinned
 
 
 @on_ranks(1, stand_in=True)
 def test_the_device_is_the_parameters(world: World) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("stand_in"))
-    with pytest.raises(
-        ValueError, match=r"expected one device, got '0.weight' on 'cpu', '1.weight' on 'stand_in:0'"
-    ):
-        zero_ext.prepare(model, None, {"stage": 3}, process_group=world.group)
     for device in ("cpu", "stand_in:0"):
         model = nn.Linear(2, 2).to(device)
-        prepared, _ = zero_ext.prepare(model, None, {"stage": 3}, process_group=world.group)
-        assert zero_ext.zero.engine_of(prepared).device == torch.device(device)
+        assert engine_of(prepared(world, model, 3, None)[0]).device == torch.device(device)
     with torch.device("meta"):
         unplaced = owned_parameters(nn.Linear(2, 2), "keep")
     assert device_of(unplaced) == torch.device("stand_in:0")
@@ -283,8 +270,7 @@ def test_refused_pinned_memory_is_named(world: World) -> None:
     accelerator.refuse_pinned()
     try:
         with pytest.raises(RuntimeError, match=r"host memory: 16384 bytes cannot be pinned.*ulimit -l"):
-            config = {"stage": 3, "offload": {"params": "host"}}
-            zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+            prepared(world, model, offload={"params": "host"})
     finally:
         accelerator.refuse_pinned(-1)
 
@@ -302,13 +288,85 @@ def test_a_unit_is_packed_at_once(world: World, stage: int) -> None:
         original(flat, tensors, offsets)
 
     torch.manual_seed(world.seed)
-    model = tiny_model("stand_in")
-    model, optimizer = zero_ext.prepare(
-        model, sgd(model.parameters()), configuration(stage), process_group=world.group
-    )
+    model, optimizer = prepared(world, tiny_model("stand_in"), stage, sgd)
     units = engine_of(model).units
     single = {unit.layout.numel for unit in units if len(unit.parameters) == 1}
     with mock.patch.object(ops, "pack_", pack):
         language_loss(model, language_batch(world.seed, 0, 0, world.rank).to("stand_in")).backward()
     assert packed == Counter(unit.layout.numel for unit in units)
     optimizer.step()
+
+
+DEEP_WIDTH, LAYERS = 200, 4  # weights of 78 KiB in bf16; activations of two rows stay far below 64 KiB
+DEVICE = "stand_in"
+
+
+def deep_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(DEEP_WIDTH, DEEP_WIDTH) for _ in range(LAYERS))).to(DEVICE)
+
+
+def batch(world: World, step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(world.seed + 100 * step + world.rank)
+    return torch.randn(2, DEEP_WIDTH, generator=generator).to(DEVICE, dtype)
+
+
+def large_allocations() -> int:
+    return torch.accelerator.memory_stats()["allocation.large_pool.allocated"]
+
+
+def torchs_own(world: World, dtype: torch.dtype, micro_batches: int) -> int:
+    """Large allocations of a step that plain torch makes in forward and backward."""
+    model = deep_model().to(dtype)
+    before = large_allocations()
+    for micro in range(micro_batches):
+        model(batch(world, micro, dtype)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return large_allocations() - before
+
+
+def check_steps(world: World, stage: int, offload: dict[str, Any], plan: Plan) -> None:
+    dtype = torch.bfloat16 if plan.dtype == "bf16" else torch.float32
+    wanted = torchs_own(world, dtype, plan.micro_batches)
+    assert wanted >= LAYERS * plan.micro_batches  # the gradients of the weights
+    with placed(offload) as section:
+        config = configuration(stage, plan, offload=section)
+        model = deep_model()
+        model, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), config, process_group=world.group
+        )
+        allocated = []
+        for step in range(6):
+            made = large_allocations()
+            for micro in range(plan.micro_batches):
+                model(batch(world, 10 * step + micro, dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            gc.collect()
+            made = large_allocations() - made
+            allocated.append(torch.accelerator.memory_allocated())
+            assert step < 2 or made == wanted, (stage, offload, plan, step, made, wanted)
+        assert len(set(allocated[1:])) == 1, (stage, offload, plan, allocated)
+        assert engine_of(model).pool.overflow.total_bytes == 0
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_allocate_nothing_large(world: World, stage: int) -> None:
+    plans = [
+        Plan(dtype="bf16"),
+        Plan(clip=0.1),
+        Plan(micro_batches=2, accumulation="declared", dtype="bf16", clip=0.1),
+    ]
+    for number, offload in enumerate(combinations(stage)):
+        if stage < 3 or number % 3 == world.seed % 3:
+            torch.get_device_module(DEVICE).set_schedule(SCHEDULES[number % 4], world.seed)
+            check_steps(world, stage, offload, plans[(number + world.seed // 3) % len(plans)])
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize("how", ["in_backward", "delayed"])
+def test_updates_beside_the_passes_allocate_nothing_large(world: World, how: str) -> None:
+    for tiers in ({"optimizer": "host"}, dict.fromkeys(KINDS, "host"), {"optimizer": "nvme"}):
+        check_steps(world, 3, {**tiers, "update_mode": how}, Plan(dtype="bf16"))

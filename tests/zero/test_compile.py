@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,42 +24,18 @@ from tests.zero.models import (
     language_batch,
     language_loss,
 )
-from tests.zero.training import Plan, adamw, check_close, configuration, distance, sgd, train_prepared
+from tests.zero.training import (
+    Plan,
+    check_close,
+    configuration,
+    distance,
+    placed,
+    plain_backward,
+    prepared,
+    sgd,
+    train_prepared,
+)
 from zero_ext.zero import engine_of
-
-LAYERS = 12
-
-
-def compiled_stack(model: nn.Sequential) -> nn.Sequential:
-    first, *blocks = model
-    return nn.Sequential(first, *(torch.compile(block, backend="eager") for block in blocks))
-
-
-@on_ranks(2)
-def test_twelve_compiled_blocks_are_one_graph(world: World) -> None:
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)))
-    losses = {}
-    for kind in ("eager", "compiled"):
-        model = copy.deepcopy(plain)
-        torch._dynamo.reset()
-        counters.clear()
-        if kind == "compiled":
-            model = compiled_stack(model)
-        model, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(3), process_group=world.group
-        )
-        losses[kind] = []
-        for step in range(3):
-            loss = feature_loss(model, feature_batch(world.seed, step, 0, world.rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[kind].append(loss.item())
-            assert engine_of(model).prefetcher.live_elements == 0
-    assert counters["stats"]["unique_graphs"] == 1, counters
-    assert not counters["graph_break"], counters
-    for one, two in zip(losses["compiled"], losses["eager"], strict=True):
-        assert abs(one - two) <= 1e-6 * abs(two)
 
 
 @on_ranks(2)
@@ -73,9 +48,7 @@ def test_compiling_in_place_or_after_prepare_is_right_as_well(world: World, how:
     model: Any = copy.deepcopy(plain)
     if how == "block in place before":
         model[1].compile(backend="aot_eager")
-    model, optimizer = zero_ext.prepare(
-        model, sgd(model.parameters()), configuration(3), process_group=world.group
-    )
+    model, optimizer = prepared(world, model, 3, sgd)
     call = model
     if how == "block after":
         model.module[1] = torch.compile(model.module[1], backend="aot_eager")
@@ -88,8 +61,7 @@ def test_compiling_in_place_or_after_prepare_is_right_as_well(world: World, how:
         feature_loss(call, feature_batch(world.seed, step, 0, world.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for rank in range(world.size):
-            (feature_loss(plain, feature_batch(world.seed, step, 0, rank)) / world.size).backward()
+        plain_backward(world, plain, step, feature_loss, feature_batch)
         reference.step()
         reference.zero_grad()
     got = {name.replace("_orig_mod.", ""): value for name, value in zero_ext.full_state_dict(model).items()}
@@ -129,11 +101,8 @@ def check_compiled(world: World, device: str, plan: Plan) -> None:
             torch._dynamo.reset()
             counters.clear()
             model = compiled_tiny_model(kind, ("in place", "wrapped")[number % 2]).to(device)
-            with tempfile.TemporaryDirectory() as folder:
-                paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-                config = configuration(
-                    stage, plan, offload={"staging_buffer_bytes": 1 << 20, **offload, **paths}
-                )
+            with placed(offload) as section:
+                config = configuration(stage, plan, offload=section)
                 runs.append(train_prepared(world, model, language_loss, batch, config, plan))
         named = {name.replace("_orig_mod.", ""): value for name, value in runs[1].parameters.items()}
         check_close(runs[1]._replace(parameters=named), runs[0], 1e-2 if plan.dtype == "bf16" else 1e-6)
@@ -158,17 +127,16 @@ def test_parameters_and_gradients_stay_in_place_where_graphs_may_be_captured(wor
     capturing it. Stage 3 gathers into whatever memory is free."""
     for device, stage in itertools.product(("cpu", "stand_in"), range(3)):
         model = TinyModel().to(device)
-        prepared, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(stage), process_group=world.group
-        )
+        engine_model, optimizer = prepared(world, model, stage)
         for block in model.blocks:
             for module in block.modules():
                 assert not module._forward_pre_hooks and not module._forward_hooks
                 assert not module._backward_hooks and type(module._parameters) is dict
         seen = []
         for step in range(3):
-            prepared.backward(language_loss(prepared, language_batch(world.seed, step, 0, 0).to(device)))
-            engine = engine_of(prepared)
+            batch = language_batch(world.seed, step, 0, 0).to(device)
+            engine_model.backward(language_loss(engine_model, batch))
+            engine = engine_of(engine_model)
             owners = [engine.gradients_of(unit).for_optimizer() for unit in engine.units]
             gradients = [owner.memory("device").data_ptr() for owner in owners]
             seen.append(([each.data_ptr() for each in model.parameters()], gradients))

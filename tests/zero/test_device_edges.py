@@ -1,19 +1,31 @@
-"""A model on an accelerator as users meet it: where it may come from, what is refused, what comes back."""
+"""A model on an accelerator as users meet it, and groups whose backend serves no host tensor."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import re
+import tempfile
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_ext
 from tests.accelerator.host_waits import HostWaits
+from tests.accelerator.stand_in import BACKEND
+from tests.multi.mute_group import mute_group
 from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankPool
 from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import adamw, check_same, configuration, language_steps, train_step
 from zero_ext.zero import engine_of
 
 DEVICE = "stand_in:0"
@@ -37,8 +49,15 @@ class Normalised(nn.Module):
         return hidden.square().mean()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adam_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def on_device(world: World, model: nn.Module | None = None, **config: Any) -> tuple[Any, Any]:
+    """A model on the device, prepared with its optimizer."""
+    torch.manual_seed(world.seed)
+    model = Normalised().to(DEVICE) if model is None else model
+    return zero_ext.prepare(model, adam_of(model), config, process_group=world.group)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, count: int = 2) -> list[float]:
@@ -46,21 +65,16 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, coun
     for step in range(count):
         generator = torch.Generator().manual_seed(world.seed + 10 * step + world.rank)
         loss = model(torch.randn(5, 6, generator=generator).to(engine_of(model).device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(train_step(model, optimizer, loss))
     return losses
 
 
-def presharded(how: str, config: dict[str, object], world: World) -> nn.Module:
+def initialized(how: str, config: dict[str, object], world: World) -> nn.Module:
     """The same model, made in one of the ways that users have."""
     torch.manual_seed(world.seed)
-    if how == "init":
-        with zero_ext.Init(config, process_group=world.group):
-            return Normalised()
-    if how == "init_meta":
-        with zero_ext.Init(config, process_group=world.group), torch.device("meta"):
+    if how.startswith("init"):
+        meta = torch.device("meta") if how == "init_meta" else contextlib.nullcontext()
+        with zero_ext.Init(config, process_group=world.group), meta:
             return Normalised()
     model = Normalised()
     return model.to(DEVICE) if how == "device" else model
@@ -72,14 +86,11 @@ def test_however_a_model_is_initialized_it_trains_on_the_device(world: World, ti
     config = {"stage": 3, "offload": tiers, "timeout_seconds": 20.0}
     seen = {}
     for how in ("device", "argument", "init", "init_meta"):
-        model = presharded(how, config, world)
+        model = initialized(how, config, world)
         retained = dict(model.named_parameters())
+        device = DEVICE if how == "argument" else None
         model, optimizer = zero_ext.prepare(
-            model,
-            adamw(model),
-            config,
-            process_group=world.group,
-            device=DEVICE if how == "argument" else None,
+            model, adam_of(model), config, process_group=world.group, device=device
         )
         assert engine_of(model).device == torch.device(DEVICE)
         assert all(parameter is retained[name] for name, parameter in model.named_parameters())
@@ -90,52 +101,42 @@ def test_however_a_model_is_initialized_it_trains_on_the_device(world: World, ti
         seen[how] = (losses, state)
     for how, (losses, state) in seen.items():
         assert losses == seen["device"][0], how
-        for name, value in state.items():
-            assert torch.equal(value, seen["device"][1][name]), (how, name)
+        check_same(state, seen["device"][1])
 
 
 @on_ranks(2, stand_in=True)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_are_read_and_edited_where_they_are(world: World, stage: int) -> None:
-    torch.manual_seed(world.seed)
-    model = Normalised().to(DEVICE)
-    model, optimizer = zero_ext.prepare(model, adamw(model), {"stage": stage}, process_group=world.group)
+    model, optimizer = on_device(world, stage=stage)
     full_model = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
     with zero_ext.gathered(model):
         assert torch.equal(model.first.weight.cpu(), full_model["first.weight"])
-    with zero_ext.gathered(model.first, modifier_rank=1):
+    with zero_ext.gathered(model.first, modifier_rank=1), torch.no_grad():
         if world.rank == 1:
-            with torch.no_grad():
-                model.first.weight.fill_(2.0)
+            model.first.weight.fill_(2.0)
     assert zero_ext.full_state_dict(model)["first.weight"].eq(2.0).all()
     zero_ext.load_full_state_dict(model, full_model)
     model(torch.ones(5, 6, device=DEVICE)).backward()
-    gradient = zero_ext.full_gradient(model.first.weight)
-    assert gradient is not None and gradient.device == torch.device(DEVICE)
-    assert len({tuple(each) for each in world.everyone(gradient.flatten().tolist())}) == 1
-    total = model.clip_grad_norm_(1e9)
-    squares = sum(
-        zero_ext.full_gradient(parameter).cpu().double().square().sum()  # type: ignore[union-attr]
-        for parameter in model.parameters()
-    )
-    assert float(total) == pytest.approx(float(squares) ** 0.5, rel=1e-5)
+    gradients = [zero_ext.full_gradient(parameter) for parameter in model.parameters()]
+    assert {each.device for each in gradients} == {torch.device(DEVICE)}
+    assert len({tuple(each) for each in world.everyone(gradients[0].flatten().tolist())}) == 1
+    norm = torch.stack([each.cpu().double().norm() for each in gradients]).norm()
+    assert float(model.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-5)
     optimizer.step()
 
 
 @on_ranks(2, stand_in=True)
 def test_ranks_start_with_the_buffers_of_rank_0(world: World) -> None:
-    torch.manual_seed(world.seed)
     model = Normalised().to(DEVICE)
     model.norm.running_mean.fill_(float(world.rank + 1))
-    model, _ = zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=world.group)
+    model, _ = on_device(world, model, stage=3)
     assert model.norm.running_mean.tolist() == [1.0] * 8
     assert model.scale.tolist() == [0.5] * 8
 
 
 @on_ranks(1, stand_in=True)
 def test_a_prepared_model_stays_where_it_is(world: World) -> None:
-    model = Normalised().to(DEVICE)
-    model, _ = zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=world.group)
+    model, _ = on_device(world, stage=3)
     assert model.to(DEVICE) is model and model.float() is model
     for move in (lambda: model.cpu(), lambda: model.to("meta"), lambda: model.to(torch.bfloat16)):
         with pytest.raises(RuntimeError, match=r"\.to\(\).* would break .*move it to its device, before"):
@@ -146,9 +147,10 @@ def test_a_prepared_model_stays_where_it_is(world: World) -> None:
 def test_parameters_on_several_devices_are_refused(world: World) -> None:
     model = Normalised()
     model.first.to(DEVICE)
-    with pytest.raises(ValueError, match=r"'first\.weight' on 'stand_in:0', 'norm\.weight' on 'cpu'"):
-        zero_ext.prepare(model, adamw(model), process_group=world.group)
-    model, _ = zero_ext.prepare(model, adamw(model), process_group=world.group, device=DEVICE)
+    refusal = r"expected one device, got 'first\.weight' on 'stand_in:0', 'norm\.weight' on 'cpu'"
+    with pytest.raises(ValueError, match=refusal):
+        zero_ext.prepare(model, adam_of(model), process_group=world.group)
+    model, _ = zero_ext.prepare(model, adam_of(model), process_group=world.group, device=DEVICE)
     assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
 
 
@@ -172,7 +174,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limi
     device.set_memory_limit(used + (limit << 20), DEVICE)
     try:
         with pytest.raises(torch.OutOfMemoryError) as raised:
-            zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+            zero_ext.prepare(model, adam_of(model), config, process_group=world.group, device=DEVICE)
     finally:
         device.set_memory_limit(1 << 40, DEVICE)
     text = str(raised.value)
@@ -180,7 +182,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(world: World, limi
     for section in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "got ", advice):
         assert section in text, text
     assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
-    zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+    zero_ext.prepare(model, adam_of(model), config, process_group=world.group, device=DEVICE)
 
 
 @on_ranks(2, stand_in=True)
@@ -210,26 +212,18 @@ def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> N
 
 @on_ranks(1, stand_in=True)
 def test_a_batch_in_host_memory_is_refused_as_torch_refuses_it(world: World) -> None:
-    torch.manual_seed(world.seed)
-    plain = Normalised().to(DEVICE)
-    local = torch.randn(5, 6)
+    plain, local = Normalised().to(DEVICE), torch.randn(5, 6)
     with pytest.raises(RuntimeError) as wanted:
         plain(local)
     assert "cpu" in str(wanted.value) and DEVICE in str(wanted.value)
     for stage, tiers in ((2, {}), (3, {}), (3, TIERS[2])):
-        torch.manual_seed(world.seed)
-        model = Normalised().to(DEVICE)
-        config = {"stage": stage, "offload": tiers}
-        model, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+        model, optimizer = on_device(world, stage=stage, offload=tiers)
         first = steps(model, optimizer, world)
         for _ in range(2):
-            with pytest.raises(RuntimeError) as raised:
+            with pytest.raises(RuntimeError, match=re.escape(str(wanted.value))):
                 model(local)
-            assert str(raised.value) == str(wanted.value)
         # Nothing was changed: training goes on as if nobody had tried.
-        torch.manual_seed(world.seed)
-        other = Normalised().to(DEVICE)
-        other, other_optimizer = zero_ext.prepare(other, adamw(other), config, process_group=world.group)
+        other, other_optimizer = on_device(world, stage=stage, offload=tiers)
         assert steps(other, other_optimizer, world) == first
         assert steps(model, optimizer, world) == steps(other, other_optimizer, world)
 
@@ -238,9 +232,7 @@ def test_a_batch_in_host_memory_is_refused_as_torch_refuses_it(world: World) -> 
 @pytest.mark.parametrize("tiers", TIERS)
 def test_a_model_goes_when_its_device_has_nothing_to_do(world: World, tiers: dict[str, str]) -> None:
     """Before any of its memory: a copy on a stream of its own would write where others have theirs."""
-    model = Normalised().to(DEVICE)
-    config = {"stage": 3, "offload": tiers}
-    model, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+    model, optimizer = on_device(world, stage=3, offload=tiers)
     steps(model, optimizer, world)
     engine, found = engine_of(model), []
     device = engine.tiers.device
@@ -262,7 +254,7 @@ def test_a_step_on_the_device_waits_for_nothing(world: World, kind: str, stage: 
     accelerator = torch.get_device_module("stand_in")
     torch.manual_seed(world.seed)
     model = Normalised().to(DEVICE)
-    own = adamw(model) if kind == "adamw" else zero_ext.Lion(model.parameters(), lr=1e-3)
+    own = adam_of(model) if kind == "adamw" else zero_ext.Lion(model.parameters(), lr=1e-3)
     prepared, optimizer = zero_ext.prepare(model, own, {"stage": stage}, process_group=world.group)
     values = torch.randn(5, 6).to(DEVICE)
     for step in range(3):
@@ -284,33 +276,124 @@ def test_a_step_on_the_device_waits_for_nothing(world: World, kind: str, stage: 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_graph_captures_neither_the_step_nor_a_forward_that_needs_python(world: World, stage: int) -> None:
     accelerator = torch.get_device_module("stand_in")
-    model = Normalised().to(DEVICE)
-    config = {"stage": stage, "offload": {"params": "host"} if stage == 3 else {}}
-    prepared, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+    capturing = functools.partial(
+        mock.patch.object, accelerator, "is_current_stream_capturing", lambda: True, create=True
+    )
+    no_forward = pytest.raises(RuntimeError, match="a forward: expected no capture of a graph")
+    model, optimizer = on_device(world, stage=stage, offload={"params": "host"} if stage == 3 else {})
     values = torch.randn(5, 6).to(DEVICE)
-    loss = prepared(values)
-    capturing = mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True)
-    with capturing, pytest.raises(RuntimeError, match="a backward: expected no capture of a graph"):
+    loss = model(values)
+    with capturing(), pytest.raises(RuntimeError, match="a backward: expected no capture of a graph"):
         loss.backward(retain_graph=True)
     optimizer.zero_grad()
     if stage == 0:
         # As torch.cuda.make_graphed_callables does: its caller gets the gradients, the engine none.
-        block = prepared.blocks[0]
+        block = model.blocks[0]
         output = block(torch.randn(5, 8).to(DEVICE)).sum()
-        with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
+        with capturing():
             found = torch.autograd.grad(output, tuple(block.parameters()))
-        assert all(gradient is not None for gradient in found) and not engine_of(prepared).in_use
+        assert all(gradient is not None for gradient in found) and not engine_of(model).in_use
         assert block.weight.grad is None
-    prepared(values).backward()
-    with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
+    model(values).backward()
+    with capturing():
         with pytest.raises(RuntimeError, match=r"optimizer\.step\(\): expected no capture.*stages 0 to 2"):
             optimizer.step()
-        with pytest.raises(RuntimeError, match="a forward: expected no capture of a graph"):
-            prepared(values)
-        with torch.no_grad():
-            if stage == 3:
-                with pytest.raises(RuntimeError, match="a forward: expected no capture of a graph"):
-                    prepared(values)
-            else:
-                prepared(values)
+        with no_forward:
+            model(values)
+        with torch.no_grad(), no_forward if stage == 3 else contextlib.nullcontext():
+            model(values)
     optimizer.step()
+
+
+STEPS = 2
+
+
+def trained(
+    world: World, group: dist.ProcessGroup, stage: int, early: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and whole parameters after some steps, with the state saved and loaded between them."""
+    torch.manual_seed(world.seed)
+    config = configuration(stage, gradient_clipping=0.5)
+    if early:
+        with zero_ext.Init(config=config, process_group=group):
+            model = TinyModel(tied=True)
+    else:
+        model = TinyModel(tied=True)
+    prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=group)
+    losses = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            folder: list[object] = [tempfile.mkdtemp() if world.rank == 0 else None]
+            dist.broadcast_object_list(folder, group=world.group, group_src=0)
+            zero_ext.save_checkpoint(str(folder[0]), prepared)
+            zero_ext.load_checkpoint(str(folder[0]), prepared)
+        losses += language_steps(world, prepared, optimizer, [step])
+    return losses, zero_ext.full_state_dict(prepared, rank0_only=False)
+
+
+@pytest.mark.parametrize(("stage", "early"), [(0, False), (2, False), (3, False), (3, True)])
+@on_ranks(4)
+def test_a_group_without_a_backend_for_the_host_trains_saves_and_loads(
+    world: World, stage: int, early: bool
+) -> None:
+    with pytest.raises(RuntimeError, match="No backend"):
+        dist.all_reduce(torch.ones(1), group=mute_group())
+    wanted, values = trained(world, world.group, stage, early)
+    losses, found = trained(world, mute_group(), stage, early)
+    assert losses == wanted
+    assert found.keys() == values.keys() and len(values) > 5
+    for name, value in values.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def strict_pool() -> Iterator[RankPool]:
+    """Two ranks of a world that has the stand-in's own collectives alone."""
+    pool = RankPool(2, stand_in=True, backend=BACKEND)
+    yield pool
+    pool.close()
+
+
+def refuse_to_form(world: World) -> str:
+    if world.rank == 1:
+        torch.get_device_module("stand_in").refuse_communicators()
+    return "stand_in"
+
+
+# Where each rank's model is, and what all ranks are told.
+REFUSED: dict[str, tuple[Callable[[World], str], type[Exception], str]] = {
+    "ranks on different kinds of device": (
+        lambda world: ("cpu", "stand_in")[world.rank],
+        ValueError,
+        r"one kind of device.*got cpu on rank 0, stand_in over stand_in_ccl on rank 1",
+    ),
+    "a communicator that does not form": (
+        refuse_to_form,
+        RuntimeError,
+        r"stand_in over stand_in_ccl: the connections of the ranks did not form: .*rank 1 could not form a",
+    ),
+}
+
+
+def refused(world: World, what: str) -> None:
+    """One error on every rank, nothing sharded, and ranks that go on."""
+    position, kind, message = REFUSED[what]
+    world.barrier()  # the world's own communicator is there
+    model = TinyModel(tied=True).to(position(world))
+    before = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    try:
+        with pytest.raises(kind, match=message):
+            zero_ext.prepare(model, adamw(model.parameters()), configuration(3))
+    finally:
+        torch.get_device_module("stand_in").refuse_communicators(-1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), before[name]), name
+    prepared, _ = zero_ext.prepare(model.to("stand_in"), adamw(model.parameters()), configuration(3))
+    language_loss(prepared, language_batch(world.seed, 0, 0, world.rank).to("stand_in")).backward()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_ranks_that_cannot_be_connected_are_refused_before_anything_is_sharded(
+    strict_pool: RankPool, what: str
+) -> None:
+    strict_pool.run(2, f"{__name__}:refused", {"what": what})

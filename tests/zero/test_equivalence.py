@@ -1,8 +1,9 @@
-"""Every stage, world size, accumulation, clipping and precision trains like torch, and like the others."""
+"""Every stage, accumulation, clipping, precision and transport trains like torch, and like the others."""
 
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.step.delayed_transport import DelayedTransport, delays
 from tests.zero.training import (
     Plan,
     Run,
@@ -21,6 +23,8 @@ from tests.zero.training import (
     train_plain,
     train_prepared,
 )
+from zero_ext.comm import CrossProcessTransport, ProcessGroupTransport
+from zero_ext.comm.process_group import make_collectives
 
 PLANS = [
     Plan(),
@@ -91,3 +95,61 @@ def test_twenty_steps_against_ddp(world: World) -> None:
         for one, two in zip(run.losses, losses, strict=True):
             assert abs(one - two) <= 1e-6 * abs(two), (stage, run.losses, losses)
         assert distance(run.parameters, twin.module.state_dict()) <= 1e-6
+
+
+def train(world: World, model: TinyModel, stage: int, plan: Plan, **units: int) -> Run:
+    config = configuration(stage, plan, units=units)
+    return train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
+
+
+@on_ranks(2, 3)
+def test_over_the_process_group_alone(world: World) -> None:
+    model = TinyModel()
+    for stage in range(4):
+        for plan in (Plan(clip=0.1), Plan(micro_batches=2, dtype="bf16")):
+            fast = train(world, model, stage, plan)
+            fastest = "zero_ext.comm.process_group.fastest_host_transport"
+            with mock.patch(fastest, lambda group, _: ProcessGroupTransport(group)):
+                slow = train(world, model, stage, plan)
+            assert slow.engine is not None
+            assert isinstance(slow.engine.collectives._gathers.unordered, ProcessGroupTransport)
+            check_equal(slow, fast)
+
+
+@on_ranks(2)
+def test_storages_that_cannot_be_swapped_are_resized(world: World) -> None:
+    model = TinyModel(tied=True)
+    swapped = train(world, model, 3, Plan())
+    with mock.patch("zero_ext.zero.memory.pool.hasattr", lambda *_: False, create=True):
+        check_equal(train(world, model, 3, Plan()), swapped)
+
+
+@on_ranks(2, 3)
+def test_nothing_is_read_before_it_was_waited_for(world: World) -> None:
+    """Under random delays, with results poisoned until then."""
+    model = TinyModel(layers=2, tied=True)
+    for number, plan in enumerate([PLANS[1], PLANS[3], PLANS[4], PLANS[0]._replace(dtype="bf16")]):
+        for stage in range(4):
+            units = {"bucket_elements": 700, "persistence_threshold": 20 if number == 0 else 0}
+            quiet = train(world, model, stage, plan, **units)
+            with delays(world.seed + world.rank):
+                check_equal(train(world, model, stage, plan, **units), quiet)
+
+
+@on_ranks(2)
+def test_the_shim_shows_a_read_before_wait_and_a_write_to_what_is_being_sent(world: World) -> None:
+    with delays(world.seed):
+        collectives = make_collectives(world.group, 20.0)
+    transport = collectives._gathers.unordered
+    assert isinstance(transport, DelayedTransport)
+    assert isinstance(transport._inner, ProcessGroupTransport | CrossProcessTransport)
+    flat, own = torch.zeros(4), torch.full((2,), 1.0 + world.rank)
+    pending = collectives.gather(flat, own, "gather", "test")
+    assert flat.isnan().sum() == 2
+    pending.wait()
+    assert flat.tolist() == [1.0, 1.0, 2.0, 2.0]
+    transport._longest = 0.5
+    pending = collectives.gather(flat, own, "gather", "test")
+    flat[2 * world.rank : 2 * world.rank + 2] = 7.0
+    pending.wait()
+    assert flat.tolist() == [7.0] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections import Counter
 from typing import Any
@@ -15,7 +14,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, configuration, placed, prepared
 from zero_ext.config.events import (
     CollectiveEnd,
     DeviceStepEnd,
@@ -33,9 +32,7 @@ from zero_ext.zero import engine_of
 def events_of(world: World, stage: int, steps: int = 3, **more: Any) -> tuple[Any, list[list[Event]]]:
     """The events of each of ``steps`` steps."""
     model = TinyModel()
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(stage, **more), process_group=world.group
-    )
+    model, optimizer = prepared(world, model, stage, **more)
     events: list[list[Event]] = []
     engine_of(model).subscribe(lambda event: events[-1].append(event))
     for step in range(steps):
@@ -55,12 +52,8 @@ def test_the_end_of_each_step(world: World) -> None:
         for number, step in enumerate(events):
             (end,) = [event for event in step if isinstance(event, StepEnd)]
             assert step[-1] is end
-            assert (end.step, end.lr, end.skipped, end.loss_scale) == (
-                number + 1,
-                (0.01 * (number + 1),),
-                False,
-                1.0,
-            )
+            rate = 0.01 * (number + 1)
+            assert (end.step, end.lr, end.skipped, end.loss_scale) == (number + 1, (rate,), False, 1.0)
             assert end.grad_norm is not None and end.grad_norm > 0 and end.seconds > 0
             assert len(set(world.everyone(end.grad_norm))) == 1
         assert end.grad_norm == engine_of(model).grad_norm
@@ -105,32 +98,27 @@ def test_a_skipped_step_is_published(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_phases_and_waits_lie_inside_the_step_and_never_overlap(world: World) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for stage, offload in (
-            (0, {}),
-            (3, {}),
-            (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_paths": [folder]}),
-        ):
-            began = time.perf_counter()
-            _, events = events_of(world, stage, offload=offload)
-            now = began
-            for step in events:
-                phases = [event for event in step if isinstance(event, PhaseEnd)]
-                assert [event.phase for event in phases] == ["forward", "backward", "step"]
-                assert all(event.trains for event in phases)
-                waits = [event for event in step if isinstance(event, WaitEnd | CollectiveEnd)]
-                spans = sorted([(event.began, event.began + event.seconds) for event in waits])
-                assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
-                for phase in phases:
-                    assert now <= phase.began
-                    now = phase.began + phase.seconds
-                full = [(phase.began, phase.began + phase.seconds) for phase in phases]
-                for begin, end in spans:
-                    assert any(first <= begin and end <= last for first, last in full)
-                stored = [event for event in waits if isinstance(event, WaitEnd)]
-                assert bool(stored) == bool(offload) and all(event.what == "storage" for event in stored)
-            assert now <= time.perf_counter()
+@pytest.mark.parametrize(("stage", "tier"), [(0, "device"), (3, "device"), (3, "nvme")])
+def test_phases_and_waits_lie_inside_the_step_and_never_overlap(world: World, stage: int, tier: str) -> None:
+    kinds = ("params", "grads", "optimizer") if stage else ()
+    now = time.perf_counter()
+    with placed(dict.fromkeys(kinds, tier)) as offload:
+        _, events = events_of(world, stage, offload=offload)
+    for step in events:
+        phases = [event for event in step if isinstance(event, PhaseEnd)]
+        assert [event.phase for event in phases] == ["forward", "backward", "step"]
+        assert all(event.trains for event in phases)
+        waits = [event for event in step if isinstance(event, WaitEnd | CollectiveEnd)]
+        spans = sorted([(event.began, event.began + event.seconds) for event in waits])
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        full = [(phase.began, phase.began + phase.seconds) for phase in phases]
+        for begin, end in full:
+            assert now <= begin
+            now = end
+        assert all(any(first <= begin and end <= last for first, last in full) for begin, end in spans)
+        stored = [event.what for event in waits if isinstance(event, WaitEnd)]
+        assert set(stored) == ({"storage"} if tier == "nvme" else set())
+    assert now <= time.perf_counter()
 
 
 @on_ranks(1, 2, 3)
@@ -155,12 +143,7 @@ def test_collectives_publish_what_the_traffic_stats_count(world: World) -> None:
 @on_ranks(2)
 def test_the_loss_that_went_through_the_engine(world: World) -> None:
     model = TinyModel()
-    model, optimizer = zero_ext.prepare(
-        model,
-        adamw(model.parameters()),
-        configuration(2, batch={"gradient_accumulation_steps": 2}),
-        process_group=world.group,
-    )
+    model, optimizer = prepared(world, model, 2, batch={"gradient_accumulation_steps": 2})
     ends: list[StepEnd] = []
 
     def keep(event: Event) -> None:
@@ -220,7 +203,6 @@ def test_an_accelerators_times_and_loss_come_later(world: World) -> None:
 
 @on_ranks(2)
 def test_a_delayed_update_is_waited_for_and_publishes_nothing_itself(world: World) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {"optimizer": "nvme", "update_mode": "delayed", "nvme_paths": [folder]}
+    with placed({"optimizer": "nvme", "update_mode": "delayed"}) as offload:
         _, events = events_of(world, 2, steps=4, offload=offload)
         assert all(event.what == "update" for step in events for event in step if isinstance(event, WaitEnd))

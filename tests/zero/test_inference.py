@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import tempfile
 import time
@@ -21,8 +22,17 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import VOCABULARY, WIDTH, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.models import VOCABULARY, ChosenBlocks, TinyModel, language_batch, language_loss, llama
+from tests.zero.training import (
+    Plan,
+    check_against_plain,
+    check_same,
+    configuration,
+    language_steps,
+    placed,
+    prepared,
+    train_step,
+)
 from zero_ext import ops
 from zero_ext.config.events import GatherEvent
 from zero_ext.zero import Engine, engine_of
@@ -35,38 +45,24 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 TIERS = ("device", "host", "nvme")
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    )
+SHAPE = {"vocab_size": VOCABULARY, "eos_token_id": None, "pad_token_id": 0}
 
 
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(**SHAPE, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=None)
+    )
 
 
 def bloom() -> Any:
     from transformers import BloomConfig, BloomForCausalLM
 
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 3, "n_head": 2}
-    return BloomForCausalLM(BloomConfig(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0))
+    return BloomForCausalLM(BloomConfig(**SHAPE, hidden_size=16, n_layer=3, n_head=2, bos_token_id=None))
 
 
-FAMILIES = {"llama": llama, "gpt2": gpt2, "bloom": bloom}
+FAMILIES = {"llama": functools.partial(llama, 3), "gpt2": gpt2, "bloom": bloom}
 
 
 @contextlib.contextmanager
@@ -74,8 +70,7 @@ def inference(
     world: World, model: nn.Module, params: str = "nvme", wrap: bool = True, **more: Any
 ) -> Iterator[Any]:
     """``model`` prepared without an optimizer, its parameters in the tier ``params``."""
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {"params": params, **({"nvme_paths": [folder]} if params == "nvme" else {})}
+    with placed({"params": params}) as offload:
         config = configuration(3, offload=offload, **more)
         yield zero_ext.prepare(model, None, config, process_group=world.group, wrap=wrap)[0]
         gc.collect()
@@ -115,36 +110,35 @@ def test_logits_and_generation_are_those_of_the_plain_model(world: World, family
 
 
 @on_ranks(1, 2)
-def test_nothing_is_retained_for_training(world: World) -> None:
+@pytest.mark.parametrize("case", ["stage 0", "stage 1", "stage 2", *TIERS])
+def test_nothing_is_retained_for_training(world: World, case: str) -> None:
     everything = {"optimizer": "nvme", "grads": "nvme", "ratio": 0.5}
-    for stage, offload in (
-        (0, {}),
-        (1, {"optimizer": "nvme"}),
-        (2, everything),
-        *((3, {**everything, "params": params}) for params in TIERS),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            paths = {"nvme_paths": [folder]} if offload else {}
-            config = configuration(stage, offload={**offload, **paths}, precision={"dtype": "bf16"})
-            before = ops.host_buffer_bytes()
-            model, optimizer = zero_ext.prepare(TinyModel(), None, config, process_group=world.group)
-            engine = engine_of(model)
-            assert optimizer is None and not engine.masters and not engine.reducer.gradients
-            memory = engine.memory_breakdown()
-            full = sum(unit.layout.nbytes for unit in engine.units)
-            stored = offload.get("params") == "nvme"
-            params = full // world.size if stage == 3 else full
-            in_memory = 0 if stored else params
-            assert (memory["params"], memory["grads"], memory["optimizer"]) == (in_memory, 0, 0)
-            assert not any(engine.tiers.staging_bytes().values())
-            assert len(list(Path(folder).iterdir())) == int(stored)
-            if stored:
-                assert engine.tiers.store.facts().capacity == params
-            with torch.no_grad():
-                model(language_batch(world.seed, 0, 0, world.rank))
-            held = 0 if stored else params
-            assert ops.host_buffer_bytes() - before <= held + engine.pool.total_bytes
-            del model, engine
+    stage, tiers = {
+        "stage 0": (0, {}),
+        "stage 1": (1, {"optimizer": "nvme"}),
+        "stage 2": (2, everything),
+    }.get(case, (3, {**everything, "params": case}))
+    stored = tiers.get("params") == "nvme"
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {**tiers, "nvme_paths": [folder]} if tiers else {}
+        before = ops.host_buffer_bytes()
+        model, optimizer = prepared(
+            world, TinyModel(), stage, None, offload=offload, precision={"dtype": "bf16"}
+        )
+        engine = engine_of(model)
+        assert optimizer is None and not engine.masters and not engine.reducer.gradients
+        memory, full = engine.memory_breakdown(), sum(unit.layout.nbytes for unit in engine.units)
+        params = full // world.size if stage == 3 else full
+        held = 0 if stored else params
+        assert (memory["params"], memory["grads"], memory["optimizer"]) == (held, 0, 0)
+        assert not any(engine.tiers.staging_bytes().values())
+        assert len(list(Path(folder).iterdir())) == int(stored)
+        if stored:
+            assert engine.tiers.store.facts().capacity == params
+        with torch.no_grad():
+            model(language_batch(world.seed, 0, 0, world.rank))
+        assert ops.host_buffer_bytes() - before <= held + engine.pool.total_bytes
+        del model, engine
 
 
 @on_ranks(1, 2)
@@ -193,7 +187,7 @@ def test_no_look_ahead_beyond_the_limits(world: World) -> None:
 @on_ranks(2)
 def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None:
     torch.manual_seed(world.seed)
-    plain = llama().eval()
+    plain = llama(3).eval()
     prompt = torch.randint(VOCABULARY, (1, 3 + 2 * world.rank))
     combined = partial(dist.all_reduce, group=world.group)  # the pool's default group has more ranks
     for params in ("device", "nvme"):
@@ -223,43 +217,31 @@ def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
         del model
 
 
-class InAnyOrder(nn.Module):
-    """Blocks that run in the order that is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, features: torch.Tensor, order: list[int]) -> torch.Tensor:
-        for number in order:
-            features = torch.tanh(self.blocks[number](features))
-        return features
-
-
 @on_ranks(2)
 def test_ranks_run_what_they_like_while_all_is_gathered(world: World) -> None:
     torch.manual_seed(world.seed)
-    plain = InAnyOrder()
-    features = torch.randn(3, WIDTH)
+    plain, ids = ChosenBlocks(4), language_batch(world.seed, 0, 0, 0)
     orders = ([0, 1, 2, 3], [3, 1], [2, 0, 3])
+
+    def check_order(model: Any, order: list[int]) -> None:
+        model.order = plain.order = order
+        torch.testing.assert_close(model(ids), plain(ids))
+
     with inference(world, copy.deepcopy(plain), timeout_seconds=20.0) as model, torch.no_grad():
-        model(features, orders[0])
+        check_order(model, orders[0])
         for _ in range(2):
             with zero_ext.gathered(model):
                 for number in range(1 + 3 * world.rank):
-                    order = orders[(number + world.rank) % 3]
-                    torch.testing.assert_close(model(features, order), plain(features, order))
+                    check_order(model, orders[(number + world.rank) % 3])
             for order in orders:  # look-ahead that differs between the ranks would gather other units
-                torch.testing.assert_close(model(features, order), plain(features, order))
+                check_order(model, order)
         del model
 
 
 @contextlib.contextmanager
-def training(world: World, model: nn.Module, offload: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        config = configuration(3, offload={**offload, **paths, "staging_buffer_bytes": 1 << 20})
-        yield zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+def training(world: World, model: nn.Module, tiers: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    with placed(tiers) as offload:
+        yield prepared(world, model, offload=offload)
         gc.collect()
 
 
@@ -268,43 +250,35 @@ def training(world: World, model: nn.Module, offload: dict[str, Any]) -> Iterato
 def test_an_evaluation_between_steps_changes_nothing_and_sees_every_step(world: World, params: str) -> None:
     torch.manual_seed(world.seed)
     start = TinyModel(layers=2)
-    curves = []
-    for evaluates in (False, True):
-        with training(world, copy.deepcopy(start), {"params": params}) as (model, optimizer):
-            losses = []
-            for step in range(3):
-                ids = language_batch(world.seed, step, 0, world.rank)
-                for when in range(3 if evaluates else 0):
-                    with torch.no_grad():
-                        seen = language_loss(model, ids).item()
-                    if when == 1:  # between forward and backward of a step
-                        loss = language_loss(model, ids)
-                if not evaluates:
-                    loss = language_loss(model, ids)
-                assert not evaluates or seen == loss.item()
-                loss.backward()
-                with torch.no_grad():
-                    if evaluates:
-                        model(ids)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            if evaluates:
-                saved = optimizer.state_dict()
-                with torch.no_grad():
-                    wanted = model(ids)
-                language_loss(model, ids).backward()
-                optimizer.step()
-                with torch.no_grad():
-                    assert not torch.equal(model(ids), wanted)
-                    optimizer.load_state_dict(saved)
-                    assert torch.equal(model(ids), wanted)
-            values = zero_ext.full_state_dict(model)
-            curves.append((losses, values))
-            del model, optimizer, loss
-    assert curves[0][0] == curves[1][0]
-    for name, value in curves[0][1].items():
-        assert torch.equal(curves[1][1][name], value), name
+    with training(world, copy.deepcopy(start), {"params": params}) as (model, optimizer):
+        wanted = language_steps(world, model, optimizer, range(3)), zero_ext.full_state_dict(model)
+        del model, optimizer
+    with training(world, copy.deepcopy(start), {"params": params}) as (model, optimizer):
+        losses = []
+        for step in range(3):
+            ids = language_batch(world.seed, step, 0, world.rank)
+            with torch.inference_mode():
+                language_loss(model, ids)
+            loss = language_loss(model, ids)
+            with torch.no_grad():  # between forward and backward of a step
+                assert language_loss(model, ids).item() == loss.item()
+            loss.backward()
+            with torch.no_grad():
+                model(ids)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses == wanted[0]
+        check_same(model, wanted[1])
+        saved = optimizer.state_dict()
+        with torch.no_grad():
+            output = model(ids)
+        train_step(model, optimizer, language_loss(model, ids))
+        with torch.no_grad():
+            assert not torch.equal(model(ids), output)
+            optimizer.load_state_dict(saved)
+            assert torch.equal(model(ids), output)
+        del model, optimizer, loss
 
 
 @on_ranks(1, 2)
@@ -319,21 +293,20 @@ def test_changed_parameters_are_fetched_again(world: World, params: str) -> None
             zero_ext.save_checkpoint(saves, model)
             del model
         with inference(world, copy.deepcopy(first), params) as model:
-            for _ in range(2):
-                assert torch.equal(model(ids), first(ids))
-            zero_ext.load_checkpoint(saves, model)
-            for _ in range(2):
-                assert torch.equal(model(ids), second(ids))
-            zero_ext.load_full_state_dict(model, third.state_dict())
-            for _ in range(2):
-                assert torch.equal(model(ids), third(ids))
+            for change, plain in (
+                (lambda _: None, first),
+                (lambda model: zero_ext.load_checkpoint(saves, model), second),
+                (lambda model: zero_ext.load_full_state_dict(model, third.state_dict()), third),
+            ):
+                change(model)
+                for _ in range(2):
+                    assert torch.equal(model(ids), plain(ids))
             for module in ("embedding", "head"):
                 with zero_ext.gathered(getattr(model, module).parameters(), modifier_rank=0):
                     getattr(model, module).weight.mul_(2 if world.rank == 0 else 3)
                 getattr(third, module).weight.mul_(2)
                 assert torch.equal(model(ids), third(ids))
-            for name, value in zero_ext.full_state_dict(model).items():
-                assert torch.equal(value, third.state_dict()[name])
+            check_same(model, third)
             assert torch.equal(model(ids), third(ids))
             del model
         world.barrier()
@@ -375,16 +348,41 @@ def test_a_read_that_failed_is_tried_again(world: World) -> None:
 def test_a_model_dropped_with_running_reads_is_gone(world: World, params: str) -> None:
     gc.collect()
     before = ops.host_buffer_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {"params": params, **({"nvme_paths": [folder]} if params == "nvme" else {})}
+    with placed({"params": params}) as offload:
         for _ in range(5):
-            model: Any = zero_ext.prepare(
-                TinyModel(), None, configuration(3, offload=offload), process_group=world.group
-            )[0]
+            model, _ = prepared(world, TinyModel(), 3, None, offload=offload)
             with torch.no_grad():
                 for step in range(2):
                     model(language_batch(world.seed, step, 0, world.rank))
             assert in_progress(engine_of(model)) or (world.size == 1 and params == "device")
             del model
             assert ops.host_buffer_bytes() == before
-            assert not list(Path(folder).iterdir())
+            assert not any(list(Path(path).iterdir()) for path in offload.get("nvme_paths", ()))
+
+
+def llama_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_trains_as_the_plain_one(world: World, tied: bool) -> None:
+    torch.manual_seed(world.seed)
+    plan = Plan(clip=1.0)
+    check_against_plain(world, llama(2, tied), llama_loss, language_batch, 3, plan, tolerance=2e-6)
+
+
+@on_ranks(2)
+def test_save_pretrained_never_writes_placeholders(world: World) -> None:
+    model = llama(2, True)
+    model, _ = prepared(world, model)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(RuntimeError, match="full_state_dict"):
+        model.module.save_pretrained(folder)
+    state = zero_ext.full_state_dict(model)
+    if world.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            model.module.save_pretrained(folder, state_dict=dict(state))
+            loaded = type(model.module).from_pretrained(folder)
+        check_same(loaded.state_dict(), state)
+    world.barrier()

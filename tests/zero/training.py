@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import zero_ext
 from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.units.unit import Unit
 
@@ -69,6 +72,99 @@ def configuration(stage: int, plan: Plan = DEFAULT, **more: Any) -> dict[str, An
     return {**config, **more}
 
 
+@contextlib.contextmanager
+def placed(offload: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The section ``offload``, with a folder and a small ring where it names NVMe."""
+    with tempfile.TemporaryDirectory() as folder:
+        nvme = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
+        yield {"staging_buffer_bytes": 1 << 20, **nvme, **offload}
+
+
+def prepared(
+    world: World, model: nn.Module, stage: int = 3, make: MakeOptimizer | None = adamw, **more: Any
+) -> tuple[Any, Any]:
+    """``model`` and the optimizer that ``make`` makes, prepared for ``stage``; ``more`` configures them."""
+    optimizer = None if make is None else make(model.parameters())
+    return zero_ext.prepare(model, optimizer, configuration(stage, **more), process_group=world.group)
+
+
+def train_step(model: Any, optimizer: Any, loss: torch.Tensor) -> float:
+    """Backward and step; the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def language_steps(world: World, model: Any, optimizer: Any, steps: Iterable[int]) -> list[float]:
+    """Train on this rank's batches of ``steps``; the losses."""
+    batches = (language_batch(world.seed, step, 0, world.rank) for step in steps)
+    return [train_step(model, optimizer, language_loss(model, batch)) for batch in batches]
+
+
+def plain_backward(
+    world: World,
+    twin: nn.Module,
+    step: int = 0,
+    loss_of: Loss = language_loss,
+    batch_of: Batch = language_batch,
+) -> None:
+    """Add the gradients of all ranks' mean loss to those of ``twin``, a model of torch alone."""
+    for rank in range(world.size):
+        (loss_of(twin, batch_of(world.seed, step, 0, rank)) / world.size).backward()
+
+
+@contextlib.contextmanager
+def poisoned_gradient(world: World, model: Any, name: str, value: float = math.nan) -> Iterator[None]:
+    """One element of the gradient of the parameter ``name`` on the last rank, in every backward pass."""
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        if world.rank < world.size - 1:
+            return gradient
+        poisoned = gradient.clone()
+        poisoned.view(-1)[world.seed % poisoned.numel()] = value
+        return poisoned
+
+    handle = dict(model.module.named_parameters())[name].register_hook(poison)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    """A second fused optimizer."""
+    return zero_ext.Lion(parameters, lr=1e-3)
+
+
+def values_of(source: Any) -> Mapping[str, torch.Tensor]:
+    """A mapping as it is; the full state dict of a prepared model; the state dict of another one."""
+    if not isinstance(source, nn.Module):
+        return source
+    try:
+        engine_of(source)
+    except ValueError:
+        return source.state_dict()
+    return zero_ext.full_state_dict(source)
+
+
+def check_same(first: Any, second: Any, where: object = "") -> None:
+    """The ``values_of`` both, bit for bit."""
+    one, two = values_of(first), values_of(second)
+    assert one.keys() == two.keys(), where
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), f"{name} differs {where}"
+
+
+def check_near(first: Any, second: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """The ``values_of`` both, element by element within the tolerances."""
+    one, two = values_of(first), values_of(second)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        close = torch.isclose(value, two[name], rtol, atol, equal_nan=True)
+        assert bool(close.all()), f"{name} differs by {(value - two[name]).abs().max()}"
+
+
 def gathered_once(engine: Engine) -> int:
     """Elements of :func:`units_gathered_once`."""
     return sum(unit.layout.numel for unit in units_gathered_once(engine))
@@ -110,6 +206,23 @@ def train_prepared(
         optimizer.zero_grad()
         norms.append(engine_of(prepared).grad_norm)
     return Run(losses, zero_ext.full_state_dict(prepared), norms, engine_of(prepared))
+
+
+def train_in_tiers(
+    world: World,
+    stage: int,
+    plan: Plan,
+    offload: Mapping[str, Any],
+    make: MakeOptimizer = adamw,
+    model: Callable[[], nn.Module] = TinyModel,
+    **more: Any,
+) -> Run:
+    """:func:`train_prepared` of a ``model`` in small units, with its state in the tiers of ``offload``."""
+    torch.manual_seed(world.seed)
+    units = {"bucket_elements": 700, **more.pop("units", {})}
+    with placed(offload) as section:
+        config = configuration(stage, plan, offload=section, units=units, **more)
+        return train_prepared(world, model(), language_loss, language_batch, config, plan, make)
 
 
 def train_plain(

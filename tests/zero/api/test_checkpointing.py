@@ -17,14 +17,15 @@ from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
 from tests.zero.training import (
     Plan,
-    adamw,
     check_against_plain,
+    check_equal,
     configuration,
     gathered_once,
+    placed,
+    prepared,
     sgd,
     train_prepared,
 )
-from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.events import ActivationEnd
 from zero_ext.zero import engine_of
 
@@ -46,11 +47,11 @@ class Checkpointed(nn.Module):
     def __init__(self, where: str, reentrant: bool, early: bool = True) -> None:
         super().__init__()
         self.entry = nn.Linear(WIDTH, WIDTH)
-        made = InsideBlock(reentrant) if where == "inside" else Block()
-        self.blocks = nn.ModuleList(
-            [made, *(InsideBlock(reentrant) if where == "inside" else Block() for _ in "ab")]
-        )
         self.where, self.reentrant, self.early = where, reentrant, early
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+
+    def block(self) -> Block:
+        return InsideBlock(self.reentrant) if self.where == "inside" else Block()
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         hidden = self.entry(features)
@@ -107,20 +108,24 @@ def test_all_kinds(world: World, frozen: bool) -> None:
 
 @on_ranks(2)
 def test_units_are_gathered_twice_a_step(world: World) -> None:
-    for where, reentrant, early in MODES:
-        model = Checkpointed(where, reentrant, early)
-        model, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(3), process_group=world.group
-        )
-        engine = engine_of(model)
-        for step in range(3):
-            feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
-            assert engine.prefetcher.live_elements == 0
-            optimizer.step()
-            optimizer.zero_grad()
-        padded = sum(unit.layout.numel for unit in engine.units)
-        wanted = 2 * padded - gathered_once(engine)
-        assert engine.traffic.last_elements["gather"] == wanted, (where, reentrant, early)
+    for mode in MODES:
+        check_gathers(world, Checkpointed(*mode))
+
+
+def check_gathers(world: World, model: nn.Module, **more: Any) -> list[Any]:
+    """Units are gathered for forward and once more for backward; the events of three steps."""
+    events: list[Any] = []
+    model, optimizer = prepared(world, model, **more)
+    engine = engine_of(model)
+    engine.subscribe(events.append)
+    for step in range(3):
+        feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
+        assert engine.prefetcher.live_elements == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    padded = sum(unit.layout.numel for unit in engine.units)
+    assert engine.traffic.last_elements["gather"] == 2 * padded - gathered_once(engine)
+    return events
 
 
 # -- checkpoint_activations: every stage and tier ---------------------------------------------------------
@@ -144,20 +149,17 @@ class CheckpointedBlocks(nn.Module):
 
 def sections(folder: str) -> list[dict[str, Any]]:
     """Every way of keeping, with tensors of any size moved."""
-    nvme = {"tier": "nvme", "nvme_paths": [folder], "buffer_bytes": 2**20}
-    made: list[dict[str, Any]] = [
+    nvme = {"tier": "nvme", "nvme_paths": [folder], "buffer_bytes": 2**20, "min_offload_bytes": 0}
+    host = {"tier": "host", "min_offload_bytes": 0}
+    return [
         {},
-        {"tier": "host"},
+        host,
         nvme,
         {"contiguous_memory_optimization": True, "number_checkpoints": 8},
-        {"save_ops": ["aten.addmm"], "tier": "host"},
+        {"save_ops": ["aten.addmm"], **host},
         {"save_budget_bytes": 2000},
-        {"mode": "offload_saved_tensors", "tier": "host"},
+        {"mode": "offload_saved_tensors", **host},
         {"mode": "offload_saved_tensors", **nvme},
-    ]
-    return [
-        {**each, **({"min_offload_bytes": 0} if ActivationCheckpointingConfig(**each).moves else {})}
-        for each in made
     ]
 
 
@@ -182,55 +184,26 @@ def test_same_bits_in_every_stage(world: World, dtype: str) -> None:
         for stage in (0, 2, 3):
             wanted = trained(world, stage, plan, False, {})
             for section in sections(folder) if stage == 3 else sections(folder)[1:3]:
-                found = trained(world, stage, plan, True, section)
-                assert found.losses == wanted.losses, (stage, section)
-                for name, value in found.parameters.items():
-                    assert torch.equal(value, wanted.parameters[name]), (stage, section, name)
+                check_equal(trained(world, stage, plan, True, section), wanted)
 
 
 @on_ranks(2)
 def test_beside_offloaded_parameters_and_updates_inside_backward(world: World) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {
-            "params": "nvme",
-            "optimizer": "nvme",
-            "nvme_paths": [folder],
-            "update_mode": "in_backward",
-        }
+    tiers = {"params": "nvme", "optimizer": "nvme", "update_mode": "in_backward"}
+    with placed(tiers) as offload, tempfile.TemporaryDirectory() as folder:
         wanted = trained(world, 3, Plan(), False, {}, offload=offload)
         for section in sections(folder)[:3]:
-            found = trained(world, 3, Plan(), True, section, offload=offload)
-            assert found.losses == wanted.losses
-            assert all(map(torch.equal, found.parameters.values(), wanted.parameters.values()))
+            check_equal(trained(world, 3, Plan(), True, section, offload=offload), wanted)
 
 
 @on_ranks(2)
 def test_units_are_gathered_twice_a_step_and_never_moved(world: World) -> None:
-    for section in ({"tier": "host"}, {"tier": "host", "mode": "offload_saved_tensors"}):
-        model = CheckpointedBlocks(True)
-        model, optimizer = zero_ext.prepare(
-            model,
-            adamw(model.parameters()),
-            configuration(3, activation_checkpointing={"min_offload_bytes": 0, "profile": True, **section}),
-            process_group=world.group,
-        )
-        engine, received = engine_of(model), []
-        engine._bus.subscribe(received.append)
-        for step in range(3):
-            feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
-            assert engine.prefetcher.live_elements == 0
-            optimizer.step()
-            optimizer.zero_grad()
-        padded = sum(unit.layout.numel for unit in engine.units)
-        assert engine.traffic.last_elements["gather"] == 2 * padded - gathered_once(engine)
-        moved = [event for event in received if isinstance(event, ActivationEnd) and event.what == "offload"]
-        sizes = {event.bytes for event in moved}
-        shapes = {
-            3 * WIDTH,
-            3 * (2 * WIDTH + 1),
-            3,
-        }  # hidden, inner, and per row: activations, and no weights
-        assert sizes <= {-(-n * 4 // 64) * 64 for n in shapes} and sizes
+    for more in ({}, {"mode": "offload_saved_tensors"}):
+        section = {"min_offload_bytes": 0, "profile": True, "tier": "host", **more}
+        events = check_gathers(world, CheckpointedBlocks(True), activation_checkpointing=section)
+        sizes = {each.bytes for each in events if isinstance(each, ActivationEnd) and each.what == "offload"}
+        shapes = {3 * WIDTH, 3 * (2 * WIDTH + 1), 3}  # hidden, inner, and per row: no weights
+        assert sizes and sizes <= {-(-n * 4 // 64) * 64 for n in shapes}
 
 
 @on_ranks(1)

@@ -11,6 +11,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import check_same
 from zero_ext.offload import MASTER
 from zero_ext.zero import engine_of
 from zero_ext.zero.gradients.sharded_gradient import ShardedGradient
@@ -34,11 +35,7 @@ PLACEMENTS = [
 
 
 def train(
-    world: World,
-    config: dict[str, object],
-    clip: Clip | None,
-    also: Clip | None = None,
-    device: str = "cpu",
+    world: World, config: dict[str, object], clip: Clip | None, also: Clip | None = None, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Parameters after some steps, in which gradients are far above the norm that they are clipped to;
     ``also`` is called after ``clip``."""
@@ -83,8 +80,7 @@ def test_clipping_by_calls_is_clipping_by_the_configuration(world: World, how: s
     for stage, offload in PLACEMENTS:
         wanted = train(world, config_of(stage, offload, CLIP), None)
         found = train(world, config_of(stage, offload), CLIPS[how])
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), (stage, offload, name)
+        check_same(found, wanted, (stage, offload))
 
 
 @on_ranks(2, stand_in=True)
@@ -94,8 +90,7 @@ def test_on_a_device(world: World) -> None:
         for stage in (1, 3):
             wanted = train(world, config_of(stage, {}, CLIP), None, device="stand_in")
             found = train(world, config_of(stage, {}), clip, device="stand_in")
-            for name, value in wanted.items():
-                assert torch.equal(found[name], value), (how, stage, name)
+            check_same(found, wanted, (how, stage))
 
 
 def check_shown(model: nn.Module) -> None:
@@ -123,8 +118,7 @@ def test_reading_clipped_gradients_shows_and_changes_nothing(world: World) -> No
         config = config_of(stage, offload)
         plain = train(world, config, CLIPS["torch"])
         read = train(world, config, CLIPS["torch"], also=check_shown)
-        for name, value in plain.items():
-            assert torch.equal(read[name], value), (stage, offload, name)
+        check_same(read, plain, (stage, offload))
 
 
 def in_place(model: nn.Module) -> None:

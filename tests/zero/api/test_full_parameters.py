@@ -1,19 +1,24 @@
-"""Full parameters, state dicts and gradients outside forward: right at every stage, or refused."""
+"""Full parameters, state dicts and gradients outside forward, with an engine or without it."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.parallel.experts.mixtures import Words, mesh_of
+from tests.parallel.tensor.test_tensor_parallel import mesh_of as tensor_parallel_mesh
 from tests.zero.models import TIME, VOCABULARY, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, check_same, language_steps, placed, plain_backward
+from tests.zero.training import prepared as prepared_for
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.memory.gathered_unit import UnitState
@@ -38,20 +43,14 @@ class Everything(nn.Module):
 
 
 def prepared(world: World, stage: int, model: nn.Module | None = None, **more: Any) -> tuple[Any, Any]:
-    model = Everything() if model is None else model
-    return zero_ext.prepare(
-        model,
-        adamw(p for p in model.parameters() if p.requires_grad),
-        configuration(stage, **more),
-        process_group=world.group,
-    )
+    def trainable(parameters: Any) -> torch.optim.Optimizer:
+        return adamw(p for p in parameters if p.requires_grad)
+
+    return prepared_for(world, model or Everything(), stage, trainable, **more)
 
 
 def train(world: World, model: Any, optimizer: Any, steps: int = 1) -> None:
-    for step in range(steps):
-        language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    language_steps(world, model, optimizer, range(steps))
 
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
@@ -93,59 +92,56 @@ def test_full_values_round_trip(world: World) -> None:
 
 
 @on_ranks(1, 2, 3)
-def test_edits_of_one_rank_reach_all(world: World) -> None:
-    for stage in range(4):
-        for modifier in {0, world.size - 1}:
-            model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
-            train(world, model, optimizer)
-            engine = engine_of(model)
-            before = zero_ext.full_state_dict(model)
-            masters = [
-                master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
-            ]
-            assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
-            with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
-                if world.rank == modifier:
-                    model.scale.fill_(3.0)
-                    model.inner.embedding.weight[4:6] = torch.arange(12.0)
-                    model.frozen[1, 2] = -1.0
-                else:
-                    model.inner.norm.weight.zero_()  # lost: this rank's values do not count
-            check_released(model)
-            after = zero_ext.full_state_dict(model)
-            before["scale"].fill_(3.0)
-            before["frozen"][1, 2] = -1.0
-            before["inner.embedding.weight"][4:6] = torch.arange(12.0)
-            before["inner.head.weight"][4:6] = torch.arange(12.0)
-            assert all(torch.equal(after[name], before[name]) for name in before)
-            changed = 0
-            for master, old in zip(engine.masters, masters, strict=True):
-                now = master.state.read("master", 0, master.state.numel)
-                assert torch.equal(now.bfloat16(), master.params.read(0, now.numel()))
-                changed += int((now != old).sum())
-            assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
-            train(world, model, optimizer)  # and it still trains
+@pytest.mark.parametrize("stage", range(4))
+def test_edits_of_one_rank_reach_all(world: World, stage: int) -> None:
+    def masters_of(model: Any) -> list[torch.Tensor]:
+        states = [master.state for master in engine_of(model).masters]
+        return [state.read("master", 0, state.numel).clone() for state in states]
+
+    for modifier in {0, world.size - 1}:
+        model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
+        train(world, model, optimizer)
+        before, masters = zero_ext.full_state_dict(model), masters_of(model)
+        assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
+        with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
+            if world.rank == modifier:
+                model.scale.fill_(3.0)
+                model.inner.embedding.weight[4:6] = torch.arange(12.0)
+                model.frozen[1, 2] = -1.0
+            else:
+                model.inner.norm.weight.zero_()  # lost: this rank's values do not count
+        check_released(model)
+        before["scale"].fill_(3.0)
+        before["frozen"][1, 2] = -1.0
+        for name in ("inner.embedding.weight", "inner.head.weight"):
+            before[name][4:6] = torch.arange(12.0)
+        check_same(model, before)
+        changed = 0
+        for master, old, now in zip(engine_of(model).masters, masters, masters_of(model), strict=True):
+            assert torch.equal(now.bfloat16(), master.params.read(0, now.numel()))
+            changed += int((now != old).sum())
+        assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
+        train(world, model, optimizer)  # and it still trains
 
 
 @on_ranks(1, 2)
-def test_a_write_that_nobody_declared_raises(world: World) -> None:
-    for stage in range(4):
-        model, optimizer = prepared(world, stage)
-        before = shards(model)
-        for name in ("inner.blocks.0.down.weight", "scale"):
-            parameter = model.get_parameter("module." + name)
-            value = None
-            refusal = pytest.raises(RuntimeError, match=rf"'{name}': it was written .*modifier_rank=0")
-            with refusal, zero_ext.gathered(parameter), torch.no_grad():
-                value = parameter.detach().clone()
-                parameter.mul_(2.0)
-            check_released(model)
-            if stage == 3 and world.size > 1:
-                check_unchanged(model, before)
-            else:
-                with zero_ext.gathered(parameter, modifier_rank=0), torch.no_grad():
-                    parameter.copy_(value)
-        train(world, model, optimizer)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_write_that_nobody_declared_raises(world: World, stage: int) -> None:
+    model, optimizer = prepared(world, stage)
+    before = shards(model)
+    for name in ("inner.blocks.0.down.weight", "scale"):
+        parameter = model.get_parameter("module." + name)
+        refusal = pytest.raises(RuntimeError, match=rf"'{name}': it was written .*modifier_rank=0")
+        with refusal, zero_ext.gathered(parameter), torch.no_grad():
+            value = parameter.detach().clone()
+            parameter.mul_(2.0)
+        check_released(model)
+        if stage == 3 and world.size > 1:
+            check_unchanged(model, before)
+        else:
+            with zero_ext.gathered(parameter, modifier_rank=0), torch.no_grad():
+                parameter.copy_(value)
+    train(world, model, optimizer)
 
 
 @on_ranks(1, 2)
@@ -173,29 +169,28 @@ def test_an_exception_inside_releases_and_drops_the_edits(world: World) -> None:
 
 
 @on_ranks(2)
-def test_nested_blocks(world: World) -> None:
-    for stage in range(4):
-        model, optimizer = prepared(world, stage)
-        weight, scale = model.inner.blocks[0].up.weight, model.scale
-        with zero_ext.gathered(model), zero_ext.gathered(weight):
-            old = weight.detach().clone()
-        with zero_ext.gathered([weight], modifier_rank=1):
-            with zero_ext.gathered(model):
-                assert torch.equal(weight, old)
-            with zero_ext.gathered(weight, modifier_rank=0), torch.no_grad():
-                weight.fill_(7.0 + world.rank)
-            assert torch.equal(weight, torch.full_like(weight, 7.0))
-            with torch.no_grad():
-                weight[0, 0] = 5.0
-            with zero_ext.gathered([weight, scale]):  # not the inner block's write
-                pass
+@pytest.mark.parametrize("stage", range(4))
+def test_nested_blocks(world: World, stage: int) -> None:
+    model, optimizer = prepared(world, stage)
+    weight, scale = model.inner.blocks[0].up.weight, model.scale
+    with zero_ext.gathered(model), zero_ext.gathered(weight):
+        old = weight.detach().clone()
+    with zero_ext.gathered([weight], modifier_rank=1):
         with zero_ext.gathered(model):
-            assert weight[0, 0] == 5.0 and bool((weight.flatten()[1:] == 7.0).all())
-            with torch.no_grad():
-                loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
-            assert loss.isfinite() and weight[0, 0] == 5.0
-        check_released(model)
-        train(world, model, optimizer)
+            assert torch.equal(weight, old)
+        with zero_ext.gathered(weight, modifier_rank=0), torch.no_grad():
+            weight.fill_(7.0 + world.rank)
+        assert torch.equal(weight, torch.full_like(weight, 7.0))
+        with torch.no_grad():
+            weight[0, 0] = 5.0
+        with zero_ext.gathered([weight, scale]):  # not the inner block's write
+            pass
+    with zero_ext.gathered(model), torch.no_grad():
+        assert weight[0, 0] == 5.0 and bool((weight.flatten()[1:] == 7.0).all())
+        assert language_loss(model, language_batch(world.seed, 0, 0, world.rank)).isfinite()
+        assert weight[0, 0] == 5.0
+    check_released(model)
+    train(world, model, optimizer)
 
 
 @on_ranks(2)
@@ -244,20 +239,21 @@ def test_state_dicts_load_at_every_stage(world: World) -> None:
 
 
 @on_ranks(2)
-def test_loading_under_another_tied_name_or_a_subset(world: World) -> None:
-    for stage in (1, 3):
-        model, _ = prepared(world, stage)
-        state = zero_ext.full_state_dict(model)
-        fresh = {name: torch.randn_like(state[name]) for name in ("inner.head.weight", "again.bias")}
-        del state["inner.embedding.weight"], state["inner.norm.bias"], state["order"]
-        missing, unexpected = model.load_state_dict(
-            {**state, **fresh, "strange": torch.ones(1)}, strict=False
-        )
-        assert (missing, unexpected) == (["order"], ["strange"])
-        full = zero_ext.full_state_dict(model)
-        assert torch.equal(full["inner.embedding.weight"], fresh["inner.head.weight"])
-        assert torch.equal(full["inner.norm.bias"], fresh["again.bias"])
-        assert all(torch.equal(full[name], state[name]) for name in state if name not in fresh)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_under_another_tied_name_or_a_subset(world: World, stage: int) -> None:
+    model, _ = prepared(world, stage)
+    state = zero_ext.full_state_dict(model)
+    fresh = {name: torch.randn_like(state[name]) for name in ("inner.head.weight", "again.bias")}
+    for name in ("inner.embedding.weight", "inner.norm.bias", "order"):
+        del state[name]
+    found = model.load_state_dict({**state, **fresh, "strange": torch.ones(1)}, strict=False)
+    assert tuple(found) == (["order"], ["strange"])
+    full = zero_ext.full_state_dict(model)
+    fresh["inner.embedding.weight"], fresh["inner.norm.bias"] = (
+        fresh["inner.head.weight"],
+        fresh["again.bias"],
+    )
+    check_same(full, {**full, **state, **fresh})
 
 
 @on_ranks(1, 2)
@@ -287,27 +283,24 @@ def test_what_does_not_fit_is_refused_before_anything_changes(world: World) -> N
 
 
 @on_ranks(1, 2, 4)
-def test_full_gradients_are_those_of_one_process(world: World) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_full_gradients_are_those_of_one_process(world: World, stage: int) -> None:
     torch.manual_seed(world.seed)
     plain = Everything()
-    for rank in range(world.size):
-        (language_loss(plain, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
-    for stage in range(4):
-        torch.manual_seed(world.seed)
-        model, optimizer = prepared(world, stage)
-        names = dict(model.named_parameters())
-        assert all(zero_ext.full_gradient(parameter) is None for parameter in names.values())
-        with model.no_sync() if stage == 2 else torch.enable_grad():
-            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
-        for name, parameter in plain.named_parameters():
-            gradient = zero_ext.full_gradient(names[name])
-            if parameter.grad is None:
-                assert gradient is None, name
-            else:
-                assert gradient is not None and gradient.stride() == parameter.grad.stride()
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
-        optimizer.zero_grad()
-    model, _ = zero_ext.prepare(TinyModel(), None, configuration(3), process_group=world.group)
+    plain_backward(world, plain)
+    torch.manual_seed(world.seed)
+    model, _ = prepared(world, stage)
+    names = dict(model.named_parameters())
+    assert all(zero_ext.full_gradient(parameter) is None for parameter in names.values())
+    with model.no_sync() if stage == 2 else torch.enable_grad():
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+    for name, parameter in plain.named_parameters():
+        gradient = zero_ext.full_gradient(names[name])
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None:
+            assert gradient.stride() == parameter.grad.stride()
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+    model, _ = prepared_for(world, TinyModel(), stage, None)
     assert zero_ext.full_gradient(next(model.parameters())) is None  # prepared without an optimizer
 
 
@@ -326,26 +319,123 @@ def test_the_wrapper_lets_attributes_through(world: World) -> None:
         assert engine_of(model) is engine_of(inner)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_deep_copy_is_an_ordinary_model(world: World, stage: int) -> None:
-    model, optimizer = prepared(world, stage)
-    train(world, model, optimizer)
-    clone = copy.deepcopy(model.module)
-    with pytest.raises(ValueError, match="expected a prepared one"):
-        engine_of(clone)
-    assert all(torch.equal(value, clone.state_dict()[name]) for name, value in model.state_dict().items())
-    reference = Everything()
-    reference.load_state_dict(clone.state_dict())
-    before = shards(model)
-    for one in (clone, reference):
-        own = adamw(p for p in one.parameters() if p.requires_grad)
-        language_loss(one, language_batch(world.seed, 7, 0, world.rank)).backward()
-        own.step()
-    assert all(
-        torch.equal(one, two) for one, two in zip(clone.parameters(), reference.parameters(), strict=True)
-    )
-    check_unchanged(model, before)
-    assert clone.half().inner.norm.weight.dtype is torch.float16
-    train(world, model, optimizer)
-    zero_ext.prepare(clone.float(), None, configuration(3), process_group=world.group)
+def built(seed: int, width: int = 7) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(13, width), nn.LayerNorm(width), nn.Linear(width, 5))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_edits_of_the_modifier_reach_every_shard(world: World, tier: str) -> None:
+    plain = built(world.seed)
+    with placed({"params": tier}) as offload:
+        settings = {"stage": 3, "offload": offload}
+        with zero_ext.Init(settings, process_group=world.group):
+            model = built(world.seed)
+        with zero_ext.gathered(model):
+            for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(own, wanted)
+        with torch.no_grad():
+            for number in range(world.size):
+                # Only the modifier writes; what the others wrote instead is dropped.
+                with zero_ext.gathered(model[0].parameters(), modifier_rank=number):
+                    model[0].weight.add_(100.0 * (number + 1) if world.rank == number else -7.0)
+                plain[0].weight.add_(100.0 * (number + 1))
+        assert torch.equal(model[0].weight, plain[0].weight)
+        prepared, _ = zero_ext.prepare(model, None, settings, process_group=world.group)
+        check_same(prepared, plain)
+
+
+@on_ranks(2)
+def test_misuse_of_gathered(world: World) -> None:
+    with zero_ext.Init({"stage": 3}, process_group=world.group):
+        model = built(world.seed)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="written to inside"), zero_ext.gathered(model):
+        model[0].weight.zero_()
+    wrong_rank = pytest.raises(ValueError, match="modifier_rank: expected 0 to 1, got 2")
+    with wrong_rank, zero_ext.gathered(model, modifier_rank=2):
+        pass
+    with pytest.raises(KeyError), zero_ext.gathered(model, modifier_rank=0):
+        raise KeyError("own error")
+    reshaped = pytest.raises(RuntimeError, match="Change its values, not its shape")
+    with reshaped, zero_ext.gathered(model[0].bias, modifier_rank=0):
+        model[0].bias.data = torch.zeros(3)
+    with zero_ext.gathered(model):
+        for own, wanted in zip(model.parameters(), built(world.seed).parameters(), strict=True):
+            assert torch.equal(own, wanted)
+
+
+@on_ranks(2)
+def test_inside_an_open_init(world: World) -> None:
+    """What the block reads or writes on one rank alone makes no collective of its own."""
+    with zero_ext.Init({"stage": 3}, process_group=world.group):
+        model = built(world.seed)
+        with zero_ext.Init({"stage": 3}, process_group=world.group):
+            inner = built(world.seed + 1)
+        with torch.no_grad(), zero_ext.gathered(inner, modifier_rank=0):
+            if world.rank == 0:
+                inner[0].weight.mul_(2)
+    wanted = built(world.seed + 1)[0].weight * 2
+    with zero_ext.gathered([*model.parameters(), *inner.parameters()]):
+        assert torch.equal(inner[0].weight, wanted)
+
+
+# -- shards that a closed engine left, while no other engine has taken them -------------------------------
+
+
+def close_engine_of(model: nn.Module, config: dict[str, Any], group: Any) -> None:
+    """Prepare ``model`` again, with storage that cannot be made: the engine before is closed by then."""
+    with tempfile.NamedTemporaryFile() as file:
+        missing = {**config, "offload": {"params": "nvme", "nvme_paths": [file.name]}}
+        with pytest.raises(RuntimeError, match="prepare the model again"):
+            zero_ext.prepare(model, None, missing, process_group=group)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("after", [{}, {"units": {"tiles": {"0": 3}}}], ids=["units", "tiles"])
+@pytest.mark.parametrize("before", [{}, {"communication": {"shard_group_size": 2}}], ids=["all", "groups"])
+def test_edits_reach_their_own_elements_on_every_rank(
+    world: World, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    plain, model, modifier = built(world.seed, 8), built(world.seed, 8), world.size - 1
+    config = {"stage": 3, "units": {"persistence_threshold": 0}}
+    zero_ext.prepare(model, None, {**config, **before}, process_group=world.group)
+    close_engine_of(model, {"stage": 3, **after}, world.group)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+            with zero_ext.gathered(parameter, modifier_rank=modifier):
+                parameter.add_(1.0 if world.rank == modifier else -7.0)
+        for parameter in plain.parameters():
+            parameter.mul_(2.0).add_(1.0)
+    zero_ext.prepare(model, None, config, process_group=world.group)
+    check_same(model, plain)
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_stay_split(world: World) -> None:
+    mesh = tensor_parallel_mesh(2)
+    plain, model = built(world.seed, 8), built(world.seed, 8)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh)
+    close_engine_of(model, {"stage": 3}, mesh)
+    with torch.no_grad():
+        assert torch.equal(model[0].weight.clone().full_tensor(), plain[0].weight)
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+            with zero_ext.gathered(parameter, modifier_rank=0):
+                parameter.add_(1.0)
+        for parameter in plain.parameters():
+            parameter.mul_(2.0).add_(1.0)
+    zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh)
+    check_same(model, plain)
+
+
+@on_ranks(4)
+def test_experts_have_no_common_value_to_edit(world: World) -> None:
+    model = Words(mesh_of(2))
+    zero_ext.prepare(model, None, {"stage": 3}, process_group=mesh_of(2))
+    close_engine_of(model, {"stage": 3}, mesh_of(2))
+    edit = zero_ext.gathered(model, modifier_rank=0)
+    with pytest.raises(ValueError, match="holds experts, and rank 0 has others"), edit:
+        pass

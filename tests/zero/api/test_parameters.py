@@ -28,11 +28,13 @@ from tests.zero.training import (
     Plan,
     adamw,
     check_against_plain,
-    check_close,
     check_equal,
+    check_near,
     configuration,
     gathered_once,
-    train_plain,
+    language_steps,
+    plain_backward,
+    prepared,
     train_prepared,
 )
 from zero_ext.zero import engine_of
@@ -65,25 +67,19 @@ class SiblingWeight(nn.Module):
 
 
 class Repeated(nn.Module):
-    """The same block twice, another one in every second step."""
+    """The same block twice, another one in every second step; with ``some`` where the data says so: on some
+    ranks only."""
 
-    def __init__(self) -> None:
+    def __init__(self, some: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.some = some
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
             features = block(features)
-        return self.blocks[2](features) if len(features) == 2 else features
-
-
-class RepeatedOnSomeRanks(Repeated):
-    """Uses its last block where the data says so: on some ranks only."""
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            features = block(features)
-        return self.blocks[2](features) if features.sum() > 0 else features
+        last = features.sum() > 0 if self.some else len(features) == 2
+        return self.blocks[2](features) if last else features
 
 
 class Unused(nn.Module):
@@ -150,7 +146,7 @@ def test_feature_models(world: World, name: str) -> None:
 @on_ranks(2, 3)
 def test_a_block_that_some_ranks_use_and_others_do_not(world: World) -> None:
     for stage in (0, 1, 2):
-        check_against_plain(world, RepeatedOnSomeRanks(), feature_loss, feature_batch, stage, Plan(steps=5))
+        check_against_plain(world, Repeated(True), feature_loss, feature_batch, stage, Plan(steps=5))
 
 
 @on_ranks(2, 3)
@@ -161,22 +157,13 @@ def test_language_models(world: World) -> None:
 
 
 @on_ranks(2)
-def test_persistent_parameters(world: World) -> None:
-    units = {"persistence_threshold": 30}
-    for dtype in ("fp32", "bf16"):
-        plan = Plan(dtype=dtype, clip=0.1)
-        full = train_prepared(
-            world, TinyModelOf(world), language_loss, language_batch, configuration(3, plan), plan
-        )
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_persistent_parameters(world: World, dtype: str) -> None:
+    plan, model, runs = Plan(dtype=dtype, clip=0.1), TinyModel(), []
+    for units in ({}, {"persistence_threshold": 30}):
         config = configuration(3, plan, units=units)
-        check_equal(
-            train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), full
-        )
-
-
-def TinyModelOf(world: World) -> TinyModel:
-    torch.manual_seed(world.seed)
-    return TinyModel()
+        runs.append(train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan))
+    check_equal(*runs)
 
 
 @on_ranks(2)
@@ -184,9 +171,7 @@ def test_unused_parameters_neither_decay_nor_move_their_moments(world: World) ->
     for stage in (0, 1, 2, 3):
         model = Unused()
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        model, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(stage), process_group=world.group
-        )
+        model, optimizer = prepared(world, model, stage)
         for step in range(2):
             feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
             assert model.blocks[1].up.weight.grad is None
@@ -216,35 +201,6 @@ class Routed(nn.Module):
         return hidden + self.experts[route](hidden)
 
 
-class WithRouted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Routed(), Block()])
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            features = block(features)
-        return features
-
-
-def routed_plain(world: World, model: nn.Module, plan: Plan) -> Any:
-    return train_plain(world, model, feature_loss, feature_batch, plan)
-
-
-@on_ranks(2, 3)
-def test_ranks_run_different_branches_inside_a_leaf_module(world: World) -> None:
-    """A parameter used by one rank alone gets the average of its gradient and zeros, as DDP computes it."""
-    plan = Plan(steps=5)
-    for stage, leaf in ((1, None), (2, None), (3, "Routed"), (3, "blocks.1")):
-        torch.manual_seed(world.seed)
-        model = WithRouted()
-        units = {} if leaf is None else {"leaf_modules": [leaf], "block_classes": ["Block"]}
-        config = configuration(stage, plan, units=units)
-        twin = copy.deepcopy(model)
-        run = train_prepared(world, model, feature_loss, feature_batch, config, plan)
-        check_close(run, routed_plain(world, twin, plan))
-
-
 class DecoderLayer(nn.Module):
     """A mixture inside an entry of a stack, which is a block already."""
 
@@ -256,30 +212,39 @@ class DecoderLayer(nn.Module):
         return self.mixture(self.block(features))
 
 
+@on_ranks(2, 3)
+def test_ranks_run_different_branches_inside_a_leaf_module(world: World) -> None:
+    """A parameter used by one rank alone gets the average of its gradient and zeros, as DDP computes it."""
+    for stage, leaf in ((1, None), (2, None), (3, "Routed"), (3, "1")):
+        torch.manual_seed(world.seed)
+        units = {} if leaf is None else {"leaf_modules": [leaf], "block_classes": ["Block"]}
+        model = nn.Sequential(Block(), Routed(), Block())
+        check_against_plain(world, model, feature_loss, feature_batch, stage, Plan(steps=5), units=units)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("leaf", ["Routed", "1.mixture"])
 def test_a_leaf_module_inside_a_block_is_gathered_with_it(world: World, leaf: str) -> None:
-    plan = Plan(steps=3)
     torch.manual_seed(world.seed)
-    model = nn.Sequential(*(DecoderLayer() for _ in range(2)))
-    twin = copy.deepcopy(model)
-    config = configuration(3, plan, units={"leaf_modules": [leaf]})
-    run = train_prepared(world, model, feature_loss, feature_batch, config, plan)
-    check_close(run, routed_plain(world, twin, plan))
+    model, units = nn.Sequential(DecoderLayer(), DecoderLayer()), {"leaf_modules": [leaf]}
+    check_against_plain(world, model, feature_loss, feature_batch, 3, units=units)
 
 
 def test_a_leaf_or_block_name_that_matches_nothing_is_refused() -> None:
     for key in ("leaf_modules", "block_classes"):
-        model = WithRouted()
+        model = nn.Sequential(Block(), Routed())
         with pytest.raises(ValueError, match=r"got \['Nothing'\](?s:.*)'Routed'"):
             zero_ext.prepare(model, None, {"stage": 3, "units": {key: ["Nothing"]}})
 
 
-def lora(model: nn.Module) -> list[nn.Parameter]:
+def trainable(parameters: Any) -> torch.optim.Optimizer:
+    return adamw([each for each in parameters if each.requires_grad])
+
+
+def lora(model: nn.Module) -> None:
     """Freezes all but the ``down`` projections of the blocks."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("down" in name)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @on_ranks(1, 2, 3)
@@ -304,10 +269,9 @@ def test_frozen_parameters(world: World, frozen: str) -> None:
 
 @on_ranks(2)
 def test_a_frozen_block_is_gathered_twice_a_step_and_never_left_behind(world: World) -> None:
-    torch.manual_seed(world.seed)
     model = TinyModel()
-    trained = lora(model)
-    model, optimizer = zero_ext.prepare(model, adamw(trained), configuration(3), process_group=world.group)
+    lora(model)
+    model, optimizer = prepared(world, model, 3, trainable)
     engine = engine_of(model)
     for step in range(3):
         language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
@@ -326,25 +290,19 @@ def test_unfreezing_after_prepare(world: World) -> None:
         twin = copy.deepcopy(model)
         model.blocks[1].requires_grad_(False)
         twin.blocks[1].requires_grad_(False)
-        model, optimizer = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(stage), process_group=world.group
-        )
+        model, optimizer = prepared(world, model, stage)
         plain = adamw(twin.parameters())
         for step in range(4):
             if step == 2:
                 model.blocks[1].requires_grad_(True)
                 twin.blocks[1].requires_grad_(True)
-            language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for rank in range(world.size):
-                (language_loss(twin, language_batch(world.seed, step, 0, rank)) / world.size).backward()
+            language_steps(world, model, optimizer, [step])
+            plain_backward(world, twin, step)
             plain.step()
             plain.zero_grad()
         # Adam turns the rounding of a tiny gradient into a part of lr, so single values say little.
         found, wanted = zero_ext.full_state_dict(model), twin.state_dict()
-        for name, value in found.items():
-            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-4)
+        check_near(found, wanted, 0, 1e-4)
         apart = sum((value - wanted[name]).double().square().sum() for name, value in found.items())
         assert apart <= 1e-12 * sum(value.double().square().sum() for value in wanted.values())
 
@@ -379,12 +337,7 @@ def test_integer_and_bool_parameters(world: World) -> None:
     for stage in (1, 3):
         torch.manual_seed(world.seed)
         run = train_prepared(
-            world,
-            WithIntegers(),
-            feature_loss,
-            feature_batch,
-            configuration(stage),
-            make_optimizer=lambda parameters: adamw([p for p in parameters if p.requires_grad]),
+            world, WithIntegers(), feature_loss, feature_batch, configuration(stage), make_optimizer=trainable
         )
         assert torch.equal(run.parameters["table"], torch.arange(WIDTH))
         assert torch.equal(run.parameters["mask"], torch.arange(WIDTH) % 2 == 0)

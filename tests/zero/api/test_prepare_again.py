@@ -24,7 +24,17 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration, distance, sgd
+from tests.zero.training import (
+    adamw,
+    check_same,
+    configuration,
+    distance,
+    language_steps,
+    placed,
+    sgd,
+    train_step,
+)
+from tests.zero.training import prepared as prepared_for
 from zero_ext import ops
 from zero_ext.checkpoint.save_session import session_of
 from zero_ext.zero import engine_of
@@ -58,14 +68,7 @@ def built(seed: int, kind: type[nn.Module] = Subject) -> Any:
 
 
 def train(model: Any, optimizer: Any, world: World, first: int) -> list[float]:
-    losses = []
-    for step in range(first, first + STEPS):
-        loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return language_steps(world, model, optimizer, range(first, first + STEPS))
 
 
 def reference(world: World, kind: type[nn.Module] = Subject) -> tuple[list[float], nn.Module]:
@@ -85,30 +88,20 @@ def reference(world: World, kind: type[nn.Module] = Subject) -> tuple[list[float
     return losses, model
 
 
-def tiers(stage: int, tier: str, folder: str) -> dict[str, Any]:
-    kinds = ("optimizer", "grads", "params")[:stage]
-    return {"offload": {**dict.fromkeys(kinds, tier), "nvme_paths": [folder] if tier == "nvme" else []}}
-
-
-@contextlib.contextmanager
-def folder_of(world: World) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix=f"again-{world.rank}-") as folder:
-        yield folder
+def tiers(stage: int, tier: str) -> dict[str, str]:
+    return dict.fromkeys(("optimizer", "grads", "params")[:stage], tier)
 
 
 @on_ranks(2)
 def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: World) -> None:
     wanted, full = reference(world)
     kinds = [(0, "device"), (1, "host"), (2, "nvme"), (3, "device"), (3, "host"), (3, "nvme")]
-    with folder_of(world) as folder:
-        for (stage, tier), (later, below) in itertools.product(kinds, kinds):
-            model, case = built(world.seed), (stage, tier, later, below)
-            found: list[float] = []
-            for make, config in ((adamw, (stage, tier)), (sgd, (later, below))):
-                settings = configuration(config[0], **tiers(*config, folder))
-                engine, optimizer = zero_ext.prepare(
-                    model, make(model.parameters()), settings, process_group=world.group
-                )
+    for (stage, tier), (later, below) in itertools.product(kinds, kinds):
+        model, case = built(world.seed), (stage, tier, later, below)
+        found: list[float] = []
+        with placed(tiers(stage, tier)) as first, placed(tiers(later, below)) as second:
+            for make, number, offload in ((adamw, stage, first), (sgd, later, second)):
+                engine, optimizer = prepared_for(world, model, number, make, offload=offload)
                 found += train(engine, optimizer, world, len(found))
             assert found == pytest.approx(wanted, rel=1e-5), case
             values = zero_ext.full_state_dict(model)
@@ -117,40 +110,37 @@ def test_two_phases_are_those_of_one_process_over_all_stages_and_tiers(world: Wo
             assert engine_of(model).steps == STEPS and model.head.weight is model.embedding.weight
             assert torch.equal(model.first.clone(), model.blocks[1].up.weight.detach()[0])
             del engine, optimizer, model
-            assert not list(Path(folder).iterdir()), case
+            for each in (first, second):
+                assert not any(list(Path(path).iterdir()) for path in each.get("nvme_paths", ())), case
 
 
 @on_ranks(2, 4)
 def test_other_ranks_precisions_and_tiles(world: World) -> None:
     """What the second configuration may change, each against its own reference: the values at the change."""
     alone = [dist.new_group([rank], use_local_synchronization=True) for rank in range(world.size)][world.rank]
-    ids = language_batch(world.seed, 9, 0, 0)
-    everyone, single = world.group, alone
-    tiles = {"units": {"tiles": {"head": 3, "embedding": 3}, "persistence_threshold": 8}}
+    ids, all_ranks = language_batch(world.seed, 9, 0, 0), world.group
+    tiles = {"stage": 3, "units": {"tiles": {"head": 3, "embedding": 3}, "persistence_threshold": 8}}
+    plainly, bf16 = {"stage": 3}, {"stage": 3, "precision": {"dtype": "bf16"}}
     cases: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
-        (single, {"stage": 3}, everyone, {"stage": 3}),
-        (everyone, {"stage": 3}, single, {"stage": 3}),
-        (everyone, {"stage": 3}, single, {"stage": 1}),
-        (everyone, {"stage": 3}, everyone, {"stage": 3, **tiles}),
-        (everyone, {"stage": 3, **tiles}, everyone, {"stage": 2}),
-        (everyone, {"stage": 3, "precision": {"dtype": "bf16"}}, everyone, {"stage": 3}),
-        (everyone, {"stage": 2}, everyone, {"stage": 3, "precision": {"dtype": "bf16"}}),
+        (alone, plainly, all_ranks, plainly),
+        (all_ranks, plainly, alone, plainly),
+        (all_ranks, plainly, alone, {"stage": 1}),
+        (all_ranks, plainly, all_ranks, tiles),
+        (all_ranks, tiles, all_ranks, {"stage": 2}),
+        (all_ranks, bf16, all_ranks, plainly),
+        (all_ranks, {"stage": 2}, all_ranks, bf16),
     ]
     if world.size == 4:
         shards = {"stage": 3, "communication": {"shard_group_size": 2}}
-        cases += [
-            (everyone, shards, everyone, {"stage": 3}),
-            (everyone, {"stage": 3}, everyone, shards),
-        ]
+        cases += [(all_ranks, shards, all_ranks, plainly), (all_ranks, plainly, all_ranks, shards)]
     for before, first, after, second in cases:
         case = (before.size(), first, after.size(), second)
         model = built(world.seed, TinyModel)
         zero_ext.prepare(model, adamw(model.parameters()), first, process_group=before)
-        if before is single and world.rank:
-            with torch.no_grad():
+        with torch.no_grad():
+            if before is alone and world.rank:
                 for parameter in model.parameters():
                     parameter.zero_()  # rank 0's values count
-        with torch.no_grad():
             retained = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
             retained = world.everyone(retained)[0]
             dtype = torch.bfloat16 if "precision" in second else next(iter(retained.values())).dtype
@@ -161,9 +151,7 @@ def test_other_ranks_precisions_and_tiles(world: World) -> None:
             plain.load_state_dict(retained)
             assert torch.allclose(engine(ids), plain(ids), rtol=1e-5, atol=1e-6), case
         loss = language_loss(engine, ids)
-        engine.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(engine, optimizer, loss)
         with torch.no_grad():
             assert language_loss(engine, ids) < loss, case
 
@@ -210,9 +198,7 @@ def test_inference_training_and_models_that_changed(world: World) -> None:
         engine, _ = zero_ext.prepare(outer, None, config, process_group=world.group)
         with torch.no_grad():
             assert torch.equal(engine(ids), copied(ids))
-        with pytest.raises(
-            ValueError, match=r"it belongs to a prepared model already\. Prepare the outermost"
-        ):
+        with pytest.raises(ValueError, match=r"'0\.norm\.weight': it belongs to a prepared model already"):
             zero_ext.prepare(model.blocks, None, config, process_group=world.group)
 
 
@@ -244,39 +230,35 @@ def held(model: nn.Module, folder: str) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_thirty_engines_leave_what_one_does(world: World) -> None:
-    with folder_of(world) as folder:
-        for stage, tier in ((2, "device"), (3, "host"), (3, "nvme")):
-            model, old, found = built(world.seed), [], {}
-            config = configuration(stage, **tiers(stage, tier, folder))
-            for number in range(31):
-                engine, optimizer = zero_ext.prepare(
-                    model, adamw(model.parameters()), config, process_group=world.group
-                )
-                if number % 10 == 0:
-                    loss = language_loss(engine, language_batch(world.seed, number, 0, world.rank))
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    found[number] = held(model, folder)
-                    old += [engine, optimizer, loss]  # users keep such things
-            # The first one may have loaded what stays for good; what earlier tests left may still go.
-            for earlier, later in ((10, 20), (20, 30)):
-                assert all(later_of <= found[earlier][name] for name, later_of in found[later].items()), found
-            closed = old[0]
-            uses: list[Callable[[], Any]] = [
-                partial(closed, language_batch(0, 0, 0, 0)),
-                partial(type(closed).full_state_dict, closed),
-                partial(engine_of, closed),
-                partial(getattr, closed, "anything"),
-                old[1].step,
-                old[1].zero_grad,
-                old[1].state_dict,
-            ]
-            for use in uses:
-                with pytest.raises(RuntimeError, match=CLOSED):
-                    use()
-            del engine, optimizer, model
+@pytest.mark.parametrize(("stage", "tier"), [(2, "device"), (3, "host"), (3, "nvme")])
+def test_thirty_engines_leave_what_one_does(world: World, stage: int, tier: str) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"again-{world.rank}-") as folder:
+        model, old, found = built(world.seed), [], {}
+        offload = {**tiers(stage, tier), "nvme_paths": [folder] if tier == "nvme" else []}
+        for number in range(31):
+            engine, optimizer = prepared_for(world, model, stage, offload=offload)
+            if number % 10 == 0:
+                loss = language_loss(engine, language_batch(world.seed, number, 0, world.rank))
+                train_step(engine, optimizer, loss)
+                found[number] = held(model, folder)
+                old += [engine, optimizer, loss]  # users keep such things
+        # The first one may have loaded what stays for good; what earlier tests left may still go.
+        for earlier, later in ((10, 20), (20, 30)):
+            assert all(later_of <= found[earlier][name] for name, later_of in found[later].items()), found
+        closed = old[0]
+        uses: list[Callable[[], Any]] = [
+            partial(closed, language_batch(0, 0, 0, 0)),
+            partial(type(closed).full_state_dict, closed),
+            partial(engine_of, closed),
+            partial(getattr, closed, "anything"),
+            old[1].step,
+            old[1].zero_grad,
+            old[1].state_dict,
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match=CLOSED):
+                use()
+        del engine, optimizer, model
 
 
 def moments(world: World, model: Any, optimizer: Any, folder: str) -> dict[str, Callable[[], Any]]:
@@ -310,82 +292,73 @@ def moments(world: World, model: Any, optimizer: Any, folder: str) -> dict[str, 
 
 
 @on_ranks(2)
-def test_bad_moments_are_refused_on_all_ranks_and_change_nothing(world: World) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bad_moments_are_refused_on_all_ranks_and_change_nothing(world: World, stage: int) -> None:
+    model, ids = built(world.seed), language_batch(world.seed, 0, 0, world.rank)
+    engine, optimizer = prepared_for(world, model, stage)
+
+    def again(match: str) -> None:
+        with pytest.raises(RuntimeError, match=rf"(?s){match}.*Nothing was changed"):
+            prepared_for(world, model, stage, sgd)
+
+    def during(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        again("inside a forward")
+        output.register_hook(lambda gradient: again("inside a backward pass"))
+
     with tempfile.TemporaryDirectory() as own:
-        folder = world.everyone(own)[0]
-        for stage in (1, 3):
-            model = built(world.seed)
-            config = configuration(stage)
-            engine, optimizer = zero_ext.prepare(
-                model, adamw(model.parameters()), config, process_group=world.group
-            )
-
-            def again(match: str, model: nn.Module = model, config: Any = config) -> None:
-                with pytest.raises(RuntimeError, match=rf"(?s){match}.*Nothing was changed"):
-                    zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
-
-            for message, enter in moments(world, engine, optimizer, folder).items():
-                with enter():
-                    again(message)
-
-            def during(_: nn.Module, __: Any, output: torch.Tensor, again: Any = again) -> None:
-                again("inside a forward")
-                output.register_hook(lambda gradient: again("inside a backward pass"))
-
-            hook = model.blocks[1].register_forward_hook(during)
-            language_loss(engine, language_batch(world.seed, 0, 0, world.rank)).backward()
-            hook.remove()
-            optimizer.zero_grad()
-            # One rank alone is at a bad moment.
-            retained = [language_loss(engine, language_batch(world.seed, 0, 0, world.rank))]
-            del retained[world.rank :]
-            again(r"failed on ranks \[1\]")
-            retained.clear()
-            # Gradients that no step has used are dropped, and it is said.
-            loss = language_loss(engine, language_batch(world.seed, 0, 0, world.rank))
-            loss.backward(retain_graph=True)
-            values = zero_ext.full_state_dict(model)
-            with pytest.warns(RuntimeWarning, match="gradients of 1 backward passes.*are dropped"):
-                again_engine, second = zero_ext.prepare(
-                    model, sgd(model.parameters()), config, process_group=world.group
-                )
-            assert all(parameter.grad is None for parameter in model.parameters())
-            assert distance(zero_ext.full_state_dict(model), values) == 0
-            with pytest.raises(RuntimeError, match=CLOSED):
-                loss.backward()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                train(again_engine, second, world, 0)
-                zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
+        for message, enter in moments(world, engine, optimizer, world.everyone(own)[0]).items():
+            with enter():
+                again(message)
+        world.barrier()
+    hook = model.blocks[1].register_forward_hook(during)
+    language_loss(engine, ids).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    # One rank alone is at a bad moment.
+    retained = [language_loss(engine, ids)]
+    del retained[world.rank :]
+    again(r"failed on ranks \[1\]")
+    retained.clear()
+    # Gradients that no step has used are dropped, and it is said.
+    loss = language_loss(engine, ids)
+    loss.backward(retain_graph=True)
+    values = zero_ext.full_state_dict(model)
+    with pytest.warns(RuntimeWarning, match="gradients of 1 backward passes.*are dropped"):
+        engine, optimizer = prepared_for(world, model, stage, sgd)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    check_same(model, values)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(engine, optimizer, world, 0)
+        prepared_for(world, model, stage, sgd)
 
 
 @on_ranks(2)
 def test_a_refused_configuration_leaves_the_engine_at_work(world: World) -> None:
     model = built(world.seed)
-    engine, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(3), process_group=world.group
-    )
+    engine, optimizer = prepared_for(world, model)
     wanted = train(engine, optimizer, world, 0)
     other = nn.Linear(2, 2)
-    for bad, error, match in (
-        (lambda: ({"stage": 7}, None), zero_ext.ConfigError, "stage"),
-        (lambda: ({"stage": 3}, adamw(other.parameters())), ValueError, "expected parameters of the model"),
-        (lambda: ({"stage": 2 + world.rank}, None), RuntimeError, r"configuration key 'stage': expected 2"),
+    for config, made, error, match in (
+        ({"stage": 7}, None, zero_ext.ConfigError, "stage"),
+        ({"stage": 3}, adamw(other.parameters()), ValueError, "expected parameters of the model"),
+        ({"stage": 2 + world.rank}, None, RuntimeError, r"configuration key 'stage': expected 2"),
     ):
-        config, made = bad()
         with pytest.raises(error, match=match):
             zero_ext.prepare(model, made, config, process_group=world.group)
     assert train(engine, optimizer, world, 0) != wanted
     # Storage that cannot be made is found out when the engine before is gone; the weights are there still.
     values = zero_ext.full_state_dict(model)
     with tempfile.NamedTemporaryFile() as file:
-        missing = configuration(3, **tiers(3, "nvme", file.name))
+        missing = {**tiers(3, "nvme"), "nvme_paths": [file.name]}
         with pytest.raises(RuntimeError, match=r"(?s)folder.*Mend it and prepare the model again"):
-            zero_ext.prepare(model, adamw(model.parameters()), missing, process_group=world.group)
+            prepared_for(world, model, offload=missing)
     with pytest.raises(RuntimeError, match=CLOSED):
         optimizer.step()
-    zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)
-    assert distance(zero_ext.full_state_dict(model), values) == 0
+    prepared_for(world, model)
+    check_same(model, values)
 
 
 @on_ranks(1, 2, stand_in=True)
@@ -395,17 +368,11 @@ def test_shards_on_an_accelerator(world: World) -> None:
         model = built(world.seed, TinyModel)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         for stage in (3, later, 3):
+            config, own = configuration(stage, offload=tiers(stage, tier)), adamw(model.parameters())
             engine, optimizer = zero_ext.prepare(
-                model,
-                adamw(model.parameters()),
-                configuration(stage, **tiers(stage, tier, "")),
-                process_group=world.group,
-                device="stand_in",
+                model, own, config, process_group=world.group, device="stand_in"
             )
-            found = {name: value.cpu() for name, value in zero_ext.full_state_dict(model).items()}
-            assert distance(found, values) == 0
+            check_same({name: value.cpu() for name, value in zero_ext.full_state_dict(model).items()}, values)
             assert model.norm.weight.device.type == "stand_in"
-            language_loss(engine, ids.to("stand_in")).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(engine, optimizer, language_loss(engine, ids.to("stand_in")))
             values = {name: value.cpu() for name, value in zero_ext.full_state_dict(model).items()}

@@ -18,8 +18,9 @@ from torch.nn.modules import module as registration
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import Block, TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.models import Block, TinyModel, llama
+from tests.zero.training import check_same as check_values
+from tests.zero.training import configuration, language_steps, prepared, sgd
 from zero_ext.zero.construction import sharded_init as init_module
 from zero_ext.zero.units.presharded import PreshardedParameter, presharded_of, unshard_presharded
 
@@ -51,16 +52,11 @@ class Handmade(nn.Module):
         self.counts = nn.Parameter(torch.arange(6), requires_grad=False)
 
 
-def reinitialized() -> nn.Module:
-    model = TinyModel()
-
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    return model.apply(init)
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def convolution() -> nn.Module:
@@ -76,7 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 7)),
     "convolution": convolution,
     "tied": lambda: TinyModel(tied=True),
-    "reinitialized": reinitialized,
+    "reinitialized": lambda: TinyModel().apply(initialize),
     "handmade": Handmade,
 }
 FROM_META: dict[str, Callable[[], nn.Module]] = {
@@ -84,13 +80,6 @@ FROM_META: dict[str, Callable[[], nn.Module]] = {
     "norms": lambda: nn.Sequential(Block(), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4)),
     "tied": lambda: TinyModel(tied=True),
 }
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=37, hidden_size=16, intermediate_size=24, **sizes))
 
 
 def gpt2() -> nn.Module:
@@ -119,16 +108,12 @@ def check_same(
     assert make is FROM_META["tied"] or torch.equal(torch.get_rng_state(), random_state)
     presharded = [presharded_of(parameter) is not None for parameter in model.parameters()]
     assert all(presharded) if world.size > 1 else not any(presharded)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = dict(model.named_parameters())
-    prepared, _ = zero_ext.prepare(model, optimizer, configuration(stage), process_group=world.group)
-    assert all(parameter is before[name] for name, parameter in prepared.named_parameters())
-    wanted, found = plain.state_dict(), zero_ext.full_state_dict(prepared)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), f"{name} differs"
-    with zero_ext.gathered(prepared):
-        for (name, one), two in zip(prepared.named_parameters(), plain.parameters(), strict=True):
+    model, _ = prepared(world, model, stage, sgd)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    check_values(model, plain)
+    with zero_ext.gathered(model):
+        for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert one.stride() == two.stride() and one.requires_grad == two.requires_grad, name
 
 
@@ -149,7 +134,7 @@ def test_from_the_meta_device(world: World) -> None:
 def test_a_parent_initializes_after_its_children(world: World) -> None:
     with zero_ext.Init(process_group=world.group), torch.device("meta"):
         model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-    model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group)
+    model, _ = prepared(world, model, 3, None)
     for name, value in zero_ext.full_state_dict(model).items():
         if value.dim() > 1:
             bound = math.sqrt(6 / sum(value.shape))  # xavier, which Transformer itself does at its end
@@ -173,9 +158,7 @@ def test_meta_context_around_init(world: World) -> None:
     torch.manual_seed(world.seed)
     with torch.device("meta"), zero_ext.Init(process_group=world.group):
         model = TinyModel()
-    model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group)
-    for name, value in zero_ext.full_state_dict(model).items():
-        assert torch.equal(value, plain.state_dict()[name])
+    check_values(prepared(world, model, 3, None)[0], plain)
 
 
 @on_ranks(1, 2)
@@ -243,10 +226,7 @@ def test_nested_and_repeated(world: World) -> None:
         ):
             one.__enter__()
     check_nothing_left()
-    model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group)
-    found = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(found[name], value), name
+    check_values(prepared(world, model, 3, None)[0], plain)
 
 
 def shard_nbytes(presharded: PreshardedParameter) -> int:
@@ -296,24 +276,13 @@ def test_other_stages_build_plainly_and_any_stage_prepares_a_presharded_model(
 
 @on_ranks(2)
 def test_a_presharded_model_trains_like_a_plain_one(world: World) -> None:
-    losses: list[list[float]] = []
+    losses = []
     for context in (contextlib.nullcontext(), zero_ext.Init(process_group=world.group)):
         torch.manual_seed(world.seed)
         with context:
             model = TinyModel(tied=True)
-        prepared, optimizer = zero_ext.prepare(
-            model,
-            adamw(model.parameters()),
-            configuration(3, precision={"dtype": "bf16"}),
-            process_group=world.group,
-        )
-        losses.append([])
-        for step in range(3):
-            loss = language_loss(prepared, language_batch(world.seed, step, 0, world.rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+        model, optimizer = prepared(world, model, precision={"dtype": "bf16"})
+        losses.append(language_steps(world, model, optimizer, range(3)))
     assert losses[0] == losses[1]
 
 
@@ -334,13 +303,22 @@ def test_a_copy_before_prepare_is_an_ordinary_module(world: World) -> None:
         pickle.dumps(copied)
 
 
-@on_ranks(2)
-def test_misuse_between_init_and_prepare(world: World) -> None:
-    def presharded(make: Callable[[], nn.Module]) -> nn.Module:
-        with zero_ext.Init(process_group=world.group):
-            return make()
+EDITS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("bias", lambda model: nn.init.zeros_(model.bias)),
+    ("weight", lambda model: nn.init.zeros_(model.weight)),
+    ("weight", lambda model: setattr(model.weight, "data", torch.ones(1, 3))),
+    ("weight", lambda model: model.weight.data[0, 1:].fill_(7.0)),
+]
 
-    model = presharded(lambda: nn.Linear(3, 1))
+
+def presharded_linear(world: World) -> Any:
+    with zero_ext.Init(process_group=world.group):
+        return nn.Linear(3, 1)
+
+
+@on_ranks(2)
+def test_edits_and_misuse_between_init_and_prepare(world: World) -> None:
+    model = presharded_linear(world)
     with pytest.raises(RuntimeError, match=r"from zero_ext.Init cannot be pickled: this rank holds only"):
         pickle.dumps(model)
     torch.manual_seed(world.rank)
@@ -348,52 +326,34 @@ def test_misuse_between_init_and_prepare(world: World) -> None:
         nn.init.normal_(model.weight)
     with pytest.raises(RuntimeError, match=r"expected a tensor of \(1, 3\) torch.float32"):
         model.bfloat16()
-    edits: list[tuple[str, Callable[[nn.Module], Any]]] = [
-        ("bias", lambda model: nn.init.zeros_(model.bias)),
-        ("weight", lambda model: nn.init.zeros_(model.weight)),
-        ("weight", lambda model: setattr(model.weight, "data", torch.ones(1, 3))),
-        ("weight", lambda model: model.weight.data[0, 1:].fill_(7.0)),
-    ]
-    for name, edit in edits:
-        model = presharded(lambda: nn.Linear(3, 1))
-        plain = nn.Linear(3, 1)
+    for name, edit in EDITS:
+        model, plain = presharded_linear(world), nn.Linear(3, 1)
         with torch.no_grad():
             for own, parameter in zip(plain.parameters(), model.parameters(), strict=True):
                 own.copy_(parameter)
             edit(plain)
             edit(model)
-        zero_ext.prepare(model, None, configuration(3), process_group=world.group)
+        prepared(world, model, 3, None)
         assert torch.equal(zero_ext.full_state_dict(model)[name], plain.get_parameter(name))
-    model = presharded(lambda: nn.Linear(3, 1))
     with pytest.raises(RuntimeError, match=r"the 2 ranks of zero_ext.Init in prepare, got 3"):
-        unshard_presharded(model.weight, mock.Mock(world_size=3))
+        unshard_presharded(presharded_linear(world).weight, mock.Mock(world_size=3))
 
 
 @on_ranks(1, 2)
 def test_init_skip_prepares_meta_and_presharded_parameters(world: World) -> None:
     with torch.device("meta"):
         meta = TinyModel()
-    with pytest.raises(
-        ValueError, match=r"'embedding.weight': expected values, got device 'meta'.*zero_ext.Init"
-    ):
-        zero_ext.prepare(meta, None, configuration(3), process_group=world.group)
+    wanted = r"'embedding.weight': expected values, got device 'meta'.*zero_ext.Init"
+    with pytest.raises(ValueError, match=wanted):
+        prepared(world, meta, 3, None)
     with zero_ext.Init(process_group=world.group):
         presharded = TinyModel()
     plain = TinyModel()
-    for model in (meta, presharded):
-        for stage in (2, 3):
-            prepared, _ = zero_ext.prepare(
-                copy.deepcopy(model) if model is meta else model,
-                None,
-                configuration(stage),
-                process_group=world.group,
-                init="skip",
-            )
-            zero_ext.load_full_state_dict(prepared, plain.state_dict())
-            for name, value in zero_ext.full_state_dict(prepared).items():
-                assert torch.equal(value, plain.state_dict()[name])
-            if model is presharded:
-                break
+    for model, stage in ((copy.deepcopy(meta), 2), (meta, 3), (presharded, 2)):
+        config = configuration(stage)
+        model, _ = zero_ext.prepare(model, None, config, process_group=world.group, init="skip")
+        zero_ext.load_full_state_dict(model, plain.state_dict())
+        check_values(model, plain)
 
 
 @on_ranks(2)

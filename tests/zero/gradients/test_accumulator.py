@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, TinyModel, feature_batch, language_batch, language_loss
-from tests.zero.training import configuration, sgd
+from tests.zero.training import check_near, plain_backward, prepared, sgd
 
 STAGES = [0, 1, 2, 3]
 
@@ -24,12 +25,9 @@ def after_backward(world: World, stage: int, **more: Any) -> tuple[Any, Any, nn.
     torch.manual_seed(world.seed)
     model = TinyModel(layers=2)
     twin = copy.deepcopy(model)
-    model, optimizer = zero_ext.prepare(
-        model, sgd(model.parameters()), configuration(stage, **more), process_group=world.group
-    )
+    model, optimizer = prepared(world, model, stage, sgd, **more)
     language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
-    for rank in range(world.size):
-        (language_loss(twin, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    plain_backward(world, twin, 0)
     return model, optimizer, twin
 
 
@@ -37,27 +35,35 @@ def close(one: torch.Tensor | float, two: torch.Tensor | float) -> None:
     torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(two), rtol=1e-5, atol=1e-7)
 
 
+def total_norm(net: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    return nn.utils.get_total_norm([each.grad for each in net.parameters()], norm_type)
+
+
+def every_stage(world: World, **more: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
+    """The result of :func:`after_backward` in each stage."""
+    for stage in STAGES:
+        yield after_backward(world, stage, **more)
+
+
 def check_step(model: Any, optimizer: Any, twin: nn.Module) -> None:
     """One step on both sides gives the same parameters."""
     optimizer.step()
     sgd(twin.parameters()).step()
-    for name, value in zero_ext.full_state_dict(model).items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+    check_near(model, twin, 1e-5, 1e-5)
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clip_grad_norm(world: World, norm_type: float) -> None:
     for stage in STAGES:
-        for ours in (False, True):
-            for foreach in (None,) if ours else (None, True, False):
-                model, optimizer, twin = after_backward(world, stage)
-                if ours:
-                    norm = model.clip_grad_norm_(0.05, norm_type)
-                else:
-                    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=foreach)
-                close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05, norm_type))
-                check_step(model, optimizer, twin)
+        for foreach in ("ours", None, True, False):
+            model, optimizer, twin = after_backward(world, stage)
+            if foreach == "ours":
+                norm = model.clip_grad_norm_(0.05, norm_type)
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=foreach)
+            close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05, norm_type))
+            check_step(model, optimizer, twin)
 
 
 class Pair(nn.Module):
@@ -83,9 +89,7 @@ def test_torch_clips_alike_on_ranks_that_used_other_parameters(world: World, nor
     for stage in STAGES:
         model: Any = nn.Sequential(Pair())
         twin = copy.deepcopy(model)
-        model, optimizer = zero_ext.prepare(
-            model, sgd(model.parameters()), configuration(stage), process_group=world.group
-        )
+        model, optimizer = prepared(world, model, stage, sgd)
         pair_loss(world, model, world.rank).backward()
         for rank in range(world.size):
             (pair_loss(world, twin, rank) / world.size).backward()
@@ -98,9 +102,7 @@ def test_torch_clips_alike_on_ranks_that_used_other_parameters(world: World, nor
 def test_norms_of_unreduced_gradients_that_differ_between_ranks_are_refused(world: World) -> None:
     for stage in STAGES:
         model: Any = nn.Sequential(Pair())
-        model, _ = zero_ext.prepare(
-            model, sgd(model.parameters()), configuration(stage), process_group=world.group
-        )
+        model, _ = prepared(world, model, stage, sgd)
         with model.no_sync():
             pair_loss(world, model, world.rank).backward()
         with pytest.raises(RuntimeError, match=r"model\.clip_grad_norm_"):
@@ -110,22 +112,20 @@ def test_norms_of_unreduced_gradients_that_differ_between_ranks_are_refused(worl
 @on_ranks(1, 2)
 def test_norms_follow_gradients_that_were_written_to(world: World) -> None:
     """Where a rank holds whole gradients they are plain tensors, and nothing tells of a write."""
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage, gradient_clipping=0.01)
+    for model, optimizer, twin in every_stage(world, gradient_clipping=0.01):
         for norm_type in (2.0, float("inf")):
             before = model.clip_grad_norm_(1e9, norm_type)
             for parameter in model.parameters():
                 parameter.grad.mul_(0.5)
             close(model.clip_grad_norm_(1e9, norm_type), 0.5 * before)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.005)
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.005)
+        for net in (model, twin):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.005)
         check_step(model, optimizer, twin)
 
 
 @on_ranks(1, 2)
 def test_a_gradient_that_is_not_finite_shows_in_every_norm(world: World) -> None:
-    for stage in STAGES:
-        model, _, _ = after_backward(world, stage)
+    for model, _, _ in every_stage(world):
         model.norm.bias.grad.mul_(float("nan"))
         for norm_type in (2.0, float("inf")):
             assert model.clip_grad_norm_(1.0, norm_type).isnan()
@@ -133,55 +133,35 @@ def test_a_gradient_that_is_not_finite_shows_in_every_norm(world: World) -> None
 
 
 @on_ranks(1, 2, 3)
-def test_norms(world: World) -> None:
-    for stage in STAGES:
-        model, _, twin = after_backward(world, stage)
-        accumulator = [p.grad for p in model.parameters() if p.grad is not None]
-        wanted = [p.grad for p in twin.parameters() if p.grad is not None]
-        assert len(accumulator) == len(wanted)
-        close(nn.utils.get_total_norm(accumulator), nn.utils.get_total_norm(wanted))
-        close(
-            nn.utils.get_total_norm(accumulator, float("inf")), nn.utils.get_total_norm(wanted, float("inf"))
-        )
+def test_norms_and_full_gradients(world: World) -> None:
+    for model, _, twin in every_stage(world):
+        for norm_type in (2.0, float("inf")):
+            close(total_norm(model, norm_type), total_norm(twin, norm_type))
         for parameter, true in zip(model.parameters(), twin.parameters(), strict=True):
             close(parameter.grad.norm(), true.grad.norm())
             close(parameter.grad.detach().norm(2), true.grad.norm(2))
             close(parameter.grad.data.norm(2).item(), true.grad.data.norm(2).item())
             close(torch.linalg.vector_norm(parameter.grad, float("inf")), true.grad.abs().max())
             close(torch.norm(parameter.grad), torch.norm(true.grad))
+            close(zero_ext.full_gradient(parameter), true.grad)
+        model.zero_grad()
+        assert zero_ext.full_gradient(model.head.weight) is None
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.0])
 def test_other_norms(world: World, norm_type: float) -> None:
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         with pytest.raises(ValueError, match="norm_type: expected 2 or inf"):
             model.clip_grad_norm_(1.0, norm_type)
-        close(
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type),
-            nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type),
-        )
+        close(*(nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type) for net in (model, twin)))
         check_step(model, optimizer, twin)
-
-
-@on_ranks(1, 2, 3)
-def test_full_gradient(world: World) -> None:
-    for stage in STAGES:
-        model, _, twin = after_backward(world, stage)
-        for parameter, true in zip(model.parameters(), twin.parameters(), strict=True):
-            gradient = zero_ext.full_gradient(parameter)
-            assert gradient is not None and gradient.shape == parameter.shape
-            close(gradient, true.grad)
-        model.zero_grad()
-        assert zero_ext.full_gradient(model.head.weight) is None
 
 
 @on_ranks(1, 2)
 def test_scaling_in_place(world: World) -> None:
     """What GradScaler, gradient averaging and hand-written clipping do."""
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             for number, parameter in enumerate(net.parameters()):
                 if number % 3 == 0:
@@ -191,22 +171,18 @@ def test_scaling_in_place(world: World) -> None:
                 else:
                     parameter.grad.data.mul_(torch.tensor(2.0))
             torch._foreach_mul_([parameter.grad for parameter in net.parameters()], 3.0)
-        close(
-            nn.utils.get_total_norm([p.grad for p in model.parameters()]),
-            nn.utils.get_total_norm([p.grad for p in twin.parameters()]),
-        )
+        close(total_norm(model), total_norm(twin))
         check_step(model, optimizer, twin)
 
 
 @on_ranks(1, 2)
 def test_setting_gradients_to_none_or_zero(world: World) -> None:
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             net.head.weight.grad = None
             net.norm.bias.grad.zero_()
         check_step(model, optimizer, twin)
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             for parameter in net.parameters():
                 parameter.grad = None
@@ -218,22 +194,21 @@ def test_setting_gradients_to_none_or_zero(world: World) -> None:
 @pytest.mark.parametrize("who", ["optimizer", "model", "module"])
 def test_zero_grad_without_none(world: World, who: str) -> None:
     """Zeros count as gradients: weight decay acts and moments move, as in torch."""
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
-        {"optimizer": optimizer, "model": model, "module": model.module}[who].zero_grad(set_to_none=False)
+    for model, optimizer, twin in every_stage(world):
+        clear = {"optimizer": optimizer, "model": model, "module": model.module}[who].zero_grad
+        clear(set_to_none=False)
         assert all(parameter.grad is not None for parameter in model.parameters())
         twin.zero_grad(set_to_none=False)
         check_step(model, optimizer, twin)
-        model, optimizer, twin = after_backward(world, stage)
-        {"optimizer": optimizer, "model": model, "module": model.module}[who].zero_grad()
+        plain_backward(world, model, 1)
+        clear()
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @on_ranks(1)
 def test_a_gradient_assigned_before_backward_counts_alone(world: World) -> None:
     """The pass after it adds to it, and to nothing of the step before."""
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         plain = sgd(twin.parameters())
         for number in range(3):
             for each, stepping in ((model, optimizer), (twin, plain)):
@@ -241,47 +216,33 @@ def test_a_gradient_assigned_before_backward_counts_alone(world: World) -> None:
                 stepping.zero_grad()
                 each.blocks[0].up.bias.grad = torch.full((2 * WIDTH + 1,), 0.1 * number)
                 language_loss(each, language_batch(world.seed, number, 1, 0)).backward()
-        for name, value in zero_ext.full_state_dict(model).items():
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+        check_near(model, twin, 1e-5, 1e-5)
 
 
 @on_ranks(1, 2)
 def test_grad_scaler(world: World) -> None:
     """torch's own GradScaler around an fp32 model: unscale_ acts on true gradients."""
-    for stage in STAGES:
-        torch.manual_seed(world.seed)
-        model = TinyModel(layers=1)
-        twin = copy.deepcopy(model)
-        model, optimizer = zero_ext.prepare(
-            model, sgd(model.parameters()), configuration(stage), process_group=world.group
-        )
+    for model, optimizer, twin in every_stage(world):
+        optimizer.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         scaler.scale(language_loss(model, language_batch(world.seed, 0, 0, world.rank))).backward()
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
         scaler.unscale_(optimizer)
-        close(
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-            nn.utils.clip_grad_norm_(twin.parameters(), 1.0),
-        )
+        close(*(nn.utils.clip_grad_norm_(net.parameters(), 1.0) for net in (model, twin)))
         check_step(model, optimizer, twin)
 
 
 @on_ranks(2)
 def test_gradients_accumulate_over_steps_without_zero_grad(world: World) -> None:
     """torch keeps adding to gradients until zero_grad; so do we."""
-    for stage in STAGES:
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         plain = sgd(twin.parameters())
         optimizer.step()
         plain.step()
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        plain_backward(world, twin, 1)
         optimizer.step()
         plain.step()
-        for name, value in zero_ext.full_state_dict(model).items():
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+        check_near(model, twin, 1e-5, 1e-5)
 
 
 @on_ranks(1, 2)

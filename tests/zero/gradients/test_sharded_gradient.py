@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,10 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.gradients.test_accumulator import after_backward, check_step, close
+from tests.zero.gradients.test_accumulator import after_backward, check_step, close, every_stage, total_norm
 from tests.zero.models import WIDTH, TinyModel, language_batch, language_loss
-from tests.zero.training import configuration, sgd
+from tests.zero.training import placed, plain_backward, prepared, sgd
+from zero_ext.zero import engine_of
 
 
 class Holder(nn.Parameter):
@@ -36,21 +36,17 @@ MASK = (torch.arange(23 * WIDTH) % 3).reshape(23, WIDTH).float()
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum": lambda g: g.sum(),
     "abs().max()": lambda g: g.abs().max(),
-    "isnan": lambda g: torch.isnan(g).any(),
     "isfinite": lambda g: g.isfinite().all(),
     "item": lambda g: g[0, 0].item(),
     "float": lambda g: float(g[1, 2]),
     "clone": lambda g: g.clone(),
     "detach": lambda g: g.detach().clone(),
     "data": lambda g: g.data + 0,
-    "add": lambda g: g + 1,
     "norm over a dim": lambda g: g.norm(dim=0),
-    "norm that keeps dims": lambda g: torch.linalg.vector_norm(g, dim=1, keepdim=True),
     "cosine": lambda g: nn.functional.cosine_similarity(g.flatten(), MASK.flatten(), dim=0),
     "deepcopy": copy.deepcopy,
     "copy": lambda g: copy.copy(g) * 2,
     "format": lambda g: f"{g.abs().max():.3e}",
-    "to": lambda g: g.to(torch.float64),
     "cpu": lambda g: g.cpu() * 2,
     "numpy": lambda g: g.numpy().copy(),
     "tolist": lambda g: g.tolist(),
@@ -58,7 +54,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transposed": lambda g: g.t() @ MASK,
     "flat": lambda g: torch.cat([g.view(-1), g.reshape(-1)[3:7], g.T.flatten()]),
     "iteration": lambda g: torch.stack([row.mean() for row in g]),
-    "split": lambda g: sum(chunk.abs().sum() for chunk in g.chunk(2)),
     "bits": lambda g: g.view(torch.int32).sum(),
     "histogram": lambda g: torch.histc(g, 5, -1.0, 1.0),
     "expanded": lambda g: g.unsqueeze(0).expand(2, -1, -1).sum((0, 1)),
@@ -69,9 +64,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "add_": lambda g: g.add_(MASK),
-    "add_ of a number": lambda g: g.add_(0.25),
     "clamp_": lambda g: g.clamp_(-0.01, 0.02),
-    "clamp_ by tensors": lambda g: g.clamp_(max=MASK),
     "clip_grad_value_": lambda g: nn.utils.clip_grad_value_(Holder(g), 0.01),
     "clip_grad_value_ in a loop": lambda g: nn.utils.clip_grad_value_(Holder(g), 0.01, foreach=False),
     "mul_ by a mask": lambda g: g.mul_(MASK),
@@ -90,8 +83,6 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "out": lambda g: torch.add(g, MASK, out=g),
     "foreach add": lambda g: torch._foreach_add_([g, torch.zeros(2)], [MASK, torch.ones(2)], alpha=0.5),
     "foreach addcmul": lambda g: torch._foreach_addcmul_([g], [MASK], [MASK], [0.5]),
-    "foreach sign": lambda g: torch._foreach_sign_([g]),
-    "lerp_": lambda g: g.lerp_(MASK, 0.5),
     "sorted": lambda g: g.copy_(g.sort(dim=0).values),
     "noise": lambda g: torch.manual_seed(7) and g.add_(torch.randn_like(g)),
     "random in place": lambda g: torch.manual_seed(7) and g.normal_(),
@@ -106,8 +97,7 @@ def inference_number() -> torch.Tensor:
 def second_pass(world: World, model: Any, twin: nn.Module) -> None:
     """A backward pass over another batch on both sides."""
     language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-    for rank in range(world.size):
-        (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+    plain_backward(world, twin, 1)
 
 
 def tensors(value: Any) -> Any:
@@ -133,10 +123,7 @@ def test_any_write_reaches_the_update(world: World, write: str) -> None:
         for net in (model, twin):
             WRITES[write](net.head.weight.grad)
         close(zero_ext.full_gradient(model.head.weight), twin.head.weight.grad)
-        close(
-            nn.utils.get_total_norm([p.grad for p in model.parameters()]),
-            nn.utils.get_total_norm([p.grad for p in twin.parameters()]),
-        )
+        close(total_norm(model), total_norm(twin))
         check_step(model, optimizer, twin)
 
 
@@ -144,15 +131,9 @@ def every_tier(world: World) -> Iterator[tuple[Any, Any, nn.Module]]:
     """The result of :func:`after_backward` in stages 1 to 3 and with gradients on the host and on NVMe."""
     for stage in (1, 2, 3):
         yield after_backward(world, stage)
-    yield after_backward(world, 2, offload={"grads": "host", "optimizer": "host"})
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {
-            "grads": "nvme",
-            "optimizer": "nvme",
-            "nvme_paths": [folder],
-            "staging_buffer_bytes": 1 << 20,
-        }
-        yield after_backward(world, 3, offload=offload)
+    for stage, tier in ((2, "host"), (3, "nvme")):
+        with placed({"grads": tier, "optimizer": tier}) as offload:
+            yield after_backward(world, stage, offload=offload)
 
 
 @on_ranks(2)
@@ -193,32 +174,23 @@ def test_uses_of_a_gradient_that_cannot_be_right_name_the_call(world: World) -> 
 
 
 @on_ranks(2)
-def test_bf16_gradients_keep_the_bits_that_they_do_not_show(world: World) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_gradients_keep_the_bits_that_they_do_not_show(world: World, stage: int) -> None:
     """Sums of passes are kept in float32; a write to one row rounds no other."""
-    for stage in (1, 2, 3):
-        torch.manual_seed(world.seed)
-        batch = {"gradient_accumulation_steps": 2}
-        model: Any = TinyModel(layers=1)
-        precision = {"dtype": "bf16", "grad_accum_dtype": "fp32"}
-        model, _ = zero_ext.prepare(
-            model,
-            sgd(model.parameters()),
-            configuration(stage, precision=precision, batch=batch),
-            process_group=world.group,
-        )
-        for micro in range(2):
-            language_loss(model, language_batch(world.seed, 0, micro, world.rank)).backward()
-        before = zero_ext.full_gradient(model.head.weight)
-        assert before is not None and before.dtype == torch.float32
-        assert not torch.equal(before.bfloat16().float(), before)
-        shown = model.head.weight.grad
-        assert shown.dtype == torch.bfloat16 and torch.equal(shown.clone(), before.bfloat16())
-        shown[0].add_(1.0)
-        shown.view(-1)[WIDTH:].mul_(2.0)
-        after = zero_ext.full_gradient(model.head.weight)
-        assert after is not None
-        close(after[0], before[0] + 1.0)
-        assert torch.equal(after[1:], before[1:] * 2.0)
+    precision, batch = {"dtype": "bf16", "grad_accum_dtype": "fp32"}, {"gradient_accumulation_steps": 2}
+    model, _ = prepared(world, TinyModel(layers=1), stage, sgd, precision=precision, batch=batch)
+    for micro in range(2):
+        language_loss(model, language_batch(world.seed, 0, micro, world.rank)).backward()
+    before = zero_ext.full_gradient(model.head.weight)
+    assert before is not None and before.dtype == torch.float32
+    assert not torch.equal(before.bfloat16().float(), before)
+    shown = model.head.weight.grad
+    assert shown.dtype == torch.bfloat16 and torch.equal(shown.clone(), before.bfloat16())
+    shown[0].add_(1.0)
+    shown.view(-1)[WIDTH:].mul_(2.0)
+    after = zero_ext.full_gradient(model.head.weight)
+    close(after[0], before[0] + 1.0)
+    assert torch.equal(after[1:], before[1:] * 2.0)
 
 
 @on_ranks(1, 2)
@@ -242,8 +214,7 @@ def test_gradients_from_autograd_grad(world: World) -> None:
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             torch.distributed.all_reduce(gradient, group=world.group)
             parameter.grad = gradient / world.size
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        plain_backward(world, twin, 1)
         check_step(model, optimizer, twin)
 
 
@@ -275,8 +246,7 @@ def test_assigning_a_gradient_while_others_wait_to_be_reduced(world: World) -> N
 
 @on_ranks(1, 2)
 def test_parameters_may_exchange_their_gradients(world: World) -> None:
-    for stage in (0, 1, 2, 3):
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             one, two = net.blocks[0].up, net.blocks[1].up
             one.weight.grad, two.weight.grad = two.weight.grad, one.weight.grad
@@ -286,8 +256,7 @@ def test_parameters_may_exchange_their_gradients(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_data_of_a_gradient_may_be_assigned(world: World) -> None:
-    for stage in (0, 1, 2, 3):
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         for net in (model, twin):
             net.head.weight.grad.data = MASK * 0.5
             gradients = [p.grad for p in net.blocks.parameters()]
@@ -300,8 +269,7 @@ def test_data_of_a_gradient_may_be_assigned(world: World) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["optimizer", "module", "none"])
 def test_a_retained_gradient_is_not_the_next_one(world: World, how: str) -> None:
-    for stage in (0, 1, 2, 3):
-        model, optimizer, twin = after_backward(world, stage)
+    for model, optimizer, twin in every_stage(world):
         held, wanted = model.head.weight.grad, twin.head.weight.grad.clone()
         if how == "none":
             for parameter in model.parameters():
@@ -309,7 +277,7 @@ def test_a_retained_gradient_is_not_the_next_one(world: World, how: str) -> None
         else:
             {"optimizer": optimizer, "module": model}[how].zero_grad()
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        if stage == 0 or world.size == 1:
+        if engine_of(model).config.stage == 0 or world.size == 1:
             close(held, wanted)
             continue
         with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad.*after it was cleared.*clone\(\)"):

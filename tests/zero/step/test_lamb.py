@@ -23,14 +23,16 @@ from tests.zero.training import (
     adamw,
     check_close,
     check_equal,
-    configuration,
+    check_same,
     distance,
+    language_steps,
+    placed,
+    prepared,
+    train_in_tiers,
     train_plain,
-    train_prepared,
 )
 from zero_ext.zero import engine_of
 
-RING = {"staging_buffer_bytes": 1 << 20}
 CASES: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
@@ -66,11 +68,16 @@ class Uneven(nn.Module):
 
 def in_groups(parameters: Any) -> list[dict[str, Any]]:
     """Matrices decay; vectors neither decay nor adapt."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices, vectors = by_dimensions(parameters)
     return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "min_coeff": 1.0, "max_coeff": 1.0},
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "min_coeff": 1.0, "max_coeff": 1.0},
     ]
+
+
+def by_dimensions(parameters: Any) -> tuple[list[Any], list[Any]]:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
 
 
 def lamb(parameters: Any) -> torch.optim.Optimizer:
@@ -82,26 +89,15 @@ def reference_lamb(parameters: Any) -> torch.optim.Optimizer:
 
 
 def lion(parameters: Any) -> torch.optim.Optimizer:
-    return zero_ext.Lion(in_groups_of_lion(parameters), lr=1e-3)
-
-
-def in_groups_of_lion(parameters: Any) -> list[dict[str, Any]]:
-    return [
-        {"params": group["params"], "weight_decay": 0.1 * (group["params"][0].dim() > 1)}
-        for group in in_groups(parameters)
-    ]
+    matrices, vectors = by_dimensions(parameters)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return zero_ext.Lion(groups, lr=1e-3)
 
 
 def train(
     world: World, stage: int, plan: Plan, offload: dict[str, Any], make: Any = lamb, **more: Any
 ) -> Run:
-    torch.manual_seed(world.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        config = configuration(
-            stage, plan, offload={**RING, **paths, **offload}, units={"bucket_elements": 700}, **more
-        )
-        return train_prepared(world, Uneven(), language_loss, language_batch, config, plan, make)
+    return train_in_tiers(world, stage, plan, offload, make, Uneven, **more)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -162,65 +158,38 @@ def test_other_times_are_refused_by_name(world: World, when: str) -> None:
     model = TinyModel(layers=1)
     before = copy.deepcopy(model.state_dict())
     offload = {"update_mode": when, "optimizer": "host"}
-    with pytest.raises(
-        ValueError, match=f"offload.update_mode: expected 'after_backward' with Lamb, got '{when}'"
-    ):
-        zero_ext.prepare(
-            model, lamb(model.parameters()), {"stage": 2, "offload": offload}, process_group=world.group
-        )
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def trained(world: World, stage: int, folder: str, offload: dict[str, Any]) -> tuple[nn.Module, Any]:
-    paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-    config = configuration(stage, offload={**RING, **paths, **offload})
-    torch.manual_seed(world.seed)
-    model = Uneven()
-    return zero_ext.prepare(model, lamb(model.parameters()), config, process_group=world.group)
-
-
-def steps(world: World, model: nn.Module, optimizer: Any, first: int, count: int) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    refusal = f"offload.update_mode: expected 'after_backward' with Lamb, got '{when}'"
+    with pytest.raises(ValueError, match=refusal):
+        prepared(world, model, 2, lamb, offload=offload)
+    check_same(model, before)
 
 
 @on_ranks(1, 3)
 def test_a_checkpoint_goes_on_exactly_elsewhere(world: World) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        folder = world.everyone(own)[0]
-        model, optimizer = trained(world, 3, own, {"optimizer": "nvme", "params": "nvme"})
-        steps(world, model, optimizer, 0, 2)
-        zero_ext.save_checkpoint(f"{folder}/saved", model)
-        wanted = steps(world, model, optimizer, 2, 3)
-        for stage, offload in ((0, {}), (1, {"optimizer": "host"}), (3, {"optimizer": "nvme"})):
-            twin, other = trained(world, stage, own, offload)
-            steps(world, twin, other, 7, 1)
-            zero_ext.load_checkpoint(f"{folder}/saved", twin)
-            assert {name.split("/")[0] for name in other.state_dict()["shards"]} == {
-                "master",
-                "exp_avg",
-                "exp_avg_sq",
-            }
-            assert steps(world, twin, other, 2, 3) == wanted
-            for name, value in zero_ext.full_state_dict(model).items():
-                assert torch.equal(zero_ext.full_state_dict(twin)[name], value), name
+    with tempfile.TemporaryDirectory() as own, placed({"optimizer": "nvme"}) as nvme:
+        saved = f"{world.everyone(own)[0]}/saved"
+        model, optimizer = prepared(world, Uneven(), 3, lamb, offload={**nvme, "params": "nvme"})
+        language_steps(world, model, optimizer, range(2))
+        zero_ext.save_checkpoint(saved, model)
+        wanted = language_steps(world, model, optimizer, range(2, 5))
+        for stage, offload in ((0, {}), (1, {"optimizer": "host"}), (3, nvme)):
+            twin, other = prepared(world, Uneven(), stage, lamb, offload=offload)
+            language_steps(world, twin, other, [7])
+            zero_ext.load_checkpoint(saved, twin)
+            kinds = {name.split("/")[0] for name in other.state_dict()["shards"]}
+            assert kinds == {"master", "exp_avg", "exp_avg_sq"}
+            assert language_steps(world, twin, other, range(2, 5)) == wanted
+            check_same(twin, model)
         world.everyone(None)
 
 
 @on_ranks(2)
-def test_a_read_that_fails_on_one_rank_fails_on_both_with_nothing_changed(world: World) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model, optimizer = trained(world, 2, folder, {"optimizer": "nvme"})
-        steps(world, model, optimizer, 0, 1)
+def test_a_read_that_fails_on_one_rank_fails_on_both(world: World) -> None:
+    with placed({"optimizer": "nvme"}) as offload:
+        model, optimizer = prepared(world, Uneven(), 2, lamb, offload=offload)
+        language_steps(world, model, optimizer, [0])
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        engine = engine_of(model)
         if world.rank == 1:
-            engine.optimizer_step.stepper._add_norms = None  # type: ignore[union-attr]
+            engine_of(model).optimizer_step.stepper._add_norms = None
         with pytest.raises(RuntimeError, match=r"reading the state for a step failed on ranks \[1\]"):
             optimizer.step()

@@ -81,15 +81,6 @@ def test_random_sequences_match_the_reference() -> None:
     assert ended > 5 and grown > 5  # both ends were seen
 
 
-def test_the_scale_grows_after_a_full_window_without_overflow() -> None:
-    scaler = LossScaler(LossScaleConfig(initial_power=4, window=3, hysteresis=1))
-    scales = []
-    for overflow in (False, False, False, False, True, False, False, False, False):
-        scaler.update(overflow)
-        scales.append(scaler.scale)
-    assert scales == [16, 16, 16, 32, 16, 16, 16, 16, 32]
-
-
 def test_a_static_scale_never_moves() -> None:
     scaler = LossScaler(LossScaleConfig(static=128.0))
     dynamic = LossScaler(LossScaleConfig())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import placed
 from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
 from zero_ext.zero import engine_of
@@ -109,79 +109,60 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
-    for dtype in ("bf16", "fp32"):
-        for params, grads, optimizer in (
-            ("nvme", "host", "nvme"),
-            ("host", "device", "nvme"),
-            ("device", "host", "host"),
-        ):
-            before = ops.host_buffer_bytes()
-            with tempfile.TemporaryDirectory() as folder:
-                model: Any = TwoMillion()
-                paths = {"nvme_paths": [folder]} if optimizer == "nvme" else {}
-                tiers = {"params": params, "grads": grads, "optimizer": optimizer}
-                config = {
-                    "stage": 3,
-                    "precision": {"dtype": dtype},
-                    "offload": {**tiers, **paths, "staging_buffer_bytes": 1 << 20},
-                }
-                made = torch.optim.AdamW(model.parameters())
-                model, made = zero_ext.prepare(model, made, config, process_group=world.group)
-                engine = engine_of(model)
-                assert not engine.tiers.transfers.moved
-                model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
-                made.step()
-                held, width = engine.memory_by_tier(), 2 if dtype == "bf16" else 4
-                psi = sum(unit.layout.shard_numel for unit in engine.units)
-                shared = dtype == "fp32" and params == optimizer != "nvme"
-                wanted = {
-                    "params": width * psi,
-                    "grads": width * psi,
-                    "optimizer": (8 if shared else 12) * psi,
-                }
-                for kind, tier in tiers.items():
-                    padding = 4096 * len(engine.units) if (kind, tier) == ("optimizer", "nvme") else 0
-                    assert 0 <= held[tier][kind] - wanted[kind] <= padding, (kind, tier)
-                    assert sum(held[other][kind] for other in held) == held[tier][kind]
-                breakdown = engine.memory_breakdown()
-                assert sum(breakdown.values()) == ops.host_buffer_bytes() - before
-                assert breakdown["params"] == (0 if params == "nvme" else width * psi)
-                if optimizer == "nvme":
-                    assert sum(held["nvme"].values()) <= engine.tiers.store.facts().live_bytes
-                del model, made, engine
-                gc.collect()
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("params", "grads", "optimizer"),
+    [("nvme", "host", "nvme"), ("host", "device", "nvme"), ("device", "host", "host")],
+)
+def test_bytes_count_in_the_tier_where_they_lie(
+    world: World, dtype: str, params: str, grads: str, optimizer: str
+) -> None:
+    before = ops.host_buffer_bytes()
+    tiers = {"params": params, "grads": grads, "optimizer": optimizer}
+    with placed(tiers) as offload:
+        config = {"stage": 3, "precision": {"dtype": dtype}, "offload": offload}
+        model: Any = TwoMillion()
+        made = torch.optim.AdamW(model.parameters())
+        model, made = zero_ext.prepare(model, made, config, process_group=world.group)
+        engine = engine_of(model)
+        assert not engine.tiers.transfers.moved
+        model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
+        made.step()
+        held, width = engine.memory_by_tier(), 2 if dtype == "bf16" else 4
+        psi = sum(unit.layout.shard_numel for unit in engine.units)
+        shared = dtype == "fp32" and params == optimizer != "nvme"
+        wanted = {"params": width * psi, "grads": width * psi, "optimizer": (8 if shared else 12) * psi}
+        for kind, tier in tiers.items():
+            padding = 4096 * len(engine.units) if (kind, tier) == ("optimizer", "nvme") else 0
+            assert 0 <= held[tier][kind] - wanted[kind] <= padding, (kind, tier)
+            assert sum(held[other][kind] for other in held) == held[tier][kind]
+        breakdown = engine.memory_breakdown()
+        assert sum(breakdown.values()) == ops.host_buffer_bytes() - before
+        assert breakdown["params"] == (0 if params == "nvme" else width * psi)
+        if optimizer == "nvme":
+            assert sum(held["nvme"].values()) <= engine.tiers.store.facts().live_bytes
+        del model, made, engine
+        gc.collect()
 
 
 @on_ranks(1, 2)
-def test_fp32_parameters_are_their_own_masters(world: World) -> None:
-    for stage in range(4):
+@pytest.mark.parametrize("stage", range(4))
+def test_fp32_parameters_are_their_own_masters(world: World, stage: int) -> None:
+    for trained in (True, False):
         model = nn.Linear(320, 200)
-        model, _ = zero_ext.prepare(
-            model, torch.optim.AdamW(model.parameters()), {"stage": stage}, process_group=world.group
-        )
-        breakdown, engine = engine_of(model).memory_breakdown(), engine_of(model)
-        share = world.size if stage >= 1 else 1
-        padded = sum(unit.layout.numel for unit in engine.units)
-        assert breakdown["params"] == 4 * padded // (world.size if stage == 3 else 1)
-        assert breakdown["optimizer"] == 8 * padded // share
-
-
-@on_ranks(2)
-def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
-    for stage in range(4):
-        model, _ = zero_ext.prepare(nn.Linear(320, 200), None, {"stage": stage}, process_group=world.group)
+        optimizer = torch.optim.AdamW(model.parameters()) if trained else None
+        model, _ = zero_ext.prepare(model, optimizer, {"stage": stage}, process_group=world.group)
         breakdown = engine_of(model).memory_breakdown()
-        assert breakdown["grads"] == breakdown["optimizer"] == 0
         padded = sum(unit.layout.numel for unit in engine_of(model).units)
         assert breakdown["params"] == 4 * padded // (world.size if stage == 3 else 1)
+        assert breakdown["optimizer"] == 8 * padded // (world.size if stage else 1) * trained
+        assert trained or breakdown["grads"] == 0
 
 
 @on_ranks(1, 2)
 def test_state_of_torchs_own_optimizers_counts_in_its_tier(world: World) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with placed({"optimizer": "nvme", "ratio": 0.5}) as offload:
         model: Any = TwoMillion()
-        offload = {"optimizer": "nvme", "ratio": 0.5, "nvme_paths": [folder], "staging_buffer_bytes": 1 << 20}
         config = {
             "stage": 2,
             "precision": {"dtype": "bf16"},
@@ -194,9 +175,10 @@ def test_state_of_torchs_own_optimizers_counts_in_its_tier(world: World) -> None
         made.step()
         engine = engine_of(model)
         held = engine.memory_by_tier()
-        live = sum(master.state.numel for master in engine.masters if master.state.tier == "device")
-        stored = sum(master.state.numel for master in engine.masters if master.state.tier == "nvme")
+        live, stored = (
+            sum(master.state.numel for master in engine.masters if master.state.tier == tier)
+            for tier in ("device", "nvme")
+        )
         assert live and stored and held["host"]["optimizer"] == 0
-        gaps = 64 * 8 * len(engine.masters)
-        assert 0 <= 8 * live - held["device"]["optimizer"] <= gaps
+        assert 0 <= 8 * live - held["device"]["optimizer"] <= 64 * 8 * len(engine.masters)
         assert 0 <= held["nvme"]["optimizer"] - 8 * stored <= 4096 * len(engine.masters)

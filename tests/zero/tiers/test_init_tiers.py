@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
@@ -23,8 +22,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.construction.test_sharded_init import MODELS, check_nothing_left, llama
-from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import adamw, configuration
+from tests.zero.models import TinyModel
+from tests.zero.training import adamw, check_same, configuration, language_steps, prepared
 from zero_ext import ops
 from zero_ext.offload import copy_of, count, tier_manager
 from zero_ext.zero import engine_of
@@ -74,12 +73,10 @@ def test_weights_are_those_of_plain_construction(world: World, tier: str) -> Non
             assert len(stores) == (tier == "nvme")
             # One piece is a block a rank, so that there are several of a parameter.
             with mock.patch.object(presharded_module, "INIT_CHUNK_BYTES", 1):
-                prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group)
-            found = zero_ext.full_state_dict(prepared)
-            for name, value in plain.state_dict().items():
-                assert torch.equal(found[name], value), f"{name} differs"
+                model, _ = zero_ext.prepare(model, None, config, process_group=world.group)
+            check_same(model, plain)
             assert stores.isdisjoint(names_in(folder))
-            del model, prepared
+            del model
 
 
 @on_ranks(1, 2)
@@ -93,43 +90,28 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
         read.append(into.nbytes)
         fetch(self, into, begin)
 
+    counted = mock.patch.object(PreshardedParameter, "_fetch", counting)
+    never = mock.patch.object(replace_layers, "unshard_presharded", side_effect=AssertionError("unsharded"))
+    torch.manual_seed(world.seed)
+    plain = TinyModel(tied=True)
+    wanted = {name: value.flatten().clone() for name, value in plain.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         config = offloaded("nvme", folder, precision={"dtype": "bf16"}, units={"tiles": tiles})
-        for presharded in (False, True):
-            torch.manual_seed(world.seed)
-            model = TinyModel(tied=True)
-            plain = copy.deepcopy(model)
-            if presharded:
-                model = build(world, config, lambda: TinyModel(tied=True), limit=100)  # type: ignore[assignment]
+        for model in (plain, build(world, config, lambda: TinyModel(tied=True), limit=100)):
             shards = [one for parameter in model.parameters() if (one := presharded_of(parameter))]
             stored = sum(shard.layout.shard_numel * 4 for shard in shards)
             del shards
-            with (
-                mock.patch.object(PreshardedParameter, "_fetch", counting),
-                mock.patch.object(
-                    replace_layers, "unshard_presharded", side_effect=AssertionError("unsharded")
-                ),
-            ):
-                prepared, optimizer = zero_ext.prepare(
+            with counted, never:
+                model, optimizer = zero_ext.prepare(
                     model, adamw(model.parameters()), config, process_group=world.group
                 )
-            if not tiles:
-                assert sum(read) == stored
-            wanted = {name: value.flatten() for name, value in plain.state_dict().items()}
-            for state_slice in checkpoint_sources(engine_of(prepared)).own.load_slices():
+            assert tiles or sum(read) == stored
+            for state_slice in checkpoint_sources(engine_of(model)).own.load_slices():
                 if state_slice.kind == "master":  # as they were made, without rounding
                     end = state_slice.start + count(state_slice.tensor)
-                    assert torch.equal(
-                        copy_of(state_slice.tensor), wanted[state_slice.name][state_slice.start : end]
-                    )
-            del model
-            losses.append([])
-            for step in range(3):
-                loss = language_loss(prepared, language_batch(world.seed, step, 0, world.rank))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses[-1].append(loss.item())
+                    master = wanted[state_slice.name][state_slice.start : end]
+                    assert torch.equal(copy_of(state_slice.tensor), master)
+            losses.append(language_steps(world, model, optimizer, range(3)))
     assert losses[0] == losses[1]
 
 
@@ -148,12 +130,10 @@ def test_tiles_of_a_presharded_layer(world: World, tiled: str) -> None:
         config = offloaded("nvme", folder, units={"tiles": {"0": 3}, "persistence_threshold": 0})
         model = build(world, config, make, limit=1)
         with mock.patch.object(presharded_module, "INIT_CHUNK_BYTES", 1 << 16):
-            prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group)
-        assert max(unit.layout.numel for unit in engine_of(prepared).units) < 100_000
-        found = zero_ext.full_state_dict(prepared)
-        for name, value in plain.state_dict().items():
-            assert torch.equal(found[name], value), f"{name} differs"
-        del model, prepared
+            model, _ = zero_ext.prepare(model, None, config, process_group=world.group)
+        assert max(unit.layout.numel for unit in engine_of(model).units) < 100_000
+        check_same(model, plain)
+        del model
 
 
 @on_ranks(1, 2)
@@ -205,10 +185,10 @@ def test_an_exception_in_the_block_removes_the_files(world: World) -> None:
                 again = TinyModel()
         assert len(names_in(folder)) == 1
         with pytest.raises(RuntimeError, match="Build the model again"):
-            zero_ext.prepare(made[0], None, configuration(3), process_group=world.group)
-        prepared, _ = zero_ext.prepare(again, None, configuration(3), process_group=world.group)
+            prepared(world, made[0], 3, None)
+        model, _ = prepared(world, again, 3, None)
         assert names_in(folder) == []
-        assert zero_ext.full_state_dict(prepared)["head.weight"].isfinite().all()
+        assert zero_ext.full_state_dict(model)["head.weight"].isfinite().all()
         del again
         dropped = build(world, offloaded("nvme", folder), TinyModel, limit=1)
         assert len(names_in(folder)) == 1

@@ -1,9 +1,11 @@
-"""Every tier of every state kind trains bit for bit as the device does, and moves what the formula says."""
+"""Every tier of every state kind, or of a part of it, trains alike, and moves what the formula says."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import tempfile
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -13,23 +15,21 @@ import torch
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.models import TinyModel
 from tests.zero.training import (
     Plan,
-    Run,
-    adamw,
     check_equal,
-    configuration,
     gathered_once,
+    language_steps,
+    placed,
+    prepared,
     sgd,
-    train_prepared,
 )
+from tests.zero.training import train_in_tiers as train
+from zero_ext.zero import Engine
+from zero_ext.zero.construction.grouping import largest_within_ratio
 
-TIERS = {
-    "optimizer": ("device", "host", "nvme"),
-    "grads": ("device", "host", "nvme"),
-    "params": ("device", "host", "nvme"),
-}
+TIERS, KINDS = ("device", "host", "nvme"), ("optimizer", "grads", "params")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
@@ -39,7 +39,6 @@ OPTIMIZERS: dict[str, Any] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
-RING = {"staging_buffer_bytes": 1 << 20}
 PLANS = [
     Plan(),
     Plan(clip=0.1, dtype="bf16"),
@@ -51,21 +50,8 @@ PLANS = [
 
 def combinations(stage: int) -> list[dict[str, str]]:
     """Every choice of tiers that ``stage`` allows."""
-    kinds = ("optimizer", "grads", "params")[: stage if stage else 0]
-    choices = itertools.product(*(TIERS[kind] for kind in kinds))
-    return [dict(zip(kinds, tiers, strict=True)) for tiers in choices]
-
-
-def train(
-    world: World, stage: int, plan: Plan, offload: dict[str, Any], make: Any = adamw, **more: Any
-) -> Run:
-    torch.manual_seed(world.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        config = configuration(
-            stage, plan, offload={**RING, **paths, **offload}, units={"bucket_elements": 700}, **more
-        )
-        return train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
+    kinds = KINDS[:stage]
+    return [dict(zip(kinds, tiers, strict=True)) for tiers in itertools.product(TIERS, repeat=stage)]
 
 
 @on_ranks(1, 2, 3)
@@ -81,73 +67,57 @@ def test_matrix(world: World, stage: int) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_torchs_own_optimizers(world: World, name: str) -> None:
-    reference = train(world, 3, PLANS[1], {}, OPTIMIZERS[name])
+@pytest.mark.parametrize("name", [*sorted(OPTIMIZERS), "lion, bf16 moment"])
+def test_other_optimizers(world: World, name: str) -> None:
+    name, _, narrow = name.partition(", ")
+    more = {"precision": {"dtype": "bf16", "moments_dtype": "bf16"}} if narrow else {}
+    reference = train(world, 3, PLANS[1], {}, OPTIMIZERS[name], **more)
     for tiers in (
         {"optimizer": "host"},
         {"optimizer": "nvme", "grads": "host"},
         {"optimizer": "nvme", "params": "nvme"},
     ):
-        check_equal(train(world, 3, PLANS[1], tiers, OPTIMIZERS[name]), reference)
-
-
-@on_ranks(1, 2)
-def test_lion_with_a_moment_in_bf16(world: World) -> None:
-    bf16 = {"precision": {"dtype": "bf16", "moments_dtype": "bf16"}}
-    plan, make = Plan(clip=0.1, dtype="bf16"), OPTIMIZERS["lion"]
-    reference = train(world, 3, plan, {}, make, **bf16)
-    for tiers in ({"optimizer": "host", "params": "host"}, {"optimizer": "nvme", "grads": "nvme"}):
-        check_equal(train(world, 3, plan, tiers, make, **bf16), reference)
+        check_equal(train(world, 3, PLANS[1], tiers, OPTIMIZERS[name], **more), reference)
 
 
 @on_ranks(1, 2)
 def test_moments_in_8_bits(world: World) -> None:
-    plan = Plan(dtype="bf16")
-    quantized = {"precision": {"dtype": "bf16", "moments_dtype": "8bit"}}
+    plan, quantized = Plan(dtype="bf16"), {"precision": {"dtype": "bf16", "moments_dtype": "8bit"}}
     # Blocks are cut within units, which are other ones where the parameters are not sharded.
     for params in ({}, {"params": "nvme"}):
-        reference = train(world, 3, plan, params, adamw, **quantized)
+        reference = train(world, 3, plan, params, **quantized)
         for tier in ("host", "nvme"):
-            run = train(world, 3, plan, {"optimizer": tier, **params}, adamw, **quantized)
-            check_equal(run, reference)
+            check_equal(train(world, 3, plan, {"optimizer": tier, **params}, **quantized), reference)
 
 
 @on_ranks(1, 2)
 def test_bytes_of_a_step(world: World) -> None:
     """ZeRO-Offload, section 4: gradients go down and parameters come up once a step, in compute precision.
     ZeRO-Infinity, section 5.2: master weights and moments go from storage and back, 12 bytes a parameter."""
-    plan = Plan(dtype="bf16")
-    run = train(world, 2, plan, {"optimizer": "host", "grads": "host"})
-    assert run.engine is not None
-    elements = sum(unit.layout.shard_numel for unit in run.engine.units)
-    moved = run.engine.tiers.transfers.last_moved
-    assert moved == {("device", "host"): 2 * elements, ("host", "device"): 2 * elements}
-    run = train(world, 2, plan, {"optimizer": "host"})
-    assert run.engine is not None and run.engine.tiers.transfers.last_moved == moved
-    run = train(world, 2, plan, {"optimizer": "nvme"})
-    assert run.engine is not None
-    stored = sum(round_up(12 * unit.layout.shard_numel, 4096) for unit in run.engine.units)
-    assert run.engine.tiers.transfers.last_moved == {("nvme", "host"): stored, ("host", "nvme"): stored}
-    run = train(world, 3, plan, {"optimizer": "nvme", "params": "nvme", "grads": "host"})
-    assert run.engine is not None
-    elements = sum(unit.layout.shard_numel for unit in run.engine.units)
-    touched = [
-        round_up(12 * unit.layout.shard_numel, 4096) if master.owned else 0
-        for unit, master in zip(run.engine.units, run.engine.masters, strict=True)
-    ]
-    written = [
-        2 * unit.layout.shard_numel * bool(size) for unit, size in zip(run.engine.units, touched, strict=True)
-    ]
-    gathered = 2 * elements - gathered_once(run.engine) // world.size
-    assert run.engine.traffic.last_elements["gather"] == gathered * world.size
+
+    def trained(stage: int, **offload: str) -> tuple[Any, Counter[Any], list[int]]:
+        engine = train(world, stage, Plan(dtype="bf16"), offload).engine
+        assert engine is not None
+        return engine, engine.tiers.transfers.last_moved, [unit.layout.shard_numel for unit in engine.units]
+
+    for grads in ("host", "device"):
+        _, moved, shards = trained(2, optimizer="host", grads=grads)
+        assert moved == dict.fromkeys([("device", "host"), ("host", "device")], 2 * sum(shards))
+    _, moved, shards = trained(2, optimizer="nvme")
+    stored = sum(round_up(12 * numel, 4096) for numel in shards)
+    assert moved == {("nvme", "host"): stored, ("host", "nvme"): stored}
+    engine, moved, shards = trained(3, optimizer="nvme", params="nvme", grads="host")
+    touched = [(numel, bool(master.owned)) for numel, master in zip(shards, engine.masters, strict=True)]
+    state = sum(round_up(12 * numel, 4096) for numel, owned in touched if owned)
+    gathered = 2 * sum(shards) - gathered_once(engine) // world.size
+    assert engine.traffic.last_elements["gather"] == gathered * world.size
     wanted = {
         ("nvme", "device"): 2 * gathered,
-        ("device", "host"): 2 * elements,
-        ("nvme", "host"): sum(touched),
-        ("host", "nvme"): sum(touched) + sum(written),
+        ("device", "host"): 2 * sum(shards),
+        ("nvme", "host"): state,
+        ("host", "nvme"): state + sum(2 * numel for numel, owned in touched if owned),
     }
-    assert run.engine.tiers.transfers.last_moved == Counter(wanted)  # no entry is zero
+    assert moved == Counter(wanted)  # no entry is zero
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -178,3 +148,109 @@ def test_bytes_of_gradients_in_storage(world: World) -> None:
             assert run.engine.tiers.transfers.last_moved == +wanted
             assert run.engine.memory_breakdown()["grads"] == 0
             assert run.engine.pool.live_bytes == 0
+
+
+def best(sizes: list[int], ratio: float) -> int:
+    """The largest sum of a subset that the ratio allows, by trying all."""
+    sums = (sum(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count))
+    return max(total for total in sums if total <= ratio * sum(sizes))
+
+
+def test_units_are_chosen_from_below() -> None:
+    seed = torch.seed()
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    for _ in range(200):
+        sizes = [dice.randint(1, 50) for _ in range(dice.randint(1, 9))]
+        ratio = dice.uniform(0.01, 1)
+        moved = sum(sizes[index] for index in largest_within_ratio(sizes, ratio))
+        assert moved <= ratio * sum(sizes)
+        left = [size for index, size in enumerate(sizes) if index not in largest_within_ratio(sizes, ratio)]
+        assert all(moved + size > ratio * sum(sizes) for size in left)  # nothing more fits
+        assert 2 * moved >= best(sizes, ratio)
+    assert largest_within_ratio([5, 5, 5, 5], 0.5) == {0, 1}
+    assert largest_within_ratio([3, 9, 4], 1.0) == {0, 1, 2}
+
+
+def elements(engine: Engine, tier: str) -> list[int]:
+    """This rank's elements of every unit whose optimizer lives in ``tier``."""
+    return [master.state.numel for master in engine.masters if master.state.tier == tier]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_results(world: World, tier: str) -> None:
+    for stage, plan in ((1, PLANS[1]), (2, PLANS[2]), (3, PLANS[1]), (3, PLANS[3])):
+        reference = train(world, stage, plan, {})
+        for more in ({}, {"grads": tier}, {"params": "nvme", "grads": "host"}):
+            if len(more) < stage:
+                run = train(world, stage, plan, {"optimizer": tier, "ratio": 0.6, **more})
+                assert run.engine is not None
+                assert elements(run.engine, tier) and elements(run.engine, "device")
+                check_equal(run, reference)
+    for name in ("sgd", "nadam"):
+        reference = train(world, 3, PLANS[1], {}, OPTIMIZERS[name])
+        check_equal(train(world, 3, PLANS[1], {"optimizer": tier, "ratio": 0.6}, OPTIMIZERS[name]), reference)
+
+
+@on_ranks(1, 2)
+def test_bytes_fall_by_the_fraction(world: World) -> None:
+    plan = Plan(dtype="bf16")
+    before = -1
+    for ratio in (0.3, 0.7, 1.0):
+        run = train(world, 2, plan, {"optimizer": "host", "grads": "host", "ratio": ratio})
+        assert run.engine is not None
+        moved = sum(elements(run.engine, "host"))
+        assert before < moved <= ratio * sum(unit.layout.shard_numel for unit in run.engine.units) * 1.1
+        before = moved
+        wanted = {("device", "host"): 2 * moved, ("host", "device"): 2 * moved}
+        assert run.engine.tiers.transfers.last_moved == wanted
+        run = train(world, 2, plan, {"optimizer": "nvme", "ratio": ratio})
+        assert run.engine is not None
+        stored = sum(round_up(12 * numel, 4096) for numel in elements(run.engine, "nvme"))
+        wanted = {("nvme", "host"): stored, ("host", "nvme"): stored}
+        assert run.engine.tiers.transfers.last_moved == Counter(wanted)
+        assert run.engine.memory_breakdown()["optimizer"] == 12 * sum(elements(run.engine, "device"))
+
+
+@on_ranks(1, 2)
+def test_checkpoints_of_any_ratio_load_into_any_other(world: World) -> None:
+    with placed({"optimizer": "nvme"}) as offload, tempfile.TemporaryDirectory() as saves:
+        saves = world.everyone(saves)[0]
+        model, optimizer = prepared(world, TinyModel(), offload={**offload, "ratio": 0.4})
+        language_steps(world, model, optimizer, [0])
+        zero_ext.save_checkpoint(saves, model)
+        wanted = language_steps(world, model, optimizer, [1, 2])
+        for ratio in (0.8, 1.0):
+            model, optimizer = prepared(world, TinyModel(), offload={**offload, "ratio": ratio})
+            zero_ext.load_checkpoint(saves, model)
+            assert language_steps(world, model, optimizer, [1, 2]) == wanted
+        world.barrier()
+
+
+@on_ranks(1)
+def test_a_ratio_below_the_smallest_unit_is_said(world: World) -> None:
+    with pytest.warns(RuntimeWarning, match="offload.ratio: 0.001 keeps the whole optimizer on the device"):
+        run = train(world, 3, Plan(), {"optimizer": "host", "ratio": 0.001})
+    assert run.engine is not None and not elements(run.engine, "host")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(world, 3, Plan(), {"optimizer": "host", "ratio": 0.5})
+
+
+@on_ranks(1, 2)
+def test_updates_in_backward_keep_no_gradients_of_the_units_that_stay(world: World) -> None:
+    for tier in ("host", "nvme"):
+        for stage, grads in ((2, "device"), (3, tier)):
+            reference = train(world, stage, Plan(), {})
+            offload = {"optimizer": tier, "grads": grads, "ratio": 0.6, "update_mode": "in_backward"}
+            run = train(world, stage, Plan(), offload)
+            check_equal(run, reference)
+            assert run.engine is not None and elements(run.engine, "device")
+            resident = {
+                unit.name: sum(run.engine.gradients_of(unit).allocated_bytes().values())
+                for unit in (master.unit for master in run.engine.masters if master.state.tier == "device")
+            }
+            assert not any(resident.values()), (tier, stage, resident)
+            moved = sum(elements(run.engine, tier))
+            assert run.engine.memory_breakdown()["grads"] == (4 * moved if grads == "host" else 0)

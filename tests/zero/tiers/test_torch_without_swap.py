@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import nn
 
 import zero_ext
@@ -16,10 +15,10 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.ops.torch_2_11 import hide_swap
 from tests.zero import test_accelerator
-from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.models import TinyModel
 from tests.zero.step import test_memory_breakdown
 from tests.zero.tiers import test_tiers
-from tests.zero.training import DEFAULT, Plan, adamw, check_equal, configuration
+from tests.zero.training import DEFAULT, Plan, adamw, check_equal, check_same, configuration, language_steps
 from zero_ext import ops
 from zero_ext.zero import engine_of
 from zero_ext.zero.memory.gathered_unit import UnitState
@@ -72,10 +71,7 @@ def test_gathered_units_lie_in_the_pool(world: World) -> None:
         )
         pool = engine_of(model).pool
         held, found = ops.host_buffer_bytes(), gathered_addresses(model.module)
-        for step in range(3):
-            language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        language_steps(world, model, optimizer, range(3))
         begin = pool._region.data_ptr()
         assert found and all(begin <= address < begin + pool._region.nbytes for address in found)
         assert pool.overflow.total_bytes == 0 and ops.host_buffer_bytes() == held
@@ -113,4 +109,4 @@ def test_a_rank_that_cannot_compile_it_stops_all_before_anything_changes(world: 
         zero_ext.prepare(
             TinyModel(), None, {"stage": 2}, process_group=world.group
         )  # gathers nothing, needs nothing
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    check_same(model.state_dict(), before)

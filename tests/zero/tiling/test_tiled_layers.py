@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,12 @@ from tests.zero.training import (
     adamw,
     check_close,
     check_equal,
+    check_same,
     configuration,
     distance,
+    language_steps,
+    placed,
+    prepared,
     train_prepared,
 )
 from tests.zero.unshard.test_prefetcher import Peak
@@ -182,11 +185,11 @@ def test_state_dicts_are_those_of_the_plain_layers() -> None:
     tiled.blocks[0].up = TiledLinear.from_linear(tiled.blocks[0].up, 2, 3)
     state = tiled.state_dict()
     assert state.keys() == plain.state_dict().keys()
-    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    check_same(plain.state_dict(), state)
     assert not any(tile.bias.requires_grad for tile in tiled.blocks[0].up.tiles if tile.bias is not None)
     fresh = {name: torch.randn_like(value) for name, value in state.items()}
     assert not any(tiled.load_state_dict(fresh))
-    assert all(torch.equal(value, fresh[name]) for name, value in tiled.state_dict().items())
+    check_same(tiled.state_dict(), fresh)
     with pytest.raises(RuntimeError, match=r"embedding.weight: expected shape \(23, 12\), got \(2, 2\)"):
         tiled.load_state_dict({**fresh, "embedding.weight": torch.zeros(2, 2)})
 
@@ -199,10 +202,10 @@ def test_a_layer_that_is_tiled_already_is_left_alone() -> None:
 # -- under prepare -------------------------------------------------------------------------------------------
 
 
-def train(world: World, model: nn.Module, plan: Plan, **units: Any) -> Run:
+def train(world: World, plan: Plan, tied: bool = False, make: Any = adamw, **units: Any) -> Run:
     # On one rank parameters are gathered only where they live in another tier.
     config = configuration(3, plan, units=units, offload={"params": "host" if world.size == 1 else "device"})
-    return train_prepared(world, model, language_loss, language_batch, config, plan)
+    return train_prepared(world, model_of(world, tied), language_loss, language_batch, config, plan, make)
 
 
 def model_of(world: World, tied: bool = False) -> TinyModel:
@@ -210,46 +213,37 @@ def model_of(world: World, tied: bool = False) -> TinyModel:
     return TinyModel(2, tied)
 
 
+def tile_names(run: Run) -> list[str]:
+    assert run.engine is not None
+    return [unit.name for unit in run.engine.units if "tiles" in unit.name]
+
+
+EMBEDDING = [f"embedding.tiles.{number}" for number in range(4)]
+
+
 @on_ranks(1, 2, 3)
 def test_training_is_that_of_the_plain_model(world: World) -> None:
     for plan, tolerance in ((Plan(2, 2, clip=0.5), 1e-6), (Plan(2, dtype="bf16"), 2e-2)):
-        plain = train(world, model_of(world), plan)
-        run = train(world, model_of(world), plan, tiles=BOTH)
+        plain = train(world, plan)
+        run = train(world, plan, tiles=BOTH)
         check_close(run, plain, tolerance)
-        check_equal(train(world, model_of(world), plan, tiles={"Embedding": 5}), plain)
-        assert run.engine is not None
-        names = [unit.name for unit in run.engine.units]
-        assert [name for name in names if "tiles" in name] == [
-            *(f"embedding.tiles.{number}" for number in range(4)),
-            *(f"head.tiles.{number}" for number in range(3)),
-        ]
+        check_equal(train(world, plan, tiles={"Embedding": 5}), plain)
+        assert tile_names(run) == [*EMBEDDING, *(f"head.tiles.{number}" for number in range(3))]
 
 
 @on_ranks(1, 2)
-def test_inner_layers_of_blocks_have_tiles_of_their_own(world: World) -> None:
-    plan = Plan(3)
-    run = train(world, model_of(world), plan, tiles={"Linear": 3})
-    check_close(run, train(world, model_of(world), plan), 1e-6)
-    assert run.engine is not None
-    assert sum("tiles" in unit.name for unit in run.engine.units) == 15
-
-
-@on_ranks(1, 2)
-def test_tied_layers_share_tiles(world: World) -> None:
-    plan = Plan(3)
-    plain = train(world, model_of(world, True), plan)
-    run = train(world, model_of(world, True), plan, tiles=TIED)
-    check_close(run, plain, 1e-6)
-    assert run.engine is not None
-    tiles = [unit for unit in run.engine.units if "tiles" in unit.name]
-    assert [unit.name for unit in tiles] == [f"embedding.tiles.{number}" for number in range(4)]
+def test_inner_layers_of_blocks_have_tiles_and_tied_layers_share_theirs(world: World) -> None:
+    for tied, tiles in ((False, {"Linear": 3}), (True, TIED)):
+        run = train(world, Plan(3), tied, tiles=tiles)
+        check_close(run, train(world, Plan(3), tied), 1e-6)
+        assert tile_names(run) == EMBEDDING if tied else len(tile_names(run)) == 15
 
 
 @on_ranks(1)
 def test_tiles_come_from_storage(world: World) -> None:
     plan, found = Plan(3), []
-    with tempfile.TemporaryDirectory() as folder:
-        for offload in ({"params": "host"}, {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder]}):
+    for tiers in ({"params": "host"}, {"params": "nvme", "optimizer": "nvme"}):
+        with placed(tiers) as offload:
             config = configuration(3, plan, units={"tiles": TIED}, offload=offload)
             model = model_of(world, True)
             found.append(train_prepared(world, model, language_loss, language_batch, config, plan))
@@ -275,152 +269,132 @@ class Wide(nn.Module):
 
 
 @on_ranks(2)
-def test_no_more_than_a_tile_and_the_next_are_gathered(world: World) -> None:
-    for tied in (False, True):
-        for ahead, tiles in ((0, 1), (1, 2)):
-            peak = Peak()
-            model = Wide(tied)
-            with peak.watch():
-                config = configuration(3, units={"prefetch_elements": ahead, "persistence_threshold": 20})
-                prepared, optimizer = zero_ext.prepare(
-                    model, adamw(model.parameters()), config, process_group=world.group
-                )
-                engine = engine_of(prepared)
-                peak.units = tuple(unit for unit in engine.units if unit.placement.params)
-                back = model.back.weight.numel()  # held by the model's own call
-                for step in range(4):
-                    ids = language_batch(world.seed, step, 0, world.rank) * 5
-                    prepared.backward(functional.cross_entropy(prepared(ids).flatten(0, 1), ids.flatten()))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            largest = max(unit.layout.numel for unit in peak.units if "tiles" in unit.name)
-            assert 0 < peak.elements <= back + tiles * largest, (tied, ahead, peak.elements, largest)
-            assert engine.prefetcher.live_elements == 0
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_more_than_a_tile_and_the_next_are_gathered(world: World, tied: bool) -> None:
+    for ahead, tiles in ((0, 1), (1, 2)):
+        peak = Peak()
+        with peak.watch():
+            units = {"prefetch_elements": ahead, "persistence_threshold": 20}
+            model, optimizer = prepared(world, Wide(tied), units=units)
+            engine = engine_of(model)
+            peak.units = tuple(unit for unit in engine.units if unit.placement.params)
+            back = model.back.weight.numel()  # held by the model's own call
+            for step in range(4):
+                ids = language_batch(world.seed, step, 0, world.rank) * 5
+                model.backward(functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+                optimizer.step()
+                optimizer.zero_grad()
+        largest = max(unit.layout.numel for unit in peak.units if "tiles" in unit.name)
+        assert 0 < peak.elements <= back + tiles * largest, (ahead, peak.elements, largest)
+        assert engine.prefetcher.live_elements == 0
 
 
 @on_ranks(1, 2)
 def test_only_what_some_rank_looks_up_is_gathered(world: World) -> None:
-    model = Wide(False)
-    with torch.no_grad():
-        wanted = model(torch.tensor([[3, 25]]) + 20 * world.rank)
+    plain, ids = Wide(False), torch.tensor([[3, 25]]) + 20 * world.rank
     gathers: list[str] = []
-    config = configuration(3, units={"prefetch_elements": 0}, offload={"params": "host"})
-    prepared, _ = zero_ext.prepare(copy.deepcopy(model), None, config, process_group=world.group)
-    engine_of(prepared).subscribe(lambda event: gathers.append(getattr(event, "unit", "")))
-    values = zero_ext.full_state_dict(prepared)
+    model, _ = prepared(
+        world, copy.deepcopy(plain), 3, None, units={"prefetch_elements": 0}, offload={"params": "host"}
+    )
+    engine_of(model).subscribe(lambda event: gathers.append(getattr(event, "unit", "")))
+    values = zero_ext.full_state_dict(model)
     gathers.clear()
     with torch.no_grad():
-        found = prepared(torch.tensor([[3, 25]]) + 20 * world.rank)
+        found, wanted = model(ids), plain(ids)
     used = {name for name in gathers if name.startswith("embedding")}
     assert used == {f"embedding.tiles.{number}" for number in range(world.size + 1)}
     if world.rank == 0:
         assert torch.equal(found, wanted)
-        assert torch.equal(values["head.weight"], model.state_dict()["head.weight"])
+        assert torch.equal(values["head.weight"], plain.state_dict()["head.weight"])
 
 
 @on_ranks(2)
 def test_the_optimizer_follows(world: World) -> None:
-    plan, found = Plan(3), []
-    for units in ({}, {"tiles": BOTH}):
+    def two_groups(parameters: Any) -> torch.optim.Optimizer:
+        *most, head = parameters
+        return torch.optim.AdamW([{"params": [head], "lr": 0.02}, {"params": most}], lr=1e-3, eps=1e-3)
 
-        def two_groups(parameters: Any) -> torch.optim.Optimizer:
-            *most, head = parameters
-            return torch.optim.AdamW([{"params": [head], "lr": 0.02}, {"params": most}], lr=1e-3, eps=1e-3)
-
-        config = configuration(3, plan, units=units)
-        model = model_of(world)
-        found.append(train_prepared(world, model, language_loss, language_batch, config, plan, two_groups))
-    check_close(found[1], found[0], 1e-6)
+    plan = Plan(3)
+    tiled, plain = (train(world, plan, False, two_groups, **units) for units in ({"tiles": BOTH}, {}))
+    check_close(tiled, plain, 1e-6)
     model = model_of(world)
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    _, optimizer = zero_ext.prepare(
-        model, named, configuration(3, units={"tiles": BOTH}), process_group=world.group
-    )
+    config = configuration(3, units={"tiles": BOTH})
+    _, optimizer = zero_ext.prepare(model, named, config, process_group=world.group)
     (group,) = optimizer.param_groups
     assert len(group["params"]) == len(group["param_names"]) == len(list(model.parameters()))
     assert set(group["params"]) == set(model.parameters())
 
 
 @on_ranks(1, 3)
-def test_state_goes_between_tiled_and_plain_models(world: World) -> None:
-    plan = Plan(2)
-    rows = {"tiles": BOTH}
-    for make in (adamw, lambda parameters: torch.optim.NAdam(parameters, lr=1e-3, eps=1e-3)):
-        trained = model_of(world)
-        run = train_prepared(
-            world, trained, language_loss, language_batch, configuration(3, plan, units=rows), plan, make
-        )
-        folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
+@pytest.mark.parametrize("make", ["AdamW", "NAdam"])
+def test_state_goes_between_tiled_and_plain_models(world: World, make: str) -> None:
+    def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, make)(parameters, lr=1e-3, eps=1e-3)
+
+    rows, after = {"tiles": BOTH}, []
+    trained, optimizer = prepared(world, model_of(world), 3, optimizer_of, units=rows)
+    language_steps(world, trained, optimizer, range(2))
+    with tempfile.TemporaryDirectory() as own:
+        folder = world.everyone(own)[0]
         zero_ext.save_checkpoint(folder, trained)
-        plain = model_of(world)
-        after = []
         for units in (rows, {}, {"tiles": {"embedding": 2, "Linear": 5}}):
-            model = copy.deepcopy(plain)
-            prepared, optimizer = zero_ext.prepare(
-                model, make(model.parameters()), configuration(3, units=units), process_group=world.group
-            )
-            zero_ext.load_checkpoint(folder, prepared)
-            full = zero_ext.full_state_dict(prepared)
-            assert full.keys() == plain.state_dict().keys()
-            assert all(torch.equal(value, full[name]) for name, value in run.parameters.items())
-            prepared.backward(language_loss(prepared, language_batch(world.seed, 9, 0, world.rank)))
-            optimizer.step()
-            after.append(zero_ext.full_state_dict(prepared))
-            prepared.load_state_dict(full)
-            again = zero_ext.full_state_dict(prepared)
-            assert all(torch.equal(value, full[name]) for name, value in again.items())
+            model, optimizer = prepared(world, model_of(world), 3, optimizer_of, units=units)
+            zero_ext.load_checkpoint(folder, model)
+            full = zero_ext.full_state_dict(model)
+            assert full.keys() == model_of(world).state_dict().keys()
+            check_same(full, trained)
+            language_steps(world, model, optimizer, [9])
+            after.append(zero_ext.full_state_dict(model))
+            model.load_state_dict(full)
+            check_same(model, full)
             with pytest.raises(ValueError, match=r"missing \['head.weight'\], unexpected \['tail'\]"):
-                prepared.load_state_dict({"tail" if n == "head.weight" else n: v for n, v in full.items()})
-        assert distance(after[1], after[0]) < 1e-6 and distance(after[2], after[0]) < 1e-6
+                model.load_state_dict({"tail" if n == "head.weight" else n: v for n, v in full.items()})
+        world.barrier()
+    assert distance(after[1], after[0]) < 1e-6 and distance(after[2], after[0]) < 1e-6
 
 
 @on_ranks(2)
 def test_tiles_of_inputs_are_saved_as_one_weight(world: World) -> None:
-    folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
     states = []
-    for splits in ((2, 3), (1, 1), (3, 2)):
-        model = nn.Sequential(TiledLinear(6, 7, True, *splits), nn.Linear(7, 2))
-        prepared, _ = zero_ext.prepare(
-            model, adamw(model.parameters()), configuration(3), process_group=world.group
-        )
-        if states:
-            zero_ext.load_checkpoint(folder, prepared)
-        else:
-            zero_ext.save_checkpoint(folder, prepared)
-        states.append(zero_ext.full_state_dict(prepared))
+    with tempfile.TemporaryDirectory() as own:
+        folder = world.everyone(own)[0]
+        for splits in ((2, 3), (1, 1), (3, 2)):
+            model, _ = prepared(world, nn.Sequential(TiledLinear(6, 7, True, *splits), nn.Linear(7, 2)))
+            if states:
+                zero_ext.load_checkpoint(folder, model)
+            else:
+                zero_ext.save_checkpoint(folder, model)
+            states.append(zero_ext.full_state_dict(model))
+        world.barrier()
     assert states[0].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     for state in states[1:]:
-        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
-    assert list(Path(folder).iterdir())
+        check_same(state, states[0])
 
 
-@on_ranks(1)
-def test_checkpointed_blocks_and_meta_models_can_be_tiled(world: World) -> None:
-    class Recomputing(TinyModel):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return checkpoint(super().forward, ids, use_reentrant=False)  # type: ignore[no-any-return]
-
-    plan, tiles = Plan(2), {"embedding": 4, "Linear": 3}
-    plain = train(world, model_of(world), plan, tiles=tiles)
-    torch.manual_seed(world.seed)
-    check_equal(train(world, Recomputing(2), plan, tiles=tiles), plain)
-    with torch.device("meta"):
-        empty = TinyModel(2)
-    config = configuration(3, units={"tiles": tiles})
-    prepared, _ = zero_ext.prepare(empty, None, config, process_group=world.group, init="skip")
-    prepared.load_state_dict(plain.parameters)
-    full = zero_ext.full_state_dict(prepared)
-    assert all(torch.equal(value, full[name]) for name, value in plain.parameters.items())
+class Recomputing(TinyModel):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, ids, use_reentrant=False)
 
 
 @on_ranks(2)
-def test_models_from_init_can_be_tiled(world: World) -> None:
-    plan = Plan(2)
-    plain = train(world, model_of(world, True), plan, tiles=TIED)
+def test_checkpointed_meta_and_sharded_models_can_be_tiled(world: World) -> None:
+    plan, tiles = Plan(2), {"embedding": 4, "Linear": 3}
+    config = configuration(3, units={"tiles": tiles})
+    plain = train(world, plan, tiles=tiles)
     torch.manual_seed(world.seed)
-    with zero_ext.Init(configuration(3), process_group=world.group):
+    check_equal(train_prepared(world, Recomputing(2), language_loss, language_batch, config, plan), plain)
+    with torch.device("meta"):
+        empty = TinyModel(2)
+    model, _ = zero_ext.prepare(empty, None, config, process_group=world.group, init="skip")
+    model.load_state_dict(plain.parameters)
+    check_same(plain.parameters, model)
+    tied = configuration(3, units={"tiles": TIED})
+    torch.manual_seed(world.seed)
+    with zero_ext.Init(tied, process_group=world.group):
         model = TinyModel(2, True)
-    check_equal(train(world, model, plan, tiles=TIED), plain)
+    run = train_prepared(world, model, language_loss, language_batch, tied, plan)
+    check_equal(run, train(world, plan, True, tiles=TIED))
 
 
 @on_ranks(1)

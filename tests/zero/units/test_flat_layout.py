@@ -1,4 +1,4 @@
-"""Flat layouts: every element has one position, every shard is equally long and aligned."""
+"""Flat layouts: every element has one position; and values compared between ranks by digests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext import ops
+from zero_ext.comm.process_group import make_collectives
+from zero_ext.zero.units.collective_errors import refuse_different
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=8)
@@ -107,3 +112,31 @@ def test_mistakes_are_named() -> None:
         FlatLayout.build([], 2)
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
         FlatLayout.build([single], 2).shard_range(2)
+
+
+CASTAGNOLI = 0x1EDC6F41
+
+
+def multiple_of_the_polynomial() -> torch.Tensor:
+    """8 bytes that change no CRC32C: the bits of its polynomial, the highest power first."""
+    bits = [1, *((CASTAGNOLI >> power) & 1 for power in range(31, -1, -1))]
+    return torch.tensor(list(sum(bit << at for at, bit in enumerate(bits)).to_bytes(8, "little")))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["one element", "the same CRC32C", "a longer value"])
+def test_different_values_are_refused(world: World, case: str) -> None:
+    value = torch.randint(256, (64,), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    other = value.clone()
+    if case == "one element":
+        other[5] ^= 1
+    elif case == "the same CRC32C":
+        other[16:24] ^= multiple_of_the_polynomial().to(torch.uint8)
+        assert ops.crc32c(value) == ops.crc32c(other)
+    else:
+        other = torch.cat([value, torch.zeros(8, dtype=torch.uint8)])
+    collectives = make_collectives(world.group, 20.0)
+    refuse_different(collectives, "a write", value, "")
+    refuse_different(collectives, "a write", value[:0], "")
+    with pytest.raises(RuntimeError, match=r"got another on ranks \[1\] than on rank 0"):
+        refuse_different(collectives, "a write", other if world.rank else value, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,22 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from tests.zero.training import adamw, check_close, configuration, distance, train_plain, train_prepared
+from tests.zero.training import (
+    adamw,
+    check_close,
+    configuration,
+    placed,
+    prepared,
+    train_plain,
+    train_prepared,
+    train_step,
+)
 from zero_ext.zero import engine_of
 
 MODULE = "tests.zero.units.test_quantized_params"
@@ -93,8 +102,7 @@ def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None
         reference = train_plain(world, model_of(world.seed, dtype), loss_of, batch_of, make_optimizer=adamw)
         frozen = model_of(world.seed, dtype)
         for stage, offload in ((3, TIERS[0]), (3, TIERS[1]), (3, TIERS[2]), (2, TIERS[0])):
-            with tempfile.TemporaryDirectory() as folder:
-                tiers = {"nvme_paths": [folder], **offload} if "nvme" in offload.values() else offload
+            with placed(offload) as tiers:
                 config = configuration(stage, offload=tiers, units={"persistence_threshold": 4})
                 model = model_of(world.seed + world.rank, dtype)  # rank 0's values count, scales included
                 run = train_prepared(world, model, loss_of, batch_of, config, make_optimizer=trainable)
@@ -138,8 +146,8 @@ def _check_memory_breakdown(engine: Any, model: nn.Module, stage: int, tier: str
 @on_ranks(1, 2)
 def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: World) -> None:
     model = model_of(world.seed)
-    config = configuration(3, offload={"params": "host"}, units={"persistence_threshold": 0})
-    prepared, _ = zero_ext.prepare(model, trainable(model.parameters()), config, process_group=world.group)
+    units = {"persistence_threshold": 0}
+    wrapped, _ = prepared(world, model, 3, trainable, offload={"params": "host"}, units=units)
     weight = model[1].weight
     ones = torch.ones(WIDTH)
     uses: list[Any] = [
@@ -166,10 +174,8 @@ def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: Wor
         assert type(weight) is Packed and torch.equal(weight.data, model_of(world.seed)[1].weight.data)
     with zero_ext.gathered([weight], modifier_rank=0):
         weight.fill_(7 + world.rank)
-    assert torch.equal(
-        prepared.full_state_dict()["1.weight"], torch.full((WIDTH, WIDTH), 7, dtype=torch.uint8)
-    )
-    assert engine_of(prepared).index[weight][0].layout.dtype is torch.uint8
+    assert bool((wrapped.full_state_dict()["1.weight"] == 7).all())
+    assert engine_of(model).index[weight][0].layout.dtype is torch.uint8
 
 
 @on_ranks(2)
@@ -190,22 +196,15 @@ def test_presharded_bytes(world: World) -> None:
 
 def checkpoint(world: World, folder: str, save: bool, seed: int, tier: str) -> list[torch.Tensor]:
     """Saves a model, or loads it into another; the outputs it gives, and those of its whole state dict."""
-    path = Path(folder) / f"tier-{world.rank}"
-    path.mkdir(exist_ok=True)
-    model = model_of(seed + (not save))
-    offload = {"params": tier, **({"nvme_paths": [str(path)]} if tier == "nvme" else {})}
-    prepared, _ = zero_ext.prepare(
-        model, trainable(model.parameters()), configuration(3, offload=offload), process_group=world.group
-    )
-    if save:
-        zero_ext.save_checkpoint(Path(folder) / "saved", prepared, step=1)
-    else:
-        zero_ext.load_checkpoint(Path(folder) / "saved", prepared)
-    features = batch_of(seed, 0, 0, 0)
-    other = model_of(seed + 2)
-    again, _ = zero_ext.prepare(other, None, configuration(3), process_group=world.group)
-    zero_ext.load_full_state_dict(again, zero_ext.full_state_dict(prepared))
-    return [model(features).detach(), again(features).detach(), model_of(seed)(features).detach()]
+    with placed({"params": tier}) as offload:
+        model, _ = prepared(world, model_of(seed + (not save)), 3, trainable, offload=offload)
+        if save:
+            zero_ext.save_checkpoint(Path(folder) / "saved", model, step=1)
+        else:
+            zero_ext.load_checkpoint(Path(folder) / "saved", model)
+        again, _ = prepared(world, model_of(seed + 2), 3, None)
+        zero_ext.load_full_state_dict(again, zero_ext.full_state_dict(model))
+        return [each(batch_of(seed, 0, 0, 0)).detach() for each in (model, again, model_of(seed))]
 
 
 @pytest.mark.parametrize("tier", ["device", "nvme"])
@@ -222,27 +221,19 @@ def test_checkpoints_hold_the_bytes_and_what_they_mean(
 
 def resume(world: World, folder: str, save: bool, seed: int) -> list[float]:
     """Two steps and a save without what is frozen, or two more after loading it; the losses of the latter."""
-    model = model_of(seed)
-    config = configuration(3, units={"persistence_threshold": 0})
-    prepared, optimizer = zero_ext.prepare(
-        model, trainable(model.parameters()), config, process_group=world.group
-    )
+    model, optimizer = prepared(world, model_of(seed), 3, trainable, units={"persistence_threshold": 0})
     if not save:
         with pytest.raises(ValueError, match=r"'0\.weight' is missing"):
-            zero_ext.load_checkpoint(folder, prepared)
-        zero_ext.load_checkpoint(folder, prepared, include_frozen=False)
+            zero_ext.load_checkpoint(folder, model)
+        zero_ext.load_checkpoint(folder, model, include_frozen=False)
     losses = []
     for step in range(4 if save else 2):
         if save and step == 2:
-            zero_ext.save_checkpoint(folder, prepared, step=2, include_frozen=False, async_save=False)
-            found = zero_ext.full_state_dict(prepared, key_filter=lambda name: name.endswith("up"))
+            zero_ext.save_checkpoint(folder, model, step=2, include_frozen=False, async_save=False)
+            found = zero_ext.full_state_dict(model, key_filter=lambda name: name.endswith("up"))
             assert sorted(found) == ["0.up", "1.up", "2.up"] and found["1.up"].shape == (WIDTH, 2)
-            assert not zero_ext.full_state_dict(prepared, key_filter=lambda name: False)
-        loss = loss_of(prepared, batch_of(seed, step % 2, 0, 0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+            assert not zero_ext.full_state_dict(model, key_filter=lambda name: False)
+        losses.append(train_step(model, optimizer, loss_of(model, batch_of(seed, step % 2, 0, 0))))
     return losses[-2:]
 
 
@@ -260,38 +251,15 @@ def test_a_checkpoint_without_the_frozen_base_resumes(rank_pool: RankPool, tmp_p
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World) -> None:
-    class Several(torch.Tensor):
-        """A tensor made of another one."""
-
-        @staticmethod
-        def __new__(cls, inner: torch.Tensor) -> Several:
-            made: Several = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
-            made.inner = inner  # type: ignore[assignment]
-            return made
-
-        def __tensor_flatten__(self) -> tuple[list[str], None]:
-            return ["inner"], None
-
-        @classmethod
-        def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Several:
-            return cls(inner["inner"])
-
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten.detach.default:
-                return cls(args[0].inner)
-            raise NotImplementedError(str(func))
-
     model = nn.Linear(3, 3)
-    model.weight = nn.Parameter(Several(torch.ones(3, 3)), requires_grad=False)
-    with pytest.raises(ValueError, match=r"'weight': .*a Several.*bitsandbytes"):
-        zero_ext.prepare(model, adamw([model.bias]), configuration(3), process_group=world.group)
-    assert not distance({"bias": model.bias.detach()}, {"bias": model.bias.detach()})
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)), requires_grad=False)
+    bias = model.bias.detach().clone()
+    with pytest.raises(ValueError, match=r"'weight': .*a TwoTensor.*bitsandbytes"):
+        prepared(world, model, 3, trainable)
+    assert torch.equal(model.bias, bias)
     # One rank that quantized in other blocks has other scales.
     packed = model_of(world.seed)
     if world.rank == 1:
         packed[0].weight.meaning.scale = torch.ones(1, 1)
     with pytest.raises(RuntimeError, match=r"Ranks \[1\] differ from rank 0"):
-        zero_ext.prepare(packed, None, configuration(3), process_group=world.group)
+        prepared(world, packed, 3, None)

@@ -19,7 +19,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, feature_batch
-from tests.zero.training import adamw, configuration
+from tests.zero.training import adamw, check_near, configuration, prepared, train_step
 from zero_ext.zero import engine_of
 from zero_ext.zero.memory.gathered_unit import UnitState
 
@@ -197,23 +197,15 @@ def check_same(world: World, make: Callable[[], nn.Module], after: Callable[...,
     torch.manual_seed(world.seed)
     plain: Any = make()
     torch.manual_seed(world.seed)
-    twin: Any = make()
-    model, optimizer = zero_ext.prepare(
-        twin, adamw(twin.parameters()), configuration(3), process_group=world.group
-    )
+    model, optimizer = prepared(world, make())
     reference = adamw(plain.parameters())
     for step in range(3):
         losses = []
         for module, stepped in ((plain, reference), (model, optimizer)):
-            loss = after(unwrapped(module), module(feature_batch(world.seed, step, 0, 0)).square().mean())
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-            losses.append(loss.item())
+            loss = module(feature_batch(world.seed, step, 0, 0)).square().mean()
+            losses.append(train_step(module, stepped, after(unwrapped(module), loss)))
         assert losses[1] == pytest.approx(losses[0], rel=1e-5), step
-    state = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    check_near(model, plain)
     engine = engine_of(model)
     assert all(unit.state is UnitState.RELEASED for unit in engine.units if unit.placement.params)
 
@@ -259,27 +251,21 @@ def test_uses_without_autograd_see_the_present_value(world: World) -> None:
 
 @on_ranks(2)
 def test_penalties_hold_one_unit_at_a_time(world: World) -> None:
-    model, _ = zero_ext.prepare(Model(), None, configuration(3), process_group=world.group)
-    engine = engine_of(model)
-    most = 0
+    model, _ = prepared(world, Model(), 3, None)
+    units, most = engine_of(model).units, [0]
 
-    def watch(event: object) -> None:
-        nonlocal most
-        most = max(most, sum(unit.layout.numel for unit in engine.units if unit.state is UnitState.GATHERED))
+    def watch(_: object) -> None:
+        most.append(sum(unit.layout.numel for unit in units if unit.state is UnitState.GATHERED))
 
-    engine.subscribe(watch)
-    loss = sum(parameter.square().sum() for parameter in model.parameters())
-    assert isinstance(loss, torch.Tensor)
-    loss.backward()
-    assert 0 < most <= max(unit.layout.numel for unit in engine.units)
+    engine_of(model).subscribe(watch)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    assert 0 < max(most) <= max(unit.layout.numel for unit in units)
 
 
 @on_ranks(2)
 def test_a_backward_that_would_use_other_values_raises(world: World) -> None:
     plain = Model()
-    model, optimizer = zero_ext.prepare(
-        plain, adamw(plain.parameters()), configuration(3), process_group=world.group
-    )
+    model, optimizer = prepared(world, plain)
     features = feature_batch(world.seed, 0, 0, 0)
     stale = model(features).sum()
     penalty = model.shared.square().sum()
@@ -310,29 +296,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("use", list(REFUSED))
 def test_uses_that_cannot_be_right_are_refused_by_name(world: World, use: str) -> None:
     plain = Model()
-    model, optimizer = zero_ext.prepare(
-        plain, adamw(plain.parameters()), configuration(3), process_group=world.group
-    )
+    model, optimizer = prepared(world, plain)
     action, message = REFUSED[use]
     with pytest.raises(RuntimeError, match=f"(?s){message}"):
         action(unwrapped(model))
     optimizer.zero_grad()
     model(feature_batch(world.seed, 0, 0, 0)).sum().backward()
     optimizer.step()
-
-
-class StoresView(nn.Module):
-    """Stores a view of its weight after its call."""
-
-    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.view = view
-        self.stored = torch.empty(0)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.stored = self.view(self.layer.weight)
-        return self.layer(features)
 
 
 STORED_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -343,14 +313,25 @@ STORED_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class StoresView(nn.Module):
+    """Stores a view of its weight after its call."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.view, self.stored = nn.Linear(WIDTH, WIDTH), view, torch.empty(0)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.stored = self.view(self.layer.weight)
+        return self.layer(features)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16"])
 @pytest.mark.parametrize("view", list(STORED_VIEWS))
 def test_a_view_stored_after_its_block_is_nan_and_detected(world: World, view: str, dtype: str) -> None:
     """Nothing tells the engine of a read of such a view, which has no memory of its own."""
     model: Any = nn.Sequential(StoresView(STORED_VIEWS[view]), nn.Linear(WIDTH, WIDTH))
-    config = configuration(3, precision={"dtype": dtype}, units={"prefetch_elements": 0})
-    model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+    model, optimizer = prepared(world, model, precision={"dtype": dtype}, units={"prefetch_elements": 0})
     features = feature_batch(world.seed, 0, 0, world.rank)
     with torch.no_grad():
         model(features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, check_against_plain, configuration
+from tests.zero.training import adamw, check_against_plain, check_near, prepared, train_step
 from zero_ext.zero import engine_of
 
 
@@ -78,25 +79,16 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 }
 
 
-def multiply(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.mul_(1.5)
-
-
 def zero_first(hidden: torch.Tensor) -> torch.Tensor:
     hidden[:, 0] = 0
     return hidden
 
 
-def add_after(hidden: torch.Tensor) -> torch.Tensor:
-    hidden.add_(1)
-    return hidden
-
-
 INPLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mul_": multiply,
+    "mul_": lambda hidden: hidden.mul_(1.5),
     "setitem": zero_first,
     "relu_": torch.relu_,
-    "add_": add_after,
+    "add_": lambda hidden: hidden.add_(1),
 }
 
 
@@ -146,43 +138,34 @@ def test_keyword_inputs_and_dict_outputs(world: World) -> None:
     check_against_plain(world, KeywordStack(), feature_loss, feature_batch, 3)
 
 
+def opaque_stack() -> nn.Module:
+    return Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
+
+
 @on_ranks(2)
 def test_an_output_without_reachable_tensors_retains_its_parameters_until_the_step(world: World) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(world.seed)
-        return Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
-
-    plain, model = build(), build()
+    torch.manual_seed(world.seed)
+    plain, features = opaque_stack(), feature_batch(world.seed, 0, 0, 0)
+    model, optimizer = prepared(world, copy.deepcopy(plain))
     reference = adamw(plain.parameters())
-    model, optimizer = zero_ext.prepare(
-        model, adamw(model.parameters()), configuration(3), process_group=world.group
-    )
-    features = feature_batch(world.seed, 0, 0, 0)
     with pytest.warns(RuntimeWarning, match=r"block 'blocks.0' returned Opaque(?s:.*)double_backward"):
         loss = feature_loss(model, features)
-    loss.backward()
-    optimizer.step()
+    train_step(model, optimizer, loss)
     assert engine_of(model).prefetcher.live_elements == 0
-    feature_loss(plain, features).backward()
-    reference.step()
-    state = zero_ext.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+    train_step(plain, reference, feature_loss(plain, features))
+    check_near(model, plain, 1e-5, 1e-7)
 
 
 @on_ranks(2)
 def test_an_output_without_reachable_tensors_inside_double_backward(world: World) -> None:
-    plain = Stack([Returning(Opaque), Returning(Opaque)], lambda out: out.value)
-    features = feature_batch(world.seed, 0, 0, 0)
+    torch.manual_seed(world.seed)
+    plain, features = opaque_stack(), feature_batch(world.seed, 0, 0, 0)
+    model, _ = prepared(world, copy.deepcopy(plain))
     feature_loss(plain, features).backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for parameter in plain.parameters():
-        parameter.grad = None
-    model, _ = zero_ext.prepare(plain, adamw(plain.parameters()), configuration(3), process_group=world.group)
     with zero_ext.double_backward(model):
         feature_loss(model, features).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(zero_ext.full_gradient(parameter), wanted[name], rtol=1e-5, atol=1e-7)
+    for parameter, true in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(zero_ext.full_gradient(parameter), true.grad, rtol=1e-5, atol=1e-7)
 
 
 class Auxiliary(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,19 @@ import zero_ext
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.step.one_bit.simulation import BETA1, BETA2, DECAY, EPS, LR, Course
+from tests.zero.training import check_same as check_same
 from zero_ext.zero import engine_of
+
+
+def zero_one(stage: int, dtype: str, var_freeze: int, scaler: int, clipper: int, steps: int = 12) -> Course:
+    policy = {
+        "var_freeze_step": var_freeze,
+        "var_update_scaler": scaler,
+        "local_step_scaler": scaler,
+        "local_step_clipper": clipper,
+    }
+    return Course("ZeroOneAdam", stage, dtype, 1, policy, steps)
+
 
 COURSES = {
     "1-bit Adam": Course("OneBitAdam", 0, "fp32", 1, {"freeze_step": 3}),
@@ -20,28 +33,9 @@ COURSES = {
     "1-bit Adam, moments sharded, bf16": Course("OneBitAdam", 1, "bf16", 1, {"freeze_step": 3}),
     "1-bit LAMB": Course("OneBitLamb", 0, "fp32", 1, {"freeze_step": 4}),
     "1-bit LAMB, bf16, accumulated": Course("OneBitLamb", 0, "bf16", 2, {"freeze_step": 3}, 8),
-    "0/1 Adam": Course(
-        "ZeroOneAdam",
-        0,
-        "fp32",
-        1,
-        {"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
-        18,
-    ),
-    "0/1 Adam, bf16": Course(
-        "ZeroOneAdam",
-        0,
-        "bf16",
-        1,
-        {"var_freeze_step": 5, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2},
-    ),
-    "0/1 Adam, moments sharded": Course(
-        "ZeroOneAdam",
-        1,
-        "bf16",
-        1,
-        {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 1},
-    ),
+    "0/1 Adam": zero_one(0, "fp32", 7, 2, 4, 18),
+    "0/1 Adam, bf16": zero_one(0, "bf16", 5, 1, 2),
+    "0/1 Adam, moments sharded": zero_one(1, "bf16", 8, 2, 1),
 }
 
 
@@ -59,17 +53,9 @@ class Branching(nn.Module):
         return logits + self.sometimes.to(logits.dtype) if sometimes else logits
 
 
-class Sometimes(nn.Module):
-    """``model`` with the branch of one step chosen."""
-
-    def __init__(self, model: nn.Module, sometimes: bool) -> None:
-        super().__init__()
-        self.forward = lambda ids: model(ids, sometimes)  # type: ignore[method-assign]
-
-
 def branching_loss(seed: int, model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     """The loss of rank ``rank`` on a micro-batch of its own."""
-    chosen = Sometimes(model, rank == 0 and step % 2 == 0)
+    chosen: Any = functools.partial(model, sometimes=rank == 0 and step % 2 == 0)
     ids = language_batch(seed, step, micro, rank).to(next(model.parameters()).device)
     return language_loss(chosen, ids)
 
@@ -117,10 +103,3 @@ def layouts(model: Any) -> list[Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """This rank's parameters as they are now."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    """Bit-identical, entry for entry."""
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), f"{name} differs by {(value - second[name]).abs().max()}"

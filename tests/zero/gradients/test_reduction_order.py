@@ -1,8 +1,9 @@
-"""One order of gathers and reductions on all ranks of a device, whenever gradients arrive."""
+"""One order of gathers and reductions on all ranks of a device, in a stream beside that of backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -10,15 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
-from tests.multi.pool import RankPool
 from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import configuration, prepared, sgd, train_step
+from zero_ext import ops
 from zero_ext.comm import DeviceTransport
+from zero_ext.offload import Device
 from zero_ext.zero import engine_of
+from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.reducer import GradientReducer, ReductionSchedule
+from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.memory.pool_plan import PoolPlan
 
 WIDTH = 24
 BEGUN = ("gather", "all_to_all", "reduce_scatter", "broadcast", "all_reduce")
@@ -39,18 +48,19 @@ class Block(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``."""
+    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``.
+    ``checkpointed`` runs blocks again in backward. There are more than reductions may be in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.early = False
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.early, self.checkpointed = False, checkpointed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden * self.scale if self.early else hidden
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
         return (hidden if self.early else hidden * self.scale).square().mean()
 
 
@@ -62,6 +72,18 @@ def losses(world: World, model: nn.Module, inner: Uneven) -> Iterator[torch.Tens
         for number, block in enumerate(inner.blocks):
             block.uses = step == 0 or (number + step) % (world.rank + 2) != 0
         yield model(torch.randn(3, WIDTH, generator=generator).to(inner.blocks[0].first.weight.device))
+
+
+def train_steps(
+    world: World, inner: Uneven, group: Any, config: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """A model prepared and trained in these steps, and its parameters then."""
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=group)
+    for loss in losses(world, model, inner):
+        train_step(model, optimizer, loss)
+    values = zero_ext.full_state_dict(model, rank0_only=False).values()
+    return model, [value.cpu() for value in values]
 
 
 def trained_plainly(world: World) -> list[torch.Tensor]:
@@ -97,13 +119,7 @@ def trained(world: World, config: dict[str, Any]) -> tuple[list[torch.Tensor], l
         return call
 
     with mock.patch.multiple(DeviceTransport, **{name: noting(name) for name in BEGUN}):
-        optimizer = torch.optim.SGD(inner.parameters(), 0.1)
-        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=group)
-        for loss in losses(world, model, inner):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        values = [value.cpu() for value in zero_ext.full_state_dict(model, rank0_only=False).values()]
+        model, values = train_steps(world, inner, group, config)
     assert engine_of(model).collectives.in_one_order
     dist.destroy_process_group(group)
     return values, world.everyone(begun)
@@ -120,68 +136,31 @@ def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def without_the_schedule(world: World) -> str:
-    config = {"stage": 3, "units": {"prefetch_elements": 1}, "timeout_seconds": 20}
-    without = mock.patch.object(GradientReducer, "_make_schedule", lambda self: None)
-    with without, pytest.raises(RuntimeError) as caught:
-        trained(world, config)
-    return str(caught.value)
-
-
-def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
-    """The test above would notice."""
-    messages = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
-    stand_in_pool.close()  # the streams of these ranks have failed
-    # A rank that does not name the difference reports that another rank has aborted.
-    assert any("different" in each for each in messages), messages
-
-
 # Vectors stay gathered in the second case: no block's end says that a rank has left one out.
-UNITS = [
-    {"prefetch_elements": 1},
-    {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50},
+HOST_CASES: list[dict[str, Any]] = [
+    {"units": {"prefetch_elements": 1}},
+    {"units": {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50}},
+    {"offload": {"update_mode": "in_backward"}},
 ]
 
 
-def trained_in_host_memory(world: World, units: dict[str, int]) -> list[torch.Tensor]:
+def trained_in_host_memory(world: World, checkpointed: bool, **more: Any) -> list[torch.Tensor]:
     torch.manual_seed(world.seed)
-    inner = Uneven()
-    config = {"stage": 3, "units": units, "timeout_seconds": 100}
-    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
-    model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
-    for loss in losses(world, model, inner):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    config = {"stage": 3, "timeout_seconds": 100, **more}
+    model, values = train_steps(world, Uneven(checkpointed), world.group, config)
     assert not engine_of(model).collectives.in_one_order
-    return list(zero_ext.full_state_dict(model, rank0_only=False).values())
+    return values
 
 
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("more", HOST_CASES)
 @on_ranks(2, 3)
-def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, units: dict[str, int]) -> None:
-    for one, other in zip(trained_in_host_memory(world, units), trained_plainly(world), strict=True):
+def test_in_host_memory_no_rank_waits_for_what_another_has_last(
+    world: World, more: dict[str, Any], checkpointed: bool
+) -> None:
+    wanted = trained_plainly(world)
+    for one, other in zip(trained_in_host_memory(world, checkpointed, **more), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def reduce_unordered(world: World, units: dict[str, int]) -> str:
-    def adopt(reducer: GradientReducer, arrived: list[int]) -> None:
-        reducer._outside = set()
-        original(reducer, arrived)
-
-    original = GradientReducer._adopt_order
-    adopted = mock.patch.object(GradientReducer, "_adopt_order", adopt)
-    with adopted, pytest.raises(RuntimeError) as caught:
-        trained_in_host_memory(world, units)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("units", UNITS)
-def test_without_an_order_ranks_deadlock(rank_pool: RankPool, units: dict[str, int]) -> None:
-    """The test above would notice."""
-    messages = rank_pool.run(2, f"{__name__}:reduce_unordered", {"units": units})
-    rank_pool.close()
-    assert any("expected the same collective on all ranks" in each for each in messages), messages
 
 
 class Counts:
@@ -236,11 +215,7 @@ def test_without_gathers_offloaded_gradients_do_not_pile_up(
     """The host waits for their way to its memory, and nothing in backward makes ranks agree meanwhile."""
     torch.manual_seed(world.seed)
     inner = Uneven().to("stand_in")
-    config = {
-        "stage": stage,
-        "offload": {"optimizer": "host"},
-        "units": {"bucket_elements": 700, **units},
-    }
+    config = {"stage": stage, "offload": {"optimizer": "host"}, "units": {"bucket_elements": 700, **units}}
     most: list[int] = []
     waiting: list[int] = []
     original = GradientReducer.arrived
@@ -295,3 +270,110 @@ def test_a_gather_after_a_learned_pass_without_any(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert len(schedule._due) > 0
+
+
+NBYTES = 4096
+
+
+class Watch:
+    """What happens in a backward pass of ``engine``: whether ops run in the ``outer`` stream, how many units
+    wait to be packed whenever a gradient comes, and whether the memory of packed ones is kept until then."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.outer = torch.accelerator.current_stream()
+        self.outside: list[bool] = []
+        self.waiting: list[int] = []
+        self.retained: list[bool] = []
+        self.retained_longer: list[bool] = []
+        self._packed: list[StorageWeakRef] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Any:
+        add = UnitGradients.add
+        self._packed.clear()
+
+        def watched_add(gradients: UnitGradients, index: int, gradient: torch.Tensor) -> None:
+            self.retained += [not each.expired() for each in self._packed]
+            add(gradients, index, gradient)
+            self.retained_longer += [not each.expired() for each in self._packed]
+            self._packed.clear()
+            self.waiting.append(sum(bool(each._waiting) for each in self.engine.reducer.gradients))
+
+        def pack(flat: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
+            self._packed += [StorageWeakRef(each.untyped_storage()) for each in tensors]
+            original_pack(flat, tensors, offsets)
+
+        original_pack = self._noted(ops.pack_)
+        with (
+            mock.patch.object(UnitGradients, "add", watched_add),
+            mock.patch.object(ops, "pack_", pack),
+            mock.patch.object(ops, "sum_shards_", self._noted(ops.sum_shards_)),
+        ):
+            yield
+
+    def _noted(self, original: Callable[..., None]) -> Callable[..., None]:
+        def op(*arguments: Any) -> None:
+            self.outside.append(torch.accelerator.current_stream() == self.outer)
+            original(*arguments)
+
+        return op
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize("accumulation", ["declared", "no_sync"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_goes_on_and_its_gradients_do_not_pile_up(
+    world: World, stage: int, accumulation: str
+) -> None:
+    """Whether a pass reduces them or not, gradients of autograd wait while their unit is not complete, and
+    until the next one comes."""
+    torch.manual_seed(world.seed)
+    model = TinyModel().to("stand_in")
+    config = configuration(stage) | {"units": {"bucket_elements": 700}}
+    if accumulation == "declared":
+        config["batch"] = {"gradient_accumulation_steps": 2}
+    model, optimizer = zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
+    watch = Watch(engine_of(model))
+    for number in range(2):
+        retained = number == 0 and accumulation == "no_sync"
+        with watch.watching(), model.no_sync() if retained else contextlib.nullcontext():
+            language_loss(model, language_batch(world.seed, number, 0, world.rank).to("stand_in")).backward()
+    assert watch.outside
+    assert not any(watch.outside)
+    assert max(watch.waiting) <= 2 < len(engine_of(model).units)
+    assert watch.retained
+    assert all(watch.retained)
+    assert not any(watch.retained_longer)
+    optimizer.step()
+
+
+@on_ranks(2, stand_in=True)
+def test_collectives_of_several_phases_continue_in_it(world: World) -> None:
+    model = TinyModel().to("stand_in")
+    model, _ = prepared(world, model, 3, sgd)
+    collectives, outer = engine_of(model).collectives, torch.accelerator.current_stream()
+    for exchange in (collectives._gathers, collectives._reductions):
+        with exchange.order.beside():
+            assert torch.accelerator.current_stream() != outer
+
+
+@pytest.mark.parametrize("planned", [0, NBYTES])
+@on_ranks(1, stand_in=True)
+def test_memory_released_on_the_stream_is_reused_after_its_use(world: World, planned: int) -> None:
+    """In the region and beside it."""
+    torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
+    device = Device(torch.device("stand_in", 0))
+    pool = BufferPool(PoolPlan(planned, {}), device)
+    wanted = torch.randn(NBYTES // 4, generator=torch.Generator().manual_seed(world.seed))
+    source = wanted.to("stand_in")
+    torch.accelerator.synchronize()
+    with device.reduction_stream.entered(), pool.growing():
+        lent = pool.acquire(NBYTES)
+        address = lent.data_ptr()
+        lent.view(torch.float32).copy_(source)
+        pool.release(lent)
+    with pool.growing():
+        again = pool.acquire(NBYTES)
+    assert again.data_ptr() == address
+    assert torch.equal((again.view(torch.float32) + 1).cpu(), wanted + 1)
