@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.zoo.case import Case, TrainingState
-from tests.zoo.inputs import classification, generator, greedy, labeled, next_token, tokens
+from tests.zoo.inputs import classification, greedy, labeled, next_token, own_loss, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
 
@@ -46,7 +46,7 @@ class LoRALinear(nn.Linear):
         return result
 
 
-def with_lora(rank: int = 2) -> nn.Module:
+def with_lora() -> nn.Module:
     """Replace the linear layers of a frozen GPT by assigning to the parents' attributes."""
     model = GPT()
     for p in model.parameters():
@@ -58,7 +58,7 @@ def with_lora(rank: int = 2) -> nn.Module:
                 if isinstance(parent, nn.Module) and hasattr(parent, name)
                 else parent[name]
             )
-            new = LoRALinear(old.in_features, old.out_features, rank)
+            new = LoRALinear(old.in_features, old.out_features)
             new.weight, new.bias = old.weight, old.bias
             setattr(parent, name, new)
     return model
@@ -183,25 +183,6 @@ def reptile_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     return loss
 
 
-class ProtoNet(nn.Module):
-    """Prototypes are means of the support set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Net()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        z = self.encoder(x)
-        return -self.temperature * torch.cdist(z[3:], z[:3]) ** 2
-
-
-def prototypes(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the loss of queries that belong to the prototypes in turn."""
-    out = model(inputs[0])
-    return F.cross_entropy(out, torch.arange(out.shape[0]) % 3)
-
-
 class LearnedOptimizer(nn.Module):
     """An inner loop over one parameter, with a learned rate for each element."""
 
@@ -220,11 +201,6 @@ class LearnedOptimizer(nn.Module):
         return F.cross_entropy(x[4:] @ w, y[4:])
 
 
-def own(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return what the model returns."""
-    return model(inputs)
-
-
 def adapted(name: str, build: Any, **more: Any) -> Case:
     """Return a case of a classifier of eight features."""
     return Case(
@@ -235,11 +211,6 @@ def adapted(name: str, build: Any, **more: Any) -> Case:
 def trained_only(model: nn.Module) -> torch.optim.Optimizer:
     """Give the optimizer the trainable parameters alone."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
-
-
-def last_tokens(step: int) -> torch.Tensor:
-    """Return ids [2, 4]."""
-    return torch.randint(VOCABULARY, (2, 4), generator=generator(step))
 
 
 CASES = [
@@ -261,25 +232,8 @@ CASES = [
     adapted("adapters-by-hooks", Houlsby, optimizer=trained_only),
     adapted("hypernetwork", HyperNetwork),
     adapted("scaled-parameters", ScaledParameters),
-    adapted(
-        "maml-naive",
-        Net,
-        loss=maml_loss,
-        step=maml_step,
-        evaluate=classification,
-    ),
+    adapted("maml-naive", Net, loss=maml_loss, step=maml_step, evaluate=classification),
     adapted("maml", Net, loss=maml_loss, step=maml_documented, evaluate=classification),
     adapted("reptile", Net, step=reptile_step),
-    adapted("prototypes", ProtoNet, loss=prototypes),
-    adapted(
-        "learned-rates",
-        LearnedOptimizer,
-        loss=own,
-        evaluate=None,
-    ),
-    Case("own/adaptation/lora-short", lambda: with_lora(1), last_tokens, next_token, optimizer=trained_only),
-    adapted(
-        "frozen-features",
-        lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 3)),
-    ),
+    adapted("learned-rates", LearnedOptimizer, loss=own_loss, evaluate=None),
 ]

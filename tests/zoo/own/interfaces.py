@@ -206,26 +206,8 @@ CASES = [
     interface("outside-method", loss=method),
     interface("outside-block-method", loss=block_method),
     interface("outside-functional-use", loss=functional_use),
-    Case(
-        "own/interfaces/outside-gpt",
-        GPT,
-        tokens(VOCABULARY, LENGTH),
-        tied_outside,
-        evaluate=next_token,
-    ),
+    Case("own/interfaces/outside-gpt", GPT, tokens(VOCABULARY, LENGTH), tied_outside, evaluate=next_token),
     interface("thread-of-blocks", InThread),
     interface("thread-of-loop", loss=step_in_thread),
-    *(
-        interface(f"output-{k}", lambda k=k: Packs(k))
-        for k in [
-            "dataclass",
-            "named-tuple",
-            "loose-named-tuple",
-            "dict",
-            "none",
-            "object",
-            "generator",
-            "closure",
-        ]
-    ),
+    *(interface(f"output-{k}", lambda k=k: Packs(k)) for k in OUTPUTS),
 ]
