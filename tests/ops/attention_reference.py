@@ -78,6 +78,12 @@ class Case:
             name: value for name, value in values.items() if name not in ("query", "key", "value", "mask")
         }
 
+    def forward_arguments(self) -> tuple[Any, ...]:
+        """Those of the op that also returns the logarithms of the sums."""
+        scale = 1 / math.sqrt(self.query.size(-1)) if self.scale is None else self.scale
+        rows = (self.query, self.key, self.value, *compressed(self.mask), self.key_padding, self.bias)
+        return (*rows, self.block, self.causal, scale, self.dropout, self.seed, self.offset)
+
     def run(self) -> Tensor:
         return ops.block_sparse_attention(
             self.query, self.key, self.value, *compressed(self.mask), **self.options

@@ -44,6 +44,10 @@ class State:
         """The same values in memory of their own."""
         return self.map(Tensor.clone)
 
+    def replaced(self, **changes: Tensor) -> State:
+        """Return the state with other tensors."""
+        return type(self)(self.family, **{**self.named(), **changes})
+
     def differing(self, other: State) -> list[str]:
         """Names of the arguments whose bits differ."""
         return [
@@ -252,9 +256,6 @@ class State8(State):
         moments = (self.exp_avg(), self.exp_avg_sq())
         rest = (self.grad, self.param, self.segments, self.hyper, self.grad_scale)
         ops.adam_step_8bit_(self.master, *moments, *rest)
-
-    def replaced(self, **changes: Tensor) -> State8:
-        return State8(self.family, **{**self.named(), **changes})
 
 
 @dataclass(frozen=True)

@@ -165,44 +165,6 @@ def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator)
     assert state.master[:256].isfinite().all() and state.master[512:].isfinite().all()
 
 
-def wrong_arguments() -> list[tuple[str, Tensor, str]]:
-    """(argument, replacement, words of the message) for a state of 300 elements."""
-    cases: list[tuple[str, Tensor, str]] = []
-    for name in ("master", "exp_avg_codes", "exp_avg_sq_codes", "grad", "param"):
-        dtype = torch.uint8 if name.endswith("_codes") else torch.float32
-        cases += [
-            (name, torch.zeros(300, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
-            (name, torch.zeros(600, dtype=dtype)[::2], f"'{name}'.*expected a contiguous tensor"),
-            (name, torch.zeros(300, device="meta"), "expected all tensors on one device, got cpu, meta"),
-            (name, torch.zeros(3, 100, dtype=dtype), f"'{name}': expected one dimension with 300"),
-        ]
-        if name != "master":
-            cases.append(
-                (name, torch.zeros(301, dtype=dtype), f"'{name}': expected one dimension with 300 elements")
-            )
-    for name in ("exp_avg_scales", "exp_avg_sq_scales"):
-        cases += [
-            (name, torch.zeros(2, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
-            (name, torch.zeros(1), f"'{name}': expected one dimension with 2 elements"),
-            (name, torch.zeros(300), f"'{name}': expected one dimension with 2 elements"),
-        ]
-    return [
-        *cases,
-        ("segments", torch.tensor([[0, 301]]), r"segments\[0\]: .*got \[0, 301\)"),
-        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "expected dtype Long"),
-        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"expected shape \[1, 8\]"),
-    ]
-
-
-def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
-    state = ADAM_8BIT.state(generator, 300, [(0, 300)], [{}], param=torch.float32)
-    before = state.clone()
-    for name, replacement, words in wrong_arguments():
-        with pytest.raises(RuntimeError, match=f"adam_step_8bit_: .*{words}"):
-            state.replaced(**{name: replacement}).step()
-        assert state.differing(before) == [], name
-
-
 def test_refuses_shared_memory_by_name(generator: torch.Generator) -> None:
     state = ADAM_8BIT.state(generator, 300, [(0, 300)], [{}])
     for name, other in [

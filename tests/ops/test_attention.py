@@ -139,10 +139,8 @@ def test_a_bias_of_minus_infinity_hides(generator: torch.Generator) -> None:
 
 
 def test_gradient_of_the_bias_only_if_it_is_asked_for(generator: torch.Generator) -> None:
-    case = plain_case(generator)
-    layout = compressed(case.mask)
     bias = randn(1, 4, 1, 100, generator=generator)
-    arguments = (case.query, case.key, case.value, *layout, None, bias, 16, False, 0.1, 0.0, 0, 0)
+    arguments = replace(plain_case(generator), bias=bias).forward_arguments()
     output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
     backward = torch.ops.zero_ext.block_sparse_attention_backward
     rows = (torch.ones_like(output), *arguments[:3], output, logsumexp, *arguments[3:])
@@ -165,28 +163,15 @@ def test_rows_without_keys_are_zeros(isa: str, generator: torch.Generator) -> No
         assert (output[empty] == 0).all() and (leaves[0].grad[empty] == 0).all()
         assert (leaves[1].grad[1] == 0).all() and (leaves[2].grad[1] == 0).all()
         assert output.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
-        layout = compressed(case.mask)
-        options = (case.key_padding, None, 16, False, 1.0, 0.0, 0, 0)
-        arguments = (*[leaf.detach() for leaf in leaves], *layout, *options)
-        logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)[1]
+        with torch.no_grad():
+            logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*case.forward_arguments())[1]
         assert ((logsumexp == -math.inf) == empty).all()
 
 
 def test_logsumexp(generator: torch.Generator) -> None:
     rows = [randn(1, 2, 70, 16, generator=generator) for _ in range(3)]
-    arguments = (
-        *rows,
-        *compressed(torch.ones(1, 2, 2, dtype=torch.bool)),
-        None,
-        None,
-        64,
-        False,
-        0.5,
-        0.0,
-        0,
-        0,
-    )
-    found = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)[1]
+    case = Case(*rows, torch.ones(1, 2, 2, dtype=torch.bool), 64, scale=0.5)
+    found = torch.ops.zero_ext.block_sparse_attention_forward(*case.forward_arguments())[1]
     exact = (rows[0].double() @ rows[1].double().transpose(-1, -2) * 0.5).logsumexp(-1) / math.log(2)
     assert found.dtype == torch.float32 and torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-6)
 

@@ -118,8 +118,7 @@ def test_layouts_with_impossible_values(
 
 
 def test_backward_checks_its_arguments(case: Case) -> None:
-    layout = compressed(case.mask)
-    arguments = (case.query, case.key, case.value, *layout, None, None, 16, False, 0.25, 0.0, 0, 0)
+    arguments = case.forward_arguments()
     output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
 
     def backward(grad: Tensor, result: Tensor, sums: Tensor, wants: bool = False) -> None:
