@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.zoo.case import Case, TrainingState
+from tests.zoo.case import Case, TrainingState, plain_step
 from tests.zoo.inputs import classification, greedy, labeled, next_token, own_loss, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
@@ -155,11 +155,7 @@ def maml_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 def maml_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Make a step of MAML as it is written for plain torch."""
-    state.optimizer.zero_grad()
-    loss = maml_loss(state.model, inputs)
-    loss.backward()
-    state.optimizer.step()
-    return loss
+    return plain_step(state, maml_loss, inputs)
 
 
 def maml_documented(state: TrainingState, inputs: Any) -> torch.Tensor:
@@ -173,10 +169,7 @@ def reptile_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     with state.gathered(state.model):
         before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
     for _ in range(2):
-        state.optimizer.zero_grad()
-        loss = classification(state.model, inputs)
-        loss.backward()
-        state.optimizer.step()
+        loss = plain_step(state, classification, inputs)
     with state.gathered(state.model, modifier_rank=0), torch.no_grad():
         for n, p in state.model.named_parameters():
             p.copy_(before[n] + 0.5 * (p - before[n]))

@@ -1,4 +1,4 @@
-"""Two networks with an optimizer each, gradient penalties and clipped weights."""
+"""Two networks with an optimizer each, and gradient penalties."""
 
 from __future__ import annotations
 
@@ -60,26 +60,6 @@ def gan_evaluation(models: Any, x: torch.Tensor) -> torch.Tensor:
     return D(x).mean() - D(G(noise(x))).mean()
 
 
-def wasserstein_step(state: TrainingState, x: torch.Tensor, clip: str) -> torch.Tensor:
-    """Train the critic on the distance and clip its weights, by ``data`` or inside ``gathered``."""
-    (G, D), (opt_g, opt_d) = state.models, state.optimizers
-    opt_d.zero_grad()
-    loss = -torch.mean(D(x)) + torch.mean(D(G(noise(x)).detach()))
-    loss.backward()
-    opt_d.step()
-    if clip == "data":
-        for p in D.parameters():
-            p.data.clamp_(-0.05, 0.05)
-    else:
-        with state.gathered(D, modifier_rank=0), torch.no_grad():
-            for p in D.parameters():
-                p.clamp_(-0.05, 0.05)
-    opt_g.zero_grad()
-    (-torch.mean(D(G(noise(x))))).backward()
-    opt_g.step()
-    return loss
-
-
 def gradient_penalty(D: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     """Return WGAN-GP's penalty at random points between real and fake."""
     alpha = torch.rand(real.size(0), 1)
@@ -136,18 +116,6 @@ def r1_step(state: TrainingState, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def adversarial_training(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Perturb the inputs by the sign of their gradient and train on the result."""
-    x_adv = x.detach() + 0.01 * torch.randn_like(x)
-    for _ in range(2):
-        x_adv.requires_grad_()
-        with torch.enable_grad():
-            loss = model(x_adv).square().mean()
-        grad = autograd.grad(loss, [x_adv])[0]
-        x_adv = (x_adv.detach() + 0.05 * torch.sign(grad.detach())).clamp(-2, 2)
-    return model(x_adv).square().mean()
-
-
 def gan(name: str, step: Any, critic: Any = critic_network, **more: Any) -> Case:
     """Return a case of generator and critic."""
     return Case(
@@ -159,16 +127,7 @@ def gan(name: str, step: Any, critic: Any = critic_network, **more: Any) -> Case
 CASES = [
     gan("dcgan", dcgan_step),
     gan("dcgan-spectral-norm", dcgan_step, lambda: critic_network(nn.utils.spectral_norm)),
-    gan("wgan-data-clamp", lambda s, x: wasserstein_step(s, x, "data")),
-    gan("wgan-gathered-clamp", lambda s, x: wasserstein_step(s, x, "gathered")),
     gan("wgan-gp-naive", lambda s, x: penalized_step(s, x, False)),
     gan("wgan-gp", lambda s, x: penalized_step(s, x, True)),
     gan("r1", r1_step),
-    Case(
-        "own/adversarial/adversarial-training",
-        critic_network,
-        features(8),
-        adversarial_training,
-        evaluate=lambda m, x: m(x).square().mean(),
-    ),
 ]

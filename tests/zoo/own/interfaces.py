@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.zoo.case import Case
-from tests.zoo.inputs import labeled, next_token, tokens
+from tests.zoo.inputs import classification, labeled, next_token, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
 SIZE = 8
@@ -189,14 +189,11 @@ def unpacked(out: Any) -> torch.Tensor:
     return out() if callable(out) else next(out)
 
 
-def classified(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the cross-entropy of the model's logits."""
-    return F.cross_entropy(model(inputs[0]), inputs[1])
-
-
 def interface(name: str, build: Any = Stack, **more: Any) -> Case:
     """Return a case of a classifier of eight features."""
-    return Case(f"own/interfaces/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classified} | more))
+    return Case(
+        f"own/interfaces/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classification} | more)
+    )
 
 
 OUTPUTS = "dataclass", "named-tuple", "loose-named-tuple", "dict", "none", "object", "generator", "closure"

@@ -35,27 +35,6 @@ class RNNModel(nn.Module):
         return self.decoder(self.drop(output))
 
 
-class CellLoop(nn.Module):
-    """Two stacked LSTM cells, called step by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.cells = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)])
-        self.out = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        x, outputs = self.embed(ids), []
-        states = [(x.new_zeros(x.shape[0], WIDTH),) * 2 for _ in self.cells]
-        for t in range(x.shape[1]):
-            h = x[:, t]
-            for i, cell in enumerate(self.cells):
-                states[i] = cell(h, states[i])
-                h = states[i][0]
-            outputs.append(self.out(h))
-        return torch.stack(outputs, 1)
-
-
 class CustomGRUCell(nn.Module):
     """Matrices made by hand, stacked in one parameter and split in forward."""
 
@@ -193,7 +172,6 @@ CASES = [
     recurrent("gru", lambda: RNNModel("GRU", num_layers=2)),
     recurrent("bidirectional", lambda: RNNModel("LSTM", bidirectional=True)),
     recurrent("rnn-tanh", lambda: RNNModel("RNN", nonlinearity="tanh")),
-    recurrent("cell-loop", CellLoop, generate=greedy),
     Case("own/recurrent/custom-gru", CustomGRU, sequences(LENGTH, WIDTH), mean_square),
     recurrent("awd-lstm", AWDLSTM),
     recurrent("tagged-sentences", TaggedSentences, loss=own_loss),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.zoo.case import Case, TrainingState
+from tests.zoo.case import Case, TrainingState, plain_step
 from tests.zoo.inputs import generator, own_loss
 
 
@@ -34,7 +34,7 @@ def projector(inner: int = 16) -> nn.Sequential:
 
 
 class BYOL(nn.Module):
-    """The target moves inside forward, by assigning ``data`` or in place under no_grad, or from the loop."""
+    """The target moves inside forward, by assigning ``data`` or in place under no_grad."""
 
     def __init__(self, update: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class BYOL(nn.Module):
                 k.mul_(0.9).add_(q.detach(), alpha=0.1)
 
     def forward(self, views):
-        if self.training and self.update in ("data", "in-place"):
+        if self.training:
             self.update_target()
         online = [self.predictor(self.online_encoder(v)) for v in views]
         with torch.no_grad():
@@ -125,11 +125,7 @@ class CLIP(nn.Module):
 
 def ordinary_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Make a step of the model's own loss."""
-    loss = state.model(inputs)
-    state.optimizer.zero_grad()
-    loss.backward()
-    state.optimizer.step()
-    return loss
+    return plain_step(state, own_loss, inputs)
 
 
 def clamped_naively(state: TrainingState, inputs: Any) -> torch.Tensor:
@@ -147,31 +143,15 @@ def clamped_gathered(state: TrainingState, inputs: Any) -> torch.Tensor:
     return loss
 
 
-def target_in_loop(state: TrainingState, inputs: Any) -> torch.Tensor:
-    """Move the target network after the step."""
-    loss = ordinary_step(state, inputs)
-    state.model.update_target()
-    return loss
-
-
-def target_gathered(state: TrainingState, inputs: Any) -> torch.Tensor:
-    """Move the target network after the step, inside ``gathered``."""
-    loss = ordinary_step(state, inputs)
-    with state.gathered(state.model, modifier_rank=0):
-        state.model.update_target()
-    return loss
-
-
 def teacher_follows(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Move DINO's teacher by ``data.mul_().add_()``, and leave the last layer alone in the first step."""
-    loss = state.model(inputs)
-    state.optimizer.zero_grad()
-    loss.backward()
-    if state.step_number == 0:
+
+    def freeze(state: TrainingState) -> None:
         for name, p in state.model.student.named_parameters():
-            if "last_layer" in name:
+            if state.step_number == 0 and "last_layer" in name:
                 p.grad = None
-    state.optimizer.step()
+
+    loss = plain_step(state, own_loss, inputs, freeze)
     with torch.no_grad():
         for q, k in zip(state.model.student.parameters(), state.model.teacher.parameters(), strict=True):
             k.data.mul_(0.9).add_((1 - 0.9) * q.detach().data)
@@ -195,8 +175,6 @@ def view_case(name: str, build: Any, step: Any = None) -> Case:
 CASES = [
     view_case("byol-data", lambda: BYOL("data")),
     view_case("byol-in-place", lambda: BYOL("in-place")),
-    view_case("byol-in-loop", lambda: BYOL("loop"), step=target_in_loop),
-    view_case("byol-gathered", lambda: BYOL("loop"), step=target_gathered),
     view_case("dino", DINO, step=teacher_follows),
     view_case("dino-gathered", DINO, step=teacher_follows_gathered),
     view_case("clip-clamped", CLIP, step=clamped_naively),

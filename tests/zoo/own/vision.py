@@ -119,21 +119,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int = WIDTH, init_values: float | None = 0.1) -> None:
+    def __init__(self, dim: int = WIDTH) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attn = Attention(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 20), nn.GELU(), nn.Dropout(0.1), nn.Linear(20, dim))
-        if init_values is not None:
-            self.gamma_1 = nn.Parameter(init_values * torch.ones(dim), requires_grad=True)
-            self.gamma_2 = nn.Parameter(init_values * torch.ones(dim), requires_grad=True)
-        else:
-            self.gamma_1 = self.gamma_2 = None
+        self.gamma_1, self.gamma_2 = (nn.Parameter(0.1 * torch.ones(dim)) for _ in range(2))
 
     def forward(self, x):
-        if self.gamma_1 is None:
-            x = x + self.attn(self.norm1(x))
-            return x + self.mlp(self.norm2(x))
         x = x + self.gamma_1 * self.attn(self.norm1(x))
         return x + self.gamma_2 * self.mlp(self.norm2(x))
 
@@ -151,16 +144,14 @@ class PatchEmbed(nn.Module):
 class ViT(nn.Module):
     """timm's layout: class token and positions are parameters of the root, sliced and interpolated."""
 
-    def __init__(self, distilled: bool = False, interpolate: bool = False) -> None:
+    def __init__(self, interpolate: bool = False) -> None:
         super().__init__()
         self.patch_embed = PatchEmbed()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.dist_token = nn.Parameter(torch.zeros(1, 1, WIDTH)) if distilled else None
-        self.pos_embed = nn.Parameter(torch.zeros(1, (2 if distilled else 1) + 4, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 5, WIDTH))
         self.blocks = nn.Sequential(*[Block() for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 5)
-        self.head_dist = nn.Linear(WIDTH, 5) if distilled else None
         self.interpolate = interpolate
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
@@ -176,46 +167,12 @@ class ViT(nn.Module):
         cls = self.cls_token.expand(x.shape[0], -1, -1)
         if self.interpolate:
             x = torch.cat((cls, x), dim=1) + self.interpolate_pos_encoding(x.shape[1])
-        elif self.dist_token is None:
-            x = torch.cat((cls, x), dim=1) + self.pos_embed
         else:
-            x = torch.cat((cls, self.dist_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
+            x = torch.cat((cls, x), dim=1) + self.pos_embed
         return self.norm(self.blocks(x))
 
     def forward(self, x):
-        x = self.forward_features(x)
-        if self.head_dist is None:
-            return self.head(x[:, 0])
-        return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
-
-
-class MaskedAutoencoder(nn.Module):
-    """MAE: random masking, a mask token repeated, fixed positions as a parameter without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch_embed = nn.Linear(12, WIDTH)
-        self.pos_embed = nn.Parameter(torch.randn(1, 16, WIDTH) * 0.1, requires_grad=False)
-        self.encoder = nn.ModuleList([Block(init_values=None)])
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.decoder_pos_embed = nn.Parameter(torch.randn(1, 16, WIDTH) * 0.1, requires_grad=False)
-        self.decoder = nn.ModuleList([Block(init_values=None)])
-        self.pred = nn.Linear(WIDTH, 12)
-
-    def forward(self, imgs):
-        target = imgs.reshape(-1, 3, 4, 2, 4, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, 12)
-        x = self.patch_embed(target) + self.pos_embed
-        ids_shuffle = torch.rand(x.shape[0], 16).argsort(dim=1)
-        ids_restore = ids_shuffle.argsort(dim=1)
-        keep = ids_shuffle[:, :6].unsqueeze(-1)
-        x = torch.gather(x, 1, keep.repeat(1, 1, WIDTH))
-        for blk in self.encoder:
-            x = blk(x)
-        x = torch.cat([x, self.mask_token.repeat(x.shape[0], 10, 1)], dim=1)
-        x = torch.gather(x, 1, ids_restore.unsqueeze(-1).repeat(1, 1, WIDTH)) + self.decoder_pos_embed
-        for blk in self.decoder:
-            x = blk(x)
-        return ((self.pred(x) - target) ** 2).mean()
+        return self.head(self.forward_features(x)[:, 0])
 
 
 def vision(name: str, build: Any, **more: Any) -> Case:
@@ -223,17 +180,10 @@ def vision(name: str, build: Any, **more: Any) -> Case:
     return Case(f"own/vision/{name}", build, **({"batch": images(), "loss": classification} | more))
 
 
-def on_images(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the loss that the model computes of the images."""
-    return model(inputs[0])
-
-
 CASES = [
     vision("resnet", ResNet),
     vision("resnet-channels-last", lambda: ResNet().to(memory_format=torch.channels_last)),
     vision("densenet-recomputed", DenseNet),
     vision("vit", ViT),
-    vision("vit-distilled", lambda: ViT(distilled=True)),
     vision("vit-interpolated", lambda: ViT(interpolate=True)),
-    vision("masked-autoencoder", MaskedAutoencoder, loss=on_images),
 ]
