@@ -122,7 +122,7 @@ class Tied(nn.Module):
 
 
 # What a module returns of its parameter [3, SIZE].
-GIVEN: dict[str, Callable[[torch.Tensor], Any]] = {
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "whole": lambda value: value,
     "row": lambda value: value[0],
     "slice": lambda value: value[:2],
@@ -146,7 +146,7 @@ class Giver(nn.Module):
         self.form = form
 
     def forward(self):
-        return GIVEN[self.form](self.value)
+        return FORMS[self.form](self.value)
 
 
 class Taker(nn.Module):
@@ -336,7 +336,7 @@ CASES = [
     ),
     structure("views-of-one-tensor", OverlappingViews),
     structure("tied-three-names", Tied),
-    *(structure(f"giver-{form}", lambda form=form: Taker(form)) for form in GIVEN),
+    *(structure(f"giver-{form}", lambda form=form: Taker(form)) for form in FORMS),
     structure("memo", Memo),
     structure("weight-norm-old", parametrized(nn.utils.weight_norm)),
     structure("weight-norm", parametrized(parametrizations.weight_norm)),
