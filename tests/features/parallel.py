@@ -13,14 +13,12 @@ from tests.multi.rank import World
 from tests.parallel.experts import mixtures
 from tests.parallel.pipeline import toy_stages as stages
 from tests.parallel.sequence.test_ulysses import LENGTH, WIDTH, Attending
-from tests.parallel.tensor.test_tensor_parallel import Words, loss_of, split
-from tests.parallel.tensor.test_tensor_parallel import batches as tensor_batches
+from tests.parallel.tensor.test_tensor_parallel import Words, split
+from tests.parallel.training import SAMPLES, adamw, batches, loss_of
 from tests.zero.test_accelerator import Scale
 from zero_ext.parallel import make_mesh, sequence_attention
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 from zero_ext.zero import engine_of
-
-SAMPLES = 8
 
 
 def pipeline(
@@ -34,12 +32,12 @@ def pipeline(
     module = PipelineModule(specifications, mesh, loss=stages.mean_loss, **settings)
     if mesh["tp"].size() > 1:
         stages.split_blocks(module, mesh, stages.Block)
-    optimizer = stages.adamw(module.parameters())
+    optimizer = adamw(module)
     model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, device=device)
     engine = Pipeline(model, optimizer, micro_batches=4)
     own = mesh["dp"].get_local_rank()
     losses, norms = [], []
-    for words, wanted in stages.batches(world.seed, 3, SAMPLES * mesh["dp"].size()):
+    for words, wanted in batches(world.seed, 3, SAMPLES * mesh["dp"].size()):
         share_index = slice(SAMPLES * own, SAMPLES * (own + 1))
         losses.append(
             float(engine.train_batch(words[share_index].to(device), targets=wanted[share_index].to(device)))
@@ -64,11 +62,11 @@ def tensors(world: World, device: str, config: dict[str, Any], sequence: bool) -
     for block in words.blocks:
         block.norm = block.norm if sequence else Scale(block.norm.weight.numel()).to(device)
     model = split(words, mesh, sequence)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = adamw(model)
     prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
     losses, norms = [], []
     share, own = SAMPLES // mesh["dp"].size(), mesh["dp"].get_local_rank()
-    for inputs, wanted in tensor_batches(world.seed, 3):
+    for inputs, wanted in batches(world.seed, 3):
         share_index = slice(share * own, share * (own + 1))
         loss = loss_of(prepared, inputs[share_index].to(device), wanted[share_index].to(device))
         prepared.backward(loss)
@@ -87,12 +85,12 @@ def experts(world: World, device: str, config: dict[str, Any]) -> Found:
     for block in model.blocks:
         block.norm = Scale(mixtures.WIDTH)
     model.to(device)
-    prepared, optimizer = zero_ext.prepare(model, mixtures.adamw(model), config, process_group=mesh)
+    prepared, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=mesh)
     engine = engine_of(prepared)
-    share = mixtures.SAMPLES // engine.world_size
+    share = SAMPLES // engine.world_size
     own = slice(share * engine.rank, share * (engine.rank + 1))
     losses, norms = [], []
-    for words, wanted in mixtures.batches(world.seed, 3):
+    for words, wanted in batches(world.seed, 3):
         loss, _ = mixtures.loss_of(prepared, words[own].to(device), wanted[own].to(device), False)
         prepared.backward(loss)
         optimizer.step()

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.helpers import assert_adam, on
 from tests.ops.helpers import FLOAT_DTYPES, same_values
-from tests.ops.test_adam_8bit import random_state
+from tests.ops.optimizer_steps import ADAM_8BIT
 from zero_ext import ops
 
 
@@ -16,7 +16,7 @@ from zero_ext import ops
 def test_adam_is_the_cpus(
     device: torch.device, generator: torch.Generator, grad: torch.dtype, param: torch.dtype | None
 ) -> None:
-    start = random_state(generator, grad=grad, param=param)
+    start = ADAM_8BIT.state(generator, 1413, grad=grad, param=param)
     state = start.map(lambda value: on(device, value))
     before = start.clone()
     state.step()

@@ -83,6 +83,12 @@ class Case:
     def layout(self) -> ops.LayoutTensors:
         return compressed(self.mask)
 
+    def forward_arguments(self) -> tuple[Any, ...]:
+        """Those of the op that also returns the logarithms of the sums."""
+        scale = 1 / math.sqrt(self.query.size(-1)) if self.scale is None else self.scale
+        rows = (self.query, self.key, self.value, *self.layout, self.key_padding, self.bias)
+        return (*rows, self.block, self.causal, scale, self.dropout, self.seed, self.offset)
+
     def run(self, layout: ops.LayoutTensors | None = None) -> Tensor:
         return ops.block_sparse_attention(
             self.query, self.key, self.value, *(layout or self.layout), **self.options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,18 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     both_nan = first.isnan() & second.isnan()
     same_bits = first.view(BITS[first.dtype]) == second.view(BITS[second.dtype])
     return bool((both_nan | same_bits).all())
+
+
+def assert_same_on_all_isas_and_threads(compute: Callable[[], list[Tensor]]) -> None:
+    """Every instruction set, with one thread and with three, gives the same bits."""
+    results = []
+    threads = torch.get_num_threads()
+    for name in available_isas():
+        before = ops.set_isa(name)
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(compute())
+        ops.set_isa(before)
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

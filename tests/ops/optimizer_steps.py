@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from zero_ext import ops
 NAN, INF = float("nan"), float("inf")
 MOMENT_DTYPES = [torch.float32, torch.bfloat16]
 SEGMENTS = [(0, 5), (7, 300), (300, 300), (301, 1000)]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class State:
@@ -38,6 +43,18 @@ class State:
     def clone(self) -> State:
         """The same values in memory of their own."""
         return self.map(Tensor.clone)
+
+    def replaced(self, **changes: Tensor) -> State:
+        """Return the state with other tensors."""
+        return type(self)(self.family, **{**self.named(), **changes})
+
+    def differing(self, other: State) -> list[str]:
+        """Names of the arguments whose bits differ."""
+        return [
+            name
+            for name, mine in self.named().items()
+            if mine is not None and not torch.equal(bits(mine), bits(getattr(other, name)))
+        ]
 
     def step(self) -> None:
         self.family.op(*self.arguments())
@@ -224,3 +241,45 @@ LION = StepOp(
     moments=("exp_avg",),
 )
 STEP_OPS = (ADAM, LAMB, LION)
+
+
+class State8(State):
+    """The arguments of adam_step_8bit_, its moments as codes and scales one by one."""
+
+    def exp_avg(self) -> ops.Quantized:
+        return ops.Quantized(self.exp_avg_codes, self.exp_avg_scales)
+
+    def exp_avg_sq(self) -> ops.Quantized:
+        return ops.Quantized(self.exp_avg_sq_codes, self.exp_avg_sq_scales)
+
+    def step(self) -> None:
+        moments = (self.exp_avg(), self.exp_avg_sq())
+        rest = (self.grad, self.param, self.segments, self.hyper, self.grad_scale)
+        ops.adam_step_8bit_(self.master, *moments, *rest)
+
+
+@dataclass(frozen=True)
+class StepOp8(StepOp):
+    """Adam with moments in 8 bits."""
+
+    def state(self, generator: torch.Generator, count: int, *arguments: Any, **options: Any) -> State8:
+        plain = ADAM.state(generator, count, *arguments, **options).named()
+
+        def codes() -> Tensor:
+            return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+        blocks = ops.block_count(count)
+        moments = {"exp_avg_codes": codes(), "exp_avg_sq_codes": codes()}
+        moments["exp_avg_scales"] = torch.rand(blocks, generator=generator) * 3
+        moments["exp_avg_sq_scales"] = torch.rand(blocks, generator=generator) * 9
+        rest = {name: value for name, value in plain.items() if name not in ("master", *ADAM.moments)}
+        return State8(self, master=plain["master"], **moments, **rest)
+
+
+ADAM_8BIT = StepOp8(
+    ops.adam_step_8bit_,
+    ADAM.hyper,
+    ADAM.rows,
+    ADAM.bad_hyper,
+    moments=("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales"),
+)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -11,66 +9,10 @@ from torch import Tensor
 
 from tests.ops.blockwise_reference import BLOCK, allowed_error, decode
 from tests.ops.helpers import FLOAT_DTYPES, available_isas
-from tests.ops.optimizer_steps import ADAM, SEGMENTS, State, assert_near, reference
+from tests.ops.optimizer_steps import ADAM, ADAM_8BIT, SEGMENTS, State8, assert_near, reference
 from zero_ext import ops
 
 COUNT = 1413
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-class State8(State):
-    """The arguments of the op, its moments as codes and scales one by one."""
-
-    def exp_avg(self) -> ops.Quantized:
-        return ops.Quantized(self.exp_avg_codes, self.exp_avg_scales)
-
-    def exp_avg_sq(self) -> ops.Quantized:
-        return ops.Quantized(self.exp_avg_sq_codes, self.exp_avg_sq_scales)
-
-    def step(self) -> None:
-        moments = (self.exp_avg(), self.exp_avg_sq())
-        rest = (self.grad, self.param, self.segments, self.hyper, self.grad_scale)
-        ops.adam_step_8bit_(self.master, *moments, *rest)
-
-    def differing(self, other: State8) -> list[str]:
-        """Names of the arguments whose bits differ."""
-        return [
-            name
-            for name, mine in self.named().items()
-            if mine is not None and not torch.equal(bits(mine), bits(getattr(other, name)))
-        ]
-
-    def replaced(self, **changes: Tensor) -> State8:
-        return State8(self.family, **{**self.named(), **changes})
-
-
-def random_state(
-    generator: torch.Generator,
-    count: int = COUNT,
-    segments: list[tuple[int, int]] = SEGMENTS,
-    rows: Sequence[dict[str, float]] = ADAM.rows,
-    grad: torch.dtype = torch.float32,
-    param: torch.dtype | None = None,
-) -> State8:
-    plain = ADAM.state(generator, count, segments, rows, torch.float32, grad, param)
-    blocks = -(-count // BLOCK)
-
-    def codes() -> Tensor:
-        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-
-    rest = plain.named()
-    return State8(
-        ADAM,
-        master=rest.pop("master"),
-        exp_avg_codes=codes(),
-        exp_avg_sq_codes=codes(),
-        exp_avg_scales=torch.rand(blocks, generator=generator) * 3,
-        exp_avg_sq_scales=torch.rand(blocks, generator=generator) * 9,
-        **{name: value for name, value in rest.items() if name not in ADAM.moments},
-    )
 
 
 def moments_of(state: State8) -> tuple[Tensor, Tensor]:
@@ -85,7 +27,7 @@ def moments_of(state: State8) -> tuple[Tensor, Tensor]:
 def test_matches_float64_reference(
     isa: str, generator: torch.Generator, grad: torch.dtype, param: torch.dtype | None
 ) -> None:
-    state = random_state(generator, grad=grad, param=param)
+    state = ADAM_8BIT.state(generator, COUNT, grad=grad, param=param)
     before = state.clone()
     plain = ADAM.state(generator, COUNT)
     plain.master, plain.grad, plain.grad_scale = before.master, before.grad, before.grad_scale
@@ -121,7 +63,7 @@ def test_matches_float64_reference(
 
 
 def test_one_pass_equals_the_separate_ops(generator: torch.Generator) -> None:
-    state = random_state(generator, grad=torch.bfloat16, param=torch.bfloat16)
+    state = ADAM_8BIT.state(generator, COUNT, grad=torch.bfloat16, param=torch.bfloat16)
     exp_avg = ops.dequantize_blockwise(state.exp_avg(), True)
     exp_avg_sq = ops.dequantize_blockwise(state.exp_avg_sq(), False)
     wanted = state.clone()
@@ -142,7 +84,9 @@ def test_one_pass_equals_the_separate_ops(generator: torch.Generator) -> None:
 def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.Generator) -> None:
     count = 100_003
     segments = [(0, 70_000), (70_010, count)]
-    start = random_state(generator, count, segments, ADAM.rows[:2], torch.bfloat16, torch.float16)
+    start = ADAM_8BIT.state(
+        generator, count, segments, ADAM.rows[:2], grad=torch.bfloat16, param=torch.float16
+    )
     results = []
     threads = torch.get_num_threads()
     for name in available_isas():
@@ -171,24 +115,23 @@ def test_does_not_depend_on_instruction_set_threads_or_chunks(generator: torch.G
         assert results[0].differing(other) == []
 
 
+def zero_state(count: int, code: int, scale: float) -> State8:
+    """Weights and moments of zero, by this code of the first ones and with this scale."""
+    state = ADAM_8BIT.state(torch.Generator(), count, [(0, count)], [{}], scale=1.0)
+    state.master.zero_()
+    state.exp_avg_codes.fill_(code)
+    state.exp_avg_sq_codes.zero_()
+    state.exp_avg_scales.fill_(scale)
+    state.exp_avg_sq_scales.fill_(scale)
+    return state
+
+
 def test_moments_start_from_zero_bytes_or_from_the_code_of_zero(isa: str) -> None:
     count = 300
-    zero_bytes, zero_code = (
-        State8(
-            ADAM,
-            master=torch.ones(count),
-            exp_avg_codes=torch.full((count,), code, dtype=torch.uint8),
-            exp_avg_sq_codes=torch.zeros(count, dtype=torch.uint8),
-            exp_avg_scales=torch.full((2,), scale),
-            exp_avg_sq_scales=torch.full((2,), scale),
-            grad=torch.linspace(-1, 1, count),
-            param=None,
-            segments=torch.tensor([[0, count]]),
-            hyper=torch.tensor([ADAM.row(step=1, weight_decay=0, lr=0.1)], dtype=torch.float64),
-            grad_scale=torch.tensor(1.0),
-        )
-        for code, scale in ((0, 0.0), (127, 5.0))
-    )
+    zero_bytes, zero_code = (zero_state(count, *each) for each in ((0, 0.0), (127, 5.0)))
+    for state in (zero_bytes, zero_code):
+        state.master, state.grad = torch.ones(count), torch.linspace(-1, 1, count)
+        state.hyper = torch.tensor([ADAM.row(step=1, weight_decay=0, lr=0.1)], dtype=torch.float64)
     zero_bytes.step()
     zero_code.step()
     assert zero_bytes.differing(zero_code) == []
@@ -199,22 +142,9 @@ def test_moments_start_from_zero_bytes_or_from_the_code_of_zero(isa: str) -> Non
 def test_rare_small_gradients_do_not_blow_up_the_step(generator: torch.Generator) -> None:
     """Next to a large neighbor a small second moment is far below the smallest code. As zero it would leave
     the next denominator to the newest gradient alone, which makes steps up to 30 times too long."""
-    count = BLOCK
-    state = State8(
-        ADAM,
-        master=torch.zeros(count),
-        exp_avg_codes=torch.full((count,), 127, dtype=torch.uint8),
-        exp_avg_sq_codes=torch.zeros(count, dtype=torch.uint8),
-        exp_avg_scales=torch.zeros(1),
-        exp_avg_sq_scales=torch.zeros(1),
-        grad=torch.zeros(count),
-        param=None,
-        segments=torch.tensor([[0, count]]),
-        hyper=torch.zeros(1, 8, dtype=torch.float64),
-        grad_scale=torch.tensor(1.0),
-    )
+    state = zero_state(BLOCK, 127, 0.0)
     for step in range(1, 21):
-        state.grad = 1e-4 * (1 + 0.1 * torch.randn(count, generator=generator))
+        state.grad = 1e-4 * (1 + 0.1 * torch.randn(BLOCK, generator=generator))
         state.grad[0] = 1.0
         state.hyper = torch.tensor([ADAM.row(lr=1.0, step=step, weight_decay=0)], dtype=torch.float64)
         last = state.master.clone()
@@ -223,7 +153,7 @@ def test_rare_small_gradients_do_not_blow_up_the_step(generator: torch.Generator
 
 
 def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator) -> None:
-    state = random_state(generator, segments=[(0, COUNT)], rows=[{}])
+    state = ADAM_8BIT.state(generator, COUNT, [(0, COUNT)], [{}])
     state.grad[300] = float("nan")
     state.step()
     for quantized, signed in ((state.exp_avg(), True), (state.exp_avg_sq(), False)):
@@ -235,83 +165,8 @@ def test_nan_spoils_its_block_and_no_other(isa: str, generator: torch.Generator)
     assert state.master[:256].isfinite().all() and state.master[512:].isfinite().all()
 
 
-def test_bumps_the_version_of_what_it_writes(generator: torch.Generator) -> None:
-    state = random_state(generator, param=torch.bfloat16)
-    written = {name: tensor for name, tensor in state.named().items() if tensor is not None}
-    for name in ("grad", "segments", "hyper", "grad_scale"):
-        del written[name]
-    before = {name: tensor._version for name, tensor in written.items()}
-    state.step()
-    assert len(before) == 6
-    assert all(tensor._version > before[name] for name, tensor in written.items())
-
-
-@pytest.mark.parametrize("segments", [[], [(0, 0)], [(4, 4)]])
-def test_nothing_to_do_is_fine(generator: torch.Generator, segments: list[tuple[int, int]]) -> None:
-    state = random_state(generator, 4, segments, [{}] * len(segments))
-    before = state.clone()
-    state.step()
-    assert state.differing(before) == []
-    random_state(generator, 0, [(0, 0)] * len(segments), [{}] * len(segments)).step()
-
-
-@pytest.mark.parametrize(("name", "value"), ADAM.bad_hyper)
-def test_refuses_hyper_parameters_by_name(generator: torch.Generator, name: str, value: float) -> None:
-    state = random_state(generator, 8, [(0, 4), (4, 8)], [{}, {name: value}])
-    before = state.clone()
-    with pytest.raises(RuntimeError, match=rf"adam_step_8bit_: {name} of hyper\[1\]: expected"):
-        state.step()
-    assert state.differing(before) == []
-
-
-def wrong_arguments() -> list[tuple[str, Tensor, str]]:
-    """(argument, replacement, words of the message) for a state of 300 elements."""
-    cases: list[tuple[str, Tensor, str]] = []
-    for name in ("master", "exp_avg_codes", "exp_avg_sq_codes", "grad", "param"):
-        dtype = torch.uint8 if name.endswith("_codes") else torch.float32
-        cases += [
-            (name, torch.zeros(300, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
-            (name, torch.zeros(600, dtype=dtype)[::2], f"'{name}'.*expected a contiguous tensor"),
-            (name, torch.zeros(300, device="meta"), "expected all tensors on one device, got cpu, meta"),
-            (name, torch.zeros(3, 100, dtype=dtype), f"'{name}': expected one dimension with 300"),
-        ]
-        if name != "master":
-            cases.append(
-                (name, torch.zeros(301, dtype=dtype), f"'{name}': expected one dimension with 300 elements")
-            )
-    for name in ("exp_avg_scales", "exp_avg_sq_scales"):
-        cases += [
-            (name, torch.zeros(2, dtype=torch.float64), f"'{name}': expected dtype .*, got Double"),
-            (name, torch.zeros(1), f"'{name}': expected one dimension with 2 elements"),
-            (name, torch.zeros(300), f"'{name}': expected one dimension with 2 elements"),
-        ]
-    return [
-        *cases,
-        ("segments", torch.tensor([[0, 301]]), r"segments\[0\]: .*got \[0, 301\)"),
-        ("segments", torch.tensor([[0, 8]], dtype=torch.int32), "expected dtype Long"),
-        ("hyper", torch.zeros(1, 7, dtype=torch.float64), r"expected shape \[1, 8\]"),
-    ]
-
-
-def test_refuses_wrong_arguments_by_name(generator: torch.Generator) -> None:
-    state = random_state(generator, 300, [(0, 300)], [{}], param=torch.float32)
-    before = state.clone()
-    for name, replacement, words in wrong_arguments():
-        with pytest.raises(RuntimeError, match=f"adam_step_8bit_: .*{words}"):
-            state.replaced(**{name: replacement}).step()
-        assert state.differing(before) == [], name
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_scale_that_is_not_finite_changes_nothing(generator: torch.Generator, scale: float) -> None:
-    state = random_state(generator, 600, [(0, 290), (290, 600)], [{}] * 2, param=torch.bfloat16)
-    before = state.clone()
-    state.replaced(grad_scale=torch.tensor(scale)).step()
-    assert state.differing(before) == []
-
-
 def test_refuses_shared_memory_by_name(generator: torch.Generator) -> None:
-    state = random_state(generator, 300, [(0, 300)], [{}])
+    state = ADAM_8BIT.state(generator, 300, [(0, 300)], [{}])
     for name, other in [
         ("exp_avg_sq_codes", state.exp_avg_codes),
         ("exp_avg_sq_scales", state.exp_avg_scales),

@@ -1,10 +1,14 @@
-"""Block-sparse attention and its gradients against dense attention in float64."""
+"""Block-sparse attention and its gradients against dense attention in float64, and its memory."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,8 @@ from tests.ops.attention_reference import Case, compressed, dropout_weights, phi
 from tests.ops.helpers import FLOAT_DTYPES, available_isas
 from zero_ext import ops
 
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS, HEADS, DIM, THREADS = 8192, 4, 64, 2  # of the call whose memory is measured
 ISAS = available_isas()
 
 # Largest error, as a part of the size of the results; of the type's last place a few.
@@ -133,10 +139,8 @@ def test_a_bias_of_minus_infinity_hides(generator: torch.Generator) -> None:
 
 
 def test_gradient_of_the_bias_only_if_it_is_asked_for(generator: torch.Generator) -> None:
-    case = plain_case(generator)
-    layout = compressed(case.mask)
     bias = randn(1, 4, 1, 100, generator=generator)
-    arguments = (case.query, case.key, case.value, *layout, None, bias, 16, False, 0.1, 0.0, 0, 0)
+    arguments = replace(plain_case(generator), bias=bias).forward_arguments()
     output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
     backward = torch.ops.zero_ext.block_sparse_attention_backward
     rows = (torch.ones_like(output), *arguments[:3], output, logsumexp, *arguments[3:])
@@ -159,28 +163,15 @@ def test_rows_without_keys_are_zeros(isa: str, generator: torch.Generator) -> No
         assert (output[empty] == 0).all() and (leaves[0].grad[empty] == 0).all()
         assert (leaves[1].grad[1] == 0).all() and (leaves[2].grad[1] == 0).all()
         assert output.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
-        layout = compressed(case.mask)
-        options = (case.key_padding, None, 16, False, 1.0, 0.0, 0, 0)
-        arguments = (*[leaf.detach() for leaf in leaves], *layout, *options)
-        logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)[1]
+        with torch.no_grad():
+            logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*case.forward_arguments())[1]
         assert ((logsumexp == -math.inf) == empty).all()
 
 
 def test_logsumexp(generator: torch.Generator) -> None:
     rows = [randn(1, 2, 70, 16, generator=generator) for _ in range(3)]
-    arguments = (
-        *rows,
-        *compressed(torch.ones(1, 2, 2, dtype=torch.bool)),
-        None,
-        None,
-        64,
-        False,
-        0.5,
-        0.0,
-        0,
-        0,
-    )
-    found = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)[1]
+    case = Case(*rows, torch.ones(1, 2, 2, dtype=torch.bool), 64, scale=0.5)
+    found = torch.ops.zero_ext.block_sparse_attention_forward(*case.forward_arguments())[1]
     exact = (rows[0].double() @ rows[1].double().transpose(-1, -2) * 0.5).logsumexp(-1) / math.log(2)
     assert found.dtype == torch.float32 and torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -358,3 +349,48 @@ def test_a_second_derivative_is_refused(generator: torch.Generator) -> None:
     (first,) = torch.autograd.grad(case.run().square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="block_sparse_attention: it has no second derivative"):
         first.sum().backward()
+
+
+# Prints by how much a forward and backward raise the high-water mark. A short one before pays for what stays.
+PROGRAM = f"""
+import torch
+from benchmarks.harness import process_memory
+from tests.ops.attention_reference import compressed
+from zero_ext import ops
+
+def rise(tokens, dtype):
+    blocks = tokens // 64
+    layout = compressed((torch.rand(1, blocks, blocks) < 8 / blocks) | torch.eye(blocks, dtype=torch.bool))
+    rows = [torch.randn(1, {HEADS}, tokens, {DIM}).to(dtype).requires_grad_() for _ in range(3)]
+    grad_output = torch.randn_like(rows[0])
+    process_memory.return_free_pages()
+    process_memory.reset_peak()
+    before = process_memory.resident_bytes()
+    output = ops.block_sparse_attention(*rows, *layout, block=64, causal=True)
+    gradients = torch.autograd.grad(output, rows, grad_output)
+    return process_memory.peak_bytes() - before
+
+torch.set_num_threads({THREADS})
+for dtype in (torch.float32, torch.bfloat16):
+    rise(512, dtype)
+    print(rise({TOKENS}, dtype))
+"""
+
+
+def documented_bytes(element: int) -> int:
+    """Output, logsumexp and gradients; for each thread a head's sums of keys and values, and tiles."""
+    rows = HEADS * TOKENS
+    results = 4 * rows * DIM * element + 4 * rows
+    tiles = 11 * 64 * DIM + 7 * 64 * 64
+    return results + THREADS * (8 * TOKENS * DIM + 4 * tiles)
+
+
+def test_memory_is_what_is_documented() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for element, found in zip((4, 2), done.stdout.split(), strict=True):
+        wanted = documented_bytes(element)
+        assert abs(int(found) / wanted - 1) < 0.1, f"{element} bytes an element: {found}, documented {wanted}"

@@ -27,47 +27,49 @@ def refused(case: Case, message: str) -> None:
         case.run()
 
 
-def test_inputs(case: Case) -> None:
-    refused(replace(case, key=case.key.half()), "'key': expected dtype Float as of query, got Half")
-    refused(
-        replace(case, query=case.query.double()),
-        "'query': expected dtype Float, BFloat16 or Half, got Double",
-    )
-    refused(replace(case, query=case.query[0]), r"'query': expected shape \[batch, heads.*got \[4, 40, 16\]")
-    refused(
-        replace(case, value=case.value[:, :, 1:]), r"'value': expected key's shape .*got \[2, 2, 39, 16\]"
-    )
-    refused(
-        replace(case, key=case.key[:1], value=case.value[:1]),
-        "'key': expected batch and head dim of query's shape",
-    )
-    refused(replace(case, query=torch.tensor(1.0)), r"'query': expected shape \[batch, heads.*got \[\]")
-    three = torch.randn(2, 3, 40, 16)
-    refused(replace(case, key=three, value=three), "a number of heads that divides query's 4, got 3")
-    refused(replace(case, query=case.query.to("meta")), "expected all tensors on one device, got cpu, meta")
-
-
-@pytest.mark.parametrize("dim", [0, 8, 20, 264])
-def test_head_dims(case: Case, dim: int) -> None:
-    rows = [torch.randn(1, 1, 40, dim) for _ in range(3)]
-    refused(Case(*rows, case.mask[:1], 16), f"head dim: expected a multiple of 8 from 16 to 256, got {dim}")
-
-
-def test_options(case: Case) -> None:
-    refused(replace(case, block=24), "block: expected 16, 32, 64 or 128, got 24")
-    refused(replace(case, scale=float("inf")), "scale: .*finite.*got inf")
-    refused(replace(case, dropout=1.0), "dropout: expected at least 0 and below 1, got 1")
-    refused(replace(case, dropout=-0.1), "dropout: .*got -0.1")
-    refused(replace(case, offset=2**32), r"offset: expected at least 0 and below 2\^32, got 4294967296")
-    with pytest.raises(TypeError, match=r"expected keywords among .*, got 'drop'"):
-        ops.block_sparse_attention(
-            case.query,
-            case.key,
-            case.value,
-            *compressed(case.mask),
-            block=16,
-            drop=0.1,  # type: ignore[call-arg]
+# What is changed in a call that is allowed, and words of the message.
+CHANGES: list[tuple[Callable[[Case], dict[str, Any]], str]] = [
+    (lambda case: {"key": case.key.half()}, "'key': expected dtype Float as of query, got Half"),
+    (lambda case: {"query": case.query.double()}, "'query': expected dtype .*, got Double"),
+    (lambda case: {"query": case.query[0]}, r"'query': expected shape .*got \[4, 40, 16\]"),
+    (lambda case: {"query": torch.tensor(1.0)}, r"'query': expected shape .*got \[\]"),
+    (lambda case: {"query": case.query.to("meta")}, "expected all tensors on one device, got cpu, meta"),
+    (lambda case: {"value": case.value[:, :, 1:]}, r"'value': expected key's .*got \[2, 2, 39, 16\]"),
+    (lambda case: {"key": case.key[:1], "value": case.value[:1]}, "'key': expected batch and head dim of"),
+    (lambda case: dict.fromkeys(("key", "value"), torch.randn(2, 3, 40, 16)), "divides query's 4, got 3"),
+    (lambda case: {"block": 24}, "block: expected 16, 32, 64 or 128, got 24"),
+    (lambda case: {"scale": float("inf")}, "scale: .*finite.*got inf"),
+    (lambda case: {"dropout": 1.0}, "dropout: expected at least 0 and below 1, got 1"),
+    (lambda case: {"dropout": -0.1}, "dropout: .*got -0.1"),
+    (lambda case: {"offset": 2**32}, r"offset: expected at least 0 and below 2\^32, got 4294967296"),
+    (lambda case: {"key_padding": torch.ones(2, 40)}, "'key_padding': expected dtype Bool.*got Float"),
+    (lambda case: {"key_padding": torch.ones(2, 39).bool()}, r"'key_padding': .*\[2, 40\].*got \[2, 39\]"),
+    (lambda case: {"key_padding": torch.tensor(True)}, r"'key_padding': .*\[2, 40\].*got \[\]"),
+    (lambda case: {"bias": torch.zeros(1, 4, 40, 39)}, r"'bias': .*\[2 or 1.*got \[1, 4, 40, 39\]"),
+    (lambda case: {"bias": torch.zeros(40, 40)}, r"'bias': expected shape .*got \[40, 40\]"),
+    (lambda case: {"bias": torch.zeros(1, 1, 40, 40).int()}, "'bias': expected dtype Float.*got Int"),
+    (lambda case: {"mask": case.mask[:, :2]}, r"'row_pointers': .*4 query heads, 40 queries.*got \[4, 3\]"),
+    (lambda case: {"mask": case.mask[:2]}, r"shape \[1 or 4, 4\].*Build the layout for this length"),
+    (lambda case: {"mask": torch.ones(4, 3, 4).bool()}, "'columns': .*below 3, .*, got 3 at 3, in row"),
+    *(
+        (
+            lambda case, dim=dim: dict.fromkeys(("query", "key", "value"), torch.randn(2, 4, 40, dim)),
+            f"head dim: expected a multiple of 8 from 16 to 256, got {dim}",
         )
+        for dim in (0, 8, 20, 264)
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[message for _, message in CHANGES])
+def test_arguments(case: Case, change: Callable[[Case], dict[str, Any]], message: str) -> None:
+    refused(replace(case, **change(case)), message)
+
+
+def test_unknown_options(case: Case) -> None:
+    rows = (case.query, case.key, case.value)
+    with pytest.raises(TypeError, match=r"expected keywords among .*, got 'drop'"):
+        ops.block_sparse_attention(*rows, *compressed(case.mask), block=16, drop=0.1)  # type: ignore[call-arg]
 
 
 def test_every_argument_has_a_type() -> None:
@@ -77,33 +79,6 @@ def test_every_argument_has_a_type() -> None:
     options = get_type_hints(ops.AttentionOptions)
     assert options["key_padding"] == options["bias"] == Tensor | None
     assert options["dropout"] is float
-
-
-def test_masks(case: Case) -> None:
-    refused(replace(case, key_padding=torch.ones(2, 40)), "'key_padding': expected dtype Bool.*got Float")
-    padding = torch.ones(2, 39, dtype=torch.bool)
-    refused(replace(case, key_padding=padding), r"'key_padding': expected shape \[2, 40\].*got \[2, 39\]")
-    refused(
-        replace(case, key_padding=torch.tensor(True)), r"'key_padding': expected shape \[2, 40\].*got \[\]"
-    )
-    refused(
-        replace(case, bias=torch.zeros(1, 4, 40, 39)),
-        r"'bias': expected shape \[2 or 1.*got \[1, 4, 40, 39\]",
-    )
-    refused(replace(case, bias=torch.zeros(40, 40)), r"'bias': expected shape .*got \[40, 40\]")
-    refused(replace(case, bias=torch.zeros(1, 1, 40, 40).int()), "'bias': expected dtype Float.*got Int")
-
-
-def test_a_layout_for_another_length(case: Case) -> None:
-    refused(
-        replace(case, mask=case.mask[:, :2]),
-        r"'row_pointers': .*for 4 query heads, 40 queries.*got \[4, 3\]",
-    )
-    refused(
-        replace(case, mask=case.mask[:2]), r"expected shape \[1 or 4, 4\].*Build the layout for this length"
-    )
-    more = torch.ones(4, 3, 4, dtype=torch.bool)
-    refused(replace(case, mask=more), "'columns': .*below 3, the number of column blocks, got 3 at 3, in row")
 
 
 def pointers(layout: ops.LayoutTensors, position: tuple[int, int], value: int) -> ops.LayoutTensors:
@@ -143,8 +118,7 @@ def test_layouts_with_impossible_values(
 
 
 def test_backward_checks_its_arguments(case: Case) -> None:
-    layout = compressed(case.mask)
-    arguments = (case.query, case.key, case.value, *layout, None, None, 16, False, 0.25, 0.0, 0, 0)
+    arguments = case.forward_arguments()
     output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
 
     def backward(grad: Tensor, result: Tensor, sums: Tensor, wants: bool = False) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.accelerator.cufile.library import fake_cufile
+from tests.ops.optimizer_steps import ADAM_8BIT, LAMB, STEP_OPS, State, StepOp
 from zero_ext import ops
 
 STREAM = 0x57  # the handle
@@ -24,58 +25,21 @@ STACK = ExitStack()
 atexit.register(STACK.close)
 
 
-def adam_inputs() -> tuple[Any, ...]:
-    def values() -> Tensor:
-        return torch.rand(16)
+def step_state(family: StepOp, **options: Any) -> State:
+    """Of two segments, over more than one block of 8-bit moments."""
+    segments = [(0, 5), (6, 300)]
+    options = {"grad": torch.bfloat16, "param": torch.float16, **options}
+    return family.state(torch.Generator(), 300, segments, [{}, {}], **options)
 
-    segments = torch.tensor([[0, 5], [6, 16]])
-    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]] * 2, dtype=torch.float64)
-    return (
-        values(),
-        values(),
-        values(),
-        values().bfloat16(),
-        values().half(),
-        segments,
-        hyper,
-        torch.tensor(1.0),
-    )
+
+def lamb_norms_inputs() -> tuple[Any, ...]:
+    state = step_state(LAMB)
+    buffers = (state.master, state.exp_avg, state.exp_avg_sq, state.grad)
+    return (*buffers, state.segments, state.hyper, state.grad_scale, torch.zeros(2, 2, 33, dtype=torch.int64))
 
 
 def quantized(signed: bool) -> tuple[Tensor, Tensor]:
     return ops.quantize_blockwise(torch.rand(300), signed)
-
-
-def adam_8bit_inputs() -> tuple[Any, ...]:
-    exp_avg, exp_avg_sq = quantized(True), quantized(False)
-    segments = torch.tensor([[0, 5], [6, 300]])
-    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]] * 2, dtype=torch.float64)
-    moments = (exp_avg[0], exp_avg_sq[0], exp_avg[1], exp_avg_sq[1])
-    grad, param = torch.rand(300).bfloat16(), torch.rand(300).half()
-    return (torch.rand(300), *moments, grad, param, segments, hyper, torch.tensor(1.0))
-
-
-def lion_inputs() -> tuple[Any, ...]:
-    hyper = torch.tensor([[1e-3, 0.9, 0.99, 0.1, 0]] * 2, dtype=torch.float64)
-    values = (torch.rand(16), torch.rand(16), torch.rand(16).bfloat16(), torch.rand(16).half())
-    return (*values, torch.tensor([[0, 5], [6, 16]]), hyper, torch.tensor(1.0))
-
-
-def lamb_inputs() -> tuple[Any, ...]:
-    """The buffers of LAMB, and the settings of two segments."""
-    buffers = (torch.rand(16), torch.rand(16), torch.rand(16), torch.rand(16).bfloat16())
-    hyper = torch.tensor([[1e-3, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0, 0, 1]] * 2, dtype=torch.float64)
-    return buffers, (torch.tensor([[0, 5], [6, 16]]), hyper, torch.tensor(1.0))
-
-
-def lamb_norms_inputs() -> tuple[Any, ...]:
-    buffers, settings = lamb_inputs()
-    return (*buffers, *settings, torch.zeros(2, 2, 33, dtype=torch.int64))
-
-
-def lamb_step_inputs() -> tuple[Any, ...]:
-    buffers, settings = lamb_inputs()
-    return (*buffers, torch.rand(16).half(), *settings)
 
 
 def accumulator() -> Tensor:
@@ -183,16 +147,16 @@ def blocks(count: int, messages: int) -> Tensor:
     return found
 
 
+STEPS = {family.name: family for family in (*STEP_OPS, ADAM_8BIT)}
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **{name: lambda family=each: tuple(step_state(family).arguments()) for name, each in STEPS.items()},
     "accumulate_": flat_inputs,
-    "adam_step_": adam_inputs,
     "aio_close": lambda: (aio_engine(),),
     "aio_close_all": lambda: (),
     "aio_inject_fault": lambda: (aio_engine(), False, 0, -5, 1),
     "aio_read_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
     "aio_wait": lambda: (aio_engine(), 1),
     "aio_write_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
-    "adam_step_8bit_": adam_8bit_inputs,
     "nan_filled_host_memory": lambda: (4096,),
     "block_sparse_attention_backward": attention_backward_inputs,
     "block_sparse_attention_forward": attention_inputs,
@@ -214,8 +178,6 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cross_process_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "cpu_dispatch_level": lambda: (),
     "lamb_norms_": lamb_norms_inputs,
-    "lamb_step_": lamb_step_inputs,
-    "lion_step_": lion_inputs,
     "pack_": flat_inputs,
     "quantize_": lambda: (blocks(300, 2), torch.rand(600).half(), 4, True, 256, 2, [1, 0]),
     "quantize_blockwise": lambda: (torch.rand(300), False),
@@ -270,16 +232,11 @@ def test_store_extents(utility: str) -> None:
     torch.library.opcheck(torch.ops.zero_ext.store_release.default, (handle, 0), test_utils=utility)
 
 
-def test_adam_without_param() -> None:
-    arguments = list(adam_inputs())
-    arguments[4] = None
-    torch.library.opcheck(torch.ops.zero_ext.adam_step_.default, tuple(arguments))
-
-
-@pytest.mark.parametrize("name", ["adam_step_", "adam_step_8bit_", "lamb_step_", "lion_step_"])
-def test_steps_with_a_flag(name: str) -> None:
-    arguments = (*SAMPLES[name](), torch.zeros(1, dtype=torch.int32))
-    torch.library.opcheck(getattr(torch.ops.zero_ext, name).default, arguments)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_with_a_flag_and_without_a_param(name: str) -> None:
+    op = getattr(torch.ops.zero_ext, name).default
+    torch.library.opcheck(op, (*SAMPLES[name](), torch.zeros(1, dtype=torch.int32)))
+    torch.library.opcheck(op, tuple(step_state(STEPS[name], param=None).arguments()))
 
 
 def test_attention_with_gradients() -> None:
@@ -289,18 +246,6 @@ def test_attention_with_gradients() -> None:
     torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
     arguments[5:9] = [None] * 4
     torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
-
-
-def test_adam_8bit_without_param() -> None:
-    arguments = list(adam_8bit_inputs())
-    arguments[6] = None
-    torch.library.opcheck(torch.ops.zero_ext.adam_step_8bit_.default, tuple(arguments))
-
-
-def test_lion_without_param() -> None:
-    arguments = list(lion_inputs())
-    arguments[3] = None
-    torch.library.opcheck(torch.ops.zero_ext.lion_step_.default, tuple(arguments))
 
 
 def test_fake_kernels_return_shapes_without_touching_memory() -> None:

@@ -82,6 +82,23 @@ class TrainingState:
         self.recorded[f"{name}@{self.step_number}"] = value.detach().clone()
 
 
+def plain_step(
+    state: TrainingState,
+    loss: Callable[[Any, Any], torch.Tensor],
+    inputs: Any,
+    change: Callable[[TrainingState], Any] = lambda state: None,
+) -> torch.Tensor:
+    """Make an ordinary step and return its loss; ``change`` runs between backward and the optimizers."""
+    for optimizer in state.optimizers:
+        optimizer.zero_grad()
+    value = loss(state.model, inputs)
+    value.backward()
+    change(state)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    return value
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its loop. The functions run on every rank and in plain torch alike.
@@ -125,15 +142,7 @@ class Case:
 
     def train_step(self, state: TrainingState, inputs: Any) -> torch.Tensor:
         """Make one step and return its loss."""
-        if self.step is not None:
-            return self.step(state, inputs)
-        for optimizer in state.optimizers:
-            optimizer.zero_grad()
-        loss = self.loss(state.model, inputs)
-        loss.backward()
-        for optimizer in state.optimizers:
-            optimizer.step()
-        return loss
+        return plain_step(state, self.loss, inputs) if self.step is None else self.step(state, inputs)
 
     def evaluation(self, state: TrainingState, inputs: Any) -> torch.Tensor | None:
         """Return the loss in eval mode, or None where the case has no evaluation."""

@@ -74,11 +74,6 @@ def mean_square(model: nn.Module, inputs: Any) -> torch.Tensor:
     return model(inputs).square().mean()
 
 
-def reconstruction(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of the model's output with its input."""
-    return F.mse_loss(model(inputs), inputs)
-
-
 def own_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Return the loss that the model itself computes."""
     return model(inputs)

@@ -1,26 +1,14 @@
-"""Models of transformers from its own tables: default configurations, shrunk, with generic inputs.
-
-Run ``python -m tests.zoo.transformers_cases --check [PATTERN]`` to train the cases in plain torch.
-"""
+"""Models of transformers from its own tables: default configurations, shrunk, with generic inputs."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import fnmatch
 import functools
 import inspect
-import json
-import random
-import resource
-import signal
-import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 import transformers
 from torch import nn
@@ -28,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.zoo.case import Case, adamw, sgd
-from tests.zoo.transformers_exclusions import CLASSES_BY_REASON, EXCLUDED
+from tests.zoo.transformers_exclusions import EXCLUDED
 from tests.zoo.transformers_inputs import Draw, loss_of, make_inputs, sub_configs
 from tests.zoo.transformers_overrides import FIELDS, ILL_CONDITIONED, INPUTS, LARGE_LOSSES, Subconfig
 from tests.zoo.transformers_shrink import shrink
@@ -37,7 +25,6 @@ from tests.zoo.transformers_shrink import shrink
 BASES = frozenset({"", "IMAGE", "TEXT_ENCODING"})
 GENERATING = frozenset({"CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT"})
 NEW_TOKENS = 6
-SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -173,7 +160,7 @@ def generate(recipe: Recipe, model: Any, inputs: Mapping[str, Any]) -> torch.Ten
 
 
 def generates(recipe: Recipe) -> bool:
-    """Tell whether greedy decoding is --shard of the case."""
+    """Return whether greedy decoding is part of the case."""
     return bool(recipe.tasks & GENERATING) and recipe.settings.get("generate", True) is not None
 
 
@@ -202,120 +189,3 @@ def transformers_cases() -> list[Case]:
 
 
 CASES = transformers_cases()
-
-
-def seed_all(seed: int) -> None:
-    """Seed all generators. SpecAugment draws from numpy's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)
-
-
-def train(case: Case, steps: int = 2) -> tuple[list[float], nn.Module]:
-    """Train in plain torch and return the losses."""
-    seed_all(0)
-    model = case.build().train()
-    optimizer = case.optimizer(model)
-    losses = []
-    for step in range(steps):
-        seed_all(step + 1)
-        optimizer.zero_grad()
-        loss = case.loss(model, case.batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
-
-
-def check(case: Case) -> dict[str, Any]:
-    """Train twice with the same seeds, generate, and return what happened."""
-    start = time.perf_counter()
-    losses, model = train(case)
-    seconds = time.perf_counter() - start
-    if not all(torch.isfinite(torch.tensor(losses))):
-        raise ValueError(f"losses: expected finite values, got {losses}.")
-    if losses[0] == 0:
-        raise ValueError("losses: expected something to train, got 0.")
-    again, _ = train(case)
-    if losses != again:
-        raise ValueError(f"losses: expected the same with the same seeds, got {losses} and {again}.")
-    tokens = 0
-    if case.generate is not None:
-        with torch.no_grad():
-            tokens = case.generate(model.eval(), case.batch(0)).numel()
-    count = sum(parameter.numel() for parameter in model.parameters())
-    without = sum(parameter.grad is None for parameter in model.parameters())
-    return {
-        "seconds": round(seconds, 2),
-        "losses": losses,
-        "parameters": count,
-        "no_grad": without,
-        "tokens": tokens,
-    }
-
-
-def on_alarm(*_: object) -> None:
-    """Stop a case that takes too long."""
-    raise TimeoutError(f"took longer than {SECONDS} s")
-
-
-def checked(case: Case) -> dict[str, Any]:
-    """Return the result of :func:`check` or its error."""
-    signal.signal(signal.SIGALRM, on_alarm)
-    try:
-        # Outside the time limit: an import that is interrupted would make all later imports fail.
-        getattr(transformers, case.name.rpartition("/")[2])
-        signal.alarm(SECONDS)
-        return {"name": case.name, "ok": True, **check(case)}
-    except Exception as error:
-        return {
-            "name": case.name,
-            "ok": False,
-            "error": f"{type(error).__name__}: {error}",
-            "trace": location_of(error),
-        }
-    finally:
-        signal.alarm(0)
-
-
-def location_of(error: BaseException) -> str:
-    """Return the innermost lines of a traceback."""
-    locations = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        locations.append(f"{code.co_filename.split('/')[-1]}:{trace.tb_lineno}:{code.co_name}")
-        trace = trace.tb_next
-    return " < ".join(reversed(locations[-4:]))
-
-
-def main() -> None:
-    """Check cases in plain torch and print a line for each and a summary."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", nargs="?", const="*", required=True, metavar="PATTERN")
-    parser.add_argument("--all", action="store_true", help="check excluded classes, too")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="check every N-th case, from the I-th")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
-    index, shards = map(int, options.shard.split("/"))
-    wanted = options.check if "*" in options.check else f"*{options.check}*"
-    cases = [case_of(recipe) for recipe in recipes()] if options.all else CASES
-    cases = [case for case in cases if fnmatch.fnmatch(case.name, wanted)][index::shards]
-    results = []
-    for case in cases:
-        results.append(checked(case))
-        line = results[-1]
-        print(json.dumps(line) if options.json else " ".join(map(str, line.values())), flush=True)
-    passed = [line for line in results if line["ok"]]
-    print(f"{len(passed)} of {len(results)} run, {len(EXCLUDED)} of {len(recipes())} are excluded:")
-    for reason, names in CLASSES_BY_REASON.items():
-        print(f"{len(names.split()):4} {reason}")
-    raise SystemExit(len(passed) != len(results))
-
-
-if __name__ == "__main__":
-    main()

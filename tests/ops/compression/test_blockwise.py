@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.blockwise_reference import allowed_error, code_values, decode, encode_scales
-from tests.ops.helpers import available_isas
+from tests.ops.helpers import assert_same_on_all_isas_and_threads
 from zero_ext import ops
 
 
@@ -85,18 +85,12 @@ def test_non_finite_blocks_read_back_as_nan(isa: str, signed: bool) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_instruction_sets_and_threads_agree_bit_for_bit(generator: torch.Generator, signed: bool) -> None:
     values = spread(100_003, signed, generator)
-    results = []
-    threads = torch.get_num_threads()
-    for name in available_isas():
-        before = ops.set_isa(name)
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            quantized = ops.quantize_blockwise(values, signed)
-            results.append((*quantized, ops.dequantize_blockwise(quantized, signed)))
-        ops.set_isa(before)
-    torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def everything() -> list[Tensor]:
+        quantized = ops.quantize_blockwise(values, signed)
+        return [*quantized, ops.dequantize_blockwise(quantized, signed)]
+
+    assert_same_on_all_isas_and_threads(everything)
 
 
 def test_refuses_wrong_arguments_by_name() -> None:

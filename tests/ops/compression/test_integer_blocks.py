@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.compression.test_sign_compression import on_all_isas_and_threads, poisoned
-from tests.ops.helpers import FLOAT_DTYPES
+from tests.ops.compression.test_sign_compression import poisoned
+from tests.ops.helpers import FLOAT_DTYPES, assert_same_on_all_isas_and_threads
 from zero_ext import ops
 from zero_ext.ops.compression import BlockFormat
 
@@ -240,9 +240,7 @@ def test_instruction_sets_and_threads_agree_bit_for_bit(
         ops.requantize_(again, torch.cat([messages, messages]), format, None, 0.5, chunks)
         return [*results, total.nan_to_num(nan=-1), again]
 
-    first, *others = on_all_isas_and_threads(everything)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert_same_on_all_isas_and_threads(everything)
 
 
 def test_formats() -> None:

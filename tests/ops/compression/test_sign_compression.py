@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.helpers import FLOAT_DTYPES, available_isas
+from tests.ops.helpers import FLOAT_DTYPES, assert_same_on_all_isas_and_threads
 from zero_ext import ops
 
 BLOCK = ops.SIGN_BLOCK
@@ -189,22 +187,7 @@ def test_instruction_sets_and_threads_agree_bit_for_bit(generator: torch.Generat
         ops.reduce_1bit_(message, error, messages, 0.5)
         return [messages, errors, half, total, message, error]
 
-    first, *others = on_all_isas_and_threads(everything)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def on_all_isas_and_threads(compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    results = []
-    threads = torch.get_num_threads()
-    for name in available_isas():
-        before = ops.set_isa(name)
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            results.append(compute())
-        ops.set_isa(before)
-    torch.set_num_threads(threads)
-    return results
+    assert_same_on_all_isas_and_threads(everything)
 
 
 def test_message_bytes() -> None:

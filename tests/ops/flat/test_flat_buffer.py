@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -26,33 +27,27 @@ def make_tensors(dtype: torch.dtype, generator: torch.Generator) -> tuple[list[T
     return tensors, offsets, position
 
 
-@pytest.mark.parametrize("source", FLOAT_DTYPES)
-@pytest.mark.parametrize("target", FLOAT_DTYPES)
-def test_pack(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
+every_pair = pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOAT_DTYPES, repeat=2)))
+
+
+@every_pair
+def test_pack_and_accumulate(
+    isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype
+) -> None:
     tensors, offsets, size = make_tensors(source, generator)
-    flat = torch.full((size,), -7.0, dtype=target)
-    wanted = flat.clone()
+    packed, summed = torch.full((size,), -7.0, dtype=target), random_bits(size, target, generator)
+    wanted_packed, wanted_summed = packed.clone(), summed.clone()
     for tensor, offset in zip(tensors, offsets, strict=True):
-        wanted[offset : offset + tensor.numel()] = tensor.flatten().to(target)
-    ops.pack_(flat, tensors, offsets)
-    assert same_values(flat, wanted)
+        own = slice(offset, offset + tensor.numel())
+        wanted_packed[own] = tensor.flatten().to(target)
+        wanted_summed[own] = (wanted_summed[own].float() + tensor.flatten().float()).to(target)
+    ops.pack_(packed, tensors, offsets)
+    ops.accumulate_(summed, tensors, offsets)
+    assert same_values(packed, wanted_packed)
+    assert same_values(summed, wanted_summed)
 
 
-@pytest.mark.parametrize("source", FLOAT_DTYPES)
-@pytest.mark.parametrize("target", FLOAT_DTYPES)
-def test_accumulate(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
-    tensors, offsets, size = make_tensors(source, generator)
-    flat = random_bits(size, target, generator)
-    wanted = flat.clone()
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        target = wanted[offset : offset + tensor.numel()]
-        target.copy_((target.float() + tensor.flatten().float()).to(target))
-    ops.accumulate_(flat, tensors, offsets)
-    assert same_values(flat, wanted)
-
-
-@pytest.mark.parametrize("source", FLOAT_DTYPES)
-@pytest.mark.parametrize("target", FLOAT_DTYPES)
+@every_pair
 def test_unpack(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
     tensors, offsets, size = make_tensors(target, generator)
     flat = random_bits(size, source, generator)
@@ -99,8 +94,7 @@ def test_large_lists_are_split_among_threads(generator: torch.Generator) -> None
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("source", FLOAT_DTYPES)
-@pytest.mark.parametrize("target", FLOAT_DTYPES)
+@every_pair
 def test_sum_shards(
     isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype, accumulate: bool
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -303,23 +305,20 @@ def test_bad_ranges_are_refused(store: int) -> None:
     stream = open_stream(store, SMALLEST_RING)
     read, write = ops.state_stream_read_, ops.state_stream_write_
     values = torch.zeros(10)
-    for access in (read, write):
-        with pytest.raises(RuntimeError, match=r"elements: .*\[0, 10\), got \[5, 15\)"):
-            access(stream, 0, 10, 5, 15, [0], [values], counters())
-        with pytest.raises(RuntimeError, match="expected 36 bytes for field 1 of 9 elements, got 40"):
-            access(stream, 0, 10, 0, 9, [1], [values], counters())
-        with pytest.raises(RuntimeError, match=r"fields\[1\]: expected each of 0 to 2 at most once, got 1"):
-            access(stream, 0, 10, 0, 10, [1, 1], [values, values], counters())
-        with pytest.raises(RuntimeError, match=r"fields\[0\]: .*got 3"):
-            access(stream, 0, 10, 0, 10, [3], [values], counters())
-        with pytest.raises(RuntimeError, match="tensors: expected one for each of 1 fields, got 0"):
-            access(stream, 0, 10, 0, 10, [0], [], counters())
-        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
-            access(stream, 0, 10, 0, 10, [0], [torch.zeros(20)[::2]], counters())
-        with pytest.raises(RuntimeError, match="multiple of"):
-            access(stream, 1, 10, 0, 10, [0], [values], counters())
-        with pytest.raises(RuntimeError, match="'counters'"):
-            access(stream, 0, 10, 0, 10, [0], [values], torch.zeros(3, dtype=torch.int64))
+    three = torch.zeros(3, dtype=torch.int64)
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        (r"elements: .*\[0, 10\), got \[5, 15\)", (0, 10, 5, 15, [0], [values], counters())),
+        ("expected 36 bytes for field 1 of 9 .* got 40", (0, 10, 0, 9, [1], [values], counters())),
+        (r"fields\[1\]: .* at most once, got 1", (0, 10, 0, 10, [1, 1], [values, values], counters())),
+        (r"fields\[0\]: .*got 3", (0, 10, 0, 10, [3], [values], counters())),
+        ("tensors: expected one for each of 1 fields, got 0", (0, 10, 0, 10, [0], [], counters())),
+        ("a contiguous tensor", (0, 10, 0, 10, [0], [torch.zeros(20)[::2]], counters())),
+        ("multiple of", (1, 10, 0, 10, [0], [values], counters())),
+        ("'counters'", (0, 10, 0, 10, [0], [values], three)),
+    ]
+    for access, (message, arguments) in itertools.product((read, write), wrong):
+        with pytest.raises(RuntimeError, match=message):
+            access(stream, *arguments)
     ops.state_stream_close(stream)
 
 

@@ -13,16 +13,14 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.experts.mixtures import (
     EXPERTS,
-    SAMPLES,
     WIDTH,
-    Course,
     Words,
-    adamw,
-    batches,
+    course_of,
     expert,
     loss_of,
     mesh_of,
 )
+from tests.parallel.training import adamw, batches
 from zero_ext.parallel.experts import MixtureOfExperts
 
 
@@ -99,12 +97,12 @@ def test_experts_of_other_shapes_on_other_ranks(world: World) -> None:
 
 @on_ranks(4)
 def test_what_one_rank_alone_cannot_say_of_experts(world: World) -> None:
-    course = Course(world.seed, mesh_of(2), {"stage": 3, "gradient_clipping": 0.0})
+    course = course_of(world.seed, mesh_of(2), {"stage": 3, "gradient_clipping": 0.0})
     edit = zero_ext.gathered(course.model, modifier_rank=0)
     with pytest.raises(ValueError, match="holds experts, and rank 0 has others"), edit:
         pass
-    words, wanted = (each[: SAMPLES // 4] for each in batches(world.seed, 1)[0])
-    loss_of(course.model, words, wanted, True)[0].backward()
+    words, wanted = batches(world.seed, 1)[0]
+    loss_of(course.model, course.own(words), course.own(wanted), True)[0].backward()
     gradients = {name: parameter.grad for name, parameter in course.model.named_parameters()}
     for name, gradient in gradients.items():
         if ".experts." in name and gradient is not None:

@@ -10,20 +10,19 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.pipeline.toy_stages import Trained, train, train_alone
+from tests.parallel.training import assert_same_steps, assert_same_values
 
 STAGES = [0, 1, 2, 3]
+TIED = ("layers.0.weight", "layers.9.weight")
 
 
 def assert_as_alone(trained: Trained, seed: int, samples: int, clip: float = 0.0) -> None:
     """Losses, norms and this rank's parameters are those of one process."""
     alone = train_alone(seed, samples, clip)
-    torch.testing.assert_close(trained.losses, alone.losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(trained.evaluated, alone.evaluated, rtol=1e-5, atol=0)
+    assert_same_steps((trained.losses, trained.evaluated), (alone.losses, alone.evaluated))
     if clip:
-        torch.testing.assert_close(trained.norms, alone.norms, rtol=1e-5, atol=0)
-    assert trained.parameters
-    for name, value in trained.parameters.items():
-        torch.testing.assert_close(value, alone.parameters[name], rtol=1e-4, atol=1e-5)
+        assert_same_steps(trained.norms, alone.norms)
+    assert_same_values(trained.parameters, alone.parameters)
 
 
 @on_ranks(4)
@@ -32,6 +31,10 @@ def assert_as_alone(trained: Trained, seed: int, samples: int, clip: float = 0.0
 def test_steps_are_those_of_one_process(world: World, pp: int, stage: int) -> None:
     trained = train(world.seed, pp, {"stage": stage, "gradient_clipping": 0.5})
     assert_as_alone(trained, world.seed, 8 * 4 // pp, clip=0.5)
+    # All stages have the same bits of the parameter that the first and the last of them share.
+    of_embedding = [trained.parameters[name] for name in TIED if name in trained.parameters]
+    everyone = [each for own in world.everyone(of_embedding) for each in own]
+    assert len(everyone) >= min(pp, 2) and all(torch.equal(each, everyone[0]) for each in everyone)
 
 
 @on_ranks(4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
-from zero_ext.parallel import make_mesh
+from tests.parallel import training
+from tests.parallel.training import WORDS, Course, alone, batches, mean_loss, mesh_of_one
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
-from zero_ext.zero import Engine, engine_of
+from zero_ext.zero import Engine
 
-WIDTH, WORDS, LENGTH, BLOCKS = 8, 16, 5, 6
-RATE = 1e-2
+WIDTH, BLOCKS = 8, 6
 
 
 class Block(nn.Module):
@@ -57,8 +56,7 @@ def specifications() -> list[Any]:
 def full_model(seed: int) -> nn.ModuleDict:
     """The model of :func:`specifications` with the values that a pipeline gives it, under the same names."""
     torch.manual_seed(seed)
-    mesh = DeviceMesh("cpu", torch.tensor([[torch.distributed.get_rank()]]), mesh_dim_names=("pp", "dp"))
-    return PipelineModule(specifications(), mesh, loss=mean_loss).layers
+    return PipelineModule(specifications(), mesh_of_one(), loss=mean_loss).layers
 
 
 def through(layers: nn.ModuleDict, words: torch.Tensor) -> torch.Tensor:
@@ -69,24 +67,9 @@ def through(layers: nn.ModuleDict, words: torch.Tensor) -> torch.Tensor:
     return head(layers["0"], torch.tanh(hidden))
 
 
-def mean_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Cross entropy, a mean over all words."""
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), words.flatten())
-
-
-def batches(seed: int, steps: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Words [samples, LENGTH] and what they should predict, for each step."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        words = torch.randint(WORDS, (2, samples, LENGTH), generator=generator)
-        yield words[0], words[1]
-
-
-@functools.cache
 def mesh_of(pp: int, tp: int = 1) -> DeviceMesh:
-    """All ranks, ``pp`` stages; made once in a process. Ranks along ``tp`` do the same where nothing is
-    split."""
-    return make_mesh(pp=pp, tp=tp, device_type="cpu")
+    """All ranks, ``pp`` stages. Ranks along ``tp`` do the same where nothing is split."""
+    return training.mesh_of(pp=pp, tp=tp)
 
 
 class Trained(NamedTuple):
@@ -100,11 +83,6 @@ class Trained(NamedTuple):
     pipeline: Pipeline
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """With an epsilon that does not make rounding large where gradients are nothing."""
-    return torch.optim.AdamW(parameters, lr=RATE, eps=1e-3)
-
-
 def train(
     seed: int,
     pp: int,
@@ -116,50 +94,55 @@ def train(
     tp: int = 1,
     grad_reduction: Any = "per_step",
     checkpoint: bool | None = None,
-    make: Callable[[Any], torch.optim.Optimizer] = adamw,
     **settings: Any,
 ) -> Trained:
     """Steps on the rank's part of :func:`batches`, of two samples a micro-batch."""
     torch.manual_seed(seed)
     mesh = mesh_of(pp, tp)
     module = PipelineModule(layers or specifications(), mesh, loss=mean_loss, **settings)
-    model, optimizer = zero_ext.prepare(module, make(module.parameters()), config, process_group=mesh)
-    pipeline = Pipeline(
-        model, optimizer, micro_batches=micro_batches, grad_reduction=grad_reduction, checkpoint=checkpoint
+    config = {"gradient_clipping": 0.0, **config}
+    course = Course(
+        module,
+        mesh,
+        config,
+        micro_batches=micro_batches,
+        grad_reduction=grad_reduction,
+        checkpoint=checkpoint,
     )
-    engine, data = engine_of(model), mesh["dp"]
-    samples, own = 2 * micro_batches, data.get_local_rank()
-    losses, norms = [], []
-    for words, wanted in batches(seed, steps, samples * data.size()):
-        own_samples = slice(samples * own, samples * (own + 1))
-        losses.append(float(pipeline.train_batch(words[own_samples], targets=wanted[own_samples])))
-        norms.append(engine.grad_norm)
-    evaluated = float(pipeline.eval_batch(words[own_samples], targets=wanted[own_samples]))
-    return Trained(losses, norms, evaluated, zero_ext.full_state_dict(model), engine, pipeline)
+    data = batches(seed, steps, 2 * micro_batches * mesh["dp"].size())
+    losses, norms = course.steps(data)
+    words, wanted = map(course.own, data[-1])
+    evaluated = float(course.pipeline.eval_batch(words, targets=wanted))
+    parameters = zero_ext.full_state_dict(course.model)
+    return Trained(losses, norms, evaluated, parameters, course.engine, course.pipeline)
+
+
+def course_of(seed: int, mesh: DeviceMesh, stage: int, layers: Sequence[Any] | None = None) -> Course:
+    """A pipeline on ``mesh``, its blocks split where it has "tp", with gradients clipped."""
+    torch.manual_seed(seed)
+    module = PipelineModule(layers or specifications(), mesh, loss=mean_loss)
+    split_blocks(module, mesh, Block)
+    return Course(module, mesh, {"stage": stage}, micro_batches=4)
 
 
 class Alone(NamedTuple):
     """The same of one process."""
 
     losses: list[float]
-    norms: list[float]
+    norms: list[float | None]
     evaluated: float
     parameters: dict[str, torch.Tensor]
 
 
 def train_alone(seed: int, samples: int, clip: float = 0.0, steps: int = 4) -> Alone:
     """The steps of :func:`train` on the global batch of ``samples``, without a pipeline or ZeRO."""
-    layers = full_model(seed)
-    optimizer = adamw(layers.parameters())
-    losses, norms = [], []
-    for words, wanted in batches(seed, steps, samples):
-        loss = mean_loss(through(layers, words), wanted)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(layers.parameters(), clip or float("inf"))))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    layers, data = full_model(seed), batches(seed, steps, samples)
+
+    def loss(layers: nn.ModuleDict, words: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return mean_loss(through(layers, words), wanted)
+
+    losses, norms = alone(layers, data, loss, clip)
     with torch.no_grad():
-        evaluated = float(mean_loss(through(layers, words), wanted))
+        evaluated = float(loss(layers, *data[-1]))
     parameters = {f"layers.{name}": each for name, each in layers.state_dict().items()}
     return Alone(losses, norms, evaluated, parameters)

@@ -15,27 +15,16 @@ from torch.nn import functional as F
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import SequenceExchange, make_mesh, sequence_attention, shard_batch
-from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+from tests.parallel.training import Course, alone, assert_same_steps, assert_same_values, mesh_of, mesh_of_one
+from zero_ext.parallel import SequenceExchange, sequence_attention, shard_batch
+from zero_ext.parallel.pipeline import LayerSpec, PipelineModule
 
 BATCH, LENGTH, DIM, WIDTH = 2, 8, 4, 8
 
 
 @functools.cache
-def mesh_of(cp: int) -> DeviceMesh:
-    """All ranks, sequences over ``cp`` of them; made once in a process."""
-    return make_mesh(cp=cp, device_type="cpu")
-
-
-@functools.cache
-def staged() -> DeviceMesh:
-    """Two stages, sequences over two ranks."""
-    return make_mesh(pp=2, cp=2, device_type="cpu")
-
-
-@functools.cache
 def exchange_of(cp: int) -> SequenceExchange:
-    return SequenceExchange(mesh_of(cp), 30)
+    return SequenceExchange(mesh_of(cp=cp), 30)
 
 
 def full_tensors(heads: int, keys: int) -> list[torch.Tensor]:
@@ -65,7 +54,7 @@ def test_an_exchange_moves_every_value_to_its_position_and_back(world: World, cp
 @pytest.mark.parametrize(("cp", "heads", "keys"), [(2, 4, 4), (4, 8, 4), (4, 8, 2), (4, 4, 1), (4, 24, 6)])
 def test_attention_is_that_of_full_sequences(world: World, cp: int, heads: int, keys: int) -> None:
     function = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    attention = sequence_attention(function, mesh_of(cp), timeout_seconds=120.0)
+    attention = sequence_attention(function, mesh_of(cp=cp), timeout_seconds=120.0)
     cp_rank = attention.exchange.rank
     *full, gradient = full_tensors(heads, keys)
     mine = [each.chunk(cp, 2)[cp_rank].clone().requires_grad_() for each in full]
@@ -93,7 +82,7 @@ def test_on_a_device_through_host_memory(world: World) -> None:
 
 @on_ranks(4)
 def test_what_does_not_fit_is_refused_by_all_ranks(world: World) -> None:
-    attention = sequence_attention(F.scaled_dot_product_attention, mesh_of(2), timeout_seconds=120.0)
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh_of(cp=2), timeout_seconds=120.0)
 
     def attend(heads: int, keys: int, length: int) -> torch.Tensor:
         query = torch.ones(1, heads, length, DIM)
@@ -122,7 +111,7 @@ def test_an_error_of_one_rank_ends_attention_on_all(world: World) -> None:
             raise ArithmeticError("out of luck")
         return query
 
-    attention = sequence_attention(function, mesh_of(2), timeout_seconds=120.0)
+    attention = sequence_attention(function, mesh_of(cp=2), timeout_seconds=120.0)
     with pytest.raises((ArithmeticError, RuntimeError), match=r"out of luck|has died"):
         attention(*[torch.ones(1, 2, 4, DIM)] * 3)
 
@@ -130,7 +119,7 @@ def test_an_error_of_one_rank_ends_attention_on_all(world: World) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("labelled", ["labels", "shift_labels"])
 def test_shards_of_a_batch_concatenate_to_the_batch(world: World, labelled: str) -> None:
-    mesh = mesh_of(4)
+    mesh = mesh_of(cp=4)
     words, mask = torch.randint(9, (BATCH, LENGTH)), torch.ones(BATCH, LENGTH, dtype=torch.int64)
     labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
     batch = {"input_ids": words, "attention_mask": mask, labelled: labels, "numbers": torch.ones(3)}
@@ -145,7 +134,7 @@ def test_shards_of_a_batch_concatenate_to_the_batch(world: World, labelled: str)
 
 @on_ranks(4)
 def test_labels_of_masked_tokens_stay_where_they_are(world: World) -> None:
-    mesh, words = mesh_of(4), torch.randint(9, (BATCH, LENGTH))
+    mesh, words = mesh_of(cp=4), torch.randint(9, (BATCH, LENGTH))
     labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
     chunks = world.everyone(shard_batch({"input_ids": words, "labels": labels}, mesh, shift_labels=False))
     assert torch.equal(torch.cat([chunk["labels"] for chunk in chunks], 1), labels)
@@ -157,13 +146,15 @@ def test_labels_of_masked_tokens_stay_where_they_are(world: World) -> None:
 def test_positions_counted_from_padding(world: World) -> None:
     words = torch.tensor([[5, 6, 1, 7, 8, 9, 1, 1], [5, 6, 7, 8, 9, 5, 6, 7]])
     wanted = torch.tensor([[2, 3, 1, 4, 5, 6, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]])
-    chunks = world.everyone(shard_batch({"input_ids": words}, mesh_of(4), padding_idx=1))
+    chunks = world.everyone(shard_batch({"input_ids": words}, mesh_of(cp=4), padding_idx=1))
     assert torch.equal(torch.cat([chunk["position_ids"] for chunk in chunks], 1), wanted)
-    vectors = world.everyone(shard_batch({"inputs_embeds": torch.ones(2, 8, 3)}, mesh_of(4), padding_idx=1))
+    vectors = world.everyone(
+        shard_batch({"inputs_embeds": torch.ones(2, 8, 3)}, mesh_of(cp=4), padding_idx=1)
+    )
     assert torch.equal(torch.cat([chunk["position_ids"] for chunk in vectors], 1), wanted[1:])
     packed = {"input_ids": words, "position_ids": wanted.roll(3, 1)}
     with pytest.raises(ValueError, match="'position_ids': expected ones that increase by 1"):
-        shard_batch(packed, mesh_of(4), padding_idx=1)
+        shard_batch(packed, mesh_of(cp=4), padding_idx=1)
 
 
 @on_ranks(4)
@@ -185,9 +176,9 @@ def test_batches_that_cannot_be_cut(world: World, length: int, changes: dict[str
     batch = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     batch |= {name: torch.ones(shape, dtype=torch.int64) for name, shape in changes.items()}
     with pytest.raises(ValueError, match=re.escape(message)):
-        shard_batch(batch, mesh_of(2))
+        shard_batch(batch, mesh_of(cp=2))
     with pytest.raises(ValueError, match=r"batch: expected 'input_ids' .* got \['labels'\]"):
-        shard_batch({"labels": torch.ones(1, 8)}, mesh_of(2))
+        shard_batch({"labels": torch.ones(1, 8)}, mesh_of(cp=2))
 
 
 class Attending(nn.Module):
@@ -202,36 +193,26 @@ class Attending(nn.Module):
         return hidden + self.attend(*chunks, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def square(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(hidden, wanted)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_in_a_pipeline(world: World, schedule: str) -> None:
-    mesh = staged()
+    mesh = mesh_of(pp=2, cp=2)
     attention = sequence_attention(F.scaled_dot_product_attention, mesh, timeout_seconds=120.0)
     torch.manual_seed(world.seed)
     layers = [LayerSpec(Attending, attention) for _ in range(4)]
-    module = PipelineModule(layers, mesh, loss=square, schedule=schedule)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    config = {"stage": 1, "gradient_clipping": 0.5}
-    module, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh)
-    pipeline = Pipeline(module, optimizer, micro_batches=2)
-    one = DeviceMesh("cpu", torch.tensor([[world.rank]]), mesh_dim_names=("pp", "dp"))
+    module = PipelineModule(layers, mesh, loss=F.mse_loss, schedule=schedule)
+    course = Course(module, mesh, {"stage": 1}, micro_batches=2)
     torch.manual_seed(world.seed)
-    full_layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
-    reference = PipelineModule(full_layers, one, loss=square).layers
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for _ in range(3):
-        hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH)
-        cp_rank = mesh["cp"].get_local_rank()
-        found = pipeline.train_batch(hidden.chunk(2, 1)[cp_rank], targets=wanted.chunk(2, 1)[cp_rank])
-        for layer in reference.values():
+    layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
+    reference = PipelineModule(layers, mesh_of_one(), loss=F.mse_loss)
+
+    def loss(module: PipelineModule, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        for layer in module.layers.values():
             hidden = layer(hidden)
-        loss = square(hidden, wanted)
-        loss.backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        plain.step()
-        plain.zero_grad()
-        torch.testing.assert_close(float(found), float(loss.detach()), rtol=1e-5, atol=0)
+        return F.mse_loss(hidden, wanted)
+
+    data = torch.randn(3, 2, 4, LENGTH, WIDTH)
+    found = course.steps(data.chunk(2, 3)[mesh["cp"].get_local_rank()])
+    wanted = alone(reference, data, loss)
+    assert_same_steps(tuple(found), tuple(wanted))
+    assert_same_values(zero_ext.full_state_dict(course.model), reference.state_dict())

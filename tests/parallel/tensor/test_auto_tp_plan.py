@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import apply_tensor_parallel, automatic_plan, make_mesh
+from tests.parallel.training import Course, alone, assert_same_steps, assert_same_values, mesh_of
+from zero_ext.parallel import apply_tensor_parallel, automatic_plan
 
 WIDTH, LENGTH, SAMPLES = 8, 5, 4
 
@@ -75,8 +76,11 @@ def built(seed: int) -> nn.Sequential:
 
 @on_ranks(4)
 def test_what_is_found_trains_as_one_process(world: World) -> None:
-    mesh = make_mesh(tp=2, device_type="cpu")
-    model, alone = built(world.seed), built(world.seed)
+    def square(model: nn.Module, samples: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return model(samples).square().mean()
+
+    mesh = mesh_of(tp=2)
+    model, reference = built(world.seed), built(world.seed)
     torch.manual_seed(world.seed + 1)
     samples = torch.randn(3, SAMPLES, LENGTH, 3)
     plan = automatic_plan(model, samples[0], ranks=2)
@@ -94,21 +98,13 @@ def test_what_is_found_trains_as_one_process(world: World) -> None:
     } | {"3.0": "colwise", "3.2": "rowwise"}
     apply_tensor_parallel(model, mesh, plan)
     assert isinstance(model.get_parameter("1.attention.q_proj.weight"), DTensor)
-    model, optimizer = zero_ext.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), {"stage": 2}, process_group=mesh
-    )
-    plain = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-3)
-    own = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
-    for batch in samples:
-        model.backward(model(batch[own]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        alone(batch).square().mean().backward()
-        plain.step()
-        plain.zero_grad()
-    found = zero_ext.full_state_dict(model)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    course = Course(model, mesh, {"stage": 2}, square)
+    data = [torch.stack([each, each]) for each in samples]
+    records, wanted = course.steps(data), alone(reference, data, square)
+    assert_same_steps(records.norms, wanted.norms)
+    found = zero_ext.full_state_dict(course.model)
+    assert found.keys() == reference.state_dict().keys()
+    assert_same_values(found, reference.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -129,11 +125,8 @@ def test_what_it_refuses(flaw: str, ranks: int, message: str) -> None:
         automatic_plan(Block(flaw), torch.randn(SAMPLES, LENGTH, WIDTH), ranks=ranks)
 
 
-def test_a_model_without_blocks() -> None:
+def test_models_that_are_no_blocks() -> None:
     with pytest.raises(ValueError, match="Sequential: expected a block"):
         automatic_plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), ranks=2)
-
-
-def test_attention_that_is_the_model() -> None:
     with pytest.raises(ValueError, match="Attention: it is attention itself"):
         automatic_plan(Attention(), torch.randn(SAMPLES, LENGTH, WIDTH), ranks=2)

@@ -8,13 +8,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh, vocabulary_cross_entropy
+from tests.parallel.training import mesh_of
+from zero_ext.parallel import vocabulary_cross_entropy
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(16, "float64"), (15, "float64"), (16, "bfloat16")])
 def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: str) -> None:
-    mesh = make_mesh(tp=4, device_type="cpu")["tp"]
+    mesh = mesh_of(tp=4)["tp"]
     generator = torch.Generator().manual_seed(world.seed)
     full = 30 * torch.randn(3, 7, vocabulary, generator=generator, dtype=torch.float64)
     full = full.to(getattr(torch, dtype))
@@ -39,7 +40,7 @@ def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: s
 
 @on_ranks(4)
 def test_what_it_refuses(world: World) -> None:
-    mesh = make_mesh(tp=2, device_type="cpu")["tp"]
+    mesh = mesh_of(tp=2)["tp"]
     full, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
     for logits in (full, distribute_tensor(full, mesh, [Replicate()])):
         with pytest.raises(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import pkgutil
 import re
@@ -14,23 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import apply_tensor_parallel, make_mesh
+from tests.parallel.training import mesh_of
+from zero_ext.parallel import apply_tensor_parallel
 from zero_ext.parallel.tensor.tp_plans import KNOWN_STYLES, style_problem
 from zero_ext.zero.units.parameter_marks import tie_of
 
 WIDTH, WORDS, HEADS = 8, 12, 4
-
-
-@functools.cache
-def mesh_of_all() -> DeviceMesh:
-    """Two replicas, each on two ranks with slices of tensors; made once in a process."""
-    return make_mesh(tp=2, device_type="cpu")
 
 
 class Pair(nn.Module):
@@ -221,7 +214,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
     if tie_of(parameter) is not None:
-        dist.all_reduce(gradient, group=mesh_of_all()["tp"].get_group())
+        dist.all_reduce(gradient, group=mesh_of(tp=2)["tp"].get_group())
     return gradient
 
 
@@ -244,7 +237,7 @@ def test_outputs_and_gradients_are_those_of_one_process(world: World, style: str
     made, plan = TRIALS[style]
     model = filled(Model(made()).double(), world.seed)
     reference = copy.deepcopy(model)
-    apply_tensor_parallel(model, mesh_of_all(), plan)
+    apply_tensor_parallel(model, mesh_of(tp=2), plan)
     check(model, reference, world.seed)
 
 
@@ -292,7 +285,7 @@ def expert_plan(transposed: bool) -> dict[str, str]:
 def test_experts_are_those_of_one_process(world: World, transposed: bool) -> None:
     model = filled(Model(Mixture(transposed)).double(), world.seed)
     reference = copy.deepcopy(model)
-    apply_tensor_parallel(model, mesh_of_all(), expert_plan(transposed))
+    apply_tensor_parallel(model, mesh_of(tp=2), expert_plan(transposed))
     weight = model.get_parameter("block.experts.gate_up_proj")
     assert isinstance(weight, DTensor)
     assert weight.to_local().shape == ((3, WIDTH, 8) if transposed else (3, 8, WIDTH))
@@ -361,5 +354,5 @@ def test_plans_that_are_refused(world: World, plan: dict[str, str], message: str
     model.block.left, model.block.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model.block.right.weight = model.block.left.weight
     with pytest.raises(ValueError, match=re.escape(message)):
-        apply_tensor_parallel(model, mesh_of_all(), plan)
+        apply_tensor_parallel(model, mesh_of(tp=2), plan)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

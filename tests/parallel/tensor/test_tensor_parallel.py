@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from typing import Any
 
 import pytest
@@ -21,10 +19,20 @@ from torch.distributed.tensor.parallel import (
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh
-from zero_ext.zero import engine_of
+from tests.parallel import training
+from tests.parallel.training import (
+    WORDS,
+    Course,
+    alone,
+    assert_same_steps,
+    assert_same_values,
+    batches,
+    loss_of,
+    mean_over,
+    shared_folder,
+)
 
-WIDTH, WORDS, LENGTH, BLOCKS, SAMPLES = 8, 16, 4, 3, 8
+WIDTH, BLOCKS = 8, 3
 
 
 class Block(nn.Module):
@@ -53,10 +61,9 @@ class Words(nn.Module):
         return self.scores(hidden)
 
 
-@functools.cache
 def mesh_of(tp: int) -> DeviceMesh:
-    """All ranks, tensors split over ``tp`` of them; made once in a process."""
-    return make_mesh(tp=tp, device_type="cpu")
+    """All ranks, tensors split over ``tp`` of them."""
+    return training.mesh_of(tp=tp)
 
 
 def split(model: Words, mesh: DeviceMesh, sequence: bool) -> Words:
@@ -79,112 +86,58 @@ def split(model: Words, mesh: DeviceMesh, sequence: bool) -> Words:
     return parallelize_module(model, mesh["tp"], plan)
 
 
-def batches(seed: int, steps: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(WORDS, (2, SAMPLES, LENGTH), generator=generator) for _ in range(steps)]
-
-
-def loss_of(model: nn.Module, words: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(words).flatten(0, 1), wanted.flatten())
-
-
-class Course:
-    """A model on a mesh, and its steps."""
-
-    def __init__(self, seed: int, mesh: DeviceMesh, config: dict[str, Any], sequence: bool = False) -> None:
-        torch.manual_seed(seed)
-        model = split(Words(), mesh, sequence)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        self.model, self.optimizer = zero_ext.prepare(
-            model, optimizer, {"gradient_clipping": 0.5, **config}, process_group=mesh
-        )
-        self.data = mesh["dp"]
-
-    def steps(self, seed: int, first: int, last: int) -> tuple[list[float], list[float | None]]:
-        """Losses of this rank's samples, and norms."""
-        share = SAMPLES // self.data.size()
-        own = slice(share * self.data.get_local_rank(), share * (self.data.get_local_rank() + 1))
-        losses, norms = [], []
-        for words, wanted in batches(seed, last)[first:]:
-            loss = loss_of(self.model, words[own], wanted[own])
-            self.model.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            norms.append(engine_of(self.model).grad_norm)
-        return losses, norms
-
-
-def alone(seed: int, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def seeded(seed: int) -> Words:
     torch.manual_seed(seed)
-    model = Words()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses, norms = [], []
-    for words, wanted in batches(seed, steps):
-        loss = loss_of(model, words, wanted)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, norms, dict(model.state_dict())
+    return Words()
 
 
-def mean_over(world: World, losses: list[float]) -> list[float]:
-    return torch.tensor(world.everyone(losses), dtype=torch.float64).mean(0).tolist()
+def course_of(seed: int, tp: int, config: dict[str, Any], sequence: bool = False) -> Course:
+    return Course(split(seeded(seed), mesh_of(tp), sequence), mesh_of(tp), config)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("tp", "sequence"), [(2, False), (4, False), (2, True)])
 def test_steps_are_those_of_one_process(world: World, tp: int, sequence: bool, stage: int) -> None:
-    course = Course(world.seed, mesh_of(tp), {"stage": stage}, sequence)
-    losses, norms = course.steps(world.seed, 0, 4)
-    wanted_losses, wanted_norms, wanted = alone(world.seed, 4)
-    torch.testing.assert_close(mean_over(world, losses), wanted_losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(norms, wanted_norms, rtol=1e-5, atol=0)
+    course, model = course_of(world.seed, tp, {"stage": stage}, sequence), seeded(world.seed)
+    records, wanted = course.steps(batches(world.seed, 4)), alone(model, batches(world.seed, 4))
+    assert_same_steps((mean_over(world, records.losses), records.norms), tuple(wanted))
     found = zero_ext.full_state_dict(course.model)
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+    assert found.keys() == model.state_dict().keys()
+    assert_same_values(found, model.state_dict())
 
 
 @on_ranks(4)
 def test_a_rank_stores_a_shard_of_its_slice(world: World) -> None:
-    course = Course(world.seed, mesh_of(2), {"stage": 3, "units": {"persistence_threshold": 0}})
-    split_numel = sum(
-        parameter.numel() for parameter in course.model.parameters() if isinstance(parameter, DTensor)
-    )
-    plain = sum(
-        parameter.numel() for parameter in course.model.parameters() if not isinstance(parameter, DTensor)
-    )
-    stored = sum(unit.layout.shard_numel for unit in engine_of(course.model).units)
-    padding = 64 * len(engine_of(course.model).units)
+    course = course_of(world.seed, 2, {"stage": 3, "units": {"persistence_threshold": 0}})
+    numel = {True: 0, False: 0}
+    for parameter in course.model.parameters():
+        numel[isinstance(parameter, DTensor)] += parameter.numel()
+    split_numel, plain = numel[True], numel[False]
+    stored = sum(unit.layout.shard_numel for unit in course.engine.units)
+    padding = 64 * len(course.engine.units)
     assert split_numel / 4 + plain / 2 <= stored <= split_numel / 4 + plain / 2 + padding + plain
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 1), (1, 2)])
 def test_checkpoints_load_under_another_split(world: World, saved: int, loaded: int) -> None:
-    folder = str(world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0])
-    first = Course(world.seed, mesh_of(saved), {"stage": 3})
-    first.steps(world.seed, 0, 3)
+    folder, data = shared_folder(world), batches(world.seed, 6)
+    first = course_of(world.seed, saved, {"stage": 3})
+    first.steps(data[:3])
     zero_ext.save_checkpoint(folder, first.model).wait()
-    then = Course(world.seed + 1, mesh_of(loaded), {"stage": 1})
+    then, model = course_of(world.seed + 1, loaded, {"stage": 1}), seeded(world.seed)
     zero_ext.load_checkpoint(folder, then.model)
-    losses, _ = then.steps(world.seed, 3, 6)
-    wanted, _, parameters = alone(world.seed, 6)
-    torch.testing.assert_close(mean_over(world, losses), wanted[3:], rtol=1e-5, atol=0)
-    for name, value in zero_ext.full_state_dict(then.model).items():
-        torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)
+    losses = mean_over(world, then.steps(data[3:]).losses)
+    assert_same_steps(losses, alone(model, data).losses[3:])
+    assert_same_values(zero_ext.full_state_dict(then.model), model.state_dict())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_full_values_are_loaded_and_returned(world: World, stage: int) -> None:
-    course = Course(world.seed, mesh_of(2), {"stage": stage})
-    torch.manual_seed(world.seed + 1)
-    other = Words().state_dict()
+    course = course_of(world.seed, 2, {"stage": stage})
+    other = seeded(world.seed + 1).state_dict()
     zero_ext.load_full_state_dict(course.model, other)
     found = zero_ext.full_state_dict(course.model)
     assert all(torch.equal(found[name], value) for name, value in other.items())

@@ -9,23 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import apply_tensor_parallel, make_mesh
+from tests.parallel.tensor.test_tensor_parallel import mesh_of
+from zero_ext.parallel import apply_tensor_parallel
 from zero_ext.parallel.tensor.tp_rng import LOOKS_EVERY
 
 WIDTH, SAMPLES, BLOCKS = 16, 32, 2
 PLAN = {"*.wide": "colwise", "*.narrow": "rowwise"}
-
-
-@functools.cache
-def mesh_of(tp: int) -> DeviceMesh:
-    """All ranks, tensors split over ``tp`` of them; made once in a process."""
-    return make_mesh(tp=tp, device_type="cpu")
 
 
 class Mask(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.zoo.case import Case, TrainingState
-from tests.zoo.inputs import classification, generator, greedy, labeled, next_token, tokens
+from tests.zoo.case import Case, TrainingState, plain_step
+from tests.zoo.inputs import classification, greedy, labeled, next_token, own_loss, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
 
@@ -46,7 +46,7 @@ class LoRALinear(nn.Linear):
         return result
 
 
-def with_lora(rank: int = 2) -> nn.Module:
+def with_lora() -> nn.Module:
     """Replace the linear layers of a frozen GPT by assigning to the parents' attributes."""
     model = GPT()
     for p in model.parameters():
@@ -58,7 +58,7 @@ def with_lora(rank: int = 2) -> nn.Module:
                 if isinstance(parent, nn.Module) and hasattr(parent, name)
                 else parent[name]
             )
-            new = LoRALinear(old.in_features, old.out_features, rank)
+            new = LoRALinear(old.in_features, old.out_features)
             new.weight, new.bias = old.weight, old.bias
             setattr(parent, name, new)
     return model
@@ -155,11 +155,7 @@ def maml_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 def maml_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Make a step of MAML as it is written for plain torch."""
-    state.optimizer.zero_grad()
-    loss = maml_loss(state.model, inputs)
-    loss.backward()
-    state.optimizer.step()
-    return loss
+    return plain_step(state, maml_loss, inputs)
 
 
 def maml_documented(state: TrainingState, inputs: Any) -> torch.Tensor:
@@ -173,33 +169,11 @@ def reptile_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     with state.gathered(state.model):
         before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
     for _ in range(2):
-        state.optimizer.zero_grad()
-        loss = classification(state.model, inputs)
-        loss.backward()
-        state.optimizer.step()
+        loss = plain_step(state, classification, inputs)
     with state.gathered(state.model, modifier_rank=0), torch.no_grad():
         for n, p in state.model.named_parameters():
             p.copy_(before[n] + 0.5 * (p - before[n]))
     return loss
-
-
-class ProtoNet(nn.Module):
-    """Prototypes are means of the support set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Net()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        z = self.encoder(x)
-        return -self.temperature * torch.cdist(z[3:], z[:3]) ** 2
-
-
-def prototypes(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the loss of queries that belong to the prototypes in turn."""
-    out = model(inputs[0])
-    return F.cross_entropy(out, torch.arange(out.shape[0]) % 3)
 
 
 class LearnedOptimizer(nn.Module):
@@ -220,11 +194,6 @@ class LearnedOptimizer(nn.Module):
         return F.cross_entropy(x[4:] @ w, y[4:])
 
 
-def own(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return what the model returns."""
-    return model(inputs)
-
-
 def adapted(name: str, build: Any, **more: Any) -> Case:
     """Return a case of a classifier of eight features."""
     return Case(
@@ -235,11 +204,6 @@ def adapted(name: str, build: Any, **more: Any) -> Case:
 def trained_only(model: nn.Module) -> torch.optim.Optimizer:
     """Give the optimizer the trainable parameters alone."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
-
-
-def last_tokens(step: int) -> torch.Tensor:
-    """Return ids [2, 4]."""
-    return torch.randint(VOCABULARY, (2, 4), generator=generator(step))
 
 
 CASES = [
@@ -261,25 +225,8 @@ CASES = [
     adapted("adapters-by-hooks", Houlsby, optimizer=trained_only),
     adapted("hypernetwork", HyperNetwork),
     adapted("scaled-parameters", ScaledParameters),
-    adapted(
-        "maml-naive",
-        Net,
-        loss=maml_loss,
-        step=maml_step,
-        evaluate=classification,
-    ),
+    adapted("maml-naive", Net, loss=maml_loss, step=maml_step, evaluate=classification),
     adapted("maml", Net, loss=maml_loss, step=maml_documented, evaluate=classification),
     adapted("reptile", Net, step=reptile_step),
-    adapted("prototypes", ProtoNet, loss=prototypes),
-    adapted(
-        "learned-rates",
-        LearnedOptimizer,
-        loss=own,
-        evaluate=None,
-    ),
-    Case("own/adaptation/lora-short", lambda: with_lora(1), last_tokens, next_token, optimizer=trained_only),
-    adapted(
-        "frozen-features",
-        lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 3)),
-    ),
+    adapted("learned-rates", LearnedOptimizer, loss=own_loss, evaluate=None),
 ]

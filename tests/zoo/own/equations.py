@@ -170,95 +170,9 @@ class DEQ(nn.Module):
         return self.fc(z)
 
 
-class KANLinear(nn.Module):
-    """Splines: a grid buffer, two weights and a scale for each edge."""
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        grid = torch.linspace(-1.5, 1.5, 8).expand(a, -1).contiguous()
-        self.register_buffer("grid", grid)
-        self.base_weight = nn.Parameter(torch.Tensor(b, a))
-        self.spline_weight = nn.Parameter(torch.Tensor(b, a, 5))
-        self.spline_scaler = nn.Parameter(torch.Tensor(b, a))
-        torch.nn.init.kaiming_uniform_(self.base_weight, a=5**0.5)
-        torch.nn.init.kaiming_uniform_(self.spline_scaler, a=5**0.5)
-        with torch.no_grad():
-            self.spline_weight.data.copy_((torch.rand(b, a, 5) - 0.5) * 0.1)
-
-    def b_splines(self, x):
-        x = x.unsqueeze(-1)
-        bases = ((x >= self.grid[:, :-1]) & (x < self.grid[:, 1:])).to(x.dtype)
-        for k in range(1, 3):
-            left = (x - self.grid[:, : -(k + 1)]) / (self.grid[:, k:-1] - self.grid[:, : -(k + 1)])
-            right = (self.grid[:, k + 1 :] - x) / (self.grid[:, k + 1 :] - self.grid[:, 1:(-k)])
-            bases = left * bases[..., :-1] + right * bases[..., 1:]
-        return bases.contiguous()
-
-    @property
-    def scaled_spline_weight(self):
-        return self.spline_weight * self.spline_scaler.unsqueeze(-1)
-
-    def forward(self, x):
-        base = F.linear(F.silu(x), self.base_weight)
-        return base + F.linear(self.b_splines(x).flatten(1), self.scaled_spline_weight.flatten(1))
-
-
-class Capsules(nn.Module):
-    """Dynamic routing: one weight of five dimensions, detached predictions in all rounds but the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.primary = nn.Linear(6, 12)
-        self.W = nn.Parameter(0.1 * torch.randn(1, 4, 3, 5, 3))
-
-    @staticmethod
-    def squash(s):
-        n = s.pow(2).sum(-1, keepdim=True)
-        return n / (1 + n) * s / (n.sqrt() + 1e-8)
-
-    def forward(self, x):
-        u = self.squash(self.primary(x).view(-1, 4, 3))
-        u_hat = (self.W @ u[:, :, None, :, None]).squeeze(-1)
-        b, fixed = torch.zeros(*u_hat.shape[:-1], 1), u_hat.detach()
-        for i in range(3):
-            c = b.softmax(2)
-            if i == 2:
-                v = self.squash((c * u_hat).sum(1))
-            else:
-                b = b + (fixed * self.squash((c * fixed).sum(1))[:, None]).sum(-1, keepdim=True)
-        return v.norm(dim=-1)
-
-
-class GaussianProcess(nn.Module):
-    """Parameters in a constrained form, Cholesky factors of a kernel of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raw_lengthscale, self.raw_noise = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.tensor(-2.0))
-        self.inducing = nn.Parameter(torch.randn(4, 6))
-        self.mean, self.chol = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.eye(4))
-
-    def kernel(self, a, b):
-        return torch.exp(-0.5 * torch.cdist(a, b).pow(2) / (6 * F.softplus(self.raw_lengthscale)))
-
-    def forward(self, x):
-        L = torch.linalg.cholesky(self.kernel(self.inducing, self.inducing) + 1e-2 * torch.eye(4))
-        a = torch.cholesky_solve(self.kernel(self.inducing, x), L).T
-        S = torch.tril(self.chol)
-        var = F.softplus(self.raw_noise) + ((a @ S) ** 2).sum(-1)
-        logdet = 2 * torch.diagonal(S).abs().clamp_min(1e-4).log().sum()
-        return ((a @ self.mean - 1) ** 2 / var + var.log()).mean() + 0.01 * (S.pow(2).sum() - logdet)
-
-
-class ScoreNetwork(nn.Module):
-    """Sliced score matching: a product with the Jacobian inside the loss, by ``torch.func``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.Softplus(), nn.Linear(12, 6))
-
-    def forward(self, x):
-        return self.net(x)
+def score_network() -> nn.Module:
+    """Return a network for sliced score matching: a product with the Jacobian in the loss, by torch.func."""
+    return nn.Sequential(nn.Linear(6, 12), nn.Softplus(), nn.Linear(12, 6))
 
 
 def sliced_score(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -290,11 +204,7 @@ def classifier(name: str, build: Any) -> Case:
 
 CASES = [
     equation("physics-informed", Field, step=stepped(residual)),
-    equation(
-        "physics-informed-naive",
-        Field,
-        step=stepped(residual, False),
-    ),
+    equation("physics-informed-naive", Field, step=stepped(residual, False)),
     equation(
         "hamiltonian",
         Hamiltonian,
@@ -303,15 +213,10 @@ CASES = [
         step=stepped(mean_square),
         evaluate=None,
     ),
-    equation(
-        "hamiltonian-naive",
-        Hamiltonian,
-        batch=features(4),
-        loss=mean_square,
-    ),
+    equation("hamiltonian-naive", Hamiltonian, batch=features(4), loss=mean_square),
     equation(
         "score-jvp",
-        ScoreNetwork,
+        score_network,
         batch=features(6),
         loss=sliced_score,
         expected=REFUSED_WHERE_SHARDED,
@@ -319,7 +224,7 @@ CASES = [
     ),
     equation(
         "score-jvp-gathered",
-        ScoreNetwork,
+        score_network,
         batch=features(6),
         loss=sliced_score,
         step=transformed_gathered,
@@ -328,7 +233,4 @@ CASES = [
     classifier("neural-ode", NeuralODE),
     classifier("neural-ode-adjoint", AdjointODE),
     classifier("deep-equilibrium", DEQ),
-    classifier("kolmogorov-arnold", lambda: nn.Sequential(KANLinear(6, 5), KANLinear(5, 3))),
-    classifier("capsules", Capsules),
-    equation("gaussian-process", GaussianProcess, batch=features(6), loss=lambda m, x: m(x)),
 ]

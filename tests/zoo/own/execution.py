@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState, sgd
-from tests.zoo.inputs import features, labeled, mean_square
-from tests.zoo.own.interfaces import SIZE, Block, Stack, classified
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState, plain_step, sgd
+from tests.zoo.inputs import classification, features, labeled, mean_square
+from tests.zoo.own.interfaces import SIZE, Block, Stack
 
 
 class Recomputed(Stack):
@@ -180,22 +180,13 @@ def frozen_in_turns(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Freeze and unfreeze a block between the steps."""
     for p in state.model.blocks[1].parameters():
         p.requires_grad_(state.step_number % 2 == 0)
-    return plain_step(state, inputs)
-
-
-def plain_step(state: TrainingState, inputs: Any) -> torch.Tensor:
-    """Make an ordinary step."""
-    state.optimizer.zero_grad()
-    loss = classified(state.model, inputs)
-    loss.backward()
-    state.optimizer.step()
-    return loss
+    return plain_step(state, classification, inputs)
 
 
 def two_backwards(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Run backward twice through one graph."""
     state.optimizer.zero_grad()
-    loss = classified(state.model, inputs)
+    loss = classification(state.model, inputs)
     (0.3 * loss).backward(retain_graph=True)
     (0.7 * loss).backward()
     state.optimizer.step()
@@ -207,7 +198,7 @@ def scheduled(state: TrainingState, inputs: Any) -> torch.Tensor:
     if "scheduler" not in state.memory:
         rule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda n: (n + 1) / 4)
         state.memory["scheduler"] = rule
-    loss = plain_step(state, inputs)
+    loss = plain_step(state, classification, inputs)
     state.memory["scheduler"].step()
     state.optimizer.param_groups[0]["weight_decay"] = 0.1
     return loss
@@ -217,7 +208,7 @@ def autocast_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Clip under a scaler that is switched off, as scripts do on the CPU."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state.optimizer.zero_grad(set_to_none=True)
-    loss = classified(state.model, inputs)
+    loss = classification(state.model, inputs)
     scaler.scale(loss).backward()
     scaler.unscale_(state.optimizer)
     nn.utils.clip_grad_norm_(state.model.parameters(), 0.1)
@@ -236,7 +227,9 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
 
 def execution(name: str, build: Any = Stack, **more: Any) -> Case:
     """Return a case of a classifier of eight features."""
-    return Case(f"own/execution/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classified} | more))
+    return Case(
+        f"own/execution/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classification} | more)
+    )
 
 
 def function_case(name: str, layer: Any) -> Case:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.zoo.case import Case
-from tests.zoo.inputs import labeled, next_token, tokens
+from tests.zoo.inputs import classification, labeled, next_token, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
 SIZE = 8
@@ -189,14 +189,11 @@ def unpacked(out: Any) -> torch.Tensor:
     return out() if callable(out) else next(out)
 
 
-def classified(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the cross-entropy of the model's logits."""
-    return F.cross_entropy(model(inputs[0]), inputs[1])
-
-
 def interface(name: str, build: Any = Stack, **more: Any) -> Case:
     """Return a case of a classifier of eight features."""
-    return Case(f"own/interfaces/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classified} | more))
+    return Case(
+        f"own/interfaces/{name}", build, **({"batch": labeled(SIZE, 3), "loss": classification} | more)
+    )
 
 
 OUTPUTS = "dataclass", "named-tuple", "loose-named-tuple", "dict", "none", "object", "generator", "closure"
@@ -206,26 +203,8 @@ CASES = [
     interface("outside-method", loss=method),
     interface("outside-block-method", loss=block_method),
     interface("outside-functional-use", loss=functional_use),
-    Case(
-        "own/interfaces/outside-gpt",
-        GPT,
-        tokens(VOCABULARY, LENGTH),
-        tied_outside,
-        evaluate=next_token,
-    ),
+    Case("own/interfaces/outside-gpt", GPT, tokens(VOCABULARY, LENGTH), tied_outside, evaluate=next_token),
     interface("thread-of-blocks", InThread),
     interface("thread-of-loop", loss=step_in_thread),
-    *(
-        interface(f"output-{k}", lambda k=k: Packs(k))
-        for k in [
-            "dataclass",
-            "named-tuple",
-            "loose-named-tuple",
-            "dict",
-            "none",
-            "object",
-            "generator",
-            "closure",
-        ]
-    ),
+    *(interface(f"output-{k}", lambda k=k: Packs(k)) for k in OUTPUTS),
 ]

@@ -1,4 +1,4 @@
-"""Mixtures of experts in which every rank has all experts, and gated networks."""
+"""Mixtures of experts in which every rank has all experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.zoo.case import Case
-from tests.zoo.inputs import labeled, mean_square, sequences
+from tests.zoo.inputs import mean_square, sequences
 
 WIDTH = 8
 
@@ -64,21 +64,6 @@ class RareExperts(nn.Module):
         return sum(self.experts[i](x) for i in (start, start + 1))
 
 
-class DenseGating(nn.Module):
-    """Weights of all experts are one parameter of three dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w_gate = nn.Parameter(torch.zeros(WIDTH, 4), requires_grad=True)
-        self.w1 = nn.Parameter(torch.randn(4, WIDTH, 12) * 0.2)
-        self.w2 = nn.Parameter(torch.randn(4, 12, WIDTH) * 0.2)
-
-    def forward(self, x):
-        gates = (x @ self.w_gate).softmax(-1)
-        h = F.gelu(torch.einsum("btd,edh->ebth", x, self.w1))
-        return torch.einsum("ebth,ehd,bte->btd", h, self.w2, gates)
-
-
 class GroupedExperts(nn.Module):
     """Rows of the stacked weights are taken one by one in a loop, as ``self.w1[i]``."""
 
@@ -124,88 +109,10 @@ class ExpertChoice(nn.Module):
         )
 
 
-class MixtureOfDepths(nn.Module):
-    """A router lets some tokens through a block and writes the results back in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 1, bias=False)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True)
-
-    def forward(self, x):
-        weights, index = torch.topk(self.router(x).squeeze(-1), 3, dim=1, sorted=False)
-        index, order = index.sort(dim=1)
-        picked = torch.gather(x, 1, index[..., None].expand(-1, -1, WIDTH))
-        y = self.block(picked) * weights.gather(1, order).sigmoid()[..., None]
-        return torch.scatter_add(x, 1, index[..., None].expand(-1, -1, WIDTH), y)
-
-
-class MultiGate(nn.Module):
-    """MMoE: several tasks share experts; each has a gate and a tower."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 10), nn.ReLU()) for _ in range(3)])
-        self.w_gates = nn.ParameterList(
-            [nn.Parameter(torch.randn(6, 3), requires_grad=True) for _ in range(2)]
-        )
-        self.towers = nn.ModuleList([nn.Linear(10, 3), nn.Linear(10, 3)])
-
-    def forward(self, x):
-        o = torch.stack([e(x) for e in self.experts])
-        gates = [torch.softmax(x @ g, dim=1).t().unsqueeze(2).expand(-1, -1, 10) * o for g in self.w_gates]
-        return [t(g.sum(0)) for t, g in zip(self.towers, gates, strict=True)]
-
-
-class HighwayCross(nn.Module):
-    """Deep and cross network with low rank: weights in lists of parameters of several shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.U = nn.ParameterList([nn.Parameter(torch.randn(6, 2) * 0.4) for _ in range(2)])
-        self.V = nn.ParameterList([nn.Parameter(torch.randn(6, 2) * 0.4) for _ in range(2)])
-        self.bias = nn.ParameterList([nn.Parameter(torch.zeros(6)) for _ in range(2)])
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x0):
-        x = x0
-        for u, v, b in zip(self.U, self.V, self.bias, strict=True):
-            x = x0 * (torch.tanh(x @ v) @ u.T + b) + x
-        return self.head(x)
-
-
-class SoftTree(nn.Module):
-    """A neural decision forest: leaves are a parameter, split decisions a mask that is a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 3)
-        self.leaves = nn.Parameter(torch.randn(4, 3))
-        self.beta = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        p = torch.sigmoid(self.beta * self.inner(x))
-        left, right = 1 - p[:, :1], p[:, :1]
-        mu = torch.cat(
-            [left * (1 - p[:, 1:2]), left * p[:, 1:2], right * (1 - p[:, 2:]), right * p[:, 2:]], 1
-        )
-        return mu @ self.leaves
-
-
 def with_auxiliary(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Add the losses that the layers left as attributes."""
     out = model(x).square().mean()
     return out + 0.1 * sum(m.aux_loss for m in model.modules() if hasattr(m, "aux_loss"))
-
-
-def two_tasks(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Sum the losses of two heads."""
-    return sum(F.cross_entropy(out, inputs[1]) for out in model(inputs[0]))
-
-
-def one_task(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the loss of one head."""
-    return F.cross_entropy(model(inputs[0]), inputs[1])
 
 
 def layered(name: str, layer: Any, loss: Any = mean_square) -> Case:
@@ -221,11 +128,6 @@ CASES = [
     layered("top-k-loop", TopKLoop, with_auxiliary),
     layered("top-k-noisy", lambda: TopKLoop(noisy=True), with_auxiliary),
     layered("rare-experts", RareExperts),
-    layered("dense-gating", DenseGating),
     layered("grouped-experts", GroupedExperts),
     layered("expert-choice-vmap", ExpertChoice),
-    layered("mixture-of-depths", MixtureOfDepths),
-    Case("own/mixtures/multi-gate", MultiGate, labeled(6, 3), two_tasks),
-    Case("own/mixtures/cross-network", HighwayCross, labeled(6, 3), one_task),
-    Case("own/mixtures/soft-tree", SoftTree, labeled(6, 3), one_task),
 ]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState
-from tests.zoo.inputs import labeled, own_loss
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState, plain_step
+from tests.zoo.inputs import classification, labeled, own_loss
 
 
 class Classifier(nn.Module):
@@ -118,11 +118,7 @@ def penalized_gathered(state: TrainingState, inputs: Any) -> torch.Tensor:
 
 def log_step(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Make an ordinary step."""
-    state.optimizer.zero_grad()
-    loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
-    loss.backward()
-    state.optimizer.step()
-    return loss
+    return plain_step(state, classification, inputs)
 
 
 def logged(what: Any) -> Any:
@@ -136,38 +132,25 @@ def logged(what: Any) -> Any:
     return step
 
 
-def gradient_norms(state: TrainingState, inputs: Any) -> torch.Tensor:
+def record_gradients(state: TrainingState) -> None:
     """Record norms of gradients and clip them in torch's way."""
-    state.optimizer.zero_grad()
-    loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
-    loss.backward()
     for name, p in state.model.named_parameters():
         if p.grad is not None:
             state.record(name, p.grad.norm())
     state.record("total", nn.utils.clip_grad_norm_(state.model.parameters(), 0.5))
-    state.optimizer.step()
-    return loss
 
 
-def clipped_by_value(state: TrainingState, inputs: Any) -> torch.Tensor:
-    """Clip each element of the gradients."""
-    state.optimizer.zero_grad()
-    loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
-    loss.backward()
-    nn.utils.clip_grad_value_(state.model.parameters(), 0.05)
-    state.optimizer.step()
-    return loss
-
-
-def noisy_gradients(state: TrainingState, inputs: Any) -> torch.Tensor:
+def add_noise(state: TrainingState) -> None:
     """Add noise to ``p.grad``."""
-    state.optimizer.zero_grad()
-    loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
-    loss.backward()
     for p in state.model.parameters():
         p.grad.add_(0.01 * torch.randn_like(p.grad))
-    state.optimizer.step()
-    return loss
+
+
+GRADIENTS = {
+    "norms": record_gradients,
+    "clipped-by-value": lambda state: nn.utils.clip_grad_value_(state.model.parameters(), 0.05),
+    "noise": add_noise,
+}
 
 
 def popped_gradients(state: TrainingState, inputs: Any) -> torch.Tensor:
@@ -223,13 +206,13 @@ def consolidate(state: TrainingState) -> None:
 
 def elastic(state: TrainingState, inputs: Any) -> torch.Tensor:
     """Pull every parameter towards its kept value, naively."""
-    state.optimizer.zero_grad()
-    loss = F.cross_entropy(state.model(inputs[0]), inputs[1])
-    for n, p in state.model.named_parameters():
-        loss = loss + 0.1 * (p - state.memory["means"][n]).pow(2).sum()
-    loss.backward()
-    state.optimizer.step()
-    return loss
+
+    def loss(model: nn.Module, inputs: Any) -> torch.Tensor:
+        means = state.memory["means"]
+        pull = sum((p - means[n]).pow(2).sum() for n, p in model.named_parameters())
+        return classification(model, inputs) + 0.1 * pull
+
+    return plain_step(state, loss, inputs)
 
 
 def penalty_case(name: str, build: Any = Classifier, **more: Any) -> Case:
@@ -252,9 +235,10 @@ CASES = [
         "logged-state-dict", step=logged(lambda m: sum(v.float().sum() for v in m.state_dict().values()))
     ),
     penalty_case("logged-gathered", step=penalized_gathered),
-    penalty_case("gradient-norms", step=gradient_norms),
-    penalty_case("gradient-clipped-by-value", step=clipped_by_value),
-    penalty_case("gradient-noise", step=noisy_gradients),
+    *(
+        penalty_case(f"gradient-{n}", step=lambda s, i, c=c: plain_step(s, classification, i, c))
+        for n, c in GRADIENTS.items()
+    ),
     penalty_case("gradient-taken", step=popped_gradients),
     penalty_case("accumulated", step=accumulated),
     penalty_case("sharpness-aware", step=lambda s, i: sharpness_aware(s, i, False)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -34,27 +33,6 @@ class RNNModel(nn.Module):
     def forward(self, ids, hidden=None):
         output, _ = self.rnn(self.drop(self.encoder(ids)), hidden)
         return self.decoder(self.drop(output))
-
-
-class CellLoop(nn.Module):
-    """Two stacked LSTM cells, called step by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.cells = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)])
-        self.out = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        x, outputs = self.embed(ids), []
-        states = [(x.new_zeros(x.shape[0], WIDTH),) * 2 for _ in self.cells]
-        for t in range(x.shape[1]):
-            h = x[:, t]
-            for i, cell in enumerate(self.cells):
-                states[i] = cell(h, states[i])
-                h = states[i][0]
-            outputs.append(self.out(h))
-        return torch.stack(outputs, 1)
 
 
 class CustomGRUCell(nn.Module):
@@ -167,51 +145,6 @@ class TaggedSentences(nn.Module):
         return (alpha.logsumexp(1) - gold).mean()
 
 
-class LayerNormLSTM(nn.Module):
-    """An LSTM with normalization whose gates are one linear layer, zoned out in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.Linear(2 * WIDTH, 4 * WIDTH)
-        self.gates.bias.data[WIDTH : 2 * WIDTH].fill_(1.0)
-        self.norms = nn.ModuleDict({n: nn.LayerNorm(WIDTH) for n in ("i", "f", "g", "o", "c")})
-
-    def forward(self, x):
-        h = c = x.new_zeros(x.shape[0], WIDTH)
-        for t in range(x.shape[1]):
-            pre_gates = self.gates(torch.cat([x[:, t], h], 1)).chunk(4, 1)
-            i, f, g, o = (self.norms[n](p) for n, p in zip("ifgo", pre_gates, strict=True))
-            new = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            keep = torch.rand_like(c) < 0.1 if self.training else torch.zeros_like(c, dtype=torch.bool)
-            c = torch.where(keep, c, new)
-            h = torch.sigmoid(o) * torch.tanh(self.norms["c"](c))
-        return h
-
-
-class Attentive(nn.Module):
-    """Bahdanau: the decoder cell is called in a loop and attends with a vector parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.cell = nn.GRUCell(2 * WIDTH, WIDTH)
-        self.attn = nn.Linear(2 * WIDTH, WIDTH)
-        self.v = nn.Parameter(torch.rand(WIDTH))
-        self.v.data.normal_(mean=0, std=1.0 / math.sqrt(WIDTH))
-        self.out = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        memory, h = self.encoder(self.embed(ids.flip(1)))
-        h, logits = h[0], []
-        for t in range(ids.shape[1]):
-            keys = torch.tanh(self.attn(torch.cat([h[:, None].expand_as(memory), memory], -1)))
-            weights = torch.bmm(self.v.repeat(ids.shape[0], 1).unsqueeze(1), keys.transpose(1, 2)).softmax(-1)
-            h = self.cell(torch.cat([self.embed(ids[:, t]), (weights @ memory)[:, 0]], -1), h)
-            logits.append(self.out(h))
-        return torch.stack(logits, 1)
-
-
 def truncated(state: TrainingState, ids: torch.Tensor) -> torch.Tensor:
     """Carry the hidden state from step to step, detached (``repackage_hidden``)."""
     hidden = state.memory.get("hidden")
@@ -239,11 +172,8 @@ CASES = [
     recurrent("gru", lambda: RNNModel("GRU", num_layers=2)),
     recurrent("bidirectional", lambda: RNNModel("LSTM", bidirectional=True)),
     recurrent("rnn-tanh", lambda: RNNModel("RNN", nonlinearity="tanh")),
-    recurrent("cell-loop", CellLoop, generate=greedy),
     Case("own/recurrent/custom-gru", CustomGRU, sequences(LENGTH, WIDTH), mean_square),
     recurrent("awd-lstm", AWDLSTM),
     recurrent("tagged-sentences", TaggedSentences, loss=own_loss),
-    Case("own/recurrent/layer-norm-lstm", LayerNormLSTM, sequences(LENGTH, WIDTH), mean_square),
-    recurrent("attentive", Attentive),
     recurrent("truncated-submodules", lambda: RNNModel("GRU"), step=truncated, variants=WITHOUT_CHECKPOINT),
 ]

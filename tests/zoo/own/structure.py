@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.zoo.case import Case, sgd
-from tests.zoo.inputs import features, labeled, mean_square, next_token, tokens
+from tests.zoo.inputs import classification, features, labeled, mean_square, next_token, sequences, tokens
 
 SIZE = 6
 
@@ -120,6 +121,22 @@ class Tied(nn.Module):
         return F.linear(h, self.encoder.weight.t(), self.decoder_bias)
 
 
+# What a module returns of its parameter [3, SIZE].
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "whole": lambda value: value,
+    "row": lambda value: value[0],
+    "slice": lambda value: value[:2],
+    "none": lambda value: value[None, :2],
+    "expand": lambda value: value[:2].unsqueeze(0).expand(4, -1, -1),
+    "transpose": lambda value: value.t(),
+    "view": lambda value: value.view(1, 3, SIZE)[:, :2],
+    "clone": lambda value: value[:2].clone(),
+    "detach": lambda value: value.detach(),
+    "dict": lambda value: {"rows": value[:2], "row": value[2]},
+    "unbind": lambda value: value.unbind(0),
+}
+
+
 class Giver(nn.Module):
     """A module whose forward returns its parameter, or a view of it."""
 
@@ -129,13 +146,7 @@ class Giver(nn.Module):
         self.form = form
 
     def forward(self):
-        if self.form == "dict":
-            return {"rows": self.value[:2], "row": self.value[2]}
-        if self.form == "unbind":
-            return self.value.unbind(0)
-        if self.form == "detach":
-            return self.value.detach()
-        return self.value if self.form == "whole" else self.value[0]
+        return FORMS[self.form](self.value)
 
 
 class Taker(nn.Module):
@@ -154,7 +165,9 @@ class Taker(nn.Module):
             return x @ returned["rows"].t() + returned["row"].sum()
         if isinstance(returned, tuple):
             return x * returned[0] + returned[1] * returned[2]
-        return x * returned if returned.dim() == 1 else x @ returned.t()
+        if self.giver.form == "transpose":
+            return x @ returned
+        return x @ returned.reshape(-1, SIZE).t()
 
 
 class Memo(nn.Module):
@@ -241,6 +254,7 @@ class MixedUse(nn.Module):
         self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
         self.only_eval = nn.Parameter(torch.randn(SIZE))
         self.register_parameter("none", None)
+        self.register_buffer("no_mask", None)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.zeros(SIZE), persistent=False)
 
@@ -267,6 +281,38 @@ class Lookup(nn.Module):
         return self.head(x)
 
 
+class NormedTable(nn.Module):
+    """A norm of a whole table, from which words are looked up, as RWKV's inference code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(17, SIZE), nn.LayerNorm(SIZE)
+        self.head = nn.Linear(SIZE, 17, bias=False)
+
+    def forward(self, ids):
+        return self.head(F.embedding(ids, self.norm(self.table.weight)))
+
+
+class ViewedAsComplex(nn.Module):
+    """S4D: complex parameters are kept as real pairs. Parameters have attributes for the optimizer."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.C = nn.Parameter(torch.view_as_real(torch.randn(SIZE, n, dtype=torch.cfloat)))
+        self.log_dt = nn.Parameter(torch.rand(SIZE) * 2 - 4)
+        self.log_A_real = nn.Parameter(torch.log(0.5 * torch.ones(SIZE, n)))
+        self.log_dt._optim = self.log_A_real._optim = {"weight_decay": 0.0}
+
+    def forward(self, u):
+        dtA = -torch.exp(self.log_A_real) * torch.exp(self.log_dt).unsqueeze(-1)
+        kernel = torch.exp(dtA.unsqueeze(-1) * torch.arange(u.shape[1]))
+        kernel = torch.einsum("hn,hnl->hl", torch.view_as_complex(self.C), kernel.to(torch.cfloat)).real
+        transformed = torch.fft.rfft(kernel, n=2 * u.shape[1]) * torch.fft.rfft(
+            u.transpose(1, 2), n=2 * u.shape[1]
+        )
+        return torch.fft.irfft(transformed, n=2 * u.shape[1])[..., : u.shape[1]].transpose(1, 2)
+
+
 def sparse_tables() -> nn.Module:
     """Return an embedding with sparse gradients and a head."""
     return nn.Sequential(nn.Embedding(17, SIZE, sparse=True), nn.Linear(SIZE, 17))
@@ -275,11 +321,6 @@ def sparse_tables() -> nn.Module:
 def structure(name: str, build: Any, **more: Any) -> Case:
     """Return a case of a module of six features."""
     return Case(f"own/structure/{name}", build, **({"batch": features(SIZE), "loss": mean_square} | more))
-
-
-def classified(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the cross-entropy of the outputs as logits."""
-    return F.cross_entropy(model(inputs[0]), inputs[1])
 
 
 CASES = [
@@ -295,10 +336,7 @@ CASES = [
     ),
     structure("views-of-one-tensor", OverlappingViews),
     structure("tied-three-names", Tied),
-    *(
-        structure(f"giver-{form}", lambda form=form: Taker(form))
-        for form in ("whole", "row", "dict", "unbind", "detach")
-    ),
+    *(structure(f"giver-{form}", lambda form=form: Taker(form)) for form in FORMS),
     structure("memo", Memo),
     structure("weight-norm-old", parametrized(nn.utils.weight_norm)),
     structure("weight-norm", parametrized(parametrizations.weight_norm)),
@@ -312,6 +350,8 @@ CASES = [
     structure("cached-parametrizations", lambda: cached(parametrized(registered(Symmetric)))),
     structure("mixed-use", MixedUse),
     Case("own/structure/lookups", Lookup, tokens(17, 5), next_token),
+    Case("own/structure/normed-table", NormedTable, tokens(17, 5), next_token),
+    structure("viewed-as-complex", ViewedAsComplex, batch=sequences(7, SIZE)),
     Case(
         "own/structure/sparse-gradients",
         sparse_tables,
@@ -339,6 +379,6 @@ CASES = [
             nn.Linear(SIZE, SIZE), nn.PReLU(SIZE), nn.RMSNorm(SIZE), nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 3)
         ),
         batch=labeled(SIZE, 3),
-        loss=classified,
+        loss=classification,
     ),
 ]

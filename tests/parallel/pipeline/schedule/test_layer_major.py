@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import weakref
 from functools import partial
@@ -19,19 +18,24 @@ from tests.parallel.pipeline.test_training import assert_as_alone
 from tests.parallel.pipeline.toy_stages import (
     BLOCKS,
     WIDTH,
-    WORDS,
     Block,
-    adamw,
-    batches,
-    mean_loss,
     mesh_of,
-    specifications,
     train,
 )
+from tests.parallel.training import (
+    WORDS,
+    adamw,
+    alone,
+    assert_same_steps,
+    assert_same_values,
+    batches,
+    mean_loss,
+)
 from tests.zero.training import gathered_once
-from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+from zero_ext.parallel.pipeline import LayerSpec, PipelineModule
 from zero_ext.zero import Engine, engine_of
 
+OFFLOADED = {"tier": "host", "min_offload_bytes": 0}
 layer_major = partial(train, schedule="layer_major")
 
 
@@ -61,7 +65,7 @@ def accumulated(
     torch.manual_seed(seed)
     mesh = mesh_of(1)
     module = PipelineModule(layers, mesh, loss=mean_loss)
-    model, optimizer = zero_ext.prepare(module, adamw(module.parameters()), config, process_group=mesh)
+    model, optimizer = zero_ext.prepare(module, adamw(module), config, process_group=mesh)
     samples, own = 2 * micro_batches, mesh["dp"].get_local_rank()
     for words, wanted in batches(seed, steps, samples * mesh["dp"].size()):
         own_samples = slice(samples * own, samples * (own + 1))
@@ -158,19 +162,16 @@ def test_dropout_is_the_same_again_in_backward(world: World, stage: int) -> None
     trained = layer_major(world.seed, 1, config, layers=untied(0.5), tp=4, checkpoint=True)
     torch.manual_seed(world.seed)
     module = PipelineModule(untied(0.5), mesh_of(1, 4), loss=mean_loss)
-    optimizer, losses = adamw(module.parameters()), []
-    for words, wanted in batches(world.seed, 4, 8):
+
+    def loss(module: PipelineModule, words: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         chunks = words.chunk(4)
         for layer in module.layers.values():
             chunks = [layer(chunk) for chunk in chunks]
-        loss = torch.stack([*map(mean_loss, chunks, wanted.chunk(4))]).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    torch.testing.assert_close(trained.losses, losses, rtol=1e-5, atol=0)
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(trained.parameters[name], value, rtol=1e-4, atol=1e-5)
+        return torch.stack([*map(mean_loss, chunks, wanted.chunk(4))]).mean()
+
+    records = alone(module, batches(world.seed, 4, 8), loss, clip=0.0)
+    assert_same_steps(trained.losses, records.losses)
+    assert_same_values(trained.parameters, module.state_dict())
 
 
 @on_ranks(4)
@@ -181,14 +182,8 @@ def test_dropout_is_the_same_again_in_backward(world: World, stage: int) -> None
         {"offload": {"optimizer": "host", "update_mode": "in_backward"}, "gradient_clipping": 0.0},
         {"offload": {"optimizer": "host", "update_mode": "in_backward"}},
         {"units": {"max_live_elements": 300, "prefetch_elements": 0}},
-        {"activation_checkpointing": {"tier": "host", "min_offload_bytes": 0}},
-        {
-            "activation_checkpointing": {
-                "mode": "offload_saved_tensors",
-                "tier": "host",
-                "min_offload_bytes": 0,
-            }
-        },
+        {"activation_checkpointing": OFFLOADED},
+        {"activation_checkpointing": {**OFFLOADED, "mode": "offload_saved_tensors"}},
     ],
 )
 def test_with_what_else_moves(world: World, config: dict[str, Any]) -> None:
@@ -206,33 +201,3 @@ def test_a_loss_scale_that_is_too_large_is_found(world: World) -> None:
     assert found.engine.skipped_steps == wanted.engine.skipped_steps == 0
     assert found.losses == wanted.losses
     assert all(torch.equal(value, wanted.parameters[name]) for name, value in found.parameters.items())
-
-
-@on_ranks(4)
-def test_it_is_refused_where_it_cannot_be(world: World) -> None:
-    def made(pp: int, **settings: Any) -> PipelineModule:
-        return PipelineModule(specifications(), mesh_of(pp), loss=mean_loss, **settings)
-
-    with pytest.raises(
-        ValueError, match=re.escape("'layer_major' runs full models, and 'pp' of the mesh is 2")
-    ):
-        made(2, schedule="layer_major")
-    with pytest.raises(
-        ValueError, match=re.escape("chunks: expected 1 per rank in schedule 'layer_major', got 2")
-    ):
-        made(1, schedule="layer_major", chunks=2)
-    for schedule, settings, message in (
-        (
-            "layer_major",
-            {"grad_reduction": "per_micro_batch"},
-            "grad_reduction: expected 'per_step' in schedule 'layer_major'",
-        ),
-        (
-            "1f1b",
-            {"checkpoint": True},
-            "checkpoint: expected None in schedule '1f1b', where it has no effect, got True",
-        ),
-    ):
-        model, _ = zero_ext.prepare(made(1, schedule=schedule), None, {"stage": 2}, process_group=mesh_of(1))
-        with pytest.raises(ValueError, match=re.escape(message)):
-            Pipeline(model, micro_batches=4, **settings)
