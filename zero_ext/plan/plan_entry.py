@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ext.config import Tier, UnitConfig, ZeroConfig
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
@@ -100,8 +101,10 @@ class PlanEntry:
     @property
     def allows_one_bit(self) -> bool:
         """Return whether 1-bit Adam is for this placement."""
-        training = self.training
-        return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
+        training, stages = self.training, OPTIMIZERS["OneBitAdam"].one_bit_stages
+        return (
+            training.stage in stages and training.optimizer == "device" and training.moments_dtype == "fp32"
+        )
 
     @property
     def excess(self) -> tuple[float, float]:
