@@ -56,6 +56,10 @@ _ADAM: dict[str, Any] = {
     "unless": ("amsgrad", "differentiable"),
     "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
 }
+_LION: dict[str, Any] = {
+    "deepspeed_builders": ("cpu_lion", "fused_lion"),
+    "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
+}
 _FUSED = "zero_ext.optim.fused_optimizers"
 _ONE_BIT: dict[str, Any] = {"module": "zero_ext.optim.one_bit", "moments": _TWO, "on_nvme": "never"}
 
@@ -71,13 +75,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits(
             "Lamb", _FUSED, _TWO, on_nvme="chunks", needs_norms=True, deepspeed_builders=("fused_lamb",)
         ),
-        OptimizerTraits(
-            "Lion",
-            _FUSED,
-            ("exp_avg",),
-            deepspeed_builders=("cpu_lion", "fused_lion"),
-            deepspeed_defaults={"lr": 1e-3, "betas": [0.9, 0.999]},
-        ),
+        OptimizerTraits("Lion", _FUSED, ("exp_avg",), **_LION),
         OptimizerTraits("NAdam"),
         OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), resumes_from=_OF_TWO_MOMENTS, **_ONE_BIT),
         OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT),

@@ -54,12 +54,7 @@ def register(
     kind: type[optim.Optimizer],
     stepper: Callable[[StepperInputs], Stepper] | None = None,
 ) -> None:
-    """Add an optimizer, so that configurations can name it and its stepper runs on shards.
-
-    Args:
-        traits: what holds for it without torch.
-        kind: its class.
-        stepper: makes its fused stepper. None: its own code, which is element-wise, runs on the shards.
+    """Add an optimizer, with the arguments of an :class:`OptimizerEntry`, so that configurations can name it.
 
     Raises:
         ValueError: `traits` does not describe `kind` and `stepper`, or another optimizer has its name.

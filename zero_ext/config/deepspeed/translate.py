@@ -28,9 +28,19 @@ from .offload_keys import TIER_KEYS, normalize_tiers, set_tiers
 from .training_keys import TRAINING_KEYS
 
 TABLE: tuple[Key, ...] = TRAINING_KEYS + TIER_KEYS + FEATURE_KEYS
-KEYS: dict[str, Key] = {path: key for key in TABLE for path in (key.path, *key.aliases)}
-# Paths of all groups: every proper prefix of a key's path.
-SECTIONS = frozenset(path[:end] for path in KEYS for end, letter in enumerate(path) if letter == ".")
+KEYS: dict[str, Key] = {}
+SECTIONS: set[str] = set()  # paths of all groups: every proper prefix of a key's path
+
+
+def register_key(key: Key) -> None:
+    """Add a key, so that DeepSpeed's JSON may have it."""
+    for path in (key.path, *key.aliases):
+        KEYS[path] = key
+        SECTIONS.update(path[:end] for end, letter in enumerate(path) if letter == ".")
+
+
+for _key in TABLE:
+    register_key(_key)
 
 AUTO = "auto"
 _OPEN = ("optimizer.params", "scheduler.params")
@@ -341,7 +351,7 @@ def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
 
 def _in_deepspeed_words(problem: Problem, resolved: ResolvedKeys) -> Problem:
     """Return the same problem at the path of the key the user wrote."""
-    for key in TABLE:
+    for key in KEYS.values():
         if key.native and problem.path == key.native:
             return Problem(resolved.written.get(key.path, key.path), problem.text)
     return problem
