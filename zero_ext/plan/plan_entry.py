@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ext.config import Tier, UnitConfig, ZeroConfig
+from zero_ext.config.offload import TIERS
 from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
 from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
@@ -39,7 +40,7 @@ class Candidate:
     @property
     def distance(self) -> int:
         """Return how far state lies from the device, over all kinds."""
-        return sum(map(TIERS.index, self.tiers.values()))
+        return sum(map([*TIERS].index, self.tiers.values()))
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.label}"
