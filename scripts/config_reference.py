@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from zero_ext.config.base_section import ConfigSection, accepted, section_type
 from zero_ext.config.deepspeed.deepspeed_keys import Key
 from zero_ext.config.deepspeed.translate import TABLE
-from zero_ext.config.training import OPTIMIZERS, SCHEDULERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS
+from zero_ext.config.optimizer_traits import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS
+from zero_ext.config.training import SCHEDULERS, UNSUPPORTED_SCHEDULERS
 from zero_ext.config.zero_config import ZeroConfig
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config
 from zero_ext.config.lazy_imports import lazy_getattr
+from zero_ext.config.optimizer_traits import OPTIMIZERS, TORCH
 
 if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
@@ -66,14 +67,9 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "Init": "zero_ext.zero.construction.sharded_init",
-        "Lamb": "zero_ext.optim.fused_optimizers",
-        "Lion": "zero_ext.optim.fused_optimizers",
-        "OneBitAdam": "zero_ext.optim.one_bit",
-        "OneBitLamb": "zero_ext.optim.one_bit",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
         "ZeroModule": "zero_ext.zero.api.zero_module",
-        "ZeroOneAdam": "zero_ext.optim.one_bit",
         "checkpoint_activations": "zero_ext.activation",
         "double_backward": "zero_ext.zero.api.gathered",
         "full_gradient": "zero_ext.zero.api.full_parameters",
@@ -86,5 +82,6 @@ __getattr__ = lazy_getattr(
         "prepare": "zero_ext.integrations.prepare_with_features",
         "save_checkpoint": "zero_ext.checkpoint.api",
     }
+    | {each.name: each.module for each in OPTIMIZERS.values() if each.module != TORCH}
     | dict.fromkeys(_PACKAGES, ""),
 )

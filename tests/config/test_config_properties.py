@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.base_section import key_paths
 from zero_ext.config.deepspeed.translate import KEYS, SECTIONS
-from zero_ext.config.training import OPTIMIZERS, SCHEDULERS
-from zero_ext.config.zero_config import ONE_BIT
+from zero_ext.config.optimizer_traits import OPTIMIZERS
+from zero_ext.config.training import SCHEDULERS
 
 calm = settings(deadline=None)
 DTYPES = ["fp32", "bf16", "fp16"]
@@ -102,7 +102,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "block_bytes": 4096 * draw(st.integers(1, 2**50)),
             "io_threads": draw(st.integers(1, 16)),
         },
-        "optimizer": draw(named(tuple(name for name in OPTIMIZERS if name not in ONE_BIT))),
+        "optimizer": draw(named(tuple(name for name, row in OPTIMIZERS.items() if not row.one_bit_stages))),
         "scheduler": draw(named(SCHEDULERS)),
         "checkpoint": {
             "keep_last": draw(st.none() | COUNTS),

@@ -11,8 +11,8 @@ import torch
 
 import zero_ext
 from zero_ext.config import ConfigError, OptimizerConfig, SchedulerConfig, load_deepspeed_config
-from zero_ext.config.training import OPTIMIZERS, SCHEDULERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS
-from zero_ext.config.zero_config import ONE_BIT
+from zero_ext.config.optimizer_traits import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS
+from zero_ext.config.training import SCHEDULERS, UNSUPPORTED_SCHEDULERS
 from zero_ext.optim import schedulers
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 
@@ -36,11 +36,11 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_known_optimizer_is_torchs_or_ours(name: str) -> None:
     names = {"Adam": torch.optim.AdamW, "Lamb": zero_ext.Lamb, "Lion": zero_ext.Lion}
-    names |= {each: getattr(zero_ext, each) for each in ONE_BIT}
+    names |= {each: getattr(zero_ext, each) for each, row in OPTIMIZERS.items() if row.one_bit_stages}
     wanted = names[name] if name in names else getattr(torch.optim, name)
     for spelling in (name, name.lower(), name.upper()):
         assert type(built(spelling, lr=0.05)) is wanted
-    if name not in ONE_BIT:  # those step only between ranks
+    if not OPTIMIZERS[name].one_bit_stages:  # those step only between ranks
         assert stepped(built(name, lr=0.05)).equal(stepped(wanted(parameters(), lr=0.05)))
 
 

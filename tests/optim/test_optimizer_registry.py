@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 from torch import nn, optim
 
 import zero_ext
-from tests.optim.memory_range import alone, device_tiers, memory_range
-from zero_ext.config import training, zero_config
-from zero_ext.optim import Segment, make_stepper, optimizer_registry, state_kinds
+from zero_ext.config.optimizer_traits import NEEDS_FULL_TENSORS, OPTIMIZERS, OptimizerTraits
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.optimizer_registry import (
-    OPTIMIZERS,
-    OptimizerEntry,
+    ENTRIES,
     check_elementwise,
     fusible,
     is_one_bit,
@@ -63,7 +59,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize(
-    "kind", [entry.kind for entry in OPTIMIZERS.values() if entry.on_nvme in ("pipeline", "own code")]
+    "kind", [each.kind for each in ENTRIES.values() if each.traits.on_nvme in ("pipeline", "own code")]
 )
 def test_listed_classes_pass_and_really_are_element_wise(kind: type[optim.Optimizer]) -> None:
     check_elementwise(kind(parameters()), declared=False)  # type: ignore[call-arg]
@@ -74,22 +70,14 @@ def test_listed_classes_pass_and_really_are_element_wise(kind: type[optim.Optimi
     check_elementwise(Unlisted(parameters()), declared=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (optim.LBFGS, "line search"),
-        (MyLBFGS, "line search"),
-        (optim.Adafactor, "rows and columns"),
-        (optim.Muon, "orthogonalises whole matrices"),
-        (optim.SparseAdam, "sparse gradients"),
-    ],
-)
+@pytest.mark.parametrize("kind", [optim.LBFGS, MyLBFGS, optim.Adafactor, optim.Muon, optim.SparseAdam])
 @pytest.mark.parametrize("declared", [False, True])
 def test_classes_that_need_full_tensors_are_refused_with_the_reason(
-    kind: type[optim.Optimizer], reason: str, declared: bool
+    kind: type[optim.Optimizer], declared: bool
 ) -> None:
     model = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match=rf"{kind.__name__}: it cannot run on sharded state: .*{reason}"):
+    reason = NEEDS_FULL_TENSORS[kind.__name__.removeprefix("My")]
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: it cannot run on sharded state\. {reason}"):
         zero_ext.prepare(model, kind(model.parameters()), {"stage": 3}, elementwise=declared)  # type: ignore[call-arg]
     assert type(model.weight) is nn.Parameter and not hasattr(model.weight, "_zero_ext_engine_ref")
 
@@ -142,34 +130,39 @@ def test_what_runs_fused() -> None:
     assert not fusible(type("MyAdamW", (optim.AdamW,), {})(parameters()))
 
 
-def test_the_table_has_the_names_that_configurations_may_have() -> None:
-    abstract = {name for name, entry in OPTIMIZERS.items() if inspect.isabstract(entry.kind)}
-    assert abstract == {"OneBitOptimizer"}
-    assert OPTIMIZERS.keys() - abstract == set(training.OPTIMIZERS)
-    found = [name for name in OPTIMIZERS.keys() - abstract if is_one_bit(OPTIMIZERS[name].kind(parameters()))]
-    assert set(found) == set(zero_config.ONE_BIT)
+def test_both_halves_of_the_table_have_the_same_optimizers() -> None:
+    assert ENTRIES.keys() - {"OneBitOptimizer"} == OPTIMIZERS.keys()
+    for name, traits in OPTIMIZERS.items():
+        entry = ENTRIES[name]
+        assert entry.traits is traits
+        assert entry.kind.__module__.startswith(traits.module)
+        optimizer = entry.kind(parameters())  # type: ignore[call-arg]
+        assert is_one_bit(optimizer) == bool(traits.one_bit_stages)
+        assert fusible(optimizer) == bool(traits.moments)
 
 
 class Doubled(optim.SGD):
     """An optimizer that an extension adds."""
 
 
-class DoubledStepper(ElementwiseStepper):
-    """Its stepper."""
-
-
-def test_an_optimizer_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_registry, "OPTIMIZERS", dict(OPTIMIZERS))
-    optimizer = Doubled(parameters(), lr=0.1)
-    assert not fusible(optimizer) and not resumes_from("Doubled", "SGD")
-    register(OptimizerEntry(Doubled, DoubledStepper, ("momentum_buffer",), resumes_from=frozenset({"SGD"})))
-    ranges = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 4, 0),))]
-    stepper = make_stepper(optimizer, ranges, torch.float32, False, device_tiers(), alone)
-    assert fusible(optimizer) and isinstance(stepper, DoubledStepper)
-    assert list(state_kinds(optimizer, torch.bfloat16)) == ["momentum_buffer"]
-    assert resumes_from("Doubled", "SGD") and resumes_from("Doubled", "Doubled")
-    with pytest.raises(ValueError, match="got Doubled, which stores state in floats only"):
-        make_stepper(optimizer, ranges, "8bit", False, device_tiers(), alone)
+@pytest.mark.parametrize(
+    ("traits", "kind", "stepper", "what"),
+    [
+        (OptimizerTraits("Halved"), Doubled, None, "name of its class: expected Halved .* got Doubled"),
+        (OptimizerTraits("Doubled", moments=("average",)), Doubled, None, "fused stepper: expected True"),
+        (OptimizerTraits("Doubled"), Doubled, ElementwiseStepper, "fused stepper: expected False"),
+        (OptimizerTraits("Doubled", one_bit_stages=(0,)), Doubled, None, "1-bit class: expected True"),
+        (OptimizerTraits("SGD", needs_norms=True), optim.SGD, None, "row in the table"),
+        (OPTIMIZERS["SGD"], type("SGD", (optim.SGD,), {}), None, "class in the table"),
+    ],
+)
+def test_halves_that_disagree_are_refused(
+    traits: OptimizerTraits, kind: type[optim.Optimizer], stepper: Any, what: str
+) -> None:
+    before = dict(OPTIMIZERS), dict(ENTRIES)
+    with pytest.raises(ValueError, match=f"optimizer {traits.name}: {what}"):
+        register(traits, kind, stepper)
+    assert before == (OPTIMIZERS, ENTRIES)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from zero_ext.activation.selective_policy import (
 )
 from zero_ext.config import ActivationCheckpointingConfig, AioConfig, Tier
 from zero_ext.config.events import Bus
+from zero_ext.config.offload import TIERS
 from zero_ext.offload import Device
 from zero_ext.offload.tier_manager import open_store
 
@@ -212,8 +213,7 @@ class ActivationCheckpointing:
             Bytes by tier.
         """
         held = [each.allocated_bytes() for each in tuple(self._offloaders.values())]
-        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
-        return {tier: sum(each.get(tier, 0) for each in held) for tier in tiers}
+        return {tier: sum(each.get(tier, 0) for each in held) for tier in TIERS}
 
     def __enter__(self) -> ActivationCheckpointing:
         _current.set((*_current.get(), self))

@@ -8,12 +8,13 @@ from pathlib import Path
 from string import Template
 
 from zero_ext.cli.html_page import html_page
-from zero_ext.cli.plan_report import TIER_NAMES, assumptions, best_first, headline, speed, three_digits
+from zero_ext.cli.plan_report import assumptions, best_first, headline, speed, three_digits
 from zero_ext.config import Tier
+from zero_ext.config.offload import TIERS
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
 from zero_ext.plan.parse_sizes import short_bytes
-from zero_ext.plan.plan_entry import TIERS, PlanEntry
+from zero_ext.plan.plan_entry import PlanEntry
 from zero_ext.plan.planner import Plan, why_nothing_fits
 
 BODY = Template("""\
@@ -84,7 +85,7 @@ def _heading(name: str) -> str:
 
 def _row(plan: Plan, row: PlanEntry) -> str:
     totals = [row.needs.total(tier) for tier in TIERS]
-    short = ", ".join(TIER_NAMES[shortfall.tier] for shortfall in row.shortfalls)
+    short = ", ".join(TIERS[shortfall.tier].short for shortfall in row.shortfalls)
     training = row.training
     # What is shown, and what the table is sorted by.
     cells: list[tuple[str, object]] = [
@@ -125,7 +126,7 @@ def _chart(plan: Plan, tier: Tier) -> str:
         f'stroke-dasharray="6 4"><title>capacity: {short_bytes(capacity)}</title></line>'
     )
     return CHART.substitute(
-        title=f"Bytes per {TIER_NAMES[tier]}" if tier != "nvme" else "Bytes on the NVMe of a host",
+        title=f"Bytes per {TIERS[tier].short}" if tier != "nvme" else "Bytes on the NVMe of a host",
         legend=" &nbsp; ".join(swatches),
         width=_WIDTH,
         height=height,

@@ -13,18 +13,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.console import counted, said
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, KINDS, PlanEntry, config_of
 from zero_ext.plan.planner import Plan, why_nothing_fits
 from zero_ext.plan.rank_placement import RankPlacement
 from zero_ext.plan.simulation.run_memory import Shortfall
-from zero_ext.plan.simulation.training_setup import TIERS, Training
+from zero_ext.plan.simulation.training_setup import Training
 
 if TYPE_CHECKING:
     from zero_ext.plan.layout import FoundLayout, LayoutRequest, ParallelLayout
 
 SCREEN_COLUMNS = 100
-TIER_NAMES = {"device": "GPU", "host": "host", "nvme": "NVMe"}
 _DAY, _HOUR = 86400, 3600
 _AXES = {
     "pp": "pipeline stages",
@@ -74,7 +74,7 @@ def assumptions(plan: Plan) -> list[str]:
 def print_plan_table(console: Console, plan: Plan) -> None:
     """Print one line per placement, the best first, with the bytes of the fullest GPU and host."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    numbers = [*(TIER_NAMES[tier] for tier in TIERS), "s/step"]
+    numbers = [*(TIERS[tier].short for tier in TIERS), "s/step"]
     for name in ("placement", *numbers[:3], "fits", "s/step", "bound by"):
         table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     for row in best_first(plan):
@@ -100,7 +100,7 @@ def best_first(plan: Plan) -> list[PlanEntry]:
 
 def fits_in_words(row: PlanEntry) -> str:
     """Return "yes", or the tiers that are too small."""
-    return "yes" if row.fits else f"no: {', '.join(TIER_NAMES[short.tier] for short in row.shortfalls)}"
+    return "yes" if row.fits else f"no: {', '.join(TIERS[short.tier].short for short in row.shortfalls)}"
 
 
 def _bytes(nbytes: int, none: str = "") -> str:
@@ -173,7 +173,7 @@ def _bytes_table(plan: Plan) -> Table:
             total, capacity = row.needs.total(tier), getattr(plan.hardware, f"{tier}_bytes")
             table.add_row(
                 escape(str(row.candidate)) if tier == used[0] else "",
-                TIER_NAMES[tier],
+                TIERS[tier].short,
                 *map(_bytes, row.by_kind(tier).values()),
                 ("[red]" if total > capacity else "") + short_bytes(total),
                 short_bytes(capacity) if capacity > 1 else "none",
@@ -211,9 +211,9 @@ def _cost_table(plan: Plan) -> Table:
 def _short(row: PlanEntry) -> str:
     """Return how many times what there is of a tier would be needed, tier by tier."""
     return ", ".join(
-        f"no {TIER_NAMES[short.tier]}"
+        f"no {TIERS[short.tier].short}"
         if short.available <= 1
-        else f"{TIER_NAMES[short.tier]} x{short.times:.3g}"
+        else f"{TIERS[short.tier].short} x{short.times:.3g}"
         for short in row.shortfalls
     )
 

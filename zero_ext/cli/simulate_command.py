@@ -15,6 +15,7 @@ from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, termina
 from zero_ext.cli.options import AsJson, ConfigFile, Machine, Model, taking
 from zero_ext.cli.plan_report import lacks_as_json, training_as_json
 from zero_ext.config import load_config
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.models import model_named
 from zero_ext.plan.simulation import (
     TRANSFORMERS,
@@ -27,7 +28,7 @@ from zero_ext.plan.simulation import (
     simulate,
 )
 from zero_ext.plan.simulation.hardware import DEFAULT_MACHINE
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 
 _SHOWN = 8
 _COLUMNS = (

@@ -22,10 +22,10 @@ from zero_ext.cli.console import (
 )
 from zero_ext.cli.options import AsJson, ConfigFile, Machine, NvmePath, Sequence, output, taking
 from zero_ext.config import load_config
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.models import model_named
 from zero_ext.plan.parse_sizes import bytes_of, count_of
 from zero_ext.plan.simulation.hardware import DEFAULT_MACHINE, machine_named
-from zero_ext.plan.simulation.training_setup import TIERS
 from zero_ext.plan.trial import Launch, run_trial
 from zero_ext.plan.tune import AioSection, Prediction, Space, TrialResult, Tuning, placements_of, search
 

@@ -23,12 +23,9 @@ class TrafficStats:
     ``elements[kind]`` counts the full (padded) buffer of each collective once, before the factor
     ``(N - 1) / N`` that turns it into what one rank sends. ``bytes_sent[kind]`` is what this rank really
     handed to the transport, with the scales and padding of codes. ``crossing_bytes[kind]`` are the bytes of
-    it that go to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
-    (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
-    suffix ``_persistent`` for units below the persistence threshold, ``broadcast`` (initial values),
-    ``onebit_reduce_scatter`` and ``onebit_all_gather`` (1-bit optimizers), ``activations`` (stored inputs in
-    backward), ``sequence`` (sequence shards for heads, around attention), and ``scalars`` (norms, flags,
-    comparisons).
+    it that go to other nodes. The kinds are those of
+    :data:`zero_ext.config.events.COLLECTIVE_KINDS`, each with the suffix ``_persistent`` for units below the
+    persistence threshold.
     """
 
     elements: Counter[str] = field(default_factory=Counter)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 Phase = Literal["forward", "backward", "step"]
 Wait = Literal["storage", "update"]
 ActivationWork = Literal["offload", "fetch", "recompute"]
+CollectiveWait = Literal["gather", "reduce", "agreement"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,45 @@ class CollectiveEnd:
     bytes_sent: int
     began: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveKind:
+    """A kind of collective.
+
+    Attributes:
+        wait: wait of a step that it counts as.
+        in_rows: whether a monitor's rows have its bytes.
+    """
+
+    wait: CollectiveWait = "agreement"
+    in_rows: bool = False
+
+
+_PERSISTENT = "_persistent"
+COLLECTIVE_KINDS = {
+    "gather": CollectiveKind("gather", True),  # parameters in forward and backward
+    "gather_updated": CollectiveKind("gather", True),  # parameters after the step
+    "gather_presharded": CollectiveKind("gather"),  # parameters that were initialized in shards
+    "reduce_scatter": CollectiveKind("reduce", True),
+    "gather_gradients": CollectiveKind("reduce", True),  # in stage 0
+    "activations": CollectiveKind("gather", True),  # stored inputs in backward
+    "scalars": CollectiveKind("agreement", True),  # norms, flags, comparisons
+    "broadcast": CollectiveKind(),  # initial values
+    "onebit_reduce_scatter": CollectiveKind(),
+    "onebit_all_gather": CollectiveKind(),
+    "sequence": CollectiveKind(),  # sequence shards for heads, around attention
+}
+
+
+def persistent_kind(kind: str) -> str:
+    """Return the name of a kind for units below the persistence threshold."""
+    return kind + _PERSISTENT
+
+
+def collective_wait(kind: str) -> CollectiveWait:
+    """Return the wait of a step that a collective of this kind counts as, "agreement" if it is not listed."""
+    return COLLECTIVE_KINDS.get(kind.removesuffix(_PERSISTENT), CollectiveKind()).wait
 
 
 @dataclass(frozen=True, slots=True)

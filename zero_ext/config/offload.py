@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,22 @@ from zero_ext.config.config_errors import show
 
 Tier = Literal["device", "host", "nvme"]
 """Where state is stored."""
+
+
+class TierNames(NamedTuple):
+    """Names of a tier: in DeepSpeed's JSON, in tables, and in sentences."""
+
+    deepspeed: str
+    short: str
+    memory: str
+
+
+# From the fastest to the slowest.
+TIERS: dict[Tier, TierNames] = {
+    "device": TierNames("none", "GPU", "GPU memory"),
+    "host": TierNames("cpu", "host", "host memory"),
+    "nvme": TierNames("nvme", "NVMe", "NVMe"),
+}
 KINDS = ("params", "grads", "optimizer")
 _PAGE = 4096
 _MIB = 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Names, Positive, is_number
 from zero_ext.config.communication import Reduction
 from zero_ext.config.config_errors import ConfigError, Problem, nearest, show, wrong_value
+from zero_ext.config.optimizer_traits import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS
 
 _DEEPEST_PARAMS = 8
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
@@ -259,24 +261,6 @@ class BatchConfig(ConfigSection):
         )
 
 
-OPTIMIZERS = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Lamb",
-    "Lion",
-    "NAdam",
-    "OneBitAdam",
-    "OneBitLamb",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "ZeroOneAdam",
-)
 SCHEDULERS = (
     "WarmupLR",
     "WarmupDecayLR",
@@ -294,16 +278,6 @@ SCHEDULERS = (
     "PolynomialLR",
     "StepLR",
 )
-_MUP = "Its learning rates depend on full shapes, through package mup. Pass the optimizer object instead"
-UNSUPPORTED_OPTIMIZERS = {
-    "Muon": "It orthogonalizes full matrices, which shards do not have. Use AdamW",
-    "Adafactor": "It factors full matrices, which shards do not have. Use AdamW",
-    "LBFGS": "It needs a closure and the inner products of full parameters. Use AdamW",
-    "SparseAdam": "It needs sparse gradients, and gradients here are flat and dense. Use AdamW",
-    "MuAdam": _MUP,
-    "MuAdamW": _MUP,
-    "MuSGD": _MUP,
-}
 _OBJECTS = "It needs Python objects, which a configuration cannot hold. Build it and pass it as lr_scheduler"
 UNSUPPORTED_SCHEDULERS = {
     "ReduceLROnPlateau": "Its step() needs a metric, and the engine's step has none. Call it yourself",
@@ -315,10 +289,10 @@ UNSUPPORTED_SCHEDULERS = {
 }
 
 
-def _canonical_name(what: str, written: str, known: tuple[str, ...], unsupported: dict[str, str]) -> str:
+def _canonical_name(what: str, written: str, known: Collection[str], unsupported: dict[str, str]) -> str:
     by_lower = {name.lower(): name for name in (*known, *unsupported)}
     name = by_lower.get(written.lower())
-    if name in known:
+    if name is not None and name in known:
         return name
     if name is not None:
         raise KeyProblem("", f"expected a supported {what}, got {name}. {unsupported[name]}.")

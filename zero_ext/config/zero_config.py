@@ -15,6 +15,7 @@ from zero_ext.config.config_errors import ConfigError, Problem, show
 from zero_ext.config.json_file import DEEPEST_NESTING, read_json_object
 from zero_ext.config.monitoring import MonitorConfig
 from zero_ext.config.offload import AioConfig, OffloadConfig
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.sparse_attention import SparseAttentionConfig
 from zero_ext.config.training import (
     BatchConfig,
@@ -26,7 +27,6 @@ from zero_ext.config.training import (
     UnitConfig,
 )
 
-ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
 _IS_DEEPSPEED = Problem(
     "",
@@ -138,21 +138,22 @@ class ZeroConfig(ConfigSection):
 
 def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: PrecisionConfig) -> None:
     """Raise ``KeyProblem`` if ``name`` is a 1-bit optimizer that cannot run with these settings."""
-    if name not in ONE_BIT:
+    stages = OPTIMIZERS[name].one_bit_stages if name in OPTIMIZERS else ()
+    if not stages:
         return
-    if stage > 1:
+    if stage not in stages:
+        wanted = " or ".join(map(str, stages))
         sharded = "gradients are" if stage == 2 else "gradients and parameters are"
-        raise KeyProblem(
-            "stage",
-            f"expected 0 or 1 with {name}, got {stage}. It compresses full gradients of replicated "
-            f"parameters, and in stage {stage} {sharded} sharded. Set stage to 0 or 1, or use AdamW with "
-            f"stage {stage}.",
+        why = (
+            "It reads norms and extremes of full parameters in every step, which shards do not have."
+            if stage == 1
+            else "It compresses full gradients of replicated parameters, and in "
+            f"stage {stage} {sharded} sharded."
         )
-    if stage == 1 and name == "OneBitLamb":
         raise KeyProblem(
             "stage",
-            "expected 0 with OneBitLamb, got 1. It reads norms and extremes of full parameters in every "
-            "step, which shards do not have. Set stage to 0, or use OneBitAdam.",
+            f"expected {wanted} with {name}, got {stage}. {why} Set stage to {wanted}, or use AdamW with "
+            f"stage {stage}.",
         )
     for key, value, wanted in (
         ("offload.optimizer", offload.optimizer, "device"),

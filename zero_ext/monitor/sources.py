@@ -9,7 +9,16 @@ from typing import Protocol
 
 import torch
 
-from zero_ext.config.events import CollectiveEnd, Event, PhaseEnd, StepEnd, WaitEnd
+from zero_ext.config.events import (
+    COLLECTIVE_KINDS,
+    CollectiveEnd,
+    Event,
+    PhaseEnd,
+    StepEnd,
+    WaitEnd,
+    collective_wait,
+    persistent_kind,
+)
 from zero_ext.monitor.process_memory import resident_bytes
 from zero_ext.zero.engine import Engine
 
@@ -19,7 +28,6 @@ Row = Mapping[str, Value]
 FACTS = ("step", "loss", "grad_norm", "lr", "skipped", "loss_scale", "seconds")
 PHASES = ("forward", "backward", "step")
 WAITS = ("gather", "reduce", "agreement", "storage", "update")
-TRAFFIC_KINDS = ("gather", "gather_updated", "reduce_scatter", "gather_gradients", "activations", "scalars")
 
 
 class Source(Protocol):
@@ -47,13 +55,6 @@ def facts_of(end: StepEnd) -> dict[str, Value]:
     return {name: getattr(end, name) for name in FACTS} | {"skipped": int(end.skipped)}
 
 
-def wait_of(kind: str) -> str:
-    """Return which of `WAITS` a collective of this kind is."""
-    if kind == "activations" or (kind.startswith("gather") and not kind.startswith("gather_gradients")):
-        return "gather"
-    return "reduce" if kind.startswith(("reduce_scatter", "gather_gradients")) else "agreement"
-
-
 class StepTimes:
     """Source of the seconds that a step's phases took, and that the host waited in them.
 
@@ -79,7 +80,7 @@ class StepTimes:
         elif isinstance(event, WaitEnd):
             self._running[f"wait/{event.what}"] += event.seconds
         elif isinstance(event, CollectiveEnd):
-            self._running[f"wait/{wait_of(event.kind)}"] += event.seconds
+            self._running[f"wait/{collective_wait(event.kind)}"] += event.seconds
         elif isinstance(event, StepEnd):
             self._last, self._running = self._running, defaultdict(float)
 
@@ -139,7 +140,9 @@ class EngineBytes:
             held["memory/allocated"] = torch.accelerator.memory_allocated(engine.device)
             held["memory/peak"] = torch.accelerator.max_memory_allocated(engine.device)
         sent = engine.traffic.last_bytes_sent
-        held |= {f"traffic/{kind}": sent[kind] + sent[f"{kind}_persistent"] for kind in TRAFFIC_KINDS}
+        for name, kind in COLLECTIVE_KINDS.items():
+            if kind.in_rows:
+                held[f"traffic/{name}"] = sent[name] + sent[persistent_kind(name)]
         if engine.collectives.nodes.nodes > 1:
             held["traffic/inter_node"] = engine.traffic.last_crossing_bytes.total()
         moved = engine.tiers.transfers.last_moved

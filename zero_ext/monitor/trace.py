@@ -18,11 +18,11 @@ from zero_ext.config.events import (
     ReleaseEvent,
     StepEnd,
     WaitEnd,
+    collective_wait,
 )
 from zero_ext.monitor.dashboards import require
 from zero_ext.monitor.file_writers import write_atomically
 from zero_ext.monitor.memory_timeline import MemoryTimeline, draw
-from zero_ext.monitor.sources import wait_of
 from zero_ext.zero.engine import Engine
 
 _PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
@@ -123,7 +123,7 @@ class Trace:
             case CollectiveEnd():
                 facts = {"kind": event.kind, "what": event.label, "ranks": event.ranks}
                 facts |= {"elements": event.elements, "bytes_sent": event.bytes_sent}
-                self._span(_WAITS, wait_of(event.kind), event, **facts)
+                self._span(_WAITS, collective_wait(event.kind), event, **facts)
             case ActivationEnd():
                 self._span(_ACTIVATIONS, event.what, event, name=event.name, bytes=event.bytes)
             case GatherEvent():

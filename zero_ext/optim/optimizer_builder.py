@@ -16,7 +16,7 @@ from zero_ext.config import OptimizerConfig, SchedulerConfig
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.optim import schedulers
-from zero_ext.optim.optimizer_registry import OPTIMIZERS
+from zero_ext.optim.optimizer_registry import ENTRIES
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
@@ -34,7 +34,7 @@ def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer
 
     Raises ConfigError by key path for an unknown parameter, a value of the wrong type or one out of range.
     """
-    kind = OPTIMIZERS[policy.type].kind
+    kind = ENTRIES[policy.type].kind
     settings = dict(policy.params)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind = _adam_kind(kind, settings)

@@ -1,18 +1,19 @@
-"""The optimizers that run on shards: a table of their classes, how each steps there, and checks of a user's.
+"""The classes and steps of the optimizers that run on shards, and checks of a user's optimizer.
 
-An optimizer with an op of its own is added by one :func:`register`: its class, its state, its stepper. All
-other lists of this package follow from the table.
+:mod:`zero_ext.config.optimizer_traits` has what holds for each without torch. :func:`register` adds to both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import optim
 
+from zero_ext.config.optimizer_traits import NEEDS_FULL_TENSORS, OPTIMIZERS, OptimizerTraits
 from zero_ext.offload import StateField, TierManager
 from zero_ext.optim.elementwise import (
     ElementwiseStepper,
@@ -24,7 +25,7 @@ from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierSteppe
 from zero_ext.optim.fused import AdamStepper, LionStepper
 from zero_ext.optim.fused_optimizers import Lamb, Lion
 from zero_ext.optim.lamb_stepper import LambStepper
-from zero_ext.optim.moments import MOMENTS, moment_fields
+from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 from zero_ext.optim.one_bit_steppers import OneBitLambStepper, OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total
@@ -35,53 +36,60 @@ class OptimizerEntry:
     """An optimizer class that runs on shards.
 
     Args:
-        kind: the class. Its name is the one that configurations and checkpoints have.
+        traits: its row in the table of optimizers.
+        kind: the class.
         stepper: makes its fused stepper. None: its own code, which is element-wise, runs on the shards.
-        moments: state of the fused stepper besides the master weights, one value an element.
-        eight_bit: moments may be quantized to 8 bits.
-        on_nvme: how state on NVMe is stepped: by the op that also moves it, in chunks that the fused stepper
-            reads, by the optimizer's own code, or not at all.
-        needs_norms: steps need norms of full parameters of all ranks.
-        resumes_from: names of other classes with state that it takes over.
-        unless: options of a param group that the op does not have; with one its own code runs.
     """
 
+    traits: OptimizerTraits
     kind: type[optim.Optimizer]
     stepper: Callable[[StepperInputs], Stepper] | None = None
-    moments: tuple[str, ...] = MOMENTS
-    eight_bit: bool = False
-    on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
-    needs_norms: bool = False
-    resumes_from: frozenset[str] = frozenset()
-    unless: tuple[str, ...] = ("differentiable",)
 
 
-OPTIMIZERS: dict[str, OptimizerEntry] = {}
-_OF_TWO_MOMENTS = frozenset({"Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"})
+ENTRIES: dict[str, OptimizerEntry] = {}
 
 
-def register(entry: OptimizerEntry) -> None:
-    """Add an optimizer to the table."""
-    OPTIMIZERS[entry.kind.__name__] = entry
+def register(
+    traits: OptimizerTraits,
+    kind: type[optim.Optimizer],
+    stepper: Callable[[StepperInputs], Stepper] | None = None,
+) -> None:
+    """Add an optimizer, with the arguments of an :class:`OptimizerEntry`, so that configurations can name it.
+
+    Raises:
+        ValueError: `traits` does not describe `kind` and `stepper`, or another optimizer has its name.
+    """
+    name = traits.name
+    for what, expected, found in (
+        ("name of its class", name, kind.__name__),
+        ("fused stepper", bool(traits.moments), stepper is not None),
+        ("1-bit class", bool(traits.one_bit_stages), issubclass(kind, OneBitOptimizer)),
+        ("row in the table", traits, OPTIMIZERS.get(name, traits)),
+        ("class in the table", ENTRIES[name].kind if name in ENTRIES else kind, kind),
+    ):
+        if expected != found:
+            raise ValueError(
+                f"optimizer {name}: {what}: expected {expected} by its traits, got {found}. Make them agree."
+            )
+    OPTIMIZERS[name] = traits
+    ENTRIES[name] = OptimizerEntry(traits, kind, stepper)
 
 
-for _adam in (optim.Adam, optim.AdamW):
-    _options = ("amsgrad", "differentiable")
-    register(OptimizerEntry(_adam, AdamStepper, eight_bit=True, on_nvme="pipeline", unless=_options))
-register(OptimizerEntry(Lamb, LambStepper, on_nvme="chunks", needs_norms=True))
-register(OptimizerEntry(Lion, LionStepper, Lion.MOMENTS))
-for _one_bit in (OneBitOptimizer, OneBitAdam, ZeroOneAdam):
-    register(OptimizerEntry(_one_bit, OneBitStepper, on_nvme="never", resumes_from=_OF_TWO_MOMENTS))
-register(OptimizerEntry(OneBitLamb, OneBitLambStepper, on_nvme="never", resumes_from=frozenset({"Lamb"})))
-for _name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
-    register(OptimizerEntry(getattr(optim, _name)))
-
-NEEDS_FULL_TENSORS: dict[str, str] = {
-    "LBFGS": "its line search and inner products run over all parameters together",
-    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
-    "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it expects sparse gradients, sharded gradients are dense",
+_STEPPERS: dict[type[optim.Optimizer], Callable[[StepperInputs], Stepper]] = {
+    optim.Adam: AdamStepper,
+    optim.AdamW: AdamStepper,
+    Lamb: LambStepper,
+    Lion: LionStepper,
+    OneBitAdam: OneBitStepper,
+    OneBitLamb: OneBitLambStepper,
+    ZeroOneAdam: OneBitStepper,
 }
+for _traits in tuple(OPTIMIZERS.values()):
+    _kind = getattr(import_module(_traits.module), _traits.name)
+    register(_traits, _kind, _STEPPERS.get(_kind))
+# A user's subclass of the base steps as 1-bit Adam does.
+ENTRIES["OneBitOptimizer"] = OptimizerEntry(OPTIMIZERS["OneBitAdam"], OneBitOptimizer, OneBitStepper)
+
 _INSTEAD = (
     "Use torch's AdamW, Adam, SGD, Adagrad or RMSprop, in a Hugging Face Trainer optim='adamw_torch', 'sgd', "
     "'adagrad' or 'rmsprop'. To save memory offload the optimizer, or keep AdamW's moments in 8 or 16 bits: "
@@ -93,11 +101,11 @@ def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
     """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
-    found = (entry for kind in kinds if (entry := OPTIMIZERS.get(kind.__name__)) and entry.kind is kind)
+    found = (entry for kind in kinds if (entry := ENTRIES.get(kind.__name__)) and entry.kind is kind)
     entry = next(found, None)
     if entry is None or entry.stepper is None:
         return None
-    options = (group.get(option) for group in optimizer.param_groups for option in entry.unless)
+    options = (group.get(option) for group in optimizer.param_groups for option in entry.traits.unless)
     return None if any(options) else entry
 
 
@@ -109,7 +117,7 @@ def fusible(optimizer: optim.Optimizer) -> bool:
 def streamable(optimizer: optim.Optimizer) -> bool:
     """Return whether the fused op also steps state on NVMe, in one pipeline."""
     entry = fused_entry(optimizer)
-    return entry is not None and entry.on_nvme == "pipeline"
+    return entry is not None and entry.traits.on_nvme == "pipeline"
 
 
 def is_one_bit(optimizer: optim.Optimizer | None) -> bool:
@@ -120,7 +128,7 @@ def is_one_bit(optimizer: optim.Optimizer | None) -> bool:
 def needs_norms(optimizer: optim.Optimizer | None) -> bool:
     """Return whether a step of ``optimizer`` needs norms of full parameters of all ranks."""
     entry = None if optimizer is None else fused_entry(optimizer)
-    return entry is not None and entry.needs_norms
+    return entry is not None and entry.traits.needs_norms
 
 
 def resumes_from(own: str | None, saved: str | None) -> bool:
@@ -149,12 +157,12 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
     for base in kind.__mro__:
         if base.__name__ in NEEDS_FULL_TENSORS:
             reason = NEEDS_FULL_TENSORS[base.__name__]
-            raise ValueError(f"optimizer {name}: it cannot run on sharded state: {reason}. {_INSTEAD}")
+            raise ValueError(f"optimizer {name}: it cannot run on sharded state. {reason}. {_INSTEAD}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer {name}: expected differentiable=False on shards, got True. Leave it False."
         )
-    if any(entry.kind is kind for entry in OPTIMIZERS.values()):
+    if any(entry.kind is kind for entry in ENTRIES.values()):
         return
     if not declared:
         raise ValueError(
@@ -214,7 +222,7 @@ def make_stepper(
     entry = fused_entry(optimizer)
     if entry is None:
         check_elementwise(optimizer, elementwise)
-    if moments_dtype == "8bit" and (entry is None or not entry.eight_bit):
+    if moments_dtype == "8bit" and (entry is None or not entry.traits.eight_bit):
         raise ValueError(
             "precision.moments_dtype: expected Adam or AdamW without amsgrad for '8bit', got "
             f"{type(optimizer).__name__}, which stores state in floats only. Remove the key."
@@ -222,7 +230,7 @@ def make_stepper(
 
     inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total)
     in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
-    own_code = entry is None or entry.on_nvme == "own code"
+    own_code = entry is None or entry.traits.on_nvme == "own code"
     stored = [index for index, owned in enumerate(ranges) if own_code and owned.state.tier == "nvme"]
     if not stored:
         return in_memory(inputs)
@@ -238,7 +246,7 @@ def state_kinds(optimizer: optim.Optimizer, moments_dtype: MomentsDtype) -> dict
     """Return the state that `make_stepper`'s stepper keeps besides the master weights, in the order that a
     step on NVMe wants."""
     entry = fused_entry(optimizer)
-    if entry is not None and (entry.eight_bit or moments_dtype != "8bit"):
-        return moment_fields(moments_dtype, entry.moments)
+    if entry is not None and (entry.traits.eight_bit or moments_dtype != "8bit"):
+        return moment_fields(moments_dtype, entry.traits.moments)
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
     return dict.fromkeys(sorted(kinds), StateField(torch.float32))

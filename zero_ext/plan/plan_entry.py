@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ext.config import Tier, UnitConfig, ZeroConfig
+from zero_ext.config.offload import TIERS
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
 from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
@@ -38,7 +40,7 @@ class Candidate:
     @property
     def distance(self) -> int:
         """Return how far state lies from the device, over all kinds."""
-        return sum(map(TIERS.index, self.tiers.values()))
+        return sum(map([*TIERS].index, self.tiers.values()))
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.label}"
@@ -100,8 +102,10 @@ class PlanEntry:
     @property
     def allows_one_bit(self) -> bool:
         """Return whether 1-bit Adam is for this placement."""
-        training = self.training
-        return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
+        training, stages = self.training, OPTIMIZERS["OneBitAdam"].one_bit_stages
+        return (
+            training.stage in stages and training.optimizer == "device" and training.moments_dtype == "fp32"
+        )
 
     @property
     def excess(self) -> tuple[float, float]:

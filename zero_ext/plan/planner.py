@@ -8,6 +8,7 @@ from itertools import product
 from typing import Literal
 
 from zero_ext.config import CommunicationConfig
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import (
@@ -32,7 +33,6 @@ ALIKE = 1.05  # placements whose speeds differ by less are taken for equally fas
 SLOWEST = 2.0  # times the fastest step, that is the most that saving memory may cost
 _UNNOTICED = 0.0005  # of a step
 _HALVINGS = 12
-_MEMORY = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def _why_not_simpler(best: PlanEntry, rows: Sequence[PlanEntry]) -> list[str]:
         return []
     last = simpler[-1]
     lacks = " and ".join(
-        f"{short_bytes(short.needed - short.available)} of {_MEMORY[short.tier]}" for short in last.shortfalls
+        f"{short_bytes(short.needed - short.available)} of {TIERS[short.tier].memory}"
+        for short in last.shortfalls
     )
     others = f" {len(simpler) - 1} other simpler placements do not fit either." if len(simpler) > 2 else ""
     if len(simpler) == 2:

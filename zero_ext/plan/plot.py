@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config import Tier
+from zero_ext.config.offload import TIERS
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
-from zero_ext.plan.plan_entry import TIERS
 from zero_ext.plan.planner import Plan
 
 _TITLES = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe of a host"}

@@ -22,6 +22,7 @@ from zero_ext.config.communication import (
     check_ranks_per_node,
     check_shard_group_size,
 )
+from zero_ext.config.events import COLLECTIVE_KINDS
 from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import check_count
 
@@ -169,10 +170,12 @@ def step_bytes(
                 f"communication.shard_group_size: expected stage 3, got {group} in stage {stage}. Set "
                 "stage to 3, or remove shard_group_size."
             )
-    widths = dict.fromkeys(("gather", "gather_updated"), bytes_per_element)
     summed = gradient_bytes or (4 if accumulation_steps > 1 else bytes_per_element)
     reduced = bytes_per_element if StatePlacement.of_stage(stage).grads else summed
-    widths |= dict.fromkeys(("reduce_scatter", "gather_gradients"), reduced)
+    widths = {
+        name: reduced if kind.wait == "reduce" else bytes_per_element
+        for name, kind in COLLECTIVE_KINDS.items()
+    }
     # To the ranks with the same shard in other groups (MiCS, Zhang et al., arXiv 2205.00119).
     groups = world_size // group
     replicas = Sent(groups - 1, groups - max(per_node // group, 1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.opcodes import count_opcodes
 from zero_ext.config import ZeroConfig
+from zero_ext.config.offload import TIERS
 from zero_ext.plan import collective_elements
 from zero_ext.plan.simulation import (
     MACHINES,
@@ -30,7 +31,7 @@ from zero_ext.plan.simulation import (
     simulate,
     transformer_named,
 )
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS, UPDATE_MODES
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, UPDATE_MODES
 
 SMALL = Transformer("small", hidden=256, layers=6, heads=4, vocabulary=1000, sequence=64, tiles=2)
 RATES = (

@@ -19,7 +19,8 @@ from zero_ext.config.config_errors import (
     wrong_value,
 )
 from zero_ext.config.json_file import read_json_object
-from zero_ext.config.zero_config import ONE_BIT, ZeroConfig
+from zero_ext.config.optimizer_traits import traits_of
+from zero_ext.config.zero_config import ZeroConfig
 
 from .deepspeed_keys import Key, Note, ResolvedKeys
 from .feature_keys import FEATURE_KEYS, set_communication, set_monitors, set_sparse_attention
@@ -27,19 +28,23 @@ from .offload_keys import TIER_KEYS, normalize_tiers, set_tiers
 from .training_keys import TRAINING_KEYS
 
 TABLE: tuple[Key, ...] = TRAINING_KEYS + TIER_KEYS + FEATURE_KEYS
-KEYS: dict[str, Key] = {path: key for key in TABLE for path in (key.path, *key.aliases)}
-# Paths of all groups: every proper prefix of a key's path.
-SECTIONS = frozenset(path[:end] for path in KEYS for end, letter in enumerate(path) if letter == ".")
+KEYS: dict[str, Key] = {}
+SECTIONS: set[str] = set()  # paths of all groups: every proper prefix of a key's path
+
+
+def register_key(key: Key) -> None:
+    """Add a key, so that DeepSpeed's JSON may have it."""
+    for path in (key.path, *key.aliases):
+        KEYS[path] = key
+        SECTIONS.update(path[:end] for end, letter in enumerate(path) if letter == ".")
+
+
+for _key in TABLE:
+    register_key(_key)
 
 AUTO = "auto"
 _OPEN = ("optimizer.params", "scheduler.params")
-_ONE_BIT_KINDS = tuple(name.lower() for name in ONE_BIT)
 _CLIPPING = 1.0
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {"lr": 1e-3, "weight_decay": 0.0},
-    "adamw": {"lr": 1e-3, "weight_decay": 0.0},
-    "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
-}
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
 _CONNECTION_PARAMS = ("cuda_aware", "comm_backend_name")
 _TRUE_PARAMS = {
@@ -283,10 +288,11 @@ def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object]) -> None:
 
 
 def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys) -> None:
-    """Remove unsupported params of an optimizer, and fill in DeepSpeed's defaults for Adam and Lion."""
+    """Remove unsupported params of an optimizer, and fill in DeepSpeed's defaults."""
+    traits = traits_of(kind)
     if "max_grad_norm" in settings:
         _refuse_param("max_grad_norm", "it is unsupported, as in DeepSpeed. Use gradient_clipping.", resolved)
-    if kind.lower() in _ONE_BIT_KINDS:
+    if traits is not None and traits.one_bit_stages:
         # 1-bit and 0/1 Adam in DeepSpeed correct no bias, whatever this says.
         _ignore_params(("bias_correction",), f"{kind} corrects no bias", settings, resolved)
         for name in ("amsgrad", "eps_inside_sqrt"):
@@ -295,10 +301,10 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys) -> N
                 text = f"expected false, since {kind} has no such form, got {show(value)}. Remove it."
                 _refuse_param(name, text, resolved)
         _ignore_params(_CONNECTION_PARAMS, "the ranks' own connections are used", settings, resolved)
-    if kind.lower() not in _DEFAULTS:
+    if traits is None or not traits.deepspeed_defaults:
         return
     if settings.get("torch_adam") is not True:
-        for name, value in _DEFAULTS[kind.lower()].items():
+        for name, value in traits.deepspeed_defaults.items():
             settings.setdefault(name, value)
     _ignore_params(_NO_EFFECT_PARAMS, f"there is one implementation of {kind}", settings, resolved)
     for name, why in _TRUE_PARAMS.items():
@@ -345,7 +351,7 @@ def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
 
 def _in_deepspeed_words(problem: Problem, resolved: ResolvedKeys) -> Problem:
     """Return the same problem at the path of the key the user wrote."""
-    for key in TABLE:
+    for key in KEYS.values():
         if key.native and problem.path == key.native:
             return Problem(resolved.written.get(key.path, key.path), problem.text)
     return problem

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.integrations.deepspeed.import_alias import module_for
 from zero_ext.integrations.deepspeed.name_registry import names
 from zero_ext.monitor.process_memory import resident_bytes
@@ -267,7 +268,7 @@ git_hash = git_branch = "unknown"
 accelerator_name = get_accelerator().type
 # By DeepSpeed's names of its builders. Nothing has to be built for them; all others are False.
 installed_ops = __compatible_ops__ = _Operators.fromkeys(
-    ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"), True
+    ("async_io", *(name for traits in OPTIMIZERS.values() for name in traits.deepspeed_builders)), True
 )
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

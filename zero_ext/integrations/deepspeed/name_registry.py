@@ -10,9 +10,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_ext.config.optimizer_traits import OPTIMIZERS, TORCH
+
 ROOT = "deepspeed"
 FILE = Path(__file__).with_name("names.json")
 _PACKAGE = "zero_ext.integrations.deepspeed"
+_DEEPSPEEDS = tuple(traits for traits in OPTIMIZERS.values() if traits.deepspeed_builders)
 # The modules here, in the order in which they are searched, for DeepSpeed's modules and those inside them.
 _SERVED_BY = {
     "accelerator": ("deepspeed_accelerator",),
@@ -22,7 +25,7 @@ _SERVED_BY = {
     "launcher": ("deepspeed_comm",),
     "monitor": ("deepspeed_reports",),
     "ops": ("deepspeed_accelerator",),
-    **dict.fromkeys(("ops.adagrad", "ops.adam", "ops.lamb", "ops.lion"), ("optimizer_types",)),
+    **{f"ops.{traits.name.lower()}": ("optimizer_types",) for traits in _DEEPSPEEDS},
     "ops.aio": ("deepspeed_aio",),
     "ops.op_builder": ("deepspeed_aio",),
     "runtime.activation_checkpointing.checkpointing": ("deepspeed_checkpointing",),
@@ -80,10 +83,12 @@ DIFFERENCES: dict[str, str] = {
     "deepspeed.DeepSpeedOptimizer": _FOR_ISINSTANCE,
     "*.ZeroParam[ST]*": "for ds_status of parameters in stage 3",
     "*.estimate_zero*": "estimates the bytes of this engine",
+    **{
+        f"deepspeed.ops.{each.name.lower()}.*{each.name}": "constructs "
+        + (f"torch's {each.name}" if each.module == TORCH else f"zero_ext.{each.name}")
+        for each in _DEEPSPEEDS
+    },
     "deepspeed.ops.adam.*Adam": "constructs torch's AdamW or Adam, which run fused",
-    "deepspeed.ops.lamb.FusedLamb": "constructs zero_ext.Lamb",
-    "deepspeed.ops.lion.*Lion": "constructs zero_ext.Lion",
-    "deepspeed.ops.adagrad.*Adagrad": "constructs torch's Adagrad",
     "deepspeed.*.AsyncIOBuilder": "short transfers are continued, and errors raise with path and reason",
     "*.installed_ops": "lists the ops that zero_ext supports, which need no build",
     "deepspeed.runtime.lr_schedules.[WOL]*": "torch scheduler that also loads DeepSpeed's state",

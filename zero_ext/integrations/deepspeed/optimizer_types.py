@@ -68,70 +68,32 @@ def _fused_adam(params: Any, *, adam_w_mode: bool, **options: Any) -> Optimizer:
     return _cpu_adam(params, adamw_mode=adam_w_mode, **options)
 
 
+# A table, whose rows need no line for each argument.
+# fmt: off
 DeepSpeedCPUAdam = _named(
-    "DeepSpeedCPUAdam",
-    _cpu_adam,
-    _CORRECTED | _16_BIT_STATES,
-    "model_params",
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    weight_decay=0.0,
-    amsgrad=False,
-    adamw_mode=True,
+    "DeepSpeedCPUAdam", _cpu_adam, _CORRECTED | _16_BIT_STATES, "model_params", lr=1e-3, bias_correction=True,
+    betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, adamw_mode=True,
     fp32_optimizer_states=True,
 )
 FusedAdam = _named(
-    "FusedAdam",
-    _fused_adam,
-    _CORRECTED | _AMSGRAD,
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    adam_w_mode=True,
-    weight_decay=0.0,
-    amsgrad=False,
-    set_grad_none=True,
+    "FusedAdam", _fused_adam, _CORRECTED | _AMSGRAD, lr=1e-3, bias_correction=True, betas=(0.9, 0.999),
+    eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True,
 )
 DeepSpeedCPUAdagrad = _named(
-    "DeepSpeedCPUAdagrad",
-    Adagrad,
-    _AMSGRAD | _16_BIT_STATES,
-    "model_params",
-    lr=1e-2,
-    eps=1e-10,
-    weight_decay=0.0,
-    amsgrad=False,
-    fp32_optimizer_states=True,
+    "DeepSpeedCPUAdagrad", Adagrad, _AMSGRAD | _16_BIT_STATES, "model_params", lr=1e-2, eps=1e-10,
+    weight_decay=0.0, amsgrad=False, fp32_optimizer_states=True,
 )
 FusedLamb = _named(
-    "FusedLamb",
-    Lamb,
-    _AMSGRAD | {"max_grad_norm": "write gradient_clipping in the JSON"},
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    eps_inside_sqrt=False,
-    weight_decay=0.0,
-    max_grad_norm=0.0,
-    max_coeff=10.0,
-    min_coeff=0.01,
-    amsgrad=False,
+    "FusedLamb", Lamb, _AMSGRAD | {"max_grad_norm": "write gradient_clipping in the JSON"}, lr=1e-3,
+    bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0,
+    max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False,
 )
 FusedLion = _named("FusedLion", Lion, {}, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, set_grad_none=True)
 DeepSpeedCPULion = _named(
-    "DeepSpeedCPULion",
-    Lion,
-    _16_BIT_STATES,
-    "model_params",
-    lr=1e-3,
-    betas=(0.9, 0.999),
-    weight_decay=0.0,
+    "DeepSpeedCPULion", Lion, _16_BIT_STATES, "model_params", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0,
     fp32_optimizer_states=True,
 )
+# fmt: on
 
 
 class _OfStages(type):

@@ -199,7 +199,8 @@ _T5 = {
     **_t5("decoder.block.*.layer.1.EncDecAttention"),
     **_layers("*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
 }
-_PLANS = {
+# By the type of the model in transformers: styles by patterns of names of modules and parameters.
+PLANS: dict[str, dict[str, str]] = {
     "gpt2": _GPT2,
     "gptj": _GPTJ,
     "opt": _OPT,
@@ -236,4 +237,4 @@ def known_plan(config: Any) -> dict[str, str]:
     kind = str(getattr(config, "model_type", ""))
     if kind == "falcon" and config.multi_query and not config.new_decoder_architecture:
         return dict(_FALCON_MULTI_QUERY)
-    return dict(_PLANS.get(kind, {}))
+    return dict(PLANS.get(kind, {}))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.layout.layout_costs import RankNeeds, StepTime, fullest_rank, least_seconds, step_time
 from zero_ext.plan.layout.parallel_layout import LayoutRequest, ParallelLayout, layouts
 from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import ACTIVATION_WORDS, MOST_GPUS, gpus_in_words
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, TIERS
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS
 
 SHOWN = 5
 _WHERE = {"device": "a GPU", "host": "a host", "nvme": "its NVMe"}

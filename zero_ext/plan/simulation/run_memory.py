@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import padded_elements, staging_bytes, unit_elements
-from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, TIERS, Training
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 from zero_ext.plan.state_memory import TrainingState, model_state_bytes
 

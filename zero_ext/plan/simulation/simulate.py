@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from zero_ext.config import CommunicationConfig
+from zero_ext.config.offload import TIERS
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import lengths_gathered_once, unit_elements
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
 from zero_ext.plan.simulation.step_schedule import StepSchedule
 from zero_ext.plan.simulation.task_timeline import COMPUTE, READ, TO_DEVICE, TO_HOST, WRITE, Costs, Timeline
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, TIERS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
 from zero_ext.plan.step_traffic import Sent, step_bytes
 

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
-from zero_ext.config.offload import StatePlacement
+from zero_ext.config.offload import TIERS, StatePlacement
 from zero_ext.plan.state_memory import TrainingState, check_count
 
 Activations = Literal["saved", "recomputed", "recomputed_host"]
 ACTIVATIONS: tuple[Activations, ...] = ("saved", "recomputed", "recomputed_host")
 UPDATE_MODES = ("after_backward", "in_backward", "delayed")
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
 PARAMETER_BYTES = 2
 _LEAST = dict.fromkeys(("world_size", "micro_batch", "accumulation_steps", "in_flight"), 1) | {
@@ -154,7 +153,7 @@ class Training:
     @property
     def distance(self) -> int:
         """Return how far state lies from the device, over all kinds."""
-        return sum(map(TIERS.index, self.tiers.values()))
+        return sum(map([*TIERS].index, self.tiers.values()))
 
     @property
     def placement(self) -> StatePlacement:

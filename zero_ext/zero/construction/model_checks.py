@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext.config import ZeroConfig
 from zero_ext.optim.elementwise import was_stepped
-from zero_ext.optim.fused_optimizers import Lamb
 from zero_ext.optim.one_bit import check_one_bit_optimizer
-from zero_ext.optim.optimizer_registry import check_elementwise, check_step_time, fusible
+from zero_ext.optim.optimizer_registry import check_elementwise, check_step_time, fusible, needs_norms
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
@@ -120,10 +119,10 @@ def check_optimizer(
             "before the first step, and restore training with zero_ext.load_checkpoint."
         )
     check_step_time(optimizer, settings.offload.update_mode)
-    if groups.tensor is not None and isinstance(optimizer, Lamb):
+    if groups.tensor is not None and needs_norms(optimizer):
         raise ValueError(
-            "optimizer: expected another one than Lamb with a mesh with more than one rank along 'tp', as "
-            "a trust ratio needs the norm of a whole parameter. Use torch.optim.AdamW, or 'tp' 1."
+            f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
+            "rank along 'tp', as it needs the norms of whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
@@ -152,10 +151,10 @@ def check_experts(
             "communication.shard_group_size: expected None, as experts on several ranks are sharded over "
             f"those with the same ones, got {settings.communication.shard_group_size}. Leave it out."
         )
-    if isinstance(optimizer, Lamb):
+    if needs_norms(optimizer):
         raise ValueError(
-            "optimizer: expected another one than Lamb with experts on several ranks, as a trust ratio "
-            "needs the norm of a parameter and the ranks have different ones. Use torch.optim.AdamW."
+            f"optimizer: expected another one than {type(optimizer).__name__} with experts on several ranks, "
+            "as it needs the norms of parameters and the ranks have different ones. Use torch.optim.AdamW."
         )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
+from zero_ext.config.offload import TIERS
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable
@@ -32,7 +33,6 @@ from zero_ext.zero.units.presharded import presharded_of
 
 # What to move off the device, the cheapest first: the optimizer's state is used once a step.
 _MOVES = (("optimizer",), ("optimizer", "grads"), ("optimizer", "grads", "params"))
-_OFFLOAD_TIERS: tuple[Tier, ...] = ("host", "nvme")
 TierBytes = Mapping[Tier, Mapping[str, int]]
 
 
@@ -67,7 +67,7 @@ class MemoryEstimate:
 
     def bytes_by_tier(self) -> TierBytes:
         """Return bytes by tier and kind, as ``Engine.memory_by_tier`` reports them after a step."""
-        held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
+        held: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
         used_up = uses_up_gradients(self.config, (plan.layout.dtype for plan in self.plans))
         for plan in self.plans:
             self._add(held, plan, used_up)
@@ -134,7 +134,7 @@ class MemoryEstimate:
 
     def _alternatives(self) -> Iterator[tuple[list[str], MemoryEstimate]]:
         """Other placements, the cheapest first, with the keys to set for them."""
-        moves: list[tuple[Tier, Sequence[str]]] = [("host", ()), *itertools.product(_OFFLOAD_TIERS, _MOVES)]
+        moves: list[tuple[Tier, Sequence[str]]] = [("host", ()), *itertools.product([*TIERS][1:], _MOVES)]
         for stage, (tier, kinds) in itertools.product(sorted({self.config.stage, 3}), moves):
             moved = [kind for kind in kinds if getattr(self.config.offload, kind) == "device"]
             keys = [f"'stage' {stage}"] * (stage != self.config.stage)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.config.offload import TIERS
 from zero_ext.offload import TierManager
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.memory.pool import BufferPool
@@ -34,7 +35,7 @@ def memory_by_tier(
     fp32 parameters are their own master weights and count once, as params. With delayed updates they are not:
     gradients, and with the optimizer on NVMe parameters, that a delayed update uses count in addition.
     """
-    held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
+    held: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
     for unit in units:
         if unit.placement.params:
             held[unit.storage.tier]["params"] += unit.storage.numel * unit.storage.dtype.itemsize

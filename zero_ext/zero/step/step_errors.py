@@ -11,6 +11,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.offload import MASTER, Device, copy_of
 from zero_ext.optim import Stepper
 from zero_ext.zero.construction.rank_consistency import Hyperparameters, refuse_different_facts
@@ -219,7 +220,8 @@ def advice_on(names: NonFiniteNames) -> str:
     )
 
 
-_UPDATES = ("adam_", "lamb_", "lion_")  # what the names of optimizers' ops begin with
+# What the names of optimizers' ops begin with.
+_UPDATES = tuple(f"{traits.name.lower()}_" for traits in OPTIMIZERS.values() if traits.moments)
 
 
 class StepErrors:

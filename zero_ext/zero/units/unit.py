@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config.communication import CommunicationConfig
+from zero_ext.config.events import persistent_kind
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
 from zero_ext.zero.memory.gathered_unit import UnitSpec, UnitState
@@ -332,7 +333,7 @@ class Unit(Ending):
 
     def traffic_kind(self, kind: str) -> str:
         """Return the name under which the traffic of a collective of this unit is counted."""
-        return f"{kind}_persistent" if self.spec.persistent else kind
+        return persistent_kind(kind) if self.spec.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
         released = tensors is self._placeholders

@@ -1,0 +1,109 @@
+"""The optimizers by name, with all that holds for them without torch.
+
+Names in configurations, checks of ``ZeroConfig``, the translation of DeepSpeed's JSON, plans and the lazy
+names of ``zero_ext`` follow from this table. The classes and their steps are in
+:mod:`zero_ext.optim.optimizer_registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TORCH = "torch.optim"
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """An optimizer that runs on shards.
+
+    Args:
+        name: name of its class, which configurations and checkpoints use.
+        module: module that its class is imported from.
+        moments: state of its fused step besides the master weights, one value per element. Empty: its own
+            code, which is element-wise, runs on the shards.
+        eight_bit: whether its moments may be quantized to 8 bits.
+        on_nvme: how state on NVMe is stepped: by the op that also moves it, in chunks that the fused step
+            reads, by the optimizer's own code, or not at all.
+        unless: options of a param group that the op does not have. With one, its own code runs.
+        needs_norms: whether a step needs norms of full parameters of all ranks.
+        one_bit_stages: ZeRO stages in which it compresses to 1 bit. Empty: it is not a 1-bit optimizer.
+        resumes_from: names of other optimizers with state that it takes over.
+        deepspeed_builders: names of DeepSpeed's op builders for it.
+        deepspeed_defaults: params that DeepSpeed sets and its class here does not.
+    """
+
+    name: str
+    module: str = TORCH
+    moments: tuple[str, ...] = ()
+    eight_bit: bool = False
+    on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
+    unless: tuple[str, ...] = ("differentiable",)
+    needs_norms: bool = False
+    one_bit_stages: tuple[int, ...] = ()
+    resumes_from: frozenset[str] = frozenset()
+    deepspeed_builders: tuple[str, ...] = ()
+    deepspeed_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TWO = ("exp_avg", "exp_avg_sq")
+_OF_TWO_MOMENTS = frozenset({"Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"})
+_ADAM: dict[str, Any] = {
+    "moments": _TWO,
+    "eight_bit": True,
+    "on_nvme": "pipeline",
+    "unless": ("amsgrad", "differentiable"),
+    "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
+}
+_LION: dict[str, Any] = {
+    "deepspeed_builders": ("cpu_lion", "fused_lion"),
+    "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
+}
+_FUSED = "zero_ext.optim.fused_optimizers"
+_ONE_BIT: dict[str, Any] = {"module": "zero_ext.optim.one_bit", "moments": _TWO, "on_nvme": "never"}
+
+OPTIMIZERS: dict[str, OptimizerTraits] = {
+    traits.name: traits
+    for traits in (
+        OptimizerTraits("Adadelta"),
+        OptimizerTraits("Adagrad", deepspeed_builders=("cpu_adagrad",)),
+        OptimizerTraits("Adam", deepspeed_builders=("cpu_adam", "fused_adam"), **_ADAM),
+        OptimizerTraits("AdamW", **_ADAM),
+        OptimizerTraits("Adamax"),
+        OptimizerTraits("ASGD"),
+        OptimizerTraits(
+            "Lamb", _FUSED, _TWO, on_nvme="chunks", needs_norms=True, deepspeed_builders=("fused_lamb",)
+        ),
+        OptimizerTraits("Lion", _FUSED, ("exp_avg",), **_LION),
+        OptimizerTraits("NAdam"),
+        OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), resumes_from=_OF_TWO_MOMENTS, **_ONE_BIT),
+        OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT),
+        OptimizerTraits("RAdam"),
+        OptimizerTraits("RMSprop"),
+        OptimizerTraits("Rprop"),
+        OptimizerTraits("SGD"),
+        OptimizerTraits("ZeroOneAdam", one_bit_stages=(0, 1), resumes_from=_OF_TWO_MOMENTS, **_ONE_BIT),
+    )
+}
+
+# By the name of the class, also of a base class: why it cannot run on shards.
+NEEDS_FULL_TENSORS = {
+    "Muon": "It orthogonalizes full matrices, which shards do not have",
+    "Adafactor": "It factors full matrices, which shards do not have",
+    "LBFGS": "It needs a closure and the inner products of full parameters",
+    "SparseAdam": "It needs sparse gradients, and gradients here are flat and dense",
+}
+# By name in a configuration: why it is refused, and what to do instead.
+UNSUPPORTED_OPTIMIZERS = {
+    **{name: f"{reason}. Use AdamW" for name, reason in NEEDS_FULL_TENSORS.items()},
+    **dict.fromkeys(
+        ("MuAdam", "MuAdamW", "MuSGD"),
+        "Its learning rates depend on full shapes, through package mup. Pass the optimizer object instead",
+    ),
+}
+
+
+def traits_of(name: str) -> OptimizerTraits | None:
+    """Return the row of ``name``, in upper or lower case."""
+    return next((each for each in OPTIMIZERS.values() if each.name.lower() == name.lower()), None)
