@@ -224,14 +224,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "chunk other": (put("chunk_bytes", 1 << 16), "checksums, one for each chunk"),
     "file up": (put("files", 0, "name", "../../etc/passwd"), "../../etc/passwd"),
     "file absolute": (put("files", 0, "name", "/etc/passwd"), "/etc/passwd"),
-    "file twice": (
-        put("files", 1, "name", "rank-00000.safetensors"),
-        "the name 'rank-00001.safetensors'",
-    ),
-    "file size": (
-        put("files", 0, "bytes", 1 << 61),
-        f"expected {1 << 61} bytes, got",
-    ),
+    "file twice": (put("files", 1, "name", "rank-00000.safetensors"), "the name 'rank-00001.safetensors'"),
+    "file size": (put("files", 0, "bytes", 1 << 61), f"expected {1 << 61} bytes, got"),
     "header size": (put("files", 0, "header_bytes", 1), "expected its first byte at 1, where"),
     "header past end": (put("files", 0, "header_bytes", 1 << 61), "rank-00000"),
     "no files": (put("files", []), "one for each rank of the world size, got 0"),
@@ -241,10 +235,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape smaller": (put("parameters", "big", "shape", [299_999]), "big"),
     "shape overflow": (put("parameters", "big", "shape", [1 << 40, 1 << 40]), "big"),
     "shape many": (put("parameters", "big", "shape", [1] * 100_000), "parameters.big.shape"),
-    "stride short": (
-        put("parameters", "conv", "stride", [1]),
-        "stride: expected 4 numbers",
-    ),
+    "stride short": (put("parameters", "conv", "stride", [1]), "stride: expected 4 numbers"),
     "stride overlap": (put("parameters", "conv", "stride", [1, 1, 1, 1]), "holes or overlaps"),
     "stride zero": (put("parameters", "big", "stride", [0]), "holes or overlaps"),
     "stride huge": (put("parameters", "big", "stride", [1 << 50]), "holes or overlaps"),
@@ -252,10 +243,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "alias twice": (put("parameters", "tied", "aliases", ["big"]), "'big': it is listed twice"),
     "parameter gone": (drop("parameters", "tied"), "no such parameter is listed"),
     "buffer gone": (drop("buffers", "mask"), "no such buffer is listed"),
-    "buffer dtype": (
-        put("buffers", "mask", "dtype", "uint8"),
-        "uint8, the dtype of its buffer, got bool",
-    ),
+    "buffer dtype": (put("buffers", "mask", "dtype", "uint8"), "uint8, the dtype of its buffer, got bool"),
     "buffer shape": (put("buffers", "mask", "shape", [8]), "elements 7 to 8 are not stored"),
     "slice dtype": (in_slice("dtype", "object"), "got 'object'"),
     "slice dtype width": (in_slice("dtype", "bfloat16"), "big"),
@@ -291,10 +279,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "tensor shape: expected a list of at most 64 sizes, got [-1]",
     ),
     "client dict": (put("client_state", {"$dict": [[[], 1]]}), "$dict"),
-    "client beside": (
-        put("client_state", {"$float": "nan", "x": 1}),
-        "'$float' as the only key, got 2 keys",
-    ),
+    "client beside": (put("client_state", {"$float": "nan", "x": 1}), "'$float' as the only key, got 2 keys"),
     "scalars list": (put("scalar_state", [1]), "scalar_state"),
 }
 
@@ -365,20 +350,11 @@ def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
         (without("big"), "parameter 'big' is not in the model"),
         (TABLE | {"new": dense(3)}, "parameter 'new' is missing in the checkpoint"),
         (TABLE | {"big": dense(300_000, 1)}, "parameter 'big': expected shape [300000, 1], got [300000]"),
-        (
-            TABLE | {"conv": dense(4, 3, 2, 2)},
-            "'conv': expected stride [12, 4, 2, 1], got [12, 1, 6, 3]",
-        ),
+        (TABLE | {"conv": dense(4, 3, 2, 2)}, "'conv': expected stride [12, 4, 2, 1], got [12, 1, 6, 3]"),
         (TABLE | {"tied": dense(9)}, "parameter 'tied': expected the names tied, got alias, tied"),
-        (
-            without("tied") | {"tied": dense(9), "alias": dense(9)},
-            "'alias': expected the names alias, got",
-        ),
+        (without("tied") | {"tied": dense(9), "alias": dense(9)}, "'alias': expected the names alias, got"),
         (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen': it is not in"),
-        (
-            kinds("big", master=torch.float32),
-            "exp_avg of 'big': the checkpoint holds it, but the model asks",
-        ),
+        (kinds("big", master=torch.float32), "exp_avg of 'big': the checkpoint holds it, but the model asks"),
         (kinds("frozen", master=torch.int64), "expected torch.int64, got torch.bfloat16"),
     ],
 )

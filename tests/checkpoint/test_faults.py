@@ -43,10 +43,7 @@ def memory_folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "scenarios",
-    [
-        ("first:1:0", "second:1:0", "replace:1:0", "keep:1:0", "background:1:0"),
-        ("second:2:0", "second:2:1"),
-    ],
+    [("first:1:0", "second:1:0", "replace:1:0", "keep:1:0", "background:1:0"), ("second:2:0", "second:2:1")],
 )
 def test_killed_at_every_change_to_the_disk(memory_folder: Path, scenarios: tuple[str, ...]) -> None:
     lines = run_program("-m", "tests.checkpoint.kill_loop", str(memory_folder), *scenarios).splitlines()

@@ -48,11 +48,7 @@ def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: in
         torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     assert engine.get_lr() != [rate] and engine.was_step_applied()
     assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO_BATCHES)
-    assert engine.get_batch_info() == (
-        ALL // num_stages * SAMPLES * MICRO_BATCHES,
-        SAMPLES,
-        MICRO_BATCHES,
-    )
+    assert engine.get_batch_info() == (ALL // num_stages * SAMPLES * MICRO_BATCHES, SAMPLES, MICRO_BATCHES)
 
 
 @on_ranks(ALL)

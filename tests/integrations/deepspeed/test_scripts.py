@@ -147,10 +147,7 @@ HUGGING_FACE_JSON: dict[str, Any] = {
 }
 # torch's: the real one would have to compile its own.
 TORCH_ADAMW = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {**HUGGING_FACE_JSON["optimizer"]["params"], "torch_adam": True},
-    }
+    "optimizer": {"type": "AdamW", "params": {**HUGGING_FACE_JSON["optimizer"]["params"], "torch_adam": True}}
 }
 
 

@@ -243,11 +243,7 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
         "optimizer state besides tensors.*mixed",
     ),
     "a group of other ranks": (2, {"edit_optimizer": set_in("partition_count", to=[2, 1])}, "as of experts"),
-    "another number of ranks": (
-        2,
-        {"edit_optimizer": set_in("partition_count", to=[4, 4])},
-        "expected 4 ",
-    ),
+    "another number of ranks": (2, {"edit_optimizer": set_in("partition_count", to=[4, 4])}, "expected 4 "),
     "another number in the model": (2, {"edit_model": set_in("dp_world_size", to=4)}, "expected 4 "),
     "tensor parallel": (2, {"edit_model": set_in("mp_world_size", to=2)}, "tensor parallelism"),
     "experts": (3, {"edit_model": set_in("num_experts", to=[4])}, "expert parallelism"),

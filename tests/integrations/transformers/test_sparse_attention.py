@@ -199,8 +199,7 @@ def test_masks_of_length_squared_are_accepted_but_not_made() -> None:
     allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
     allowed |= torch.eye(LENGTH, dtype=torch.bool)
     equal(
-        swapped(input_ids=ids, attention_mask=allowed)[0],
-        original(input_ids=ids, attention_mask=allowed)[0],
+        swapped(input_ids=ids, attention_mask=allowed)[0], original(input_ids=ids, attention_mask=allowed)[0]
     )
 
 

@@ -104,11 +104,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     ({**DEEPSPEED, "zero_optimization": {"stage": 2, "stag": 3}}, {}, ("zero_optimization.stag",)),
     ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "unsupported")),
-    (
-        {"optimizer": {"type": "AdamW"}},
-        {"optim": "sgd"},
-        ("optimizer.type", "'AdamW'", "optim = 'sgd'"),
-    ),
+    ({"optimizer": {"type": "AdamW"}}, {"optim": "sgd"}, ("optimizer.type", "'AdamW'", "optim = 'sgd'")),
     (
         {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}},
         {"lr_scheduler_type": "cosine"},

@@ -56,10 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
         "ACCELERATE_MIXED_PRECISION": "no",
         "HF_HUB_OFFLINE": "1",
     }
-    for name, run, cases in (
-        ("real", under_real, CASES),
-        ("ours", under_import_alias, (*CASES, UNGATHERED)),
-    ):
+    for name, run, cases in (("real", under_real, CASES), ("ours", under_import_alias, (*CASES, UNGATHERED))):
         folder = tmp_path_factory.mktemp(name)
         start = inputs_in(folder / "start")
         run(str(SCRIPT), start, folder, *cases, **environment)
