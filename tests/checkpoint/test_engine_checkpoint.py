@@ -325,12 +325,13 @@ def llama_on_rank(world: World, directory: str, tied: bool) -> None:
         logits = model(input_ids=ids).logits
     if world.rank == 0:
         out = Path(directory) / "exported"
-        export_huggingface(directory, out)
+        assert len(export_huggingface(directory, out, None, 3000)) > 2  # several files and their index
         shape.save_pretrained(out)
-        read = LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+        read, problems = LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
+        assert not any(problems.values()), problems
         check_same(full, dict(read.state_dict()))
         with torch.no_grad():
-            assert torch.equal(read(input_ids=ids).logits, logits)
+            assert torch.equal(read.eval()(input_ids=ids).logits, logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, TensorSlice, dense, random_state
+from tests.checkpoint.mutations import flip
 from tests.checkpoint.stored_source import FakeStore, Meter, StoredSource
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
@@ -94,6 +95,7 @@ MEMORY_PROGRAM = """
 import re, sys, torch
 from pathlib import Path
 from tests.checkpoint.fake_source import dense
+from tests.checkpoint.mutations import flip
 from tests.checkpoint.stored_source import FileSource, FileValues
 from zero_ext.checkpoint import load_state, save_state
 def peak():
@@ -217,10 +219,7 @@ def test_an_error_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path, s
 
 def test_nothing_is_written_before_everything_is_verified(tmp_path: Path) -> None:
     save_state(tmp_path, FakeSource(LARGE, 1))
-    path = tmp_path / "step-000001" / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(tmp_path / "step-000001" / "rank-00000.safetensors", -1)
     source = StoredSource(LARGE, 2)
     with pytest.raises(CheckpointError, match=r"damaged: .*Nothing of the model was changed"):
         load_state(tmp_path, source)
