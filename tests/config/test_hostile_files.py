@@ -1,5 +1,4 @@
-"""Files that are hostile until checked: errors are short, printable, and found in time that grows with the file
-only."""
+"""Files that are hostile until checked: errors are short, printable, and found in time linear in the file."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.checkpoint.boundaries import fail_at
-from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_buffers, random_state
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, random_buffers, random_state
 from tests.checkpoint.mutations import flip_in_master
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
@@ -22,7 +19,6 @@ from zero_ext.checkpoint import CheckpointError, export_huggingface, save_state
 from zero_ext.checkpoint.weights import hf_export
 
 MODULE = "tests.checkpoint.weights.test_hf_export"
-ROOT = Path(__file__).parents[3]
 
 
 def expected(state: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -141,29 +137,3 @@ def test_bad_arguments(tmp_path: Path, bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected .* got {next(iter(bad.values()))!r}"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "hf").exists()
-
-
-MEMORY_PROGRAM = """
-import re, sys
-from zero_ext.checkpoint import export_huggingface
-from pathlib import Path
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-export_huggingface(sys.argv[1], sys.argv[2] + "-first", step=1)
-Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-export_huggingface(sys.argv[1], sys.argv[2], step=2)
-print((peak() - before) * 1024)
-"""
-
-
-def test_memory_stays_flat(tmp_path: Path) -> None:
-    """192 MB of weights, 16 MB the largest of them; a first, small export pays for what stays."""
-    save_state(tmp_path / "run", FakeSource({"w": dense(10)}, 1))
-    table = {f"w{number}": dense(1 << 20, 4, kinds={"master": torch.float32}) for number in range(12)}
-    save_state(tmp_path / "run", FakeSource(table, 2))
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROGRAM, tmp_path / "run", tmp_path / "hf"],
-        cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert int(done.stdout) < 48 << 20

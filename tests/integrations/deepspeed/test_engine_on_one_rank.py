@@ -1,5 +1,4 @@
-"""DeepSpeed's engine on one rank: what its loop counts, returns, logs and refuses, its schedules, and what code
-outside reads from parameters of stage 3 and asks about the optimizer."""
+"""DeepSpeed's engine on one rank: its loop, schedules and misuse, and what others ask of its parameters."""
 
 from __future__ import annotations
 
