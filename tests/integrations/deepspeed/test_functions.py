@@ -164,8 +164,8 @@ class ModelParallel:
 @pytest.mark.usefixtures("unconfigured")
 def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
     checkpointing = deepspeed.checkpointing
-    kept = {"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "num_checkpoints": 1}
-    checkpointing.configure(ModelParallel(), **kept, profile=True)
+    settings = {"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "num_checkpoints": 1}
+    checkpointing.configure(ModelParallel(), **settings, profile=True)
     checkpointing.set_num_layers(3)
     checkpointing.partition_activations_in_checkpoint(False)
     checkpointing.model_parallel_cuda_manual_seed(7)
