@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -17,8 +20,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
 
 import zero_ext
+from tests.docs.run_page import ROOT
 from tests.docs.snippets import snippets_of
-from tests.integrations.ray.training import local_cluster
 from tests.integrations.transformers.models import Sentences, llama
 from tests.integrations.trl.data import sentences, tokenizer
 from zero_ext.integrations.transformers import ZeroTrainerMixin
@@ -67,10 +70,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_lightning_accelerate_and_ray(folder: Path) -> None:
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        runtime_env={"env_vars": variables},
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
     batches = list(torch.randn(8, 3, 4))
     module = Square()
-    with snippets_of("how_to/lightning.md") as page, local_cluster():
+    with snippets_of("how_to/lightning.md") as page:
         page.run_next({"devices=8": "devices=1"}, module=module, loader=DataLoader(batches, batch_size=None))
         assert len(module.losses) >= 8 and module.losses[-1] < module.losses[0]
 
