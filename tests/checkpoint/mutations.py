@@ -1,10 +1,14 @@
-"""Random damage to files: of their bytes, and of the JSON in them."""
+"""Damage to files: of their bytes, and of the JSON in them, random or as asked."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from zero_ext.checkpoint.format.manifest import checksum
 
 NUMBERS = [0, 1, 2, 7, 255, 4096, 1 << 31, 1 << 32, (1 << 62) - 1, 1 << 62, 1 << 63, 1 << 64, 1 << 200]
 TEXTS = [
@@ -20,6 +24,33 @@ TEXTS = [
     "float32",
     "I64",
 ]
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Changes a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def flip_in_master(step: Path) -> None:
+    """Changes a bit of the first master weights of a checkpoint of one rank."""
+    slices = json.loads((step / "manifest.json").read_text())["slices"]
+    record = next(record for record in slices if record["kind"] == "master")
+    flip(step / "rank-00000.safetensors", record["offset"])
+
+
+def sign(step: Path, body: bytes) -> None:
+    """Writes a manifest, of which ``body`` lacks the closing brace, with the checksum that it should have."""
+    (step / "manifest.json").write_bytes(body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body))
+
+
+def edit_manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest and signs it again, as an attacker or a strange tool would."""
+    fields = json.loads((step / "manifest.json").read_text())
+    del fields["manifest_crc32c"]
+    replaced = change(fields)
+    sign(step, json.dumps(replaced if isinstance(replaced, list) else fields)[:-1].encode())
 
 
 def nested(levels: int) -> Any:

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ import pytest
 import torch
 
 from tests.checkpoint.fake_source import FakeSource, channels_last, dense
+from tests.checkpoint.mutations import edit_manifest, flip, sign
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, loading, save_state
 from zero_ext.checkpoint.chunk_reader import ChunkReader
-from zero_ext.checkpoint.format.manifest import checksum
 
 MODULE = "tests.checkpoint.test_damage"
 STATE, OTHER = 5, 6
@@ -64,27 +66,11 @@ def refuse(folder: Path, source: FakeSource | None = None, **settings: Any) -> s
     return text
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the manifest and signs it again, as an attacker or a strange tool would."""
-    path = step(folder) / "manifest.json"
-    fields = json.loads(path.read_text())
-    del fields["manifest_crc32c"]
-    replaced = change(fields)
-    body = json.dumps(fields if replaced is None else replaced)[:-1].encode()
-    path.write_bytes(body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body))
-
-
-def flip(path: Path, position: int, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << bit
-    path.write_bytes(data)
-
-
 def test_the_original_loads(folder: Path) -> None:
     source = FakeSource(TABLE, OTHER)
     load_state(folder, source)
     assert source.holds(STATE)
-    edit(folder, lambda fields: None)
+    edit_manifest(step(folder), lambda fields: None)
     load_state(folder, source)
 
 
@@ -113,10 +99,6 @@ def test_any_truncation_is_found(folder: Path, name: str, seed: int) -> None:
     assert name in refuse(folder)
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def become_a_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -137,7 +119,7 @@ def become_noise(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [remove, become_a_pipe, become_a_folder, become_another_rank, become_noise]
+    "change", [Path.unlink, become_a_pipe, become_a_folder, become_another_rank, become_noise]
 )
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
 def test_foreign_files(folder: Path, name: str, change: Callable[[Path], None]) -> None:
@@ -152,40 +134,22 @@ def test_foreign_files(folder: Path, name: str, change: Callable[[Path], None]) 
 def test_foreign_manifests(folder: Path, content: bytes) -> None:
     (step(folder) / "manifest.json").write_bytes(content)
     assert "manifest.json" in refuse(folder)
-    signed = content[:-1] if content.endswith(b"}") else content
-    trailer = b',\n"manifest_crc32c": "%08x"}\n' % checksum(signed)
-    (step(folder) / "manifest.json").write_bytes(signed + trailer)
+    sign(step(folder), content.removesuffix(b"}"))
     assert "manifest.json" in refuse(folder)
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
     """Sets the value at a path of keys: ``put("slices", 0, "offset", 3)``."""
-
-    def change(fields: dict[str, Any]) -> None:
-        *parents, key, value = path
-        target: Any = fields
-        for parent in parents:
-            target = target[parent]
-        target[key] = value
-
-    return change
+    *parents, key, value = path
+    return lambda fields: reduce(getitem, parents, fields).__setitem__(key, value)
 
 
 def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
-    def change(fields: dict[str, Any]) -> None:
-        *parents, key = path
-        target: Any = fields
-        for parent in parents:
-            target = target[parent]
-        del target[key]
-
-    return change
+    return lambda fields: reduce(getitem, path[:-1], fields).__delitem__(path[-1])
 
 
 def big_slice(fields: dict[str, Any]) -> dict[str, Any]:
-    return next(
-        record for record in fields["slices"] if len(record["crc32c"]) > 0 and record["name"] == "big"
-    )
+    return next(record for record in fields["slices"] if record["crc32c"] and record["name"] == "big")
 
 
 def in_slice(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -194,14 +158,6 @@ def in_slice(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 def shift_slice(key: str, by: int) -> Callable[[dict[str, Any]], None]:
     return lambda fields: big_slice(fields).__setitem__(key, big_slice(fields)[key] + by)
-
-
-def repeat_slice(fields: dict[str, Any]) -> None:
-    fields["slices"].append(dict(big_slice(fields)))
-
-
-def swap_crc(fields: dict[str, Any]) -> None:
-    big_slice(fields)["crc32c"][0] ^= 1
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -224,14 +180,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "chunk other": (put("chunk_bytes", 1 << 16), "checksums, one for each chunk"),
     "file up": (put("files", 0, "name", "../../etc/passwd"), "../../etc/passwd"),
     "file absolute": (put("files", 0, "name", "/etc/passwd"), "/etc/passwd"),
-    "file twice": (
-        put("files", 1, "name", "rank-00000.safetensors"),
-        "the name 'rank-00001.safetensors'",
-    ),
-    "file size": (
-        put("files", 0, "bytes", 1 << 61),
-        f"expected {1 << 61} bytes, got",
-    ),
+    "file twice": (put("files", 1, "name", "rank-00000.safetensors"), "the name 'rank-00001.safetensors'"),
+    "file size": (put("files", 0, "bytes", 1 << 61), f"expected {1 << 61} bytes, got"),
     "header size": (put("files", 0, "header_bytes", 1), "expected its first byte at 1, where"),
     "header past end": (put("files", 0, "header_bytes", 1 << 61), "rank-00000"),
     "no files": (put("files", []), "one for each rank of the world size, got 0"),
@@ -241,10 +191,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape smaller": (put("parameters", "big", "shape", [299_999]), "big"),
     "shape overflow": (put("parameters", "big", "shape", [1 << 40, 1 << 40]), "big"),
     "shape many": (put("parameters", "big", "shape", [1] * 100_000), "parameters.big.shape"),
-    "stride short": (
-        put("parameters", "conv", "stride", [1]),
-        "stride: expected 4 numbers",
-    ),
+    "stride short": (put("parameters", "conv", "stride", [1]), "stride: expected 4 numbers"),
     "stride overlap": (put("parameters", "conv", "stride", [1, 1, 1, 1]), "holes or overlaps"),
     "stride zero": (put("parameters", "big", "stride", [0]), "holes or overlaps"),
     "stride huge": (put("parameters", "big", "stride", [1 << 50]), "holes or overlaps"),
@@ -252,10 +199,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "alias twice": (put("parameters", "tied", "aliases", ["big"]), "'big': it is listed twice"),
     "parameter gone": (drop("parameters", "tied"), "no such parameter is listed"),
     "buffer gone": (drop("buffers", "mask"), "no such buffer is listed"),
-    "buffer dtype": (
-        put("buffers", "mask", "dtype", "uint8"),
-        "uint8, the dtype of its buffer, got bool",
-    ),
+    "buffer dtype": (put("buffers", "mask", "dtype", "uint8"), "uint8, the dtype of its buffer, got bool"),
     "buffer shape": (put("buffers", "mask", "shape", [8]), "elements 7 to 8 are not stored"),
     "slice dtype": (in_slice("dtype", "object"), "got 'object'"),
     "slice dtype width": (in_slice("dtype", "bfloat16"), "big"),
@@ -272,11 +216,17 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "slice moved": (shift_slice("offset", 4), "expected its first byte at"),
     "slice moved back": (shift_slice("offset", -4), "expected its first byte at"),
     "slice far": (in_slice("offset", 1 << 60), "expected an end within its file"),
-    "slice twice": (repeat_slice, "expected its first byte at"),
+    "slice twice": (
+        lambda fields: fields["slices"].append(dict(big_slice(fields))),
+        "expected its first byte at",
+    ),
     "slice gone": (lambda fields: fields["slices"].remove(big_slice(fields)), "manifest.json"),
     "checksums short": (in_slice("crc32c", []), "checksums, one for each chunk, got 0"),
     "checksum range": (put("slices", 0, "crc32c", [1 << 32]), "crc32c"),
-    "checksum wrong": (swap_crc, "damaged"),
+    "checksum wrong": (
+        lambda fields: big_slice(fields)["crc32c"].insert(0, big_slice(fields)["crc32c"].pop(0) ^ 1),
+        "damaged",
+    ),
     "header checksum": (put("files", 1, "header_crc32c", 1), "table of tensors"),
     "a list": (lambda fields: [fields], "manifest.json"),
     "client mark": (put("client_state", {"$pickle": "gASV"}), "unknown mark '$pickle'"),
@@ -291,10 +241,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "tensor shape: expected a list of at most 64 sizes, got [-1]",
     ),
     "client dict": (put("client_state", {"$dict": [[[], 1]]}), "$dict"),
-    "client beside": (
-        put("client_state", {"$float": "nan", "x": 1}),
-        "'$float' as the only key, got 2 keys",
-    ),
+    "client beside": (put("client_state", {"$float": "nan", "x": 1}), "'$float' as the only key, got 2 keys"),
     "scalars list": (put("scalar_state", [1]), "scalar_state"),
 }
 
@@ -302,13 +249,12 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_manifests(folder: Path, case: str) -> None:
     change, named = HOSTILE[case]
-    edit(folder, change)
+    edit_manifest(step(folder), change)
     assert named in refuse(folder)
 
 
 def test_json_that_readers_trip_over(folder: Path) -> None:
-    path = step(folder) / "manifest.json"
-    body = path.read_bytes().rsplit(b",\n", 1)[0]
+    body = (step(folder) / "manifest.json").read_bytes().rsplit(b",\n", 1)[0]
     for extra, named in (
         (b',\n"step": 5', "occurs twice"),
         (b',\n"x": ' + b"[" * 10**5 + b"]" * 10**5, "nested too deeply"),
@@ -318,8 +264,7 @@ def test_json_that_readers_trip_over(folder: Path) -> None:
         (b',\n"x": "\xff"', "not valid JSON"),
         (b"}", "not valid JSON"),
     ):
-        bad = body + extra
-        path.write_bytes(bad + b',\n"manifest_crc32c": "%08x"}\n' % checksum(bad))
+        sign(step(folder), body + extra)
         assert named in refuse(folder)
 
 
@@ -365,20 +310,11 @@ def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
         (without("big"), "parameter 'big' is not in the model"),
         (TABLE | {"new": dense(3)}, "parameter 'new' is missing in the checkpoint"),
         (TABLE | {"big": dense(300_000, 1)}, "parameter 'big': expected shape [300000, 1], got [300000]"),
-        (
-            TABLE | {"conv": dense(4, 3, 2, 2)},
-            "'conv': expected stride [12, 4, 2, 1], got [12, 1, 6, 3]",
-        ),
+        (TABLE | {"conv": dense(4, 3, 2, 2)}, "'conv': expected stride [12, 4, 2, 1], got [12, 1, 6, 3]"),
         (TABLE | {"tied": dense(9)}, "parameter 'tied': expected the names tied, got alias, tied"),
-        (
-            without("tied") | {"tied": dense(9), "alias": dense(9)},
-            "'alias': expected the names alias, got",
-        ),
+        (without("tied") | {"tied": dense(9), "alias": dense(9)}, "'alias': expected the names alias, got"),
         (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen': it is not in"),
-        (
-            kinds("big", master=torch.float32),
-            "exp_avg of 'big': the checkpoint holds it, but the model asks",
-        ),
+        (kinds("big", master=torch.float32), "exp_avg of 'big': the checkpoint holds it, but the model asks"),
         (kinds("frozen", master=torch.int64), "expected torch.int64, got torch.bfloat16"),
     ],
 )
@@ -433,7 +369,7 @@ def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch
 
     def damage_then_fill(reader: ChunkReader, plan: Any) -> None:
         path = step(folder) / "rank-00001.safetensors"
-        with path.open("r+b") as file:
+        with path.open("r+b") as file:  # in place: the reader has it open
             file.seek(-1, os.SEEK_END)
             last = file.read(1)
             file.seek(-1, os.SEEK_END)
@@ -450,8 +386,8 @@ def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch
 def test_inspect_lists_all_damage(folder: Path) -> None:
     assert inspect_checkpoint(folder).damage == ()
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
-        flip(step(folder) / name, 9, 0)
-        flip(step(folder) / name, (step(folder) / name).stat().st_size - 1, 0)
+        flip(step(folder) / name, 9)
+        flip(step(folder) / name, -1)
     damage = inspect_checkpoint(folder).damage
     assert len(damage) == 4
     assert sum("table of tensors" in text for text in damage) == 2

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
+from tests.checkpoint.mutations import edit_manifest, sign
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_state, save_state
 from zero_ext.checkpoint.files import shortened
 from zero_ext.checkpoint.format import manifest
 from zero_ext.checkpoint.format.json_state import decode, encode
-from zero_ext.checkpoint.format.manifest import checksum
 from zero_ext.checkpoint.format.tensor_files import find_weights
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     save_state(tmp_path / "run", FakeSource(SMALL, 1))
-    return tmp_path / "run"
+    return tmp_path / "run" / "step-000001"
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +32,10 @@ def in_time() -> Iterator[None]:
     assert time.monotonic() - start < 4
 
 
-def sign(folder: Path, body: bytes) -> None:
-    path = folder / "step-000001" / "manifest.json"
-    path.write_bytes(body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    fields = json.loads((folder / "step-000001" / "manifest.json").read_text())
-    del fields["manifest_crc32c"]
-    change(fields)
-    sign(folder, json.dumps(fields)[:-1].encode())
-
-
 def refuse(folder: Path) -> str:
     source = FakeSource(SMALL, 2)
     with pytest.raises((CheckpointError, ValueError)) as caught:
-        load_state(folder, source)
+        load_state(folder.parent, source)
     assert source.holds(2)
     text = str(caught.value)
     assert len(text.encode()) <= 2000
@@ -76,7 +64,7 @@ def test_items_under_a_long_name() -> None:
 def test_numbers_of_one_hash_as_keys(folder: Path) -> None:
     numbers = [number * (2**61 - 1) for number in range(1 << 60, (1 << 60) + 20_000)]
     content = {"$dict": [[{"$tuple": [number]}, 0] for number in numbers]}
-    edit(folder, lambda fields: fields.update(client_state=content))
+    edit_manifest(folder, lambda fields: fields.update(client_state=content))
     assert "keys: expected at most 1000 numbers of more than 64 bits" in refuse(folder)
     with pytest.raises(ValueError, match=r"^state: keys: expected at most 1000 numbers"):
         encode(dict.fromkeys(numbers[:1001]), "state")
@@ -103,7 +91,7 @@ LONG_TEXTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", LONG_TEXTS)
 def test_no_error_repeats_a_long_text(folder: Path, name: str) -> None:
-    edit(folder, LONG_TEXTS[name])
+    edit_manifest(folder, LONG_TEXTS[name])
     refuse(folder)
     if name not in ("mark", "float", "shape"):
         with pytest.raises(CheckpointError) as caught:
@@ -113,7 +101,7 @@ def test_no_error_repeats_a_long_text(folder: Path, name: str) -> None:
 
 def test_a_shape_that_no_tensor_has(folder: Path) -> None:
     content = {"$tensor": {"dtype": "float32", "shape": [0, 1 << 61, 1 << 61], "data": ""}}
-    edit(folder, lambda fields: fields.update(client_state=content))
+    edit_manifest(folder, lambda fields: fields.update(client_state=content))
     assert "client_state: '$tensor' does not hold what it should" in refuse(folder)
 
 
@@ -126,20 +114,20 @@ def test_an_index_of_a_name_that_no_file_has(tmp_path: Path) -> None:
 
 
 def test_the_manifest_follows_the_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "step-000001" / "manifest.json"
+    path = folder / "manifest.json"
     shard = path.with_name("rank-00000.safetensors")
     with path.open("ab") as file:
         file.truncate((64 << 20) + 4 * shard.stat().st_size + 1)
     assert f"{shard.stat().st_size} bytes of shards, got more" in refuse(folder)
-    save_state(folder, FakeSource(SMALL, 1))
-    edit(folder, lambda fields: fields.update(client_state=[[]] * 1_600_000))
+    save_state(folder.parent, FakeSource(SMALL, 1))
+    edit_manifest(folder, lambda fields: fields.update(client_state=[[]] * 1_600_000))
     assert "lists and objects, got 16000" in refuse(folder)
     # What would be refused is not saved, and what is saved is read.
     monkeypatch.setattr(manifest, "_BYTES_FOR_NAMED_STATES", 1000)
-    save_state(folder, FakeSource(SMALL, 1))
+    save_state(folder.parent, FakeSource(SMALL, 1))
     with pytest.raises(ValueError, match=r"client_state and extra: manifest: expected at most .* got more"):
-        save_state(folder, FakeSource(SMALL, 1), client_state="x" * 100_000)
-    load_state(folder, FakeSource(SMALL, 2))
+        save_state(folder.parent, FakeSource(SMALL, 1), client_state="x" * 100_000)
+    load_state(folder.parent, FakeSource(SMALL, 2))
 
 
 def test_shortened_retains_both_ends() -> None:

@@ -148,60 +148,41 @@ def test_ranks_load_the_same_step(
     assert all(expected in answer for answer in answers), answers
 
 
-def save_to_own(world: World, directories: list[str], hidden: bool) -> list[str]:
+def save_to_own(world: World, directories: list[str], hidden: bool, **settings: TagValidation) -> list[str]:
+    """Where this rank has saved to, or its error, and all warnings."""
     source = FakeSource(SMALL, 3, world.rank, world.size, world.group)
-    own = directories[world.rank]
-    found = []
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         if hidden and world.rank == 1:
             patch.setattr(Path, "is_dir", lambda path: False)
         try:
-            found.append(str(save_state(own, source).path))
-        except CheckpointError as error:
-            found.append(str(error))
-    return found + [str(each.message) for each in caught if each.category is RuntimeWarning]
+            found = str(save_state(directories[world.rank], source, **settings).path)
+        except (CheckpointError, ValueError) as error:
+            found = str(error)
+    return [found, *(str(each.message) for each in caught if each.category is RuntimeWarning)]
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_the_directory_of_rank_0_counts(rank_pool: RankPool, tmp_path: Path, hidden: bool) -> None:
+@pytest.mark.parametrize("validation", ["warn", "ignore", "fail"])
+def test_the_directory_of_rank_0_counts(
+    rank_pool: RankPool, tmp_path: Path, hidden: bool, validation: TagValidation
+) -> None:
     directories = [str(tmp_path / name) for name in ("first", "second")]
-    arguments = {"directories": directories, "hidden": hidden}
-    (zeroth,), (first, warning) = rank_pool.run(2, f"{MODULE}:save_to_own", arguments)
-    assert f"got '{directories[0]}' on rank 0 and '{directories[1]}' on rank 1." in warning
+    arguments = {"directories": directories, "hidden": hidden, "tag_validation": validation}
+    (zeroth,), (first, *warned) = rank_pool.run(2, f"{MODULE}:save_to_own", arguments)
+    differ = f"got '{directories[0]}' on rank 0 and '{directories[1]}' on rank 1"
+    assert [differ in text for text in warned] == [True] * (validation == "warn")
     assert not Path(directories[1]).exists()
-    if hidden:  # as on another host, whose file system is its own
+    if validation == "fail":
+        assert differ in first and "rank 1" in zeroth and not any(tmp_path.glob("*/step-*"))
+    elif hidden:  # as on another host, whose file system is its own
         seen = f"rank 1: {directories[0]}: expected a folder on a file system that all ranks share"
         assert seen in zeroth and seen in first
-        return
-    assert zeroth == first == f"{directories[0]}/step-000003"
-    source = FakeSource(SMALL, 4)
-    load_state(directories[0], source)
-    assert source.holds(3)
-
-
-def save_with(world: World, directory: str, validation: TagValidation) -> list[str]:
-    source = FakeSource(SMALL, 3, world.rank, world.size, world.group)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            save_state(Path(directory, str(world.rank)), source, tag_validation=validation)
-        except ValueError as error:
-            return [str(error)]
-    return [str(each.message) for each in caught if each.category is RuntimeWarning]
-
-
-@pytest.mark.parametrize("validation", ["ignore", "fail"])
-def test_different_directories_are_validated_as_asked(
-    rank_pool: RankPool, tmp_path: Path, validation: str
-) -> None:
-    arguments = {"directory": str(tmp_path), "validation": validation}
-    zeroth, first = rank_pool.run(2, f"{MODULE}:save_with", arguments)
-    if validation == "ignore":
-        assert zeroth == first == [] and [path.name for path in tmp_path.iterdir()] == ["0"]
     else:
-        assert f"got '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1" in first[0]
-        assert "rank 1" in zeroth[0] and not any(tmp_path.glob("*/step-*"))
+        assert zeroth == first == f"{directories[0]}/step-000003"
+        source = FakeSource(SMALL, 4)
+        load_state(directories[0], source)
+        assert source.holds(3)
 
 
 def test_a_lock_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

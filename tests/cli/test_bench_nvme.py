@@ -17,18 +17,8 @@ from zero_ext.cli.console import cleaned_up_when_ended
 from zero_ext.cli.nvme_sweep import Cost, DeviceFile, device_file
 from zero_ext.config import load_config
 
-SMALL = (
-    "--size",
-    "4MiB",
-    "--block-bytes",
-    "64KiB,1MiB",
-    "--queue-depths",
-    "2,64",
-    "--io-threads",
-    "1",
-    "--repeats",
-    "2",
-)
+SIZES = "--size 4MiB --block-bytes 64KiB,1MiB --queue-depths 2,64 --io-threads 1 --repeats 2"
+SMALL = tuple(SIZES.split())
 
 
 def test_best_section_is_one_that_the_configuration_reads(tmp_path: Path) -> None:
@@ -88,20 +78,12 @@ def test_folders_that_cannot_be_measured(tmp_path: Path, folder: str, named: str
         ),
         (("--block-bytes", "1000"), 2, "aio.block_bytes"),
         (("--queue-depths", "4096"), 2, "aio.queue_depth"),
-        (
-            ("--queue-depths", "four"),
-            2,
-            "--queue-depths: expected whole numbers separated by commas, got 'four'",
-        ),
+        (("--queue-depths", "four"), 2, "--queue-depths: expected whole numbers .*, got 'four'"),
         (("--block-bytes", "a lot"), 2, "--block-bytes: expected bytes, got 'a lot'"),
         (("--backends", "posix"), 2, r"--backends: expected some of io_uring.*, got 'posix'"),
         (("--block-bytes", ""), 2, "--block-bytes: expected bytes, got ''"),
         (("--write", "aio.yaml"), 2, r"--write: expected a file name that ends in \.json, got 'aio.yaml'"),
-        (
-            ("--write", "/absent/aio.json"),
-            2,
-            "--write: expected a file in a folder that exists, got '/absent/aio.json'",
-        ),
+        (("--write", "/absent/aio.json"), 2, "--write: .* in a folder that exists, got '/absent/aio.json'"),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: tuple[str, ...], status: int, named: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_state
+from tests.checkpoint.mutations import flip
 from tests.cli.command import run
 from zero_ext.checkpoint import save_state
 
@@ -38,9 +39,7 @@ def test_inspect_one_step_without_tensors(saved: Path) -> None:
 
 def test_inspect_reports_damage(saved: Path) -> None:
     path = saved / "step-000002" / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 4
-    path.write_bytes(data)
+    flip(path, -1)
     assert "damaged" in run("inspect", str(saved), status=1)
     path.unlink()
     assert "error:" in run("inspect", str(saved), status=1)

@@ -1,4 +1,4 @@
-"""``zero-ext plan``: tables, JSON, the plot, the written configuration, and what it refuses."""
+"""``zero-ext plan`` and ``simulate``: tables, JSON, the plot, the written configuration, and refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import run
+from tests.cli.command import run, run_json
 from zero_ext import load_config
 from zero_ext.plan.simulation import MACHINES
 
@@ -20,16 +20,8 @@ def test_the_command_of_the_readme(tmp_path: Path) -> None:
         "plan", "llama-7b", *ISSUE, "--batch", "64", "--seq", "4096", "--tokens", "1T", "--all",
         "--write", str(config), "--plot", str(plot),
     )  # fmt: skip
-    words = (
-        "6,738,415,616 parameters",
-        "80.0 GB",
-        "512 GB",
-        "4.00 TB",
-        "Recommended: stage",
-        "days",
-        "largest",
-    )
-    for word in words:
+    sizes = ("6,738,415,616 parameters", "80.0 GB", "512 GB", "4.00 TB")
+    for word in (*sizes, "Recommended: stage", "days", "largest"):
         assert word in text
     for stage in range(4):
         assert f"stage {stage}, device" in text
@@ -41,7 +33,7 @@ def test_the_command_of_the_readme(tmp_path: Path) -> None:
 
 
 def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
-    found = json.loads(run("plan", "13b", *ISSUE, "--gpus", "2", "--tokens", "2B", "--json"))
+    found = run_json("plan", "13b", *ISSUE, "--gpus", "2", "--tokens", "2B", "--json")
     assert found["gpus"] == 2
     assert len(found["placements"]) == 12
     for row in found["placements"]:
@@ -52,11 +44,8 @@ def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
         assert row["step_seconds"] > 0
         assert row["total_seconds"] > row["step_seconds"]
     config = load_config(found["recommendation"]["config"])
-    row = next(
-        row
-        for row in found["placements"]
-        if found["recommendation"]["placement"].startswith(f"stage {row['stage']}")
-    )
+    placement = found["recommendation"]["placement"]
+    row = next(row for row in found["placements"] if placement.startswith(f"stage {row['stage']}"))
     assert config.stage == row["stage"]
     assert found["why_nothing_fits"] is None
 
@@ -78,15 +67,14 @@ def test_what_fits_nowhere_ends_with_the_reason_and_writes_nothing(tmp_path: Pat
     assert "GB too few" in text
     assert "The largest GPT that fits" in text
     assert not path.exists()
-    found = run("plan", "175b", "--machine", "dgx2-v100", "--nvme", "0", "--json", status=1)
-    assert json.loads(found)["recommendation"] is None
+    found = run_json("plan", "175b", "--machine", "dgx2-v100", "--nvme", "0", "--json", status=1)
+    assert found["recommendation"] is None
 
 
 def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(
-        json.dumps({**MACHINES["dgx-a100"].to_mapping(), "name": "cellar", "device_bytes": 10**9})
-    )
+    machine = MACHINES["dgx-a100"].to_mapping()
+    path.write_text(json.dumps({**machine, "name": "cellar", "device_bytes": 10**9}))
     assert "cellar" in run("plan", "1M", "--machine", str(path), "--gpus", "2")
 
 
@@ -96,7 +84,7 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
         (("no-such-model",), "MODEL: expected"),
         (
             ("7B", "--gpu-memory", "much"),
-            "--gpu-memory: expected bytes, got 'much'. Write a number, alone or with a unit from KB",
+            "--gpu-memory: expected bytes, got 'much'. Write a number, alone or with",
         ),
         (("7B", "--nvme", "4 parsecs"), "--nvme: expected bytes, got '4 parsecs'"),
         (("7B", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
@@ -123,7 +111,7 @@ def test_bytes_between_hosts_with_and_without_codes() -> None:
     a reduction and a gather, signs to the owners among these, and once from them."""
     text = run("plan", "llama-7b", "--gpus", "16", "--all")
     assert "Between hosts a GPU sends" in text and "with all of 'communication' (ZeRO++)" in text
-    for row in json.loads(run("plan", "llama-7b", "--gpus", "16", "--json"))["placements"]:
+    for row in run_json("plan", "llama-7b", "--gpus", "16", "--json")["placements"]:
         full, less = row["inter_node_bytes"]["full"], row["inter_node_bytes"]["compressed"]
         if row["stage"] == 3:
             assert 8 * 3 / 0.78 <= full / less <= 8 * 3 / 0.75
@@ -138,21 +126,11 @@ def test_bytes_between_hosts_with_and_without_codes() -> None:
 
 
 def test_rank_placement_by_link_cost() -> None:
-    arguments = (
-        "plan",
-        "llama-7b",
-        "--gpus",
-        "32",
-        "--gpus-per-host",
-        "4",
-        "--3d",
-        "pp=4,tp=4",
-        "--batch",
-        "64",
-    )
+    sizes = "llama-7b --gpus 32 --gpus-per-host 4 --3d pp=4,tp=4 --batch 64"
+    arguments = ("plan", *sizes.split())
     text = run(*arguments)
     assert "Placement of the ranks" in text and "count ranks as" in text and "4 to a host" in text
-    report = json.loads(run(*arguments, "--json"))["rank_placement"]
+    report = run_json(*arguments, "--json")["rank_placement"]
     assert sorted(map(tuple, report["mapping"])) == [("dp", 2), ("pp", 4), ("tp", 4)]
     assert sum(report["seconds"].values()) <= sum(report["naive_seconds"].values())
     assert set(report["seconds"]) == {"pp", "dp", "cp", "tp"} and report["seconds"]["cp"] == 0
@@ -183,7 +161,7 @@ def test_the_best_layouts_are_shown_with_reasons_and_written(tmp_path: Path) -> 
     text = run(*arguments, "--write", str(config))
     for word in ("1. bound by compute", "of a GPU's 85.9 GB", "mesh = make_mesh(pp=", "tokens/s"):
         assert word in text
-    first = json.loads(run(*arguments, "--json"))["layouts"][0]
+    first = run_json(*arguments, "--json")["layouts"][0]
     found = load_config(config)
     assert found == load_config(first["config"])
     assert found.batch.train_batch_size == 16
@@ -209,5 +187,33 @@ def test_a_search_that_finds_no_layout_answers_no() -> None:
     tiny = ("--gpus", "1", "--gpu-memory", "1GB", "--host-memory", "0", "--nvme", "0")
     arguments = ("plan", "llama-7b", "--3d", "best", *tiny)
     assert "fits no layout on 1" in run(*arguments, status=1)
-    found = json.loads(run(*arguments, "--json", status=1))
+    found = run_json(*arguments, "--json", status=1)
     assert found["layouts"] == [] and "fits no layout on 1" in found["why_nothing_fits"]
+
+
+def test_the_fastest_placements_are_simulated() -> None:
+    text = run("simulate", "gpt-1.2b", "--machine", "dgx2-v100", "--gpus", "16")
+    assert "TFLOP/s" in text and "device" in text
+
+
+def test_a_configuration_is_simulated_and_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"stage": 3, "offload": {"grads": "host", "optimizer": "host"}}))
+    arguments = ("simulate", "gpt-10b", "--machine", "dgx2-v100", "--config", str(path))
+    assert "host" in run(*arguments, "--gpus", "4")
+    short = run(*arguments, "--gpus", "1", "--micro-batch", "1", "--no-recompute", status=1)
+    assert "does not fit: device" in short
+
+
+def test_a_simulation_that_fits_nowhere_says_how_much_is_missing() -> None:
+    text = run("simulate", "gpt-2t", "--machine", "dgx-a100", "--gpus", "1", status=1)
+    assert "fits no placement" in text and "GB too few" in text
+
+
+def test_published_runs_are_shown_with_their_error() -> None:
+    text = run("simulate", "--published")
+    assert all(words in text for words in ("ZeRO-Offload, 10B, one V100", "fitted", "%"))
+
+
+def test_an_unknown_model_is_not_simulated() -> None:
+    assert "llama-7b" in run("simulate", "no-such-model", status=2)

@@ -34,28 +34,21 @@ def assert_one_screen(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
-def test_the_answer_is_one_screen_and_begins_with_the_recommendation(arguments: tuple[str, ...]) -> None:
-    text = run("plan", *arguments)
+def test_the_answer_is_one_screen_with_a_row_for_every_placement(arguments: tuple[str, ...]) -> None:
+    """It begins with the recommendation; rows are in the order of what placements are worth."""
+    text, found = run("plan", *arguments), run_json("plan", *arguments, "--json")
     assert_one_screen(text)
-    best = run_json("plan", *arguments, "--json")["recommendation"]
-    lines = text.splitlines()
+    best, lines, rows = found["recommendation"], text.splitlines(), ROW.findall(text)
     assert lines[0].startswith(f"Recommended: {best['placement']} for ")
     words = " ".join(text.replace("\n   ", " ").split())
     reasons = [words.index(f"- {reason}") for reason in best["reasons"]]
     assert reasons == sorted(reasons) and reasons[-1] < words.index("placement GPU host NVMe fits")
-
-
-@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
-def test_every_placement_has_one_row_in_the_order_of_what_it_is_worth(arguments: tuple[str, ...]) -> None:
-    rows = ROW.findall(run("plan", *arguments))
-    found = run_json("plan", *arguments, "--json")
     assert len({name for name, *_ in rows}) == len(rows) == len(found["placements"]) == 12
-    assert rows[0][0] == found["recommendation"]["placement"]
+    assert rows[0][0] == best["placement"]
     fitting = [float(seconds) for _, _, fits, seconds, _ in rows[1:] if fits == "yes"]
     assert fitting == sorted(fitting)
-    assert [fits == "yes" for _, _, fits, _, _ in rows] == sorted(
-        (row["fits"] for row in found["placements"]), reverse=True
-    )
+    fits = sorted((row["fits"] for row in found["placements"]), reverse=True)
+    assert [fitted == "yes" for _, _, fitted, _, _ in rows] == fits
 
 
 def test_cells_are_the_figures_of_the_plan() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.cli.command import run
+from tests.cli.command import run, run_json
 from tests.ops.torch_2_11 import hide_swap
 from zero_ext.cli import environment
 from zero_ext.ops.host_memory import torch_swaps_storages
@@ -48,13 +47,13 @@ def test_the_swap_of_storages_is_built_where_torch_has_none(
     assert ("_C_storage" in run("build")) != torch_swaps_storages() and "swap of storages" in run("env")
     hide_swap(monkeypatch)
     assert f"zero_ext._C_storage: {just_in_time.cached_storage_swap().path}\n" in run("build")
-    assert json.loads(run("env", "--json"))["versions"]["swap of storages"].startswith("in the cache, ")
+    assert run_json("env", "--json")["versions"]["swap of storages"].startswith("in the cache, ")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    found = json.loads(run("env", "--json"))["versions"]["swap of storages"]
+    found = run_json("env", "--json")["versions"]["swap of storages"]
     assert found == "none yet: the first model that gathers parameters compiles _C_storage"
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    found = json.loads(run("env", "--json"))["versions"]["swap of storages"]
+    found = run_json("env", "--json")["versions"]["swap of storages"]
     assert found.startswith("unknown: zero_ext._C_storage: it is not built, and no C++ compiler")
 
 

@@ -18,6 +18,7 @@ from zero_ext.cli.run import COMPAT, launch
 from zero_ext_deepspeed_finder import API_VERSION, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "zero_ext.cli", "run"]
 
 
 @pytest.fixture
@@ -99,16 +100,7 @@ def test_wrong_use(started: list[Any], capsys: pytest.CaptureFixture[str]) -> No
 def test_a_failed_rank_is_reported_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('own reason')\n")
-    command = [
-        sys.executable,
-        "-m",
-        "zero_ext.cli",
-        "run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        str(script),
-    ]
+    command = [*COMMAND, "--standalone", "--nproc-per-node", "1", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "own reason" in done.stderr and "launch_agent" not in done.stderr
@@ -134,10 +126,7 @@ def test_only_who_asks_gets_the_look_alike(tmp_path: Path) -> None:
     script.write_text(PROBE)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
     found = []
-    for asks in (
-        [],
-        [sys.executable, "-m", "zero_ext.cli", "run", COMPAT, "--", "/bin/sh", "-c", '"$@"', "sh"],
-    ):
+    for asks in ([], [*COMMAND, COMPAT, "--", "/bin/sh", "-c", '"$@"', "sh"]):
         command = [*asks, sys.executable, str(script), "--own", "1"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -12,17 +12,6 @@ calm = settings(deadline=None)
 small = st.integers(1, 64)
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_train_batch_16_accumulation_2(ranks: int, micro: int) -> None:
-    resolved = BatchConfig(train_batch_size=16, gradient_accumulation_steps=2).resolve(ranks)
-    assert resolved.to_mapping() == {
-        "train_batch_size": 16,
-        "micro_batch_size": micro,
-        "gradient_accumulation_steps": 2,
-        "drop_last": False,
-    }
-
-
 @calm
 @given(micro=small, steps=small, ranks=small)
 def test_any_two_determine_the_third(micro: int, steps: int, ranks: int) -> None:

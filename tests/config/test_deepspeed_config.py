@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from zero_ext.config.deepspeed.deepspeed_keys import Key
 from zero_ext.config.deepspeed.translate import KEYS, SECTIONS, TABLE
 from zero_ext.config.sparse_attention import MODE_KEYS
 
-_DEVICE = "zero_optimization.offload_optimizer.device"
 _NVME = {"device": "nvme", "nvme_path": "/nvme"}
+LAMB = {"eps_inside_sqrt": True, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.08}
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
     for name in reversed(path.split(".")):
         value = {name: value}
     return value  # type: ignore[return-value]
+
+
+def optimizer(kind: str, **params: object) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -74,69 +79,51 @@ def test_introductory_configuration() -> None:
     assert [(note.path, note.outcome) for note in found.notes] == [("gradient_clipping", "default")]
 
 
+# DeepSpeed's key and its value, the native key, and its value where it is another one.
+TRANSLATED: list[tuple[str, Any, str, Any]] = [
+    ("train_batch_size", 32, "batch.train_batch_size", 32),
+    ("train_micro_batch_size_per_gpu", 4, "batch.micro_batch_size", 4),
+    ("gradient_accumulation_steps", 2, "batch.gradient_accumulation_steps", 2),
+    ("dataloader_drop_last", True, "batch.drop_last", True),
+    ("steps_per_print", 7, "steps_per_print", 7),
+    ("gradient_clipping", 0.5, "gradient_clipping", 0.5),
+    ("communication_data_type", "FP32", "precision.communication_dtype", "fp32"),
+    ("data_types.grad_accum_dtype", "bf16", "precision.grad_accum_dtype", "bf16"),
+    ("fp16.enabled", True, "precision.dtype", "fp16"),
+    ("fp16.loss_scale", 0, "loss_scale.static", 0.0),
+    ("fp16.initial_scale_power", 12, "loss_scale.initial_power", 12),
+    ("fp16.loss_scale_window", 500, "loss_scale.window", 500),
+    ("fp16.hysteresis", 3, "loss_scale.hysteresis", 3),
+    ("fp16.consecutive_hysteresis", True, "loss_scale.consecutive_hysteresis", True),
+    ("fp16.min_loss_scale", 2, "loss_scale.minimum", 2.0),
+    ("optimizer.type", "Adam", "optimizer.type", "Adam"),
+    ("optimizer.params", {"lr": 0.01}, "optimizer.params", {"lr": 0.01, "weight_decay": 0.0}),
+    ("scheduler.type", "WarmupLR", "scheduler.type", "WarmupLR"),
+    ("scheduler.params", {"warmup_num_steps": 5}, "scheduler.params", {"warmup_num_steps": 5}),
+    ("zero_optimization.stage", 3, "stage", 3),
+    ("zero_optimization.stage3_prefetch_bucket_size", 11, "units.prefetch_elements", 11),
+    ("zero_optimization.stage3_param_persistence_threshold", 1e5, "units.persistence_threshold", 100_000),
+    ("zero_optimization.stage3_max_live_parameters", 13, "units.max_live_elements", 13),
+    (
+        "zero_optimization.leaf_module.classes",
+        ["pkg.mod.Experts"],
+        "units.leaf_modules",
+        ["Experts", "model.moe"],
+    ),
+    ("zero_optimization.leaf_module.names", "model.moe", "units.leaf_modules", ["Experts", "model.moe"]),
+    ("checkpoint.tag_validation", "Fail", "checkpoint.tag_validation", "fail"),
+]
+
+
 def test_values_arrive_at_native_keys() -> None:
-    config = load_deepspeed_config(
-        {
-            "train_batch_size": 32,
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "dataloader_drop_last": True,
-            "steps_per_print": 7,
-            "gradient_clipping": 0.5,
-            "communication_data_type": "FP32",
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "initial_scale_power": 12,
-                "loss_scale_window": 500,
-                "hysteresis": 3,
-                "consecutive_hysteresis": True,
-                "min_loss_scale": 2,
-            },
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.9]}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_prefetch_bucket_size": 11,
-                "stage3_param_persistence_threshold": 1e5,
-                "stage3_max_live_parameters": 13,
-                "leaf_module": {"classes": ["pkg.mod.Experts"], "names": "model.moe"},
-            },
-            "checkpoint": {"tag_validation": "Fail"},
-        }
-    ).config
-    assert config == ZeroConfig.from_mapping(
-        {
-            "stage": 3,
-            "precision": {"dtype": "fp16", "grad_accum_dtype": "bf16", "communication_dtype": "fp32"},
-            "loss_scale": {
-                "static": 0.0,
-                "initial_power": 12,
-                "window": 500,
-                "hysteresis": 3,
-                "consecutive_hysteresis": True,
-                "minimum": 2.0,
-            },
-            "units": {
-                "leaf_modules": ["Experts", "model.moe"],
-                "prefetch_elements": 11,
-                "persistence_threshold": 100_000,
-                "max_live_elements": 13,
-            },
-            "batch": {
-                "train_batch_size": 32,
-                "micro_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "drop_last": True,
-            },
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.0}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-            "checkpoint": {"tag_validation": "fail"},
-            "gradient_clipping": 0.5,
-            "steps_per_print": 7,
-        }
-    )
+    source: dict[str, Any] = {}
+    native: dict[str, Any] = {}
+    for path, value, native_path, native_value in TRANSLATED:
+        source, native = (
+            merged(source, nested(path, value)),
+            merged(native, nested(native_path, native_value)),
+        )
+    assert load_deepspeed_config(source).config == ZeroConfig.from_mapping(native)
 
 
 def test_bucket_size_acts_below_stage_3_only() -> None:
@@ -149,17 +136,9 @@ def test_bucket_size_acts_below_stage_3_only() -> None:
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16"])
 def test_bf16_under_both_names(section: str) -> None:
-    source = {
-        section: {"enabled": True, "bf16_optimizer_states": True},
-        "fp16": {"enabled": False, "loss_scale": 8},
-    }
-    config = load_deepspeed_config(source).config
-    assert config.precision.dtype == "bf16"
-    assert config.precision.moments_dtype == "bf16"
-
-
-@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
-def test_the_check_of_bf16_gradients(section: str) -> None:
+    on = {"enabled": True, "bf16_optimizer_states": True}
+    config = load_deepspeed_config({section: on, "fp16": {"enabled": False, "loss_scale": 8}}).config
+    assert (config.precision.dtype, config.precision.moments_dtype) == ("bf16", "bf16")
     for value, wanted in ((True, True), (False, False), ("auto", True)):
         source = {section: {"enabled": True, "check_grad_overflow": value}}
         assert load_deepspeed_config(source).config.check_finite is wanted
@@ -174,15 +153,12 @@ def test_stage_is_0_when_missing() -> None:
 @pytest.mark.parametrize("key", TABLE, ids=lambda key: key.path)
 def test_every_key_has_a_visible_fate(key: Key) -> None:
     """A value that asks for something is taken over, noted, or refused by path: never dropped in silence."""
+    kinds = {"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}
     asking = {
         "a mapping": {"x": 1},
         "anything": {"enabled": True, "x": 1},
         "true or false": True,
-        "a string": "AdamW"
-        if key.path == "optimizer.type"
-        else "WarmupLR"
-        if key.path == "scheduler.type"
-        else "x",
+        "a string": kinds.get(key.path, "x"),
         "a path": "/nvme",
         "a string or a list of strings": ["Experts"],
         "'none', 'cpu' or 'nvme'": "cpu",
@@ -193,18 +169,16 @@ def test_every_key_has_a_visible_fate(key: Key) -> None:
         "'unidirectional' or 'bidirectional'": "unidirectional",
         "'dense', 'fixed', 'variable', 'bigbird', 'bslongformer' or 'local_sliding_window'": "variable",
     }
-    first = (
-        4096 if key.path == "aio.block_size" else asking.get(key.value_type.words.removesuffix(", or null"))
-    )
+    words = key.value_type.words.removesuffix(", or null")
+    first = 4096 if key.path == "aio.block_size" else asking.get(words)
     candidates = [first, False, 2, 0.5, "bf16", "fp16"]
     value = next(
         v for v in candidates if v is not None and key.value_type.fits(v) and key.asks_for_something(v)
     )
     source = with_switch(key, value)
     if key.path.endswith(".params"):
-        source = merged(
-            source, nested(key.path.replace("params", "type"), "AdamW" if "opt" in key.path else "WarmupLR")
-        )
+        kind = key.path.replace("params", "type")
+        source = merged(source, nested(kind, kinds[kind]))
     without = with_switch(key, key.harmless[0] if key.harmless else value)
     try:
         found = load_deepspeed_config(source)
@@ -212,12 +186,8 @@ def test_every_key_has_a_visible_fate(key: Key) -> None:
         switched = [other.path for other in TABLE if other.switch == key.path]
         about = (key.path, key.switch, *switched)
         assert any(path in about for path in error.paths), error
-        assert (
-            key.fate == "unsupported"
-            or key.path in ("torch_autocast.dtype", "data_types.param_dtype")
-            or key.switch
-            or switched
-        )
+        dtypes = ("torch_autocast.dtype", "data_types.param_dtype")
+        assert key.fate == "unsupported" or key.path in dtypes or key.switch or switched
         return
     assert key.fate != "unsupported" or key.switch
     noted = [note.path for note in found.notes]
@@ -237,96 +207,79 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
         assert [note.path for note in found.notes if note.outcome == "no effect"] == []
 
 
+FP16 = {"fp16": {"enabled": True}}
+# A key, its value, and words of the error about it.
+WRONG_VALUES: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("zero_optimisation", {}, ("Did you mean zero_optimization?",)),
+    ("zero_optimization.stagee", 1, ("Did you mean",)),
+    ("reduce_bucket_size", 1, ("zero_optimization.reduce_bucket_size",)),
+    ("zero_optimization.stage", 4, ("got 4", "0 to 3")),
+    ("zero_optimization.stage", True, ("got True (bool)",)),
+    ("zero_optimization", True, ('{"stage": 1}',)),
+    ("zero_optimization.offload_optimizer.device", "GPU", ("got 'GPU'", "'cpu'")),
+    ("zero_optimization.offload_optimizer.device", "auto", ("expected a value, got 'auto'",)),
+    ("fp16", 3, ("expected a mapping",)),
+    ("fp16.enabled", 1, ("got 1 (int)", "true or false")),
+    ("train_batch_size", 0, ("at least 1",)),
+    ("train_batch_size", "16", ("got '16' (str)",)),
+    ("train_batch_size", True, ("got True (bool)",)),
+    ("gradient_clipping", math.nan, ("got nan",)),
+    ("gradient_clipping", 10**400, ("finite",)),
+    ("communication_data_type", "int8", ("'fp32', 'fp16' or 'bf16'",)),
+    ("optimizer", "auto", ("expected a mapping",)),
+    ("optimizer.type", "Muon", ("expected a supported optimizer, got Muon",)),
+    ("optimizer.type", "AdmW", ("Did you mean Adam",)),
+    ("sparse_attention.mode", "sparse", ("'bigbird'",)),
+    ("sparse_attention.block", 48, ("got 48", "16, 32, 64 or 128")),
+    ("", 1, ("unknown key",)),
+]
+# A configuration, the key that the error names, and words of the error.
+MISTAKES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
+    ({**FP16, "bf16": {"enabled": True}}, "bf16.enabled", ("expected false with fp16.enabled true",)),
+    (
+        {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
+        "bfloat16.enabled",
+        ("the same as bf16.enabled",),
+    ),
+    (
+        nested("fp16", FP16["fp16"] | {"min_loss_scale": 100, "initial_scale_power": 2}),
+        "fp16.min_loss_scale",
+        ("raise initial_power",),
+    ),
+    ({**FP16, "data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", ("fp16.enabled is true",)),
+    ({"train_batch_size": 10**5000}, "train_batch_size", ("too large to print",)),
+    ({"fp16": {"a.b": 1}}, "fp16.a.b", ("expected a string without dots", "got 'a.b'")),
+    ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
+    ({"tensor_parallel": {"autotp_size": True}}, "tensor_parallel", ("unsupported",)),
+    ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("unsupported",)),
+    ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
+    ({"zero_optimization": {"stage": [], "sub_group_size": 5}}, "zero_optimization.stage", ("got []",)),
+    ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", ("missing",)),
+    (
+        {"optimizer": {"type": "onebitadam"}, **nested("zero_optimization.stage", 2)},
+        "zero_optimization.stage",
+        ("OneBitAdam", "stage to 0 or 1"),
+    ),
+    (optimizer("ZeroOneAdam", amsgrad=True), "optimizer.params.amsgrad", ("expected false",)),
+    (optimizer("AdamW", max_grad_norm=1), "optimizer.params.max_grad_norm", ("gradient_clipping",)),
+    (optimizer("AdamW", bias_correction=False), "optimizer.params.bias_correction", ("expected true",)),
+    ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params", ("got None",)),
+    (
+        nested("sparse_attention", {"mode": "fixed", "num_local_blocks": 4, "num_global_blocks": 3}),
+        "sparse_attention.num_global_blocks",
+        ("expected a divisor of",),
+    ),
+    (
+        nested("sparse_attention", {"mode": "variable", "local_window_blocks": [4, "x"]}),
+        "sparse_attention.local_window_blocks",
+        ("a list of integers",),
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("source", "path", "fragments"),
-    [
-        ({"zero_optimisation": {}}, "zero_optimisation", ("Did you mean zero_optimization?",)),
-        ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stagee", ("Did you mean",)),
-        ({"reduce_bucket_size": 1}, "reduce_bucket_size", ("zero_optimization.reduce_bucket_size",)),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", ("got 4", "0 to 3")),
-        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", ("got True (bool)",)),
-        ({"zero_optimization": True}, "zero_optimization", ('{"stage": 1}',)),
-        ({"fp16": 3}, "fp16", ("expected a mapping",)),
-        ({"train_batch_size": 0}, "train_batch_size", ("at least 1",)),
-        ({"train_batch_size": -4}, "train_batch_size", ("got -4",)),
-        ({"train_batch_size": "16"}, "train_batch_size", ("got '16' (str)",)),
-        ({"train_batch_size": True}, "train_batch_size", ("got True (bool)",)),
-        ({"gradient_clipping": math.nan}, "gradient_clipping", ("got nan",)),
-        ({"fp16": {"enabled": 1}}, "fp16.enabled", ("got 1 (int)", "true or false")),
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-            "bf16.enabled",
-            ("expected false with fp16.enabled true",),
-        ),
-        (
-            {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
-            "bfloat16.enabled",
-            ("means the same as bf16.enabled",),
-        ),
-        (
-            {"fp16": {"enabled": True, "min_loss_scale": 100, "initial_scale_power": 2}},
-            "fp16.min_loss_scale",
-            ("raise initial_power",),
-        ),
-        (
-            {"fp16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
-            "data_types.param_dtype",
-            ("fp16.enabled is true",),
-        ),
-        ({"communication_data_type": "int8"}, "communication_data_type", ("'fp32', 'fp16' or 'bf16'",)),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("expected a supported optimizer, got Muon",)),
-        (
-            {"optimizer": {"type": "onebitadam"}, "zero_optimization": {"stage": 2}},
-            "zero_optimization.stage",
-            ("OneBitAdam", "stage to 0 or 1"),
-        ),
-        (
-            {"optimizer": {"type": "ZeroOneAdam", "params": {"amsgrad": True}}},
-            "optimizer.params.amsgrad",
-            ("expected false",),
-        ),
-        ({"optimizer": {"type": "AdmW"}}, "optimizer.type", ("Did you mean Adam",)),
-        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", ("missing",)),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}},
-            "optimizer.params.max_grad_norm",
-            ("gradient_clipping",),
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}},
-            "optimizer.params.bias_correction",
-            ("expected true",),
-        ),
-        ({"sparse_attention": {"mode": "sparse"}}, "sparse_attention.mode", ("'bigbird'",)),
-        ({"sparse_attention": {"block": 48}}, "sparse_attention.block", ("got 48", "16, 32, 64 or 128")),
-        (
-            {"sparse_attention": {"mode": "fixed", "num_local_blocks": 4, "num_global_blocks": 3}},
-            "sparse_attention.num_global_blocks",
-            ("expected a divisor of",),
-        ),
-        (
-            {"sparse_attention": {"mode": "variable", "local_window_blocks": [4, "x"]}},
-            "sparse_attention.local_window_blocks",
-            ("a list of integers",),
-        ),
-        ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
-        ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("unsupported",)),
-        ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
-        ({"fp16": {"a.b": 1}}, "fp16.a.b", ("expected a string without dots", "got 'a.b'")),
-        ({"": 1}, "''", ("unknown key",)),
-        ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
-        ({"train_batch_size": 10**5000}, "train_batch_size", ("too large to print",)),
-        ({"tensor_parallel": {"autotp_size": True}}, "tensor_parallel", ("unsupported",)),
-        ({"optimizer": "auto"}, "optimizer", ("expected a mapping",)),
-        ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params", ("got None",)),
-        ({"zero_optimization": {"offload_optimizer": {"device": "GPU"}}}, _DEVICE, ("got 'GPU'", "'cpu'")),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "auto"}}},
-            _DEVICE,
-            ("expected a value, got 'auto'",),
-        ),
-        ({"zero_optimization": {"stage": [], "sub_group_size": 5}}, "zero_optimization.stage", ("got []",)),
-    ],
+    [*((nested(path, value), path or "''", words) for path, value, words in WRONG_VALUES), *MISTAKES],
 )
 def test_mistakes_are_named(source: dict[str, Any], path: str, fragments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -393,50 +346,46 @@ def test_auto_is_resolved_or_refused() -> None:
     assert config.gradient_clipping == 1.0, "only 'auto' is filled in"
 
 
-def test_resolved_values_are_checked_too() -> None:
-    with pytest.raises(ConfigError, match="train_batch_size: expected an integer of at least 1, got -1"):
-        load_deepspeed_config({"train_batch_size": "auto"}, resolve={"train_batch_size": -1})
-    with pytest.raises(ConfigError, match=r"train_batchsize: unknown key. Did you mean train_batch_size"):
-        load_deepspeed_config({}, resolve={"train_batchsize": 1})
-
-
-def test_resolve_by_any_name_and_never_to_auto() -> None:
-    source = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
-    found = load_deepspeed_config(source, resolve={"zero_optimization.prefetch_bucket_size": 5})
+def test_resolved_values_are_checked_too_and_may_have_any_name() -> None:
+    for source, resolve, words in (
+        ({"train_batch_size": "auto"}, {"train_batch_size": -1}, "expected an integer of at least 1, got -1"),
+        ({}, {"train_batchsize": 1}, "unknown key. Did you mean train_batch_size"),
+        ({"train_batch_size": "auto"}, {"train_batch_size": "auto"}, "expected a value, got 'auto'"),
+        (optimizer("AdamW", lr="auto"), {"optimizer.params.lr": "auto"}, "expected a value, got 'auto'"),
+    ):
+        (path,) = resolve
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {words}")):
+            load_deepspeed_config(source, resolve=resolve)
+    zero = nested("zero_optimization", {"stage": 3, "stage3_prefetch_bucket_size": "auto"})
+    found = load_deepspeed_config(zero, resolve={"zero_optimization.prefetch_bucket_size": 5})
     assert found.config.units.prefetch_elements == 5
-    with pytest.raises(ConfigError, match="train_batch_size: expected a value, got 'auto'"):
-        load_deepspeed_config({"train_batch_size": "auto"}, resolve={"train_batch_size": "auto"})
-    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a value, got 'auto'"):
-        load_deepspeed_config(adam, resolve={"optimizer.params.lr": "auto"})
 
 
-def test_adam_has_deepspeeds_defaults() -> None:
-    config = load_deepspeed_config({"optimizer": {"type": "Adam"}}).config
-    assert config.optimizer is not None
-    assert config.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
-    torchs = load_deepspeed_config({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}})
-    assert torchs.config.optimizer is not None
-    assert torchs.config.optimizer.params == {}
-    assert "optimizer.params.torch_adam" in [note.path for note in torchs.notes]
-
-
-def test_lion_has_deepspeeds_defaults() -> None:
-    source = {"type": "Lion", "params": {"betas": [0.8, 0.9], "set_grad_none": True}}
-    translation = load_deepspeed_config({"optimizer": source})
-    assert translation.config.optimizer is not None
-    assert translation.config.optimizer.params == {"lr": 1e-3, "betas": [0.8, 0.9]}
-    assert "optimizer.params.set_grad_none" in [note.path for note in translation.notes]
-    missing = load_deepspeed_config({"optimizer": {"type": "Lion"}}).config.optimizer
-    assert missing is not None and missing.params == {"lr": 1e-3, "betas": [0.9, 0.999]}
-
-
-def test_lamb_has_deepspeeds_names_and_defaults() -> None:
-    params = {"eps_inside_sqrt": True, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.08}
-    made = load_deepspeed_config({"optimizer": {"type": "lamb", "params": params}}).config.optimizer
-    assert made is not None and made.type == "Lamb" and made.params == params
+@pytest.mark.parametrize(
+    ("kind", "params", "native", "noted"),
+    [
+        ("Adam", {}, {"lr": 1e-3, "weight_decay": 0.0}, None),
+        ("Adam", {"torch_adam": True}, {}, "torch_adam"),
+        (
+            "Lion",
+            {"betas": [0.8, 0.9], "set_grad_none": True},
+            {"lr": 1e-3, "betas": [0.8, 0.9]},
+            "set_grad_none",
+        ),
+        ("Lion", {}, {"lr": 1e-3, "betas": [0.9, 0.999]}, None),
+        ("lamb", LAMB, LAMB, None),
+    ],
+)
+def test_optimizers_have_deepspeeds_names_and_defaults(
+    kind: str, params: dict[str, Any], native: dict[str, Any], noted: str | None
+) -> None:
+    found = load_deepspeed_config({"optimizer": {"type": kind, **({"params": params} if params else {})}})
+    assert found.config.optimizer is not None
+    assert (found.config.optimizer.type, found.config.optimizer.params) == (kind.capitalize(), native)
+    notes = [note.path for note in found.notes if note.path.startswith("optimizer")]
+    assert notes == ([f"optimizer.params.{noted}"] if noted else [])
     with pytest.raises(ConfigError, match="max_grad_norm: it is unsupported, as in DeepSpeed"):
-        load_deepspeed_config({"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0}}})
+        load_deepspeed_config(optimizer("Lamb", max_grad_norm=1.0))
 
 
 def test_never_printing_may_be_infinity() -> None:

@@ -103,27 +103,16 @@ def test_folders_of_both_sections_join(
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-@pytest.mark.parametrize("extra", [{}, {"nvme_path": None}, {"nvme_path": "auto"}])
-def test_nvme_without_a_path(section: str, extra: dict[str, object]) -> None:
-    error = refused(**{section: {"device": "nvme", **extra}})
-    assert error.paths == (f"zero_optimization.{section}.nvme_path",)
-    assert "required key is missing" in str(error)
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_paths_that_are_none(section: str) -> None:
+def test_paths_of_a_section(section: str) -> None:
+    path = f"zero_optimization.{section}.nvme_path"
+    for extra in ({}, {"nvme_path": None}, {"nvme_path": "auto"}):
+        error = refused(**{section: {"device": "nvme", **extra}})
+        assert error.paths == (path,) and "required key is missing" in str(error)
     for wrong in ("", "a\0b", 3, ["/a"]):
         error = refused(**{section: {"device": "nvme", "nvme_path": wrong}})
-        assert f"zero_optimization.{section}.nvme_path" in error.paths
-        assert "expected a path" in str(error)
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_a_path_beside_cpu_is_noted(section: str) -> None:
+        assert path in error.paths and "expected a path" in str(error)
     found = load(**{section: {"device": "cpu", "nvme_path": "/nvme"}})
-    assert [(note.path, note.why) for note in found.notes] == [
-        (f"zero_optimization.{section}.nvme_path", "device is 'cpu'")
-    ]
+    assert [(note.path, note.why) for note in found.notes] == [(path, "device is 'cpu'")]
     assert found.config.offload.nvme_paths == ()
 
 
@@ -152,15 +141,7 @@ def test_buffers_and_pipelines_are_noted_once(key: Any) -> None:
 
 
 @pytest.mark.parametrize("device", [{"device": "cpu"}, nvme()], ids=["cpu", "nvme"])
-def test_speculative_steps_are_refused(device: dict[str, object]) -> None:
-    error = refused(offload_optimizer={**device, "super_offload": True})
-    assert error.paths == (f"{OPTIMIZER}.super_offload",)
-    assert "offload.update_mode 'in_backward'" in str(error)
-    assert load(offload_optimizer={**device, "super_offload": False}).notes == ()
-
-
-@pytest.mark.parametrize("device", [{"device": "cpu"}, nvme()], ids=["cpu", "nvme"])
-def test_partial_offload(device: dict[str, object]) -> None:
+def test_partial_offload_and_speculative_steps(device: dict[str, object]) -> None:
     full = load(offload_optimizer=device)
     for ratio in (1, 1.0, "auto"):
         assert load(offload_optimizer={**device, "ratio": ratio}) == full
@@ -169,6 +150,10 @@ def test_partial_offload(device: dict[str, object]) -> None:
     assert load(offload_optimizer={**device, "ratio": 0}) == load()
     for wrong in (-0.1, 1.1, "half", True):
         assert f"{OPTIMIZER}.ratio" in refused(offload_optimizer={**device, "ratio": wrong}).paths
+    error = refused(offload_optimizer={**device, "super_offload": True})
+    assert error.paths == (f"{OPTIMIZER}.super_offload",)
+    assert "offload.update_mode 'in_backward'" in str(error)
+    assert load(offload_optimizer={**device, "super_offload": False}).notes == ()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,38 +1,31 @@
-"""Native configuration: defaults, loading, and errors that name key, value seen and value wanted."""
+"""Native configuration: loading from every source, tiers and sections, and how errors are raised."""
 
 from __future__ import annotations
 
 import json
-import math
 import pickle
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from zero_ext.config import (
+    ActivationCheckpointingConfig,
+    AioConfig,
     BatchConfig,
     ConfigError,
-    LossScaleConfig,
-    PrecisionConfig,
+    OffloadConfig,
+    SparseAttentionConfig,
     UnitConfig,
     ZeroConfig,
     load_config,
+    load_deepspeed_config,
 )
 
-
-def test_defaults_mean_off() -> None:
-    config = load_config(None)
-    assert config == ZeroConfig()
-    assert config.stage == 3
-    assert config.precision == PrecisionConfig(dtype="keep", grad_accum_dtype="fp32", moments_dtype="fp32")
-    assert config.precision.communication_dtype is None
-    assert config.loss_scale == LossScaleConfig(static=0.0, initial_power=16, window=1000, hysteresis=2)
-    assert config.units.persistence_threshold == 0
-    assert config.gradient_clipping == 0.0
-    assert config.optimizer is None
-    assert config.scheduler is None
-    assert config.batch.gradient_accumulation_steps == 1
+TIERS = ("device", "host", "nvme")
+STAGE_NEEDED = {"params": 3, "grads": 2, "optimizer": 1}
 
 
 def test_every_source_is_read_alike(tmp_path: Path) -> None:
@@ -43,14 +36,14 @@ def test_every_source_is_read_alike(tmp_path: Path) -> None:
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
-    wanted = ZeroConfig(
-        stage=2,
-        units=UnitConfig(bucket_elements=500_000_000, leaf_modules=("Experts",)),
-        gradient_clipping=1.0,
-    )
-    assert load_config(values) == load_config(path) == load_config(str(path)) == load_config(wanted) == wanted
-    assert load_config(wanted.to_mapping()) == wanted
+    units = UnitConfig(bucket_elements=500_000_000, leaf_modules=("Experts",))
+    wanted = ZeroConfig(stage=2, units=units, gradient_clipping=1.0)
+    for source in (values, MappingProxyType(values), path, str(path), wanted, wanted.to_mapping()):
+        assert load_config(source) == wanted
     assert json.loads(json.dumps(wanted.to_mapping())) == wanted.to_mapping()
+    assert load_config(None) == ZeroConfig()
+    with pytest.raises(TypeError, match="configuration: expected a ZeroConfig"):
+        load_config(3)  # type: ignore[arg-type]
 
 
 def test_frozen_and_replaced() -> None:
@@ -59,67 +52,13 @@ def test_frozen_and_replaced() -> None:
         config.stage = 2
     assert config.replace(stage=2).stage == 2
     assert config.stage == 1
-    with pytest.raises(ConfigError, match="stage: expected an integer from 0 to 3, got 9"):
-        config.replace(stage=9)
-
-
-@pytest.mark.parametrize(
-    ("values", "path", "fragments"),
-    [
-        ({"stage": 4}, "stage", ("got 4 (int)", "an integer from 0 to 3")),
-        ({"stage": -1}, "stage", ("got -1",)),
-        ({"stage": True}, "stage", ("got True (bool)", "an integer")),
-        ({"stage": "3"}, "stage", ("got '3' (str)",)),
-        ({"stage": 2.5}, "stage", ("got 2.5",)),
-        ({"stagee": 3}, "stagee", ("unknown key", "stage")),
-        ({"unit": {}}, "unit", ("Did you mean units",)),
-        ({"units": {"bucket": 3}}, "units.bucket", ("Did you mean units.bucket_elements",)),
-        ({"units": 3}, "units", ("a mapping with keys", "max_live_elements")),
-        ({"units": {"leaf_modules": "Experts"}}, "units.leaf_modules", ("a list of non-empty strings",)),
-        ({"units": {"leaf_modules": ["a", 3]}}, "units.leaf_modules.1", ("got 3 (int)",)),
-        ({"units": {"bucket_elements": 0}}, "units.bucket_elements", ("got 0", "at least 1")),
-        ({"gradient_clipping": math.nan}, "gradient_clipping", ("got nan", "finite")),
-        ({"gradient_clipping": math.inf}, "gradient_clipping", ("got inf",)),
-        ({"gradient_clipping": True}, "gradient_clipping", ("got True (bool)",)),
-        ({"gradient_clipping": "1"}, "gradient_clipping", ("got '1' (str)",)),
-        ({"gradient_clipping": -1.0}, "gradient_clipping", ("got -1.0", "at least 0")),
-        ({"check_finite": 1}, "check_finite", ("got 1 (int)", "true or false")),
-        ({"timeout_seconds": 0}, "timeout_seconds", ("got 0", "above 0")),
-        ({"steps_per_print": 1.5}, "steps_per_print", ("got 1.5",)),
-        ({"monitor": {"csv": ""}}, "monitor.csv", ("got ''", "expected true, false or a path")),
-        ({"monitor": {"tensorboard": 1}}, "monitor.tensorboard", ("got 1", "expected true, false or a path")),
-        ({"monitor": {"progress": {}}}, "monitor.progress.steps", ("required key is missing",)),
-        ({"seed": 10**5000}, "seed", ("too large to print",)),
-        ({"precision": {"dtype": "float16"}}, "precision.dtype", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
-        ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32', 'bf16' or '8bit'",)),
-        ({"optimizer": {"params": {}}}, "optimizer.type", ("required key is missing",)),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("expected a supported optimizer, got Muon",)),
-        ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("Did you mean Adam",)),
-        (
-            {"scheduler": {"type": "LambdaLR"}},
-            "scheduler.type",
-            ("expected a supported scheduler, got LambdaLR", "lr_scheduler"),
-        ),
-        ({"optimizer": {"type": "SGD", "params": {"lr": math.nan}}}, "optimizer.params.lr", ("got nan",)),
-        ({"optimizer": {"type": "SGD", "params": {"lr": [0, math.inf]}}}, "optimizer.params.lr.1", ("inf",)),
-        ({"optimizer": {"type": "SGD", "params": {"lr": print}}}, "optimizer.params.lr", ("builtin",)),
-        ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
-        ({"seed": 2**63}, "seed", ("at most 4611686018427387904",)),
-        ({"optimizer": {"type": "SGD", "params": {"lr": 10**400}}}, "optimizer.params.lr", ("finite",)),
-        ({"a.b": 1}, "a.b", ("unknown key", "stage")),
-        ({"units": {"": 1}}, "units.''", ("unknown key",)),
-        ({"loss_scale": {"minimum": 3e9}}, "loss_scale.minimum", ("65536", "raise initial_power")),
-        ({"loss_scale": {"static": 8}, "precision": {"dtype": "bf16"}}, "loss_scale", ("fp16 only",)),
-        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last", ("got 0", "or null")),
-        ({"checkpoint": {"tag_validation": "WARN"}}, "checkpoint.tag_validation", ("'ignore'",)),
-    ],
-)
-def test_mistakes_are_named(values: dict[str, object], path: str, fragments: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(values)
-    assert path in caught.value.paths
-    for fragment in (path, *fragments):
-        assert fragment in str(caught.value)
+    for make in (lambda: config.replace(stage=9), lambda: ZeroConfig(stage=9)):
+        with pytest.raises(ConfigError, match="stage: expected an integer from 0 to 3, got 9"):
+            make()
+    with pytest.raises(ConfigError, match=r"OffloadConfig: nvme_paths: .* with params and optimizer"):
+        OffloadConfig(params="nvme", optimizer="nvme")
+    with pytest.raises(TypeError, match="keyword arguments"):
+        BatchConfig(4)  # type: ignore[misc]
 
 
 def test_all_mistakes_at_once_and_file_named(tmp_path: Path) -> None:
@@ -129,6 +68,8 @@ def test_all_mistakes_at_once_and_file_named(tmp_path: Path) -> None:
         load_config(path)
     assert set(caught.value.paths) == {"stage", "seed", "unknown"}
     assert str(caught.value).startswith(str(path))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.paths) == (str(caught.value), caught.value.paths)
 
 
 @pytest.mark.parametrize("key", ["zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"])
@@ -144,44 +85,105 @@ def test_the_keys_of_deepspeed_are_known_as_such(tmp_path: Path, key: str) -> No
     assert "DeepSpeed" not in str(caught.value)
 
 
-def test_direct_construction_words_errors_alike() -> None:
-    with pytest.raises(ConfigError, match="stage: expected an integer from 0 to 3, got 7"):
-        ZeroConfig(stage=7)
-    with pytest.raises(ConfigError, match="bucket_elements: expected an integer of at least 1, got 0"):
-        UnitConfig(bucket_elements=0)
-    with pytest.raises(TypeError, match="keyword arguments"):
-        BatchConfig(4)  # type: ignore[misc]
-
-
-def test_foreign_sources_are_refused() -> None:
-    with pytest.raises(TypeError, match="configuration: expected a ZeroConfig"):
-        load_config(3)  # type: ignore[arg-type]
-
-
-def test_params_that_contain_themselves() -> None:
-    params: dict[str, object] = {}
-    params["a"] = params
+def test_params_are_copied_and_of_bounded_depth() -> None:
+    params: dict[str, Any] = {"lr": 0.1}
+    config = load_config({"optimizer": {"type": "sgd", "params": params}})
+    params["lr"] = params
+    assert config.optimizer is not None
+    assert (config.optimizer.type, config.optimizer.params) == ("SGD", {"lr": 0.1})
     with pytest.raises(ConfigError, match="expected at most 8 nested levels"):
         load_config({"optimizer": {"type": "SGD", "params": params}})
 
 
-def test_any_mapping_will_do() -> None:
-    values = MappingProxyType({"units": MappingProxyType({"bucket_elements": 3})})
-    assert load_config(values).units.bucket_elements == 3
+@pytest.mark.parametrize("tiers", list(product(TIERS, repeat=3)), ids="-".join)
+def test_every_combination_of_tiers(tiers: tuple[str, ...]) -> None:
+    """Accepted exactly in the stages that shard all that is moved; the same after a trip through JSON."""
+    moved = dict(zip(STAGE_NEEDED, tiers, strict=True))
+    values = moved | ({"nvme_paths": ["/a", "/b"]} if "nvme" in tiers else {})
+    lowest = max((STAGE_NEEDED[kind] for kind, tier in moved.items() if tier != "device"), default=0)
+    for stage in range(4):
+        if stage < lowest:
+            with pytest.raises(ConfigError) as caught:
+                load_config({"stage": stage, "offload": values})
+            (path,) = caught.value.paths
+            kind = path.removeprefix("offload.")
+            assert moved[kind] != "device" and STAGE_NEEDED[kind] > stage
+            for words in (f"got '{moved[kind]}'", f"stage is {stage}", f"Set stage to {STAGE_NEEDED[kind]}"):
+                assert words in str(caught.value)
+            continue
+        config = load_config({"stage": stage, "offload": values})
+        assert config.offload.any_nvme == ("nvme" in tiers)
+        assert {kind: getattr(config.offload, kind) for kind in moved} == moved
+        assert load_config(json.loads(json.dumps(config.to_mapping()))) == config
 
 
-def test_errors_survive_pickling() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"stage": 7, "seed": -1})
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == str(caught.value)
-    assert again.paths == ("stage", "seed")
+@pytest.mark.parametrize(
+    "aio", [{"queue_depth": 1, "io_threads": 1}, {"queue_depth": 1024, "io_threads": 16}]
+)
+def test_limits_belong_to_the_range(aio: dict[str, int]) -> None:
+    config = load_config({"aio": {**aio, "block_bytes": 4096.0}, "offload": {"staging_buffer_bytes": 2**20}})
+    assert config.aio == AioConfig(**aio, block_bytes=4096)
+    assert config.offload.staging_buffer_bytes == 2**20
 
 
-def test_params_are_copied() -> None:
-    params = {"lr": 0.1}
-    config = load_config({"optimizer": {"type": "sgd", "params": params}})
-    params["lr"] = 9.0
-    assert config.optimizer is not None
-    assert config.optimizer.params == {"lr": 0.1}
-    assert config.optimizer.type == "SGD"
+def test_updates_are_delayed_on_host_and_nvme() -> None:
+    for values in ({"optimizer": "host"}, {"optimizer": "nvme", "nvme_paths": ["/a"]}):
+        policy = load_config(
+            {"offload": {**values, "update_mode": "delayed", "delay_start_step": 40}}
+        ).offload
+        assert (policy.update_mode, policy.delay_start_step) == ("delayed", 40)
+
+
+def test_null_is_the_default_of_the_mode_of_attention() -> None:
+    def policy(**values: Any) -> SparseAttentionConfig:
+        return SparseAttentionConfig.from_mapping(values)
+
+    assert policy(mode="local_sliding_window").unidirectional
+    assert not policy(mode="local_sliding_window", attention="bidirectional").unidirectional
+    assert not policy().unidirectional
+    assert (policy(mode="bigbird").random_blocks, policy(mode="variable").random_blocks) == (1, 0)
+    assert policy(mode="bigbird", num_random_blocks=0).random_blocks == 0
+    both = policy(mode="bslongformer", global_block_indices=[0, 7], global_block_end_indices=[2, 9])
+    assert both.global_ranges == ((0, 2), (7, 9))
+    assert SparseAttentionConfig.from_mapping(both.to_mapping()) == both
+
+
+def test_heads_share_a_layout_where_they_are_alike() -> None:
+    different = {"different_layout_per_head": True}
+    for values, layouts in (
+        ({"mode": "fixed", **different}, 1),
+        ({"mode": "fixed", **different, "num_different_global_patterns": 2}, 6),
+        ({"mode": "bigbird"}, 1),
+        ({"mode": "bigbird", **different}, 6),
+        ({"mode": "bigbird", **different, "num_random_blocks": 0}, 1),
+        ({"mode": "bslongformer", **different}, 1),
+    ):
+        assert SparseAttentionConfig.from_mapping(values).layout_heads(6) == layouts
+
+
+def test_activation_checkpointing_moves_and_survives_json() -> None:
+    nvme = {"tier": "nvme", "nvme_paths": ["/a"]}
+    assert not ZeroConfig().activation_checkpointing.moves
+    for values in (
+        {"cpu_checkpointing": True},
+        nvme | {"partition_activations": True},
+        {"contiguous_memory_optimization": True, "number_checkpoints": 4, "save_ops": ["aten.mm"]},
+        {"partition_activations": True, "prefetch": 0, "min_offload_bytes": 0},
+        nvme | {"mode": "offload_saved_tensors", "buffer_bytes": 2**21, "prefetch": 4},
+    ):
+        policy = ActivationCheckpointingConfig.from_mapping(values)
+        assert policy.moves and ActivationCheckpointingConfig.from_mapping(policy.to_mapping()) == policy
+    assert ActivationCheckpointingConfig(cpu_checkpointing=True).storage_tier == "host"
+
+
+def test_deepspeeds_activation_checkpointing() -> None:
+    used = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    section = dict.fromkeys((*used, "synchronize_checkpoint_boundary", "profile"), True) | {
+        "number_checkpoints": 4
+    }
+    found = load_deepspeed_config({"activation_checkpointing": section})
+    assert found.config.activation_checkpointing == ActivationCheckpointingConfig(**section)
+    alone = load_deepspeed_config({"activation_checkpointing": {"number_checkpoints": 4}})
+    assert alone.config.activation_checkpointing == ActivationCheckpointingConfig()
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints: .*, got none"):
+        load_deepspeed_config({"activation_checkpointing": {"contiguous_memory_optimization": True}})

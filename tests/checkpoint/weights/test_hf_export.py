@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.checkpoint.boundaries import fail_at
-from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_buffers, random_state
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, random_buffers, random_state
+from tests.checkpoint.mutations import flip_in_master
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, export_huggingface, save_state
 from zero_ext.checkpoint.weights import hf_export
 
 MODULE = "tests.checkpoint.weights.test_hf_export"
-ROOT = Path(__file__).parents[3]
 
 
 def expected(state: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -106,12 +102,7 @@ def test_an_earlier_export_is_not_mixed_with(tmp_path: Path) -> None:
 
 def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
     save_state(tmp_path / "run", FakeSource(SMALL, 1))
-    path = tmp_path / "run" / "step-000001" / "rank-00000.safetensors"
-    manifest = json.loads((path.parent / "manifest.json").read_text())
-    record = next(record for record in manifest["slices"] if record["kind"] == "master")
-    data = bytearray(path.read_bytes())
-    data[record["offset"]] ^= 1
-    path.write_bytes(data)
+    flip_in_master(tmp_path / "run" / "step-000001")
     with pytest.raises(CheckpointError, match="damaged: bytes"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", None, 100)
     assert not list((tmp_path / "hf").iterdir())
@@ -146,56 +137,3 @@ def test_bad_arguments(tmp_path: Path, bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected .* got {next(iter(bad.values()))!r}"):
         export_huggingface(tmp_path / "run", tmp_path / "hf", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "hf").exists()
-
-
-def test_transformers_reads_it(tmp_path: Path) -> None:
-    """A tied Llama and its logits, through ``from_pretrained``."""
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    table = {
-        name: dense(*weight.shape, dtype="float32", kinds={"master": torch.float32},
-                    aliases=("lm_head.weight",) if name == "model.embed_tokens.weight" else ())
-        for name, weight in model.named_parameters()
-    }  # fmt: skip
-    source = FakeSource(table, 1)
-    source.live_buffers = {}
-    for name, weight in model.named_parameters():
-        source.held["master", name] = weight.detach().reshape(-1).clone()
-    save_state(tmp_path / "run", source)
-    config.save_pretrained(tmp_path / "hf")
-    export_huggingface(tmp_path / "run", tmp_path / "hf", None, 4000)
-    loaded, problems = transformers.LlamaForCausalLM.from_pretrained(
-        tmp_path / "hf", output_loading_info=True
-    )
-    assert not any(problems.values()), problems
-    tokens = torch.randint(61, (2, 9))
-    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
-
-
-MEMORY_PROGRAM = """
-import re, sys
-from zero_ext.checkpoint import export_huggingface
-from pathlib import Path
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-export_huggingface(sys.argv[1], sys.argv[2] + "-first", step=1)
-Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-export_huggingface(sys.argv[1], sys.argv[2], step=2)
-print((peak() - before) * 1024)
-"""
-
-
-def test_memory_stays_flat(tmp_path: Path) -> None:
-    """192 MB of weights, 16 MB the largest of them; a first, small export pays for what stays."""
-    save_state(tmp_path / "run", FakeSource({"w": dense(10)}, 1))
-    table = {f"w{number}": dense(1 << 20, 4, kinds={"master": torch.float32}) for number in range(12)}
-    save_state(tmp_path / "run", FakeSource(table, 2))
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROGRAM, tmp_path / "run", tmp_path / "hf"],
-        cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert int(done.stdout) < 48 << 20

@@ -238,10 +238,7 @@ def test_what_does_not_fit_changes_nothing(world: World) -> None:
         ({"norm.bias": None}, r"lack \['norm.bias'\] and have \[\]"),
         ({"more": torch.ones(2)}, r"lack \[\] and have \['more'\]"),
         ({"norm.bias": torch.ones(13)}, r"'norm.bias': expected shape \(12,\), got \(13,\)"),
-        (
-            {"norm.bias": torch.ones(12, dtype=torch.int32)},
-            "expected torch.float32, got torch.int32",
-        ),
+        ({"norm.bias": torch.ones(12, dtype=torch.int32)}, "expected torch.float32, got torch.int32"),
     ]
     for changes, pattern in wrong:
         changed = {name: value for name, value in (tensors | changes).items() if value is not None}
@@ -326,26 +323,17 @@ HOSTILE: list[tuple[bytes, str]] = [
     (container(b'{"a":1,"a":2}'), "a name occurs twice"),
     (container({"a": 1}), "'a' is not described"),
     (container({"a": entry(more=1)}, bytes(8)), "'a' is not described"),
-    (
-        container({"a": entry(dtype="F8_E4M3")}, bytes(8)),
-        "dtype of 'a': .* F64,.*, got 'F8_E4M3'",
-    ),
+    (container({"a": entry(dtype="F8_E4M3")}, bytes(8)), "dtype of 'a': .* F64,.*, got 'F8_E4M3'"),
     (container({"a": entry(dtype=["F32"])}, bytes(8)), "dtype of 'a': expected"),
     (container({"a": entry(shape=(-2, -1))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
     (container({"a": entry(shape=(True, 2))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
     (container({"a": entry(shape=(2.0,))}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
     (container({"a": entry(shape="2")}, bytes(8)), "shape of 'a': expected a list of numbers from 0"),
     (container({"a": entry(shape=(1 << 62, 1 << 62))}, bytes(8)), "data_offsets of 'a': expected"),
-    (
-        container({"a": entry(shape=[9999999999] * 400_000)}, bytes(8)),
-        "at most 64 numbers, got 400000",
-    ),
+    (container({"a": entry(shape=[9999999999] * 400_000)}, bytes(8)), "at most 64 numbers, got 400000"),
     (container({"a": entry(offsets=(8, 0))}, bytes(8)), r"expected 8 bytes, .* got \[8, 0\]"),
     (container({"a": entry(offsets=(0, 8, 16))}, bytes(8)), r"8 bytes, .* got \[0, 8, 16\]"),
-    (
-        container({"a": entry(offsets=(-8, 0))}, bytes(8)),
-        r"offsets of 'a': .* from 0, got \[-8, 0\]",
-    ),
+    (container({"a": entry(offsets=(-8, 0))}, bytes(8)), r"offsets of 'a': .* from 0, got \[-8, 0\]"),
     (container({"a": entry()}, bytes(7)), r"tensors at byte \d+, the end of the file, got \d+\."),
     (container({"a": entry()}, bytes(9)), "expected the end of the tensors at byte"),
     (container({"a": entry(), "b": entry()}, bytes(8)), "'b': expected its first byte at"),

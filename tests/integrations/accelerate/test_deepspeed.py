@@ -4,8 +4,6 @@ DeepSpeed is not installed."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -16,8 +14,8 @@ import pytest
 import torch
 
 from tests.integrations.accelerate.deepspeed_script import SAMPLES, json_of
+from tests.integrations.launch import found_in, started
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).resolve().parent / "deepspeed_script.py"
 
 TRAIN_AND_SAVE = (
@@ -54,20 +52,8 @@ def launched(python: Path, out: Path, start: list[str], cases: tuple[str, ...]) 
     )
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", out / "accelerate.yaml"]
     command = [*start, python, *launch, "--main_process_port", "0", SCRIPT, out, *cases]
-    quiet = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **quiet}
-    done = subprocess.run(
-        [str(each) for each in command],
-        cwd=out,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    found: dict[str, Any] = json.loads((out / "found.json").read_text())
-    return found
+    started(command, cwd=out)
+    return found_in(out)
 
 
 @pytest.fixture(scope="module")

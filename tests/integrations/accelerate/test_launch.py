@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +11,10 @@ import pytest
 import torch
 
 from tests.integrations.accelerate.script import ACCUMULATION, BATCH, CLIP, build
+from tests.integrations.launch import started
 from tests.zero.models import language_loss
 from tests.zero.training import distance
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).resolve().parent / "script.py"
 
 
@@ -45,17 +43,7 @@ def test_a_launched_script_trains_as_one_process(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
     launch += ["--num_cpu_threads_per_process", "1", "--dynamo_backend", "no"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*launch, str(SCRIPT), str(seed), str(stage), str(tmp_path)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = started([*launch, SCRIPT, seed, stage, tmp_path], cwd=tmp_path)
     facts = json.loads((tmp_path / f"facts-{stage}.json").read_text())
     losses, norms, weights = plain(seed, 2)
     assert facts["ranks"] == 2 and len(losses) == 12

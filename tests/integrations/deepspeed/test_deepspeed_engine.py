@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.multi.on_ranks import on_ranks
@@ -212,8 +215,6 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
     world.barrier()
     before = sorted(item.name for item in folder.iterdir())
     with pytest.raises(TypeError, match=r"client_state\.when: a datetime\.date"):
-        import datetime
-
         engine.save_checkpoint(folder, tag="x", client_state={"when": datetime.date(2026, 1, 1)})
     for tag in ("../up", "a/b", "", "..", ".hidden", "latest", "x" * 300):
         with pytest.raises(ValueError, match="expected a folder name"):
@@ -226,8 +227,6 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
     engine.save_16bit_model(folder / "bin")
     engine.save_16bit_model(folder / "safe", "model.safetensors")
     wanted = engine.module_state_dict()
-    from safetensors.torch import load_file
-
     for values in (
         torch.load(folder / "bin" / "pytorch_model.bin"),
         load_file(folder / "safe" / "model.safetensors"),
@@ -284,7 +283,7 @@ def test_parameters_of_stage_3(world: World) -> None:
 def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
     folder = Path(world.everyone(tempfile.mkdtemp())[0])
     path = folder / f"config-{world.rank}.json"
-    path.write_text(__import__("json").dumps(config_of(2)))
+    path.write_text(json.dumps(config_of(2)))
     arguments = SimpleNamespace(deepspeed_config=str(path), local_rank=0)
     data = [torch.randn(9) for _ in range(40)]
     model = model_of(world.seed)
@@ -308,43 +307,36 @@ def test_initialize_accepts_arguments_as_deepspeed_does(world: World) -> None:
     assert isinstance(engine.module, nn.Sequential) and engine.get_type() == ["AdamW"]
     deepspeed_adam = deepspeed.ops.adam.DeepSpeedCPUAdam(model_of(0).parameters(), weight_decay=0.1)
     assert type(deepspeed_adam) is torch.optim.AdamW
-    for wrong in ({}, {"args": arguments, "config": config_of(1)}):
-        with pytest.raises(ValueError, match="expected one configuration"):
-            deepspeed.initialize(model=model_of(1), **wrong)
-    with pytest.raises(ValueError, match=r"one configuration, got 2"):
-        deepspeed.initialize(model=model_of(1), config=config_of(1), config_params=config_of(2))
-    for name, wrong, words in (
-        ("model", nn.Linear, "model: expected a torch.nn.Module, got .*Linear"),
-        ("optimizer", "Adam", "optimizer: .*callable.*got 'Adam'"),
-        ("lr_scheduler", 3, "lr_scheduler: .*callable.*got 3"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            deepspeed.initialize(**{"model": model_of(1), "config": config_of(1), name: wrong})
-    alone = {key: value for key, value in config_of(1).items() if key != "optimizer"}
-    for more in (
-        {"config": alone | {"scheduler": {"type": "WarmupLR"}}},
-        {"config": alone, "lr_scheduler": max},
-    ):
-        with pytest.raises(ConfigError, match="scheduler: "):
-            deepspeed.initialize(model=model_of(1), **more)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes it
     marked, *_ = deepspeed.initialize(model=model_of(1), config=path, config_params=path)
     assert marked.zero_optimization_stage() == 2
     path.write_text('{"train_batch_size": 16,')
-    with pytest.raises(ConfigError, match=r"config-\d.json: expected JSON, got .* at line 1"):
-        deepspeed.initialize(model=model_of(1), config=path)
-    with pytest.raises(ConfigError, match=r"train_batch_size: expected a value, got 'auto'.*Write a value"):
-        deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": "auto"})
-    with pytest.raises(ConfigError, match=rf"train_batch_size=17.* on {world.size} rank"):
-        deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": 17})
-    with pytest.raises(deepspeed.DeepSpeedFeatureError, match="mpu"):
-        deepspeed.initialize(model=model_of(1), config=config_of(1), mpu=object())
-    with pytest.raises(TypeError, match="got 'modle'"):
-        deepspeed.initialize(modle=model_of(1), config=config_of(1))
-    with pytest.raises(ConfigError, match="zero_optimisation"):
-        deepspeed.initialize(model=model_of(1), config={"zero_optimisation": {}})
-    with pytest.raises(ConfigError, match=r"zero_optimization.stage: expected 0 or 1 with OneBitAdam, got 2"):
-        deepspeed.initialize(model=model_of(1), config=config_of(2, optimizer={"type": "OneBitAdam"}))
+    one_bit = config_of(2, optimizer={"type": "OneBitAdam"})
+    one, alone = config_of(1), {key: value for key, value in config_of(1).items() if key != "optimizer"}
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "expected one configuration", {"config": None}),
+        (ValueError, "expected one configuration", {"args": arguments}),
+        (ValueError, "one configuration, got 2", {"config_params": config_of(2)}),
+        (TypeError, "model: expected a torch.nn.Module, got .*Linear", {"model": nn.Linear}),
+        (TypeError, "optimizer: .*callable.*got 'Adam'", {"optimizer": "Adam"}),
+        (TypeError, "lr_scheduler: .*callable.*got 3", {"lr_scheduler": 3}),
+        (ConfigError, "scheduler: ", {"config": alone | {"scheduler": {"type": "WarmupLR"}}}),
+        (ConfigError, "scheduler: ", {"config": alone, "lr_scheduler": max}),
+        (ConfigError, r"config-\d.json: expected JSON, got .* at line 1", {"config": path}),
+        (
+            ConfigError,
+            "train_batch_size: .*, got 'auto'.*Write",
+            {"config": one | {"train_batch_size": "auto"}},
+        ),
+        (ConfigError, rf"=17.* on {world.size} rank", {"config": one | {"train_batch_size": 17}}),
+        (ConfigError, "zero_optimisation", {"config": {"zero_optimisation": {}}}),
+        (ConfigError, "stage: expected 0 or 1 with OneBitAdam, got 2", {"config": one_bit}),
+        (deepspeed.DeepSpeedFeatureError, "mpu", {"mpu": object()}),
+        (TypeError, "got 'modle'", {"modle": model_of(1)}),
+    ]
+    for error, words, changes in cases:
+        with pytest.raises(error, match=words):
+            deepspeed.initialize(**{"model": model_of(1), "config": one, **changes})
 
 
 @on_ranks(ALL)

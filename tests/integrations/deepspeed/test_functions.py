@@ -43,12 +43,8 @@ def test_optimizers_are_torchs() -> None:
             ops.adam.DeepSpeedCPUAdam(model.parameters(), **wrong)
     lamb = ops.lamb.FusedLamb(model.parameters(), lr=0.1, eps_inside_sqrt=True, max_coeff=0.3, min_coeff=0.08)
     assert type(lamb) is zero_ext.Lamb
-    assert [lamb.defaults[name] for name in ("lr", "eps_inside_sqrt", "max_coeff", "min_coeff")] == [
-        0.1,
-        True,
-        0.3,
-        0.08,
-    ]
+    names = ("lr", "eps_inside_sqrt", "max_coeff", "min_coeff")
+    assert [lamb.defaults[name] for name in names] == [0.1, True, 0.3, 0.08]
     for refused in ({"max_grad_norm": 1.0}, {"amsgrad": True}):
         with pytest.raises(DeepSpeedFeatureError, match=f"FusedLamb.*{next(iter(refused))}"):
             ops.lamb.FusedLamb(model.parameters(), **refused)
@@ -56,11 +52,8 @@ def test_optimizers_are_torchs() -> None:
 
 def test_files(tmp_path: Path) -> None:
     handle = deepspeed.ops.aio.AsyncIOBuilder().load().aio_handle(4096, 8, False, True, 2)
-    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (
-        4096,
-        8,
-        2,
-    )
+    asked = (handle.get_block_size, handle.get_queue_depth, handle.get_intra_op_parallelism)
+    assert [ask() for ask in asked] == [4096, 8, 2]
     torch.manual_seed(secrets.randbits(31))
     tensors = [torch.randn(3000), torch.randn(17), torch.randn(5000)]
     offsets = [0, 12_000, 12_068]
@@ -154,9 +147,8 @@ def test_activation_checkpointing() -> None:
         assert torch.equal(plain, recomputed)
     with pytest.raises(ValueError, match=r"expected mpu_ with partition_activations=True"):
         checkpointing.configure(None, {"activation_checkpointing": {"partition_activations": True}})
-    checkpointing.configure(
-        None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
-    )
+    on_host = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    checkpointing.configure(None, on_host, checkpoint_in_cpu=False)
     assert deepspeed_checkpointing._CONFIGURED.checkpointing.config == ActivationCheckpointingConfig()
     with pytest.raises(TypeError, match="no_such"):
         checkpointing.configure(no_such=True)
@@ -172,13 +164,8 @@ class ModelParallel:
 @pytest.mark.usefixtures("unconfigured")
 def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
     checkpointing = deepspeed.checkpointing
-    checkpointing.configure(
-        ModelParallel(),
-        checkpoint_in_cpu=True,
-        contiguous_checkpointing=True,
-        num_checkpoints=1,
-        profile=True,
-    )
+    settings = {"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "num_checkpoints": 1}
+    checkpointing.configure(ModelParallel(), **settings, profile=True)
     checkpointing.set_num_layers(3)
     checkpointing.partition_activations_in_checkpoint(False)
     checkpointing.model_parallel_cuda_manual_seed(7)

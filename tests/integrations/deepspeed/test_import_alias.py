@@ -3,24 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
-ROOT = Path(__file__).parents[3]
-
-
-def answer(program: str) -> dict[str, Any]:
-    """The JSON that ``program`` prints last, in an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
+from tests.integrations.launch import printed_by
 
 PROGRAM = """
 import importlib, importlib.metadata, importlib.util, json, sys
@@ -70,7 +53,7 @@ print(json.dumps({"before": before, "same": all(same), "specs": all(specs),
 
 
 def test_every_module_is_found_under_its_second_name() -> None:
-    found = answer(PROGRAM)
+    found = printed_by(PROGRAM)
     assert not found["before"] and found["finders"] == 1
     assert found["available"] == [True, True] and found["spec"] and found["none"] and found["listed"]
     assert found["version"] == "0.19.8" and found["torch"].startswith("2.")
@@ -83,7 +66,7 @@ def test_every_module_is_found_under_its_second_name() -> None:
 
 
 def test_nothing_is_active_unless_asked() -> None:
-    found = answer(
+    found = printed_by(
         "import zero_ext, sys, json\n"
         "from zero_ext.integrations import deepspeed as ours\n"
         "import deepspeed as theirs, importlib.metadata as m\n"

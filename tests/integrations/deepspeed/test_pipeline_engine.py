@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,11 +47,7 @@ def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: in
         torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=1e-4, atol=1e-6)
     assert engine.get_lr() != [rate] and engine.was_step_applied()
     assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO_BATCHES)
-    assert engine.get_batch_info() == (
-        ALL // num_stages * SAMPLES * MICRO_BATCHES,
-        SAMPLES,
-        MICRO_BATCHES,
-    )
+    assert engine.get_batch_info() == (ALL // num_stages * SAMPLES * MICRO_BATCHES, SAMPLES, MICRO_BATCHES)
 
 
 @on_ranks(ALL)
@@ -159,35 +154,23 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     before = full_values(world, engine)
     good = micro_batch(world.seed, 0)
     words, mask = good[0]
-    refused_calls: list[tuple[str, Callable[[], Any]]] = [
-        ("data: expected an iterator", lambda: engine.train_batch()),
-        ("data: expected an iterator, got list. Pass iter(loader)", lambda: engine.train_batch([good] * 3)),
-        ("data: expected an iterator", lambda: engine.eval_batch(None)),
-        (
-            "expected 3 micro-batches, got 1 before the iterator ended",
-            lambda: engine.train_batch(iter([good])),
-        ),
-        (
-            "micro-batch: expected a pair of inputs and labels, got dict",
-            lambda: engine.train_batch(iter([{}])),
-        ),
-        (
-            "inputs: expected tensors [samples, ...], got str",
-            lambda: engine.train_batch(iter([("text", good[1])] * 3)),
-        ),
-        ("a tensor without dimensions", lambda: engine.train_batch(iter([(mask.sum(), good[1])] * 3))),
-        (
-            "inputs of micro-batch 2: expected shapes [(2, 5), (2, 5)] as of the first, got [(1, 5), (1, 5)]",
-            lambda: engine.train_batch(iter([good, good, ((words[:1], mask[:1]), good[1])])),
-        ),
-    ]
-    for text, act in refused_calls:
-        # Of one replica alone; the other's data is good.
-        call = act if engine.get_data_parallel_rank() == 0 else lambda: engine.train_batch(iter([good] * 3))
+    smaller = ((words[:1], mask[:1]), good[1])
+    for text, data in (
+        ("data: expected an iterator", None),
+        ("data: expected an iterator, got list. Pass iter(loader)", [good] * 3),
+        ("expected 3 micro-batches, got 1 before the iterator ended", iter([good])),
+        ("micro-batch: expected a pair of inputs and labels, got dict", iter([{}])),
+        ("inputs: expected tensors [samples, ...], got str", iter([("text", good[1])] * 3)),
+        ("a tensor without dimensions", iter([(mask.sum(), good[1])] * 3)),
+        ("2: expected shapes [(2, 5), (2, 5)] as of the first, got [(1, 5)", iter([good, good, smaller])),
+    ):
         engine.set_dataiterator(None)
         with pytest.raises(RuntimeError, match="reading a batch failed") as caught:
-            call()
+            # Of one replica alone; the other's data is good.
+            engine.train_batch(data if engine.get_data_parallel_rank() == 0 else iter([good] * 3))
         assert any(text in message for message in world.everyone(str(caught.value))), text
+    with pytest.raises(RuntimeError, match=r"reading a batch failed.*data: expected an iterator"):
+        engine.eval_batch(None)
     with torch.no_grad(), pytest.raises(RuntimeError, match="call eval_batch"):
         engine.train_batch(iter([good] * 3))
     assert all(torch.equal(value, before[name]) for name, value in full_values(world, engine).items())

@@ -53,6 +53,9 @@ def test_specifications_have_deepspeeds_attributes() -> None:
     assert plain.build(3).weight.shape == (5, 4)
 
 
+TWO_MODELS = ProcessTopology(["pipe", "data", "model"], [2, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -62,26 +65,14 @@ def test_specifications_have_deepspeeds_attributes() -> None:
             ValueError,
             "a product of 4, the number of ranks, got pp 3 × dp 1 × cp 1 × tp 1 = 3",
         ),
-        (
-            {"topology": PipeDataParallelTopology(4, 1)},
-            ValueError,
-            "expected num_stages 4 as in the topology",
-        ),
-        (
-            {"num_stages": None, "topology": ProcessTopology(["pipe", "data", "model"], [2, 1, 2])},
-            DeepSpeedFeatureError,
-            "axes 'pipe' and 'data' are supported",
-        ),
+        ({"topology": PipeDataParallelTopology(4, 1)}, ValueError, "num_stages 4 as in the topology"),
+        ({"num_stages": None, "topology": TWO_MODELS}, DeepSpeedFeatureError, "axes 'pipe' and 'data' are"),
         ({"partition_method": "profile"}, ValueError, "partition_method: expected 'parameters'"),
-        (
-            {"partition_method": "type:Bloc$"},
-            ValueError,
-            "'type:Bloc$' matches none of the layers ['Block', 'Words']",
-        ),
+        ({"partition_method": "type:Bloc$"}, ValueError, "'type:Bloc$' matches none of the layers ['Block',"),
         (
             {"activation_checkpoint_interval": -1},
             ValueError,
-            "activation_checkpoint_interval: expected a number of layers, got -1",
+            "checkpoint_interval: expected a number of layers, got",
         ),
         (
             {"seed_layers": True},

@@ -6,35 +6,23 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import subprocess
-import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from scripts.deepspeed_reference import api_page, entries
+from tests.integrations.launch import ROOT, printed_by
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.name_registry import DIFFERENCES, FILE, REASONS, names
 from zero_ext_deepspeed_finder import API_VERSION
 
-ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "deepspeed_api.md"
 ACTIVATE = "from zero_ext.integrations.deepspeed import import_alias; import_alias.activate()"
 # A library asks for it inside a try, and DeepSpeed does not have it either.
 NOT_IN_DEEPSPEED = "deepspeed.utils.is_initialized"
-
-
-def run(program: str, *arguments: str) -> Any:
-    """The JSON that ``program`` prints last, in an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +109,7 @@ print(json.dumps({"problems": problems, "counts": [refused, served], "star": sta
 
 
 def test_every_name_can_be_imported_and_works_or_says_why_not() -> None:
-    found = run(EVERY_NAME)
+    found = printed_by(EVERY_NAME)
     ours = f"from {NOT_IN_DEEPSPEED.rpartition('.')[0]}"
     assert [problem for problem in found["problems"] if NOT_IN_DEEPSPEED not in problem] == [], ours
     assert len(found["problems"]) == 1
@@ -136,7 +124,7 @@ def test_names_return_what_they_return_in_deepspeed() -> None:
     arguments = json.dumps({"constants": constants, "used": used})
     code = (ROOT / "tests/integrations/deepspeed/scripts/names.py").read_text()
     code = code.replace("from __future__ import annotations", "")
-    theirs, ours = run(code, arguments), run(f"{ACTIVATE}\n{code}", arguments)
+    theirs, ours = printed_by(code, arguments), printed_by(f"{ACTIVATE}\n{code}", arguments)
     assert sum(map(len, theirs["constants"].values())) > 300
     assert theirs["used"].count(False) == 1
     for topic, values in theirs.items():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +12,29 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.integrations.launch import REAL, RUN, found_in, started
+
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).parents[3]
-RUN = [sys.executable, "-m", "zero_ext.cli", "run", "--standalone", "--nproc-per-node", "2"]
-SECONDS = 600
 SOURCES = ("argument", "environment", "launch")
 
 
-def launch(arguments: list[object], **environment: object) -> None:
-    """``zero-ext run`` of two ranks."""
-    extra = {name: str(value) for name, value in environment.items()}
-    quiet = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [*RUN, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **quiet, **extra},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-
-
 def under_real(script: str, *arguments: object, **environment: object) -> None:
-    launch([SCRIPTS / "real.py", SCRIPTS / script, *arguments], **environment)
+    started([*RUN, REAL, SCRIPTS / script, *arguments], **environment)
 
 
 def under_import_alias(script: str, *arguments: object, **environment: object) -> None:
-    launch(["--deepspeed-compat", SCRIPTS / script, *arguments], **environment)
+    started([*RUN, "--deepspeed-compat", SCRIPTS / script, *arguments], **environment)
 
 
-def found_in(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+def under_both(folder: Path, script: str, *arguments: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a script finds under the installed DeepSpeed and under the look-alike, in folders of their own."""
+    for name, run in (("real", under_real), ("ours", under_import_alias)):
+        (folder / name).mkdir()
+        run(script, *arguments, folder / name)
+    real, ours = found_in(folder / "real"), found_in(folder / "ours")
+    assert "site-packages/deepspeed/" in real.pop("file")
+    assert ours.pop("file").endswith("zero_ext/integrations/deepspeed/__init__.py")
+    return real, ours
 
 
 def plain_configs() -> dict[str, dict[str, Any]]:
@@ -73,33 +59,21 @@ def plain_configs() -> dict[str, dict[str, Any]]:
 def test_a_plain_script_trains_alike(tmp_path: Path) -> None:
     configs = tmp_path / "configs.json"
     configs.write_text(json.dumps(plain_configs()))
-    for name, run in (("real", under_real), ("ours", under_import_alias)):
-        (tmp_path / name).mkdir()
-        run("plain.py", configs, tmp_path / name)
-    real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
-    assert "site-packages/deepspeed/" in real.pop("file")
-    assert ours.pop("file").endswith("zero_ext/integrations/deepspeed/__init__.py")
+    real, ours = under_both(tmp_path, "plain.py", configs)
     for name, theirs in real.items():
-        own = ours[name]
+        own, exact = ours[name], name.startswith("fp32")
         # bf16: DeepSpeed adds gradients of micro-batches and ranks in bf16, this engine in fp32.
-        tolerance = 1e-6 if name.startswith("fp32") else 4e-3
-        assert own["losses"] == pytest.approx(theirs["losses"], rel=tolerance), name
-        assert own["norm"] == pytest.approx(theirs["norm"], rel=1e-5 if name.startswith("fp32") else 2e-2), (
-            name
-        )
+        assert own["losses"] == pytest.approx(theirs["losses"], rel=1e-6 if exact else 4e-3), name
+        assert own["norm"] == pytest.approx(theirs["norm"], rel=1e-5 if exact else 2e-2), name
         assert own["again"] == own["losses"][-4:], name
         assert own["losses"][-1] < own["losses"][0]
-        for key in ("lr", "global_steps", "client", "latest"):
-            assert own[key] == pytest.approx(theirs[key]) if key == "lr" else own[key] == theirs[key], name
+        assert own["lr"] == pytest.approx(theirs["lr"]), name
+        for key in ("global_steps", "client", "latest"):
+            assert own[key] == theirs[key], name
 
 
 def test_a_pipeline_trains_alike(tmp_path: Path) -> None:
-    for name, run in (("real", under_real), ("ours", under_import_alias)):
-        (tmp_path / name).mkdir()
-        run("pipeline.py", tmp_path / name)
-    real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
-    assert "site-packages/deepspeed/" in real.pop("file")
-    assert ours.pop("file").endswith("zero_ext/integrations/deepspeed/__init__.py")
+    real, ours = under_both(tmp_path, "pipeline.py")
     for name, theirs in real.items():
         own = ours[name]
         assert own["losses"] == pytest.approx(theirs["losses"], rel=1e-6), name
@@ -110,48 +84,28 @@ def test_a_pipeline_trains_alike(tmp_path: Path) -> None:
             assert own[key] == theirs[key], name
 
 
+WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ADAMW = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
 HUGGING_FACE_JSON: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+    **dict.fromkeys((*SIZES, "gradient_clipping"), "auto"),
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "optimizer": {"type": "AdamW", "params": ADAMW},
+    "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(WARMUP, "auto")},
     "zero_optimization": {
         "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
+        **dict.fromkeys(("overlap_comm", "contiguous_gradients"), True),
+        **dict.fromkeys(("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), 1e9),
+        **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto"),
         "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
     "steps_per_print": 2000,
     "wall_clock_breakdown": False,
 }
 # torch's: the real one would have to compile its own.
-TORCH_ADAMW = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {**HUGGING_FACE_JSON["optimizer"]["params"], "torch_adam": True},
-    }
-}
+TORCH_ADAMW = {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}}
 
 
 def environment_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -217,7 +171,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cases.json").write_text(json.dumps(trainer_cases(folder)))
     for name, run in (("real", under_real), ("ours", under_import_alias)):
         (folder / name).mkdir()
-        run("trainer.py", folder / "cases.json", folder / "start", folder / name, HF_HUB_OFFLINE=1)
+        run("trainer.py", folder / "cases.json", folder / "start", folder / name)
     return folder
 
 

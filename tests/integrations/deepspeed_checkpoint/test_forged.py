@@ -146,11 +146,8 @@ def test_nothing_pickled_runs(tmp_path: Path, stage: int, location: str) -> None
     torch.serialization.add_safe_globals([argparse.Namespace])
     try:
         for number, (name, bomb) in enumerate(bombs.items()):
-            edit = {
-                "edit_optimizer" if location == "optimizer" else "edit_model": lambda r, s, b=bomb: plant(
-                    r, s, b
-                )
-            }
+            kind = "edit_optimizer" if location == "optimizer" else "edit_model"
+            edit = {kind: lambda rank, state, bomb=bomb: plant(rank, state, bomb)}
             tag = Forged(stage, 2, **edit).write(tmp_path / str(number))
             message = f"{re.escape(str(tag))}/.*_states.pt: refused: .* it calls '{re.escape(name)}'"
             for read in (
@@ -176,133 +173,76 @@ def set_in(*path: Any, to: Any) -> Callable[[int, dict[str, Any]], None]:
     return edit
 
 
-def on_rank(
-    number: int, edit: Callable[[int, dict[str, Any]], None]
-) -> Callable[[int, dict[str, Any]], None]:
-    return lambda rank, state: edit(rank, state) if rank == number else None
+def model(*path: Any, to: Any, rank: int | None = None) -> dict[str, Any]:
+    """An edit of the models' files, or of that of one rank."""
+    edit = set_in(*path, to=to)
+    return {"edit_model": lambda own, state: edit(own, state) if rank in (None, own) else None}
 
 
-LONG = torch.Size((7, 50))
+def optim(*path: Any, to: Any, rank: int | None = None) -> dict[str, Any]:
+    """An edit of the optimizers' files, or of that of one rank."""
+    return {"edit_optimizer": model(*path, to=to, rank=rank)["edit_model"]}
+
+
+MASTERS, STATE, FIRST = (
+    "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    ("param_shapes", 0, "a.weight"),
+)
+PADDINGS, BASE = "param_alignment_paddings", "base_optimizer_state"
+FROZEN = ("frozen_param_fragments", "frozen")
+ADDRESSES = [{"a.weight": fragment_address(35, 1)}, {"a.bias": fragment_address(4, 0)}]
+UNCORRECTED = optim(STATE, "param_groups", 0, "bias_correction", to=False)
+UNLIKE = {"edit_optimizer": lambda own, state: state[MASTERS].__setitem__(0, torch.ones(34 + 2 * own))}
+NO_SCALE = {"edit_optimizer": lambda own, state: state["loss_scaler"].__dict__.update(cur_scale=0.0)}
+# The stage, an edit, and words of the error.
 BENT: dict[str, tuple[int, dict[str, Any], str]] = {
-    "a shape too large": (2, {"edit_model": set_in("param_shapes", 0, "a.weight", to=LONG)}, "take .* hold"),
-    "a shape too small": (3, {"edit_model": set_in("param_shapes", 0, "a.weight", to=(2,))}, "take .* holds"),
-    "a shape of huge": (2, {"edit_model": set_in("param_shapes", 0, "a.weight", to=(1 << 61, 8))}, "take"),
-    "a negative shape": (
-        2,
-        {"edit_model": set_in("param_shapes", 0, "a.weight", to=(-1, 5))},
-        "param_shapes: 0: a.weight: expected a number from 0, got -1",
-    ),
-    "groups missing": (2, {"edit_model": lambda rank, state: state["param_shapes"].pop()}, "has 1 groups"),
+    "a shape too large": (2, model(*FIRST, to=torch.Size((7, 50))), "take .* hold"),
+    "a shape too small": (3, model(*FIRST, to=(2,)), "take .* holds"),
+    "a shape of huge": (2, model(*FIRST, to=(1 << 61, 8)), "take"),
+    "a negative shape": (2, model(*FIRST, to=(-1, 5)), "param_shapes: 0: a.weight: .* from 0, got -1"),
+    "groups missing": (2, {"edit_model": lambda own, state: state["param_shapes"].pop()}, "has 1 groups"),
     "a parameter twice": (
         2,
-        {"edit_model": set_in("param_shapes", 1, to={"a.weight": (7,), "scale": ()})},
+        model("param_shapes", 1, to={"a.weight": (7,), "scale": ()}),
         "'a.weight' twice",
     ),
-    "masters of unlike sizes": (
-        2,
-        {
-            "edit_optimizer": lambda rank, state: state["single_partition_of_fp32_groups"].__setitem__(
-                0, torch.ones(34 + 2 * rank)
-            )
-        },
-        r"the partitions have \[34, 36\] elements",
-    ),
+    "masters of unlike sizes": (2, UNLIKE, r"the partitions have \[34, 36\] elements"),
     "a master too short": (
         2,
-        {"edit_optimizer": on_rank(0, set_in("single_partition_of_fp32_groups", 0, to=torch.ones(33)))},
-        "take 69 elements, the partitions of 2 ranks hold 66",
+        optim(MASTERS, 0, to=torch.ones(33), rank=0),
+        "69 elements, .* 2 ranks hold 66",
     ),
     "moments too short": (
         3,
-        {
-            "edit_optimizer": on_rank(
-                1, set_in("optimizer_state_dict", "state", 0, "exp_avg", to=torch.ones(2))
-            )
-        },
-        r"exp_avg: expected the 36 floats of the master, got torch.float32 of shape \(2,\)",
+        optim(STATE, "state", 0, "exp_avg", to=torch.ones(2), rank=1),
+        r"36 floats .* shape \(2,\)",
     ),
-    "masters of two dimensions": (
-        2,
-        {"edit_optimizer": set_in("single_partition_of_fp32_groups", 0, to=torch.ones(4, 4))},
-        "expected a one-dimensional tensor",
-    ),
-    "another stage on one rank": (
-        2,
-        {"edit_optimizer": on_rank(1, set_in("zero_stage", to=1))},
-        "stage: expected 2 .*got 1: .*mixed",
-    ),
-    "stage 3 beside a whole model": (
-        2,
-        {"edit_optimizer": set_in("zero_stage", to=3)},
-        "expected stage 1 or 2 .*got 3: files",
-    ),
-    "a stage of its own": (2, {"edit_optimizer": set_in("zero_stage", to=4)}, "zero_stage: .* got 4"),
-    "steps that differ": (
-        2,
-        {"edit_optimizer": on_rank(1, set_in("base_optimizer_state", "state", 0, "step", to=8))},
-        "optimizer state besides tensors.*mixed",
-    ),
-    "a group of other ranks": (2, {"edit_optimizer": set_in("partition_count", to=[2, 1])}, "as of experts"),
-    "another number of ranks": (
-        2,
-        {"edit_optimizer": set_in("partition_count", to=[4, 4])},
-        "expected 4 ",
-    ),
-    "another number in the model": (2, {"edit_model": set_in("dp_world_size", to=4)}, "expected 4 "),
-    "tensor parallel": (2, {"edit_model": set_in("mp_world_size", to=2)}, "tensor parallelism"),
-    "experts": (3, {"edit_model": set_in("num_experts", to=[4])}, "expert parallelism"),
-    "elastic": (1, {"edit_optimizer": set_in("base_optimizer_state", to=[{}])}, "elastic_checkpoint"),
-    "another step on one rank": (
-        3,
-        {"edit_model": on_rank(1, set_in("global_steps", to=6))},
-        "expected step 7 .*got 6",
-    ),
-    "a frozen part too short": (
-        3,
-        {"edit_model": on_rank(1, set_in("frozen_param_fragments", "frozen", to=torch.ones(2)))},
-        "has 2 elements",
-    ),
+    "masters of two dimensions": (2, optim(MASTERS, 0, to=torch.ones(4, 4)), "a one-dimensional tensor"),
+    "another stage on one rank": (2, optim("zero_stage", to=1, rank=1), "stage: expected 2 .*got 1: .*mixed"),
+    "stage 3 beside a whole model": (2, optim("zero_stage", to=3), "expected stage 1 or 2 .*got 3: files"),
+    "a stage of its own": (2, optim("zero_stage", to=4), "zero_stage: .* got 4"),
+    "steps that differ": (2, optim(BASE, "state", 0, "step", to=8, rank=1), "state besides tensors.*mixed"),
+    "a group of other ranks": (2, optim("partition_count", to=[2, 1]), "as of experts"),
+    "another number of ranks": (2, optim("partition_count", to=[4, 4]), "expected 4 "),
+    "another number in the model": (2, model("dp_world_size", to=4), "expected 4 "),
+    "tensor parallel": (2, model("mp_world_size", to=2), "tensor parallelism"),
+    "experts": (3, model("num_experts", to=[4]), "expert parallelism"),
+    "elastic": (1, optim(BASE, to=[{}]), "elastic_checkpoint"),
+    "another step on one rank": (3, model("global_steps", to=6, rank=1), "expected step 7 .*got 6"),
+    "a frozen part too short": (3, model(*FROZEN, to=torch.ones(2), rank=1), "has 2 elements"),
     "a fragment elsewhere": (
         2,
-        {
-            "edit_optimizer": set_in(
-                "param_slice_mappings",
-                to=[{"a.weight": fragment_address(35, 1)}, {"a.bias": fragment_address(4, 0)}],
-            )
-        },
-        r"param_slice_mappings: expected '.*' of group 0 at",
+        optim("param_slice_mappings", to=ADDRESSES),
+        "mappings: expected '.*' of group 0",
     ),
-    "paddings of another kind": (
-        2,
-        {"edit_optimizer": set_in("param_alignment_paddings", to=[[0], 1])},
-        "param_alignment_paddings: 1: expected a list, got 1",
-    ),
-    "no moments": (
-        3,
-        {"edit_optimizer": set_in("optimizer_state_dict", "state", to={})},
-        "expected the state",
-    ),
-    "no bias correction": (
-        3,
-        {"edit_optimizer": set_in("optimizer_state_dict", "param_groups", 0, "bias_correction", to=False)},
-        "expected bias_correction, got False",
-    ),
-    "a scaler that is none": (
-        3,
-        {"edit_optimizer": set_in("loss_scaler", to=[1])},
-        "loss_scaler: .* got a list",
-    ),
-    "a scale of nothing": (
-        3,
-        {"edit_optimizer": lambda rank, state: state["loss_scaler"].__dict__.update(cur_scale=0.0)},
-        "expected a scale above 0",
-    ),
-    "a model file that is a list": (
-        2,
-        {"edit_model": set_in("module", to=[1])},
-        "module: expected a dict, got a list",
-    ),
-    "a client's object": (2, {"edit_model": set_in("mine", to={1, 2})}, r"client_state.mine: a builtins.set"),
+    "paddings of another kind": (2, optim(PADDINGS, to=[[0], 1]), f"{PADDINGS}: 1: expected a list, got 1"),
+    "no moments": (3, optim(STATE, "state", to={}), "expected the state"),
+    "no bias correction": (3, UNCORRECTED, "expected bias_correction, got False"),
+    "a scaler that is none": (3, optim("loss_scaler", to=[1]), "loss_scaler: .* got a list"),
+    "a scale of nothing": (3, NO_SCALE, "expected a scale above 0"),
+    "a model file that is a list": (2, model("module", to=[1]), "module: expected a dict, got a list"),
+    "a client's object": (2, model("mine", to={1, 2}), "client_state.mine: a builtins.set"),
 }
 
 
@@ -348,13 +288,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rank too many": (copy(OPTIM.format(1), OPTIM.format(2)), "expected 2 .*got 3"),
     "a rank twice": (copy(OPTIM.format(1), "bf16_" + OPTIM.format(1)), "both of rank 1"),
     "no model": (move(MODEL, "x"), "got 0 "),
-    "a model of stage 3 beside it": (
-        copy(MODEL, "zero_pp_rank_0_" + MODEL),
-        "expected model files of one kind",
-    ),
+    "a model of stage 3 beside it": (copy(MODEL, "zero_pp_rank_0_" + MODEL), "model files of one kind"),
     "a tensor-parallel rank": (copy(MODEL, "mp_rank_01_model_states.pt"), "tensor-parallel"),
     "a tensor-parallel optimizer": (
-        copy(MODEL, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        copy(MODEL, OPTIM.format(0).replace("00_optim", "01_optim")),
         "tensor-parallel",
     ),
     "experts": (copy(MODEL, "expert_0_mp_rank_00_model_states.pt"), "mixture-of-experts"),
@@ -364,10 +301,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty file": (lambda tag: (tag / MODEL).write_bytes(b""), "damaged"),
     "a plain pickle": (lambda tag: (tag / MODEL).write_bytes(pickle.dumps({})), "damaged"),
     "no latest": (lambda tag: (tag.parent / "latest").unlink(), "cannot be read.*as global_step7"),
-    "latest of another": (
-        latest("global_step8"),
-        "expected the name of a folder in .*, got 'global_step8'. Name one of global_step7",
-    ),
+    "latest of another": (latest("global_step8"), "name of a folder .*, got 'global_step8'. .* global_step7"),
     "latest above": (latest("../ds/global_step7"), "expected the name of a folder"),
     "latest absolute": (latest("/etc"), "expected the name of a folder"),
     "latest of dots": (latest(".."), "expected the name of a folder"),

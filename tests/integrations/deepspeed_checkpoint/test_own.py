@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from tests.integrations.deepspeed.pipeline_model import engine_of, full_values, micro_batches
+from tests.integrations.launch import RUN, found_in, started
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, save_state
@@ -28,8 +27,6 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
     get_optim_files,
     main,
 )
-
-ROOT = Path(__file__).parents[3]
 
 
 @on_ranks(4)
@@ -114,24 +111,13 @@ def test_libraries_read_them(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script = Path(__file__).parent / "scripts" / "libraries.py"
-    run = [sys.executable, "-m", "zero_ext.cli", "run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*run, "--deepspeed-compat", str(script), str(tmp_path)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "config.json"),
-            "ACCELERATE_MIXED_PRECISION": "no",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    environment = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": tmp_path / "config.json",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    started([*RUN, "--deepspeed-compat", script, tmp_path], **environment)
+    found = found_in(tmp_path)
     trainer = found.pop("trainer")
     assert trainer.pop("best") == "checkpoint-2"
     assert trainer == dict.fromkeys(trainer, True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.integrations.deepspeed_checkpoint.subject import (
     config_of,
     subject_of,
 )
+from tests.integrations.launch import started
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import inspect_checkpoint
@@ -41,7 +41,6 @@ from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 
 MODULE = "tests.integrations.deepspeed_checkpoint.test_real"
-ROOT = Path(__file__).resolve().parents[3]
 # Ranks and stage that go on from each case, others than those that saved it.
 GOES_ON = {"stage1-fp32": (3, 3), "stage2-bf16": (1, 0), "stage3-fp32": (2, 1), "stage3-bf16": (3, 2)}
 
@@ -49,12 +48,7 @@ GOES_ON = {"stage1-fp32": (3, 3), "stage2-bf16": (1, 0), "stage3-fp32": (2, 1), 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
-    program = [sys.executable, "-m", "tests.integrations.deepspeed_checkpoint.write_with_deepspeed"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*program, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    started([sys.executable, "-m", "tests.integrations.deepspeed_checkpoint.write_with_deepspeed", folder])
     return folder
 
 
@@ -218,15 +212,7 @@ def test_the_script_beside_an_own_checkpoint(
     }
     assert inspect_checkpoint(folder / "global_step3").damage == ()
     assert os.access(folder / script, os.X_OK)
-    done = subprocess.run(
-        [sys.executable, script, ".", "out", *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    done = started([sys.executable, script, ".", "out", *options], cwd=folder)
     (path,) = (folder / "out").iterdir()
     assert done.stdout == f"{path}\n"
     found = load_file(path) if "--safe_serialization" in options else torch.load(path, weights_only=True)

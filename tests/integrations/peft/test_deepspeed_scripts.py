@@ -11,7 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
-from tests.integrations.deepspeed.test_scripts import found_in, under_import_alias, under_real
+from tests.integrations.deepspeed.test_scripts import under_import_alias, under_real
+from tests.integrations.launch import found_in
 from tests.integrations.peft.models import base
 
 SCRIPT = Path(__file__).parent / "scripts" / "adapters.py"

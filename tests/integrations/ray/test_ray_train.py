@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-import ray.train
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from tests.integrations.ray.training import alone, on_workers
+from tests.integrations.ray.training import alone, local_cluster, on_workers
 from zero_ext.checkpoint import inspect_checkpoint
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two processors on this machine."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        runtime_env={"env_vars": environment},
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_cluster():
+        yield
 
 
 def run(folder: Path, workers: int, settings: dict[str, Any]) -> Any:

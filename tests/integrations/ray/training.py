@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
@@ -12,7 +17,25 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.integrations.ray import report, resume
 from zero_ext.zero import engine_of
 
+ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = 4  # of a step, over all workers
+
+
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    """Two processors on this machine."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        runtime_env={"env_vars": variables},
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
 
 
 def build(seed: int) -> tuple[Any, Any, Any]:

@@ -1,17 +1,8 @@
 """Worlds of exactly the wanted size: a Trainer takes all ranks of the default group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
+from tests.integrations.rank_pools import pool_fixture
 from tests.multi.worlds import Worlds
 
-
-@pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Worlds]:
-    """Replaces the pool of the other tests."""
-    worlds = Worlds(preload=("transformers.trainer", "tests.integrations.transformers.models"))
-    yield worlds
-    worlds.close()
+rank_pool = pool_fixture(
+    lambda: Worlds(preload=("transformers.trainer", "tests.integrations.transformers.models"))
+)

@@ -100,6 +100,14 @@ def arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**settings, **changes})
 
 
+def fitted(kind: Any, model: Any, folder: str | Path, data: Any, config: Any = None, **settings: Any) -> Any:
+    """A trainer of ``kind`` that has trained; ``config`` is for those of zero_ext."""
+    more = {} if config is None else {"zero_config": config}
+    trainer = kind(model=model, args=arguments(folder, **settings), train_dataset=data, **more)
+    trainer.train()
+    return trainer
+
+
 def column(trainer: Trainer, name: str) -> list[float]:
     """What a trainer logged under ``name``, in order."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]

@@ -14,6 +14,7 @@ from tests.integrations.transformers.models import (
     arguments,
     bert,
     enter,
+    fitted,
     gpt2,
     largest_difference,
     llama,
@@ -82,8 +83,8 @@ def test_ranks_with_other_lengths_generate_in_step(world: World) -> None:
     for make in (llama, gpt2):
         with shared_folder(world) as folder:
             plain, model = make(world.seed), make(world.seed)
-            Trainer(model=plain, args=arguments(folder, max_steps=2), train_dataset=data).train()
-            ZeroTrainer(model=model, args=arguments(folder, max_steps=2), train_dataset=data).train()
+            fitted(Trainer, plain, folder, data, max_steps=2)
+            fitted(ZeroTrainer, model, folder, data, max_steps=2)
         for sample in (False, True):
             settings = {"max_new_tokens": 3 + 8 * (1 - world.rank), "do_sample": sample, "pad_token_id": 0}
             found = []

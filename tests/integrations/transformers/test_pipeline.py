@@ -28,6 +28,8 @@ from zero_ext.parallel.pipeline import Pipeline, apply_pipeline_parallel
 from zero_ext.zero import engine_of
 
 STEPS, SAMPLES, LENGTH, LAYERS = 3, 8, 10, 3
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "vocab_size": VOCABULARY}
 
 
 def built(kind: str, seed: int, tied: bool) -> Any:
@@ -48,14 +50,9 @@ def built(kind: str, seed: int, tied: bool) -> Any:
 
 def encoder(kind: str, layers: int, **options: Any) -> Any:
     """The configuration of a small BERT or RoBERTa without dropout."""
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-    }
+    sizes = {**SMALL, "num_hidden_layers": layers, "num_attention_heads": 4}
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, **sizes, **dropouts, **options)
+    return AutoConfig.for_model(kind, **sizes, **dropouts, **options)
 
 
 def batches(seed: int) -> list[torch.Tensor]:
@@ -150,41 +147,27 @@ def test_steps_are_those_of_one_process(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def four_layers(kind: str) -> Any:
+    if kind in ("bert", "roberta"):
+        return AutoModelForMaskedLM.from_config(encoder(kind, 4))
+    options: dict[str, Any] = {"num_key_value_heads": 1} if kind in ("qwen2", "mistral") else {}
+    if kind == "qwen2":
+        options["layer_types"] = ["full_attention", "sliding_attention"] * 2
+        options |= {"sliding_window": 3, "use_sliding_window": True}
+    config = AutoConfig.for_model(kind, **{**SMALL, "num_hidden_layers": 4, **options})
+    return AutoModelForCausalLM.from_config(config)
+
+
 @on_ranks(1)
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox", "bloom", "bert", "roberta"])
 def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None:
     enter(world)
     torch.manual_seed(world.seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-    windows = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 3}
-    windows["use_sliding_window"] = True
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=VOCABULARY,
-        **sizes,
-        **({"num_key_value_heads": 1} if kind in ("qwen2", "mistral") else {}),
-        **(windows if kind == "qwen2" else {}),
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = four_layers(kind).eval()
     words = batches(world.seed)[0]
-    mesh = make_mesh(device_type="cpu")
-    options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
-    stages = apply_pipeline_parallel(model, mesh, inputs=("input_ids", "attention_mask"), **options).eval()
-    values: Any = (words, mask_of(words))
-    for chunk in range(3):
-        values = stages(chunk, *values)
-    wanted = model(words, attention_mask=mask_of(words)).logits
-    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
-    enter(world)
-    torch.manual_seed(world.seed)
-    model = AutoModelForMaskedLM.from_config(encoder(kind, 4)).eval()
-    words = batches(world.seed)[0]
-    mask = mask_of(words).roll(1, 1)  # padding is not only behind
+    mask = mask_of(words)
+    if kind in ("bert", "roberta"):
+        mask = mask.roll(1, 1)  # padding is not only behind
     options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
     inputs = ("input_ids", "attention_mask")
     stages = apply_pipeline_parallel(model, make_mesh(device_type="cpu"), inputs=inputs, **options).eval()
@@ -220,68 +203,46 @@ def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     assert float((sparse.logits - dense.logits).abs().max()) > 0.1  # the two losses may lie close
 
 
+def refused(model: nn.Module, words: str, mesh: Any, **options: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        apply_pipeline_parallel(model, mesh, **options)
+
+
 @on_ranks(2)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = make_mesh(pp=2, device_type="cpu")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
-    config = AutoConfig.for_model("opt", ffn_dim=16, word_embed_proj_dim=16, **sizes)
-    with pytest.raises(ValueError, match=r"OPTForCausalLM: expected a plan for pipelines .* got none"):
-        apply_pipeline_parallel(AutoModelForCausalLM.from_config(config), mesh)
-    with pytest.raises(ValueError, match=r"'bert.pooler.dense.weight' \(16, 16\) is in no part"):
-        apply_pipeline_parallel(AutoModelForPreTraining.from_config(encoder("bert", 2)), mesh)
-    config = AutoConfig.for_model(
-        "esmc", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-    )
-    with pytest.raises(ValueError, match=r"EsmcModel: expected an argument 'inputs_embeds', .* got none"):
-        apply_pipeline_parallel(AutoModelForMaskedLM.from_config(config), mesh)
+    opt = AutoConfig.for_model("opt", ffn_dim=16, word_embed_proj_dim=16, **SMALL)
+    refused(AutoModelForCausalLM.from_config(opt), r"OPTForCausalLM: expected a plan .* got none", mesh)
+    pooled = AutoModelForPreTraining.from_config(encoder("bert", 2))
+    refused(pooled, r"'bert.pooler.dense.weight' \(16, 16\) is in no part", mesh)
+    esmc = AutoModelForMaskedLM.from_config(AutoConfig.for_model("esmc", **SMALL))
+    refused(esmc, r"EsmcModel: expected an argument 'inputs_embeds', .* got none", mesh)
+    scaled = AutoConfig.for_model("granite", **SMALL, num_key_value_heads=1, embedding_multiplier=2.0)
+    changes = "GraniteForCausalLM: it changes hidden states outside of its layers"
+    refused(AutoModelForCausalLM.from_config(scaled), changes, mesh)
+    judged = AutoConfig.for_model("llama", **SMALL, num_key_value_heads=1)
+    headless = r"LlamaForSequenceClassification: expected a head for words, .* got none"
+    refused(AutoModelForSequenceClassification.from_config(judged), headless, mesh)
 
     class Renamed(BertForMaskedLM):
         """Its loss does not shift labels, which its name no longer says."""
 
-    with pytest.raises(ValueError, match="the loss of Renamed does not follow from its name"):
-        apply_pipeline_parallel(Renamed(encoder("bert", 2)), mesh)
+    refused(Renamed(encoder("bert", 2)), "the loss of Renamed does not follow from its name", mesh)
     model = llama(world.seed)
-    with pytest.raises(ValueError, match=r"LlamaModel: expected a plan for pipelines .* got none"):
-        apply_pipeline_parallel(model.model, mesh)
-    with pytest.raises(ValueError, match="split: expected a weight for each of the 4 layers, got 3"):
-        apply_pipeline_parallel(model, mesh, split=[1.0] * 3)
-    model.model.register_parameter("prefix", nn.Parameter(torch.zeros(4)))
-    with pytest.raises(ValueError, match=r"'model.prefix' \(4,\) is in no part of the plan"):
-        apply_pipeline_parallel(model, mesh)
-
-
-@on_ranks(2)
-def test_models_whose_stages_would_compute_something_else(world: World) -> None:
-    enter(world)
-    mesh = make_mesh(pp=2, device_type="cpu")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY}
-    scaled = AutoConfig.for_model("granite", **sizes, embedding_multiplier=2.0)
-    with pytest.raises(
-        ValueError, match="GraniteForCausalLM: it changes hidden states outside of its layers"
-    ):
-        apply_pipeline_parallel(AutoModelForCausalLM.from_config(scaled), mesh)
-    judged = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
-    with pytest.raises(
-        ValueError, match=r"LlamaForSequenceClassification: expected a head for words, .* got none"
-    ):
-        apply_pipeline_parallel(judged, mesh)
-    model = llama(world.seed)
-    with pytest.raises(ValueError, match=r"expected inputs without 'token_type_ids', .* got "):
-        apply_pipeline_parallel(model, mesh, inputs=("input_ids", "token_type_ids"))
-    with pytest.raises(
-        ValueError, match="'cp' of the mesh is 2, and the model's own loss needs full sequences"
-    ):
-        apply_pipeline_parallel(model, make_mesh(cp=2, device_type="cpu"))
+    refused(model.model, r"LlamaModel: expected a plan for pipelines .* got none", mesh)
+    refused(model, "a weight for each of the 4 layers, got 3", mesh, split=[1.0] * 3)
+    types = {"inputs": ("input_ids", "token_type_ids")}
+    refused(model, r"expected inputs without 'token_type_ids', .* got ", mesh, **types)
+    context = make_mesh(cp=2, device_type="cpu")
+    refused(model, "'cp' of the mesh is 2, and the model's own loss needs full sequences", context)
+    alone = make_mesh(device_type="cpu")
+    refused(llama(world.seed), "'layer_major' needs layers", alone, schedule="layer_major")
     model.config.output_router_logits = True
-    with pytest.raises(
-        ValueError,
-        match="the configuration has output_router_logits, and that loss needs the routers of all stages",
-    ):
-        apply_pipeline_parallel(model, mesh)
-    with pytest.raises(ValueError, match="'layer_major' needs layers"):
-        apply_pipeline_parallel(llama(world.seed), make_mesh(device_type="cpu"), schedule="layer_major")
+    refused(model, "output_router_logits, and that loss needs the routers of all stages", mesh)
+    model.config.output_router_logits = False
+    model.model.register_parameter("prefix", nn.Parameter(torch.zeros(4)))
+    refused(model, r"'model.prefix' \(4,\) is in no part of the plan", mesh)
 
 
 @on_ranks(1)

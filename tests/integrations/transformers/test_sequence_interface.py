@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 SPARSE = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
 
 
-@functools.cache
+@cache
 def mesh_of(dp: int, cp: int, tp: int = 1) -> DeviceMesh:
     """Made once in a process."""
     return make_mesh(dp=dp, cp=cp, tp=tp, device_type="cpu")
@@ -43,7 +42,7 @@ def mistral(seed: int, **changes: Any) -> Any:
 KINDS: dict[str, Any] = {
     "llama": llama,
     "mistral": mistral,
-    "gpt2": functools.partial(gpt2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "gpt2": partial(gpt2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
 }
 
 
@@ -69,6 +68,42 @@ def alone(reference: Any, batch: dict[str, torch.Tensor], replicas: int) -> torc
     return torch.stack([reference(**share).loss for share in shares]).mean()
 
 
+def masked(kind: str, seed: int, **changes: Any) -> Any:
+    """A model that predicts masked tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fixed = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH + 2, "pad_token_id": 0}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, embedding_size=16, **{**fixed, **sizes, **dropout, **changes})
+    return AutoModelForMaskedLM.from_config(config)
+
+
+def check_steps(
+    world: World,
+    mesh: DeviceMesh,
+    make: Any,
+    stage: int,
+    inputs: list[dict[str, torch.Tensor]],
+    **shards: Any,
+) -> None:
+    """Steps of the model that ``make`` makes, whose sequences ``mesh`` shards, are those of one process."""
+    model, reference = make(), make()
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallel(model, mesh)
+    exchange = apply_sequence_parallel(model, mesh)
+    replicas, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
+
+    def sharded_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        own = {name: each.chunk(replicas)[replica] for name, each in batch.items()}
+        return model(**shard_batch(own, mesh, **shards)).loss
+
+    losses = [
+        (partial(sharded_loss, batch=each), partial(alone, batch=each, replicas=replicas)) for each in inputs
+    ]
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
+    assert exchange.traffic.bytes_sent["sequence"] > 0
+
+
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("dp", "cp", "tp", "stage", "kind", "changes"),
@@ -85,30 +120,46 @@ def test_steps_are_those_of_one_process(
     world: World, dp: int, cp: int, tp: int, stage: int, kind: str, changes: dict[str, Any]
 ) -> None:
     enter(world)
-    mesh, sizes = mesh_of(dp, cp, tp), dict(changes)
+    sizes = dict(changes)
     padded, sparse, checkpoints = (sizes.pop(name, False) for name in ("padded", "sparse", "checkpoints"))
-    model, reference = KINDS[kind](world.seed, **sizes), KINDS[kind](world.seed, **sizes)
-    if sparse:
-        sparsify_attention(model, SPARSE)
-        sparsify_attention(reference, SPARSE)
-    if checkpoints:
-        model.gradient_checkpointing_enable()
-    if tp > 1:
-        apply_tensor_parallel(model, mesh)
-    exchange = apply_sequence_parallel(model, mesh)
-    replica = mesh["dp"].get_local_rank()
 
-    def sharded_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return model(
-            **shard_batch({name: each.chunk(dp)[replica] for name, each in batch.items()}, mesh)
-        ).loss
+    def make() -> Any:
+        model = KINDS[kind](world.seed, **sizes)
+        if sparse:
+            sparsify_attention(model, SPARSE)
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        return model
 
-    losses = [
-        (partial(sharded_loss, batch=batch), partial(alone, batch=batch, replicas=dp))
-        for batch in batches(world.seed, padded)
-    ]
-    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
-    assert exchange.traffic.bytes_sent["sequence"] > 0
+    check_steps(world, mesh_of(dp, cp, tp), make, stage, batches(world.seed, padded))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp", "stage", "kind", "padding"),
+    [
+        (1, 4, 1, 0, "bert", None),
+        (2, 2, 1, 3, "bert", None),
+        (1, 2, 2, 3, "bert", None),
+        (2, 2, 1, 2, "roberta", 1),
+        (1, 2, 2, 1, "roberta", 1),
+        (2, 2, 1, 3, "xlm-roberta", 1),
+        (2, 2, 1, 1, "camembert", 1),
+        (2, 2, 1, 1, "electra", None),
+        (2, 2, 1, 0, "modernbert", None),
+    ],
+)
+def test_masked_tokens_are_predicted_as_by_one_process(
+    world: World, dp: int, cp: int, tp: int, stage: int, kind: str, padding: int | None
+) -> None:
+    """Ranks have different numbers of labels; samples have paddings of different lengths."""
+    enter(world)
+    inputs = batches(world.seed, True)
+    for batch in inputs if padding is not None else ():
+        batch["input_ids"][batch["attention_mask"] == 0] = padding
+    make = partial(masked, kind, world.seed, **({} if padding is None else {"pad_token_id": padding}))
+    shards = {"shift_labels": False, "padding_idx": padding}
+    check_steps(world, mesh_of(dp, cp, tp), make, stage, inputs, **shards)
 
 
 @on_ranks(2)
@@ -134,59 +185,6 @@ def test_a_rank_saves_activations_of_its_shard_alone(world: World) -> None:
     # Attention keeps its output with whole sequences, what follows keeps the rank's own part of it.
     outputs = 2 * SAMPLES * LENGTH // 2 * model.config.hidden_size * 4
     assert saved_bytes[0] / 2 <= saved_bytes[1] <= saved_bytes[0] / 2 + outputs + 64, saved_bytes
-
-
-def masked(kind: str, seed: int, **changes: Any) -> Any:
-    """A model that predicts masked tokens."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fixed = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH + 2, "pad_token_id": 0}
-    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, embedding_size=16, **{**fixed, **sizes, **dropout, **changes})
-    return AutoModelForMaskedLM.from_config(config)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("dp", "cp", "tp", "stage", "kind", "padding"),
-    [
-        (1, 4, 1, 0, "bert", None),
-        (2, 2, 1, 3, "bert", None),
-        (1, 2, 2, 3, "bert", None),
-        (2, 2, 1, 2, "roberta", 1),
-        (1, 2, 2, 1, "roberta", 1),
-        (2, 2, 1, 3, "xlm-roberta", 1),
-        (2, 2, 1, 1, "camembert", 1),
-        (2, 2, 1, 1, "electra", None),
-        (2, 2, 1, 0, "modernbert", None),
-    ],
-)
-def test_masked_tokens_are_predicted_as_by_one_process(
-    world: World, dp: int, cp: int, tp: int, stage: int, kind: str, padding: int | None
-) -> None:
-    """Ranks have different numbers of labels; samples have paddings of different lengths."""
-    enter(world)
-    mesh = mesh_of(dp, cp, tp)
-    changes = {} if padding is None else {"pad_token_id": padding}
-    model, reference = masked(kind, world.seed, **changes), masked(kind, world.seed, **changes)
-    if tp > 1:
-        apply_tensor_parallel(model, mesh)
-    exchange = apply_sequence_parallel(model, mesh)
-    replica = mesh["dp"].get_local_rank()
-
-    def sharded_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        shard = {name: each.chunk(dp)[replica] for name, each in batch.items()}
-        return model(**shard_batch(shard, mesh, shift_labels=False, padding_idx=padding)).loss
-
-    inputs = batches(world.seed, True)
-    if padding is not None:
-        for batch in inputs:
-            batch["input_ids"][batch["attention_mask"] == 0] = padding
-    losses = [
-        (partial(sharded_loss, batch=batch), partial(alone, batch=batch, replicas=dp)) for batch in inputs
-    ]
-    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
-    assert exchange.traffic.bytes_sent["sequence"] > 0
 
 
 @on_ranks(2)

@@ -41,23 +41,14 @@ LENGTH = 45
 WIDE = {"hidden_size": 64, "num_attention_heads": 4}  # head dim 16
 
 
-def bert_lm() -> PreTrainedModel:
-    return BertForMaskedLM(
-        BertConfig(vocab_size=VOCABULARY, intermediate_size=48, num_hidden_layers=2, **WIDE)
-    )
+def bert_lm(**changes: Any) -> PreTrainedModel:
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 2, **WIDE}
+    return BertForMaskedLM(BertConfig(**sizes, **changes))
 
 
 def t5_encoder() -> PreTrainedModel:
-    config = T5Config(
-        d_model=64,
-        d_kv=16,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
-    return T5EncoderModel(config)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5EncoderModel(T5Config(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes))
 
 
 def bloom(**changes: Any) -> PreTrainedModel:
@@ -95,14 +86,19 @@ def seed() -> None:
     torch.manual_seed(drawn)
 
 
+def disturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """With attention that is far from even, so that it matters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
 def made(name: str) -> PreTrainedModel:
     drawn = int(torch.randint(1 << 31, ()))
     model = MAKERS[name]()
     torch.manual_seed(drawn)  # some makers set a seed of their own
-    with torch.no_grad():  # attention that is far from even, so that it matters
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
+    return disturbed(model)
 
 
 def pair(name: str, config: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -123,6 +119,23 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def assert_same_training(
+    found: PreTrainedModel, wanted: PreTrainedModel, inputs: dict[str, torch.Tensor]
+) -> None:
+    """Outputs of attended tokens and all gradients are the same."""
+    attended = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
+    weight = torch.randn(2, LENGTH, 64) * attended[..., None]
+    outputs = [model(**inputs)[0] for model in (found, wanted)]
+    for out in outputs:
+        (out * weight[..., : out.shape[2]]).sum().backward()
+    equal(outputs[0][attended], outputs[1][attended])
+    for (key, one), other in zip(wanted.named_parameters(), found.parameters(), strict=True):
+        assert one.grad is None or other.grad is not None, key
+        if one.grad is not None and other.grad is not None:
+            scale = float(one.grad.abs().max().clamp(min=1.0))
+            equal(other.grad / scale, one.grad / scale)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 def test_dense_layout_is_the_original(name: str, padding: str) -> None:
@@ -131,19 +144,16 @@ def test_dense_layout_is_the_original(name: str, padding: str) -> None:
     inputs = batch(left=padding == "left")
     if padding == "none":
         del inputs["attention_mask"]
-    attended = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
-    weight = torch.randn(2, LENGTH, 64) * attended[..., None]
-    logits = []
-    for model in (original, swapped):
-        out = model(**inputs)[0]
-        (out * weight).sum().backward()
-        logits.append(out.detach()[attended])
-    equal(logits[1], logits[0])
-    for (key, wanted), found in zip(original.named_parameters(), swapped.parameters(), strict=True):
-        assert wanted.grad is None or found.grad is not None, key
-        if wanted.grad is not None and found.grad is not None:
-            scale = float(wanted.grad.abs().max().clamp(min=1.0))
-            equal(found.grad / scale, wanted.grad / scale)
+    assert_same_training(swapped, original, inputs)
+
+
+def not_reached_from(token: int, model: PreTrainedModel) -> torch.Tensor:
+    """Places of outputs that do not change with the token at that place, in all samples: [LENGTH]."""
+    ids = batch()["input_ids"]
+    other = ids.clone()
+    other[:, token] = (ids[:, token] + 5) % VOCABULARY
+    with torch.no_grad():
+        return (model(input_ids=ids)[0] == model(input_ids=other)[0]).all(dim=2)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -152,14 +162,22 @@ def test_a_sparse_layout_changes_what_it_leaves_out(name: str) -> None:
     layout = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 1}
     model = made(name)
     sparsify_attention(model, layout | {"attention": "bidirectional"})
-    ids = batch()["input_ids"]
-    other = ids.clone()
-    other[:, 3] = (ids[:, 3] + 5) % VOCABULARY
-    with torch.no_grad():
-        same = (model(input_ids=ids)[0] == model(input_ids=other)[0]).all(dim=2)
+    same = not_reached_from(3, model)
     assert bool(same[:, 16:].all())
     assert not bool(same[:, 4:16].any())
     assert bool(same[:, :3].all()) == (name in CAUSAL)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("asked", [{}, {"attention": "unidirectional"}])
+def test_a_window_hides_later_tokens_if_the_model_does_or_the_policy_says(
+    name: str, asked: dict[str, str]
+) -> None:
+    model = made(name)
+    sparsify_attention(
+        model, {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3, **asked}
+    )
+    assert bool(not_reached_from(20, model)[:, :20].all()) == (name in CAUSAL or bool(asked))
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -193,15 +211,15 @@ def test_steps_with_a_cache_equal_the_full_logits() -> None:
     equal(torch.cat(chunks, dim=1), full)
 
 
-def test_masks_of_length_squared_are_accepted_but_not_made() -> None:
+def test_masks_of_length_squared_are_accepted_if_they_are_boolean() -> None:
     original, swapped = pair("bert", {"mode": "dense"})
     ids = batch()["input_ids"]
-    allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
-    allowed |= torch.eye(LENGTH, dtype=torch.bool)
-    equal(
-        swapped(input_ids=ids, attention_mask=allowed)[0],
-        original(input_ids=ids, attention_mask=allowed)[0],
-    )
+    allowed = (torch.rand(2, 1, LENGTH, LENGTH) < 0.7) | torch.eye(LENGTH, dtype=torch.bool)
+    wanted = original(input_ids=ids, attention_mask=allowed)[0]
+    equal(swapped(input_ids=ids, attention_mask=allowed)[0], wanted)
+    words = r"attention_mask: .* got torch.int64 of shape \(2, 1, 45, 45\).* Pass attention_mask.bool\(\)"
+    with pytest.raises(TypeError, match=words):
+        swapped(input_ids=ids, attention_mask=allowed.long())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -214,18 +232,7 @@ def test_flex_attention_computes_the_same(name: str, monkeypatch: pytest.MonkeyP
     layout = {"mode": "bigbird", "block": 16}
     sparsify_attention(kernel, layout)
     assert sparsify_attention(flex, layout, backend="flex").backend == "flex"
-    inputs = batch()
-    attended = inputs["attention_mask"].bool()
-    weight = torch.randn(2, LENGTH, 64) * attended[..., None]
-    outs = [model(**inputs)[0] for model in (kernel, flex)]
-    for out in outs:
-        (out * weight[..., : out.shape[2]]).sum().backward()
-    equal(outs[1][attended], outs[0][attended])
-    for (key, wanted), found in zip(kernel.named_parameters(), flex.parameters(), strict=True):
-        assert (wanted.grad is None) == (found.grad is None), key
-        if wanted.grad is not None and found.grad is not None:
-            scale = float(wanted.grad.abs().max().clamp(min=1.0))
-            equal(found.grad / scale, wanted.grad / scale)
+    assert_same_training(flex, kernel, batch())
 
 
 def test_what_flex_attention_cannot_do_is_refused() -> None:
@@ -289,17 +296,9 @@ def test_what_cannot_be_sparse_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "roberta"])
 def test_positions_for_longer_sequences(name: str) -> None:
-    if name == "roberta":
-        config = RobertaConfig(
-            vocab_size=VOCABULARY,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            max_position_embeddings=34,
-            **WIDE,
-        )
-        model: PreTrainedModel = RobertaModel(config).eval()
-    else:
-        model = made(name)
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 1, **WIDE}
+    roberta = RobertaConfig(max_position_embeddings=34, **sizes)
+    model: PreTrainedModel = RobertaModel(roberta).eval() if name == "roberta" else made(name)
     short = 32 if name == "roberta" else model.config.max_position_embeddings
     ids = torch.randint(3, VOCABULARY, (1, short))
     before = model(input_ids=ids)[0]
@@ -398,16 +397,16 @@ def test_dropout_of_the_weights_is_the_models(name: str) -> None:
     """Of the model's probability, in training alone; torch's generator repeats it."""
     probability = 0.25
     no_other = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": probability}
-    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 2, **WIDE}
-    model = {
-        "bert": lambda: BertForMaskedLM(BertConfig(**sizes, **no_other)),
-        "gpt2": lambda: gpt2(0, n_embd=64, n_positions=64, attn_pdrop=0.25, resid_pdrop=0.0, embd_pdrop=0.0),
-        "llama": lambda: llama(0, **WIDE, attention_dropout=probability),
-        "bloom": lambda: bloom(attention_dropout=probability),
-    }[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model = disturbed(
+        {
+            "bert": lambda: bert_lm(**no_other),
+            "gpt2": lambda: gpt2(
+                0, n_embd=64, n_positions=64, attn_pdrop=0.25, resid_pdrop=0.0, embd_pdrop=0.0
+            ),
+            "llama": lambda: llama(0, **WIDE, attention_dropout=probability),
+            "bloom": lambda: bloom(attention_dropout=probability),
+        }[name]()
+    )
     sparse = sparsify_attention(model, FIXED)
     dropout_seen = []
     sparse.register_forward_pre_hook(
@@ -427,30 +426,3 @@ def test_dropout_of_the_weights_is_the_models(name: str) -> None:
     assert torch.equal(first, again)
     for one, two in ((first, plain), (first, other)):
         assert not torch.allclose(one, two, rtol=1e-3, atol=1e-3)
-
-
-def test_masks_of_integers_are_refused_with_what_to_do() -> None:
-    original, swapped = pair("bert", {"mode": "dense"})
-    ids = batch()["input_ids"]
-    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.8).long()
-    words = r"attention_mask: .* got torch.int64 of shape \(2, 1, 45, 45\).* Pass attention_mask.bool\(\)"
-    with pytest.raises(TypeError, match=words):
-        swapped(input_ids=ids, attention_mask=mask)
-    wanted = original(input_ids=ids, attention_mask=mask.bool())[0]
-    equal(swapped(input_ids=ids, attention_mask=mask.bool())[0], wanted)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("asked", [None, "unidirectional"])
-def test_a_window_hides_later_tokens_if_the_model_does_or_the_policy_says(
-    name: str, asked: str | None
-) -> None:
-    model = made(name)
-    window = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
-    sparsify_attention(model, window if asked is None else window | {"attention": asked})
-    ids = batch()["input_ids"]
-    other = ids.clone()
-    other[:, 20] = (ids[:, 20] + 5) % VOCABULARY
-    with torch.no_grad():
-        same = (model(input_ids=ids)[0] == model(input_ids=other)[0]).all(dim=2)
-    assert bool(same[:, :20].all()) == (name in CAUSAL or asked is not None)

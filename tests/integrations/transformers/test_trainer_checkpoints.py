@@ -18,6 +18,7 @@ from tests.integrations.transformers.models import (
     arguments,
     column,
     enter,
+    fitted,
     largest_difference,
     llama,
     reloaded,
@@ -95,8 +96,7 @@ def test_what_is_saved_is_read_by_transformers_alone(world: World) -> None:
         for name, make in MODELS.items():
             model = make(world.seed, **({"tie_word_embeddings": True} if name == "llama" else {}))
             data = Sentences(24, world.seed, labels=3 if name == "bert" else None)
-            trainer = ZeroTrainer(model=model, args=arguments(folder, max_steps=3), train_dataset=data)
-            trainer.train()
+            trainer = fitted(ZeroTrainer, model, folder, data, max_steps=3)
             trainer.save_model(str(folder / name))
             model.save_pretrained(folder / f"{name}-direct", max_shard_size="20KB")
             world.barrier()
@@ -154,9 +154,11 @@ def test_a_checkpoint_of_weights_alone_loads_weights_alone(world: World) -> None
     enter(world)
     data = Sentences(24, world.seed)
     with shared_folder(world) as folder:
-        args = arguments(folder, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=True)
-        model = llama(world.seed)
-        ZeroTrainer(model=model, args=args, train_dataset=data).train()
+        model, saving = (
+            llama(world.seed),
+            {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
+        )
+        fitted(ZeroTrainer, model, folder, data, max_steps=4, **saving)
         again = llama(world.seed + 1)
         args = arguments(folder, max_steps=6, learning_rate=0.0)
         trainer = ZeroTrainer(model=again, args=args, train_dataset=data)
@@ -177,8 +179,7 @@ def test_a_foreign_or_damaged_checkpoint_is_refused_before_anything_changes(worl
             ("weights", ZeroTrainer, True),
             ("plain", Trainer, False),
         ):
-            args = arguments(folder / name, save_only_model=only, **settings)
-            kind(model=llama(world.seed), args=args, train_dataset=data).train()
+            fitted(kind, llama(world.seed), folder / name, data, save_only_model=only, **settings)
         if world.rank == 0:
             spoil(folder)
         world.barrier()

@@ -25,28 +25,15 @@ DEEPSPEED: dict[str, Any] = {
 
 
 def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path,
-        gradient_accumulation_steps=4,
-        max_grad_norm=0.3,
-        bf16=True,
-        learning_rate=0.02,
-        weight_decay=0.3,
-        adam_epsilon=1e-7,
-    )
+    settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3, "bf16": True, "learning_rate": 0.02}
+    args = arguments(tmp_path, **settings, weight_decay=0.3, adam_epsilon=1e-7)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"stage": 1, "optimizer": {"type": "AdamW"}}))
     deepspeed = tmp_path / "deepspeed.json"
     deepspeed.write_text(json.dumps({**DEEPSPEED, "bf16": {"enabled": "auto"}}))
     typed = ZeroConfig.from_mapping({"stage": 1, "optimizer": {"type": "AdamW"}})
-    for source, stage in (
-        (None, 3),
-        ({"stage": 0}, 0),
-        (typed, 1),
-        (path, 1),
-        (str(deepspeed), 2),
-        (DEEPSPEED, 2),
-    ):
+    sources = {3: (None,), 0: ({"stage": 0},), 1: (typed, path), 2: (str(deepspeed), DEEPSPEED)}
+    for stage, source in ((stage, each) for stage, several in sources.items() for each in several):
         config, _ = resolve_settings(source, args, None)
         assert config.stage == stage and config.gradient_clipping == 0.3
         assert config.precision.dtype == "bf16"
@@ -64,53 +51,39 @@ def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
     assert load_settings(str(path)).stage == 1
 
 
+def section(name: str, kind: str, **params: Any) -> dict[str, Any]:
+    return {name: {"type": kind, "params": params}}
+
+
+BF16, STAGE_1, STEPS = {"bf16": True}, {"zero_optimization": {"stage": 1}}, "gradient_accumulation_steps"
+WARM = section("scheduler", "WarmupLR", warmup_num_steps=7)
 CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ({"gradient_clipping": 0.5}, {}, ("gradient_clipping", "0.5", "max_grad_norm = 1.0")),
     ({"batch": {"micro_batch_size": 3}}, {}, ("micro_batch_size", "3", "per_device_train_batch_size = 2")),
     ({"batch": {"train_batch_size": 16}}, {}, ("train_batch_size", "16", "ranks = 2")),
-    (
-        {"batch": {"gradient_accumulation_steps": 4}},
-        {"gradient_accumulation_steps": 2},
-        ("gradient_accumulation_steps", "4", "= 2"),
-    ),
-    ({"precision": {"dtype": "fp16"}}, {"bf16": True}, ("precision.dtype", "'fp16'", "bf16 = True")),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
-        {},
-        ("optimizer.params.lr", "1.0", "learning_rate = 0.005"),
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
-        {"warmup_steps": 3},
-        ("warmup_num_steps", "7", "warmup_steps = 3"),
-    ),
+    ({"batch": {STEPS: 4}}, {STEPS: 2}, (STEPS, "4", "= 2")),
+    ({"precision": {"dtype": "fp16"}}, BF16, ("precision.dtype", "'fp16'", "bf16 = True")),
+    (section("optimizer", "AdamW", lr=1.0), {}, ("optimizer.params.lr", "1.0", "learning_rate = 0.005")),
+    (WARM, {"warmup_steps": 3}, ("warmup_num_steps", "7", "warmup_steps = 3")),
     ({"checkpoint": {"async_save": True}}, {}, ("checkpoint.async_save", "older checkpoints")),
     ({"checkpoint": {"keep_last": 2}}, {}, ("checkpoint.keep_last", "save_total_limit")),
     ({"stage": 4}, {}, ("stage", "4")),
     ({"stages": 3}, {}, ("stages", "stage")),
     ({**DEEPSPEED, "gradient_clipping": 0.5}, {}, ("gradient_clipping", "0.5", "max_grad_norm = 1.0")),
     ({**DEEPSPEED, "train_batch_size": 4}, {}, ("train_batch_size", "4", "= 2")),
-    ({**DEEPSPEED, "bf16": {"enabled": False}}, {"bf16": True}, ("bf16.enabled", "False", "bf16 = True")),
-    ({**DEEPSPEED, "fp16": {"enabled": True}}, {"bf16": True}, ("fp16.enabled", "True", "bf16 = True")),
+    ({**DEEPSPEED, "bf16": {"enabled": False}}, BF16, ("bf16.enabled", "False", "bf16 = True")),
+    ({**DEEPSPEED, "fp16": {"enabled": True}}, BF16, ("fp16.enabled", "True", "bf16 = True")),
+    (STAGE_1 | section("optimizer", "Adam", betas=[0.8, 0.9]), {}, ("betas", "[0.8, 0.9]", "[0.9, 0.999]")),
     (
-        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}},
-        {},
-        ("betas", "[0.8, 0.9]", "[0.9, 0.999]"),
-    ),
-    (
-        {**DEEPSPEED, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}},
+        DEEPSPEED | section("scheduler", "WarmupDecayLR", total_num_steps=50),
         {},
         ("total_num_steps", "50", "training steps = 10"),
     ),
     ({**DEEPSPEED, "zero_optimization": {"stage": 2, "stag": 3}}, {}, ("zero_optimization.stag",)),
     ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "unsupported")),
+    ({"optimizer": {"type": "AdamW"}}, {"optim": "sgd"}, ("optimizer.type", "'AdamW'", "optim = 'sgd'")),
     (
-        {"optimizer": {"type": "AdamW"}},
-        {"optim": "sgd"},
-        ("optimizer.type", "'AdamW'", "optim = 'sgd'"),
-    ),
-    (
-        {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}},
+        DEEPSPEED | section("scheduler", "WarmupLR"),
         {"lr_scheduler_type": "cosine"},
         ("scheduler.type", "'WarmupLR'", "lr_scheduler_type = 'cosine'"),
     ),
@@ -119,21 +92,21 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (
         {"stage": 3, "gradient_clipping": "auto"},
         {},
-        ("gradient_clipping: expected a value, got 'auto'", "Leave the key out"),
+        ("gradient_clipping: expected a value", "Leave the key out"),
     ),
     (
         {"zero_optimization": {"stage": "auto"}},
         {},
-        ("zero_optimization.stage: expected a value, got 'auto'", "Write a value"),
+        ("zero_optimization.stage: expected a value", "Write a value"),
     ),
     (
-        {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
+        DEEPSPEED | section("optimizer", "SGD", momentum="auto"),
         {},
-        ("optimizer.params.momentum: expected a value, got 'auto'", "Write a value"),
+        ("momentum: expected a value", "Write a value"),
     ),
     ({"stag": 3}, {}, ("stag: unknown key. Did you mean stage?",)),
     # What only the optimizer's class can refuse is refused as early.
-    ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, {}, ("optimizer.params.lrr", "AdamW has no")),
+    (section("optimizer", "AdamW", lrr=1), {}, ("optimizer.params.lrr", "AdamW has no")),
 ]
 
 

@@ -14,6 +14,7 @@ from tests.integrations.transformers.models import (
     arguments,
     column,
     enter,
+    fitted,
     gpt2,
     largest_difference,
     llama,
@@ -43,6 +44,13 @@ def with_storage(config: dict[str, Any], path: Any) -> dict[str, Any]:
     return {**config, "offload": {**tiers, "nvme_paths": [str(path)]}}
 
 
+def assert_alike(trainer: Any, plain: Any, name: str) -> None:
+    """Losses, norms and rates of the steps are those of the plain trainer."""
+    assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5, name
+    assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-4, name
+    assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+
+
 @on_ranks(2)
 def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World) -> None:
     enter(world)
@@ -50,22 +58,13 @@ def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World
     data = Sentences(90, world.seed)
     with shared_folder(world) as folder:
         made = gpt2(world.seed)  # it has dropout: random numbers must be drawn alike
-        plain = Trainer(model=made, args=arguments(folder, **settings), train_dataset=data)
-        plain.train()
-        wanted, norms = column(plain, "loss"), column(plain, "grad_norm")
+        plain = fitted(Trainer, made, folder, data, **settings)
+        wanted = column(plain, "loss")
         assert len(wanted) == 50 and sum(wanted[-10:]) < sum(wanted[:10])
         for name, config in CASES.items():
             model = gpt2(world.seed)
-            trainer = ZeroTrainer(
-                model=model,
-                args=arguments(folder, **settings),
-                train_dataset=data,
-                zero_config=with_storage(config, folder),
-            )
-            trainer.train()
-            assert largest_difference(column(trainer, "loss"), wanted) < 1e-5, name
-            assert largest_difference(column(trainer, "grad_norm"), norms) < 1e-4, name
-            assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+            trainer = fitted(ZeroTrainer, model, folder, data, with_storage(config, folder), **settings)
+            assert_alike(trainer, plain, name)
             assert distance(zero_ext.full_state_dict(model), made.state_dict()) < 1e-4, name
 
 
@@ -83,26 +82,17 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_combined(wor
         "warmup_steps": 2,
     }
     data = Sentences(44, world.seed)  # 11 micro-batches an epoch: its last step has two
+    moved = {"tier": "host", "min_offload_bytes": 0}
+    cases = {name: config for name, config in CASES.items() if "offload" not in config}
+    cases["in backward"] = {"stage": 3, "offload": {**HOST, "update_mode": "in_backward"}}
+    cases["checkpoints on the host"] = {"stage": 3, "activation_checkpointing": moved}
     with shared_folder(world) as folder:
-        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
-        plain.train()
-        cases = {**CASES, "in backward": {"stage": 3, "offload": {**HOST, "update_mode": "in_backward"}}}
-        del cases["host"], cases["nvme"]
-        moved = {"tier": "host", "min_offload_bytes": 0}
-        cases["checkpoints on the host"] = {"stage": 3, "activation_checkpointing": moved}
+        plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
+        assert len(column(plain, "loss")) == 8
+        assert max(column(plain, "grad_norm")) > 0.7  # and so was clipped
         for name, config in cases.items():
-            trainer = ZeroTrainer(
-                model=llama(world.seed),
-                args=arguments(folder, **settings),
-                train_dataset=data,
-                zero_config=config,
-            )
-            trainer.train()
-            assert len(column(trainer, "loss")) == 8
-            assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5, name
-            assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-4, name
-            assert max(column(plain, "grad_norm")) > 0.7  # and so was clipped
-            assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+            trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, config, **settings)
+            assert_alike(trainer, plain, name)
             assert trainer.zero_config.gradient_clipping == 0.7
             held = engine_of(trainer.model).checkpointing.allocated_bytes()["host"]
             assert (held > 0) == ("activation_checkpointing" in config)
@@ -114,10 +104,9 @@ def test_without_clipping_the_norm_is_logged_all_the_same(world: World) -> None:
     settings = {"max_steps": 3, "max_grad_norm": 0.0}
     data = Sentences(24, world.seed)
     with shared_folder(world) as folder:
-        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
-        trainer = ZeroTrainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
-        plain.train()
-        trainer.train()
+        plain, trainer = (
+            fitted(kind, llama(world.seed), folder, data, **settings) for kind in (Trainer, ZeroTrainer)
+        )
     assert trainer.zero_config.gradient_clipping == 0 and trainer.zero_config.stage == 3
     assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-5
 
@@ -127,45 +116,29 @@ def test_half_precision_has_master_weights_and_loss_scaling(world: World) -> Non
     enter(world)
     data = Sentences(40, world.seed)
     with shared_folder(world) as folder:
-        exact = Trainer(model=llama(world.seed), args=arguments(folder, max_steps=12), train_dataset=data)
-        exact.train()
-        wanted = column(exact, "loss")
-        for dtype in ("bf16", "fp16"):
+        wanted = column(fitted(Trainer, llama(world.seed), folder, data, max_steps=12), "loss")
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             found = {}
             for stage in (1, 3):
                 model = llama(world.seed)
-                trainer = ZeroTrainer(
-                    model=model,
-                    args=arguments(folder, max_steps=12, **{dtype: True}),
-                    train_dataset=data,
-                    zero_config={"stage": stage},
-                )
-                trainer.train()
+                run = {"max_steps": 12, name: True}
+                trainer = fitted(ZeroTrainer, model, folder, data, {"stage": stage}, **run)
                 found[stage] = column(trainer, "loss")
-                assert trainer.zero_config.precision.dtype == dtype
-                assert (
-                    next(model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-                )
+                assert trainer.zero_config.precision.dtype == name
+                assert next(model.parameters()).dtype == dtype
             assert found[1] == found[3]
-            assert largest_difference(found[3], wanted) < 0.03, dtype
+            assert largest_difference(found[3], wanted) < 0.03, name
 
 
 @on_ranks(2)
 def test_a_step_that_overflows_leaves_the_schedule_where_it_is(world: World) -> None:
     enter(world)
-    data = Sentences(40, world.seed)
+    config = {"stage": 2, "loss_scale": {"initial_power": 40, "hysteresis": 1}}
     with shared_folder(world) as folder:
-        trainer = ZeroTrainer(
-            model=llama(world.seed),
-            args=arguments(folder, max_steps=6, fp16=True),
-            train_dataset=data,
-            zero_config={"stage": 2, "loss_scale": {"initial_power": 40, "hysteresis": 1}},
-        )
-        trainer.train()
-    rates = column(trainer, "learning_rate")
-    skipped = engine_of(trainer.model).skipped_steps
-    assert skipped == 6  # of 2**40 no gradient is finite, nor of 2**35
-    assert len(set(rates)) == 1
+        data = Sentences(40, world.seed)
+        trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, config, max_steps=6, fp16=True)
+    assert engine_of(trainer.model).skipped_steps == 6  # of 2**40 no gradient is finite, nor of 2**35
+    assert len(set(column(trainer, "learning_rate"))) == 1
 
 
 @on_ranks(2)
@@ -195,13 +168,8 @@ def test_the_mixin_goes_before_any_trainer_and_train_goes_on(world: World) -> No
         assert second.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate(**held_out)["eval_loss"])
         with pytest.raises(RuntimeError, match="by another trainer"):
             second.train()
-        third = ZeroTrainer(
-            model=model,
-            args=arguments(folder, max_steps=1),
-            train_dataset=data,
-            optimizers=(trainer.optimizer, None),
-        )
-        third.train()
+        both = (trainer.optimizer, None)
+        ZeroTrainer(model=model, args=args, train_dataset=data, optimizers=both).train()
         assert engine_of(model).steps == 7
 
 
@@ -215,12 +183,8 @@ def test_the_users_optimizer_and_schedule_are_used(world: World) -> None:
             model = llama(world.seed)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-            trainer = kind(
-                model=model,
-                args=arguments(folder, max_steps=5),
-                train_dataset=data,
-                optimizers=(optimizer, schedule),
-            )
+            args, both = arguments(folder, max_steps=5), (optimizer, schedule)
+            trainer = kind(model=model, args=args, train_dataset=data, optimizers=both)
             trainer.train()
             curves.append((column(trainer, "loss"), column(trainer, "learning_rate")))
     assert largest_difference(curves[1][0], curves[0][0]) < 1e-6 and curves[1][1] == curves[0][1]
@@ -230,45 +194,28 @@ def test_the_users_optimizer_and_schedule_are_used(world: World) -> None:
 @on_ranks(2)
 def test_a_deepspeed_json_with_auto_values_trains_like_its_arguments(world: World) -> None:
     enter(world)
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    adam = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     json = {
         "fp16": {"enabled": "auto", "loss_scale": 0},
         "bf16": {"enabled": "auto"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "total_num_steps": "auto",
-                "warmup_type": "linear",
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
             "overlap_comm": True,
             "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
+            **{f"stage3_{name}": "auto" for name in ("prefetch_bucket_size", "param_persistence_threshold")},
         },
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
+        **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"), "auto"),
         "train_micro_batch_size_per_gpu": "auto",
     }
     data = Sentences(40, world.seed)
     settings = {"max_steps": 8, "weight_decay": 0.1, "warmup_steps": 3, "adam_beta2": 0.95}
     with shared_folder(world) as folder:
-        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
-        plain.train()
-        trainer = ZeroTrainer(
-            model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data, zero_config=json
-        )
-        trainer.train()
+        plain = fitted(Trainer, llama(world.seed), folder, data, **settings)
+        trainer = fitted(ZeroTrainer, llama(world.seed), folder, data, json, **settings)
     config = trainer.zero_config
     assert config.stage == 3 and config.offload.optimizer == "host" and config.precision.dtype == "keep"
     assert config.batch.train_batch_size == 4 and config.gradient_clipping == 1.0

@@ -1,17 +1,6 @@
-"""Ranks that share the packages of these tests."""
+"""Ranks that share the packages of these tests: a Trainer takes all ranks of the default group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
+from tests.integrations.rank_pools import pool_fixture
 from tests.multi.pool import RankPool
 
-
-@pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    """Replaces the pool of the other tests: a Trainer takes all ranks of the default group."""
-    pool = RankPool(2, preload=("trl", "tests.integrations.trl.data"))
-    yield pool
-    pool.close()
+rank_pool = pool_fixture(lambda: RankPool(2, preload=("trl", "tests.integrations.trl.data")))

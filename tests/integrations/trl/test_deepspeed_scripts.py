@@ -11,7 +11,8 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from tests.integrations.deepspeed.test_scripts import found_in, under_import_alias, under_real
+from tests.integrations.deepspeed.test_scripts import under_import_alias, under_real
+from tests.integrations.launch import found_in
 from tests.integrations.trl.data import preferences, sentences, tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainers.py"
@@ -51,15 +52,8 @@ def inputs_in(folder: Path) -> Path:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
     """What each implementation computed, case by case; each was started once."""
     results = {}
-    environment = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name, run, cases in (
-        ("real", under_real, CASES),
-        ("ours", under_import_alias, (*CASES, UNGATHERED)),
-    ):
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    for name, run, cases in (("real", under_real, CASES), ("ours", under_import_alias, (*CASES, UNGATHERED))):
         folder = tmp_path_factory.mktemp(name)
         start = inputs_in(folder / "start")
         run(str(SCRIPT), start, folder, *cases, **environment)

@@ -45,59 +45,50 @@ def zero(stage: int, folder: Path, nvme: bool = False) -> dict[str, Any]:
     return {"stage": stage, "units": {"persistence_threshold": 0}, **offload}
 
 
-@on_ranks(2)
-def test_supervised_fine_tuning_has_the_curve_of_trl(world: World) -> None:
-    enter(world)
-    data, words = sentences(60, world.seed), tokenizer()
-    with shared_folder(world) as folder:
-        for peft_config in (None, lora(lora_dropout=0.1)):
-            curves = []
-            for config in (None, zero(3, folder), zero(3, folder, nvme=True), zero(2, folder)):
-                kind: Any = SFTTrainer if config is None else ZeroSFTTrainer
-                torch.manual_seed(world.seed)
-                trainer = kind(
-                    model=base(world.seed),
-                    args=SFTConfig(**settings(folder, seed=3)),
-                    train_dataset=data,
-                    processing_class=words,
-                    peft_config=peft_config,
-                    **({} if config is None else {"zero_config": config}),
-                )
-                trainer.train()
-                curves.append(column(trainer, "loss"))
-                assert len(curves[-1]) == 6
-            for curve in curves[1:]:
-                assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, ZeroSFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, ZeroDPOTrainer, DPOConfig),
+}
 
 
 @on_ranks(2)
-def test_preferences_have_the_curve_of_trl(world: World) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_losses_are_those_of_trl(world: World, kind: str, adapted: bool) -> None:
     enter(world)
-    data, words = preferences(40, world.seed), tokenizer()
+    (plain, ours, settings_of), words = KINDS[kind], tokenizer()
+    data = sentences(60, world.seed) if kind == "sft" else preferences(40, world.seed)
+    adapters = {"sft": {"lora_dropout": 0.1}, "dpo": {}}[kind]
+    curves = []
     with shared_folder(world) as folder:
-        for peft_config in (None, lora()):
-            curves = []
-            for config in (None, zero(3, folder), zero(3, folder, nvme=True)):
-                kind: Any = DPOTrainer if config is None else ZeroDPOTrainer
-                torch.manual_seed(world.seed)
-                trainer = kind(
-                    model=base(world.seed),
-                    ref_model=base(world.seed + 1) if peft_config is None else None,
-                    args=DPOConfig(**settings(folder, seed=3)),
-                    train_dataset=data,
-                    processing_class=words,
-                    peft_config=peft_config,
-                    **({} if config is None else {"zero_config": config}),
-                )
-                trainer.train()
-                curves.append(column(trainer, "loss"))
-                if config is not None and peft_config is None:
-                    assert engine_of(trainer.ref_model).optimizer_step.stepper is None
-                    tier = config.get("offload", {}).get("params", "device")
-                    assert {unit.storage.tier for unit in engine_of(trainer.ref_model).units} == {tier}
-            assert min(curves[0]) != max(curves[0])
-            for curve in curves[1:]:
-                assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
+        configs = [
+            None,
+            zero(3, folder),
+            zero(3, folder, nvme=True),
+            *([zero(2, folder)] if kind == "sft" else []),
+        ]
+        for config in configs:
+            torch.manual_seed(world.seed)
+            more: dict[str, Any] = {} if config is None else {"zero_config": config}
+            if kind == "dpo":
+                more["ref_model"] = None if adapted else base(world.seed + 1)
+            trainer = (plain if config is None else ours)(
+                model=base(world.seed),
+                args=settings_of(**settings(folder, seed=3)),
+                train_dataset=data,
+                processing_class=words,
+                peft_config=lora(**adapters) if adapted else None,
+                **more,
+            )
+            trainer.train()
+            curves.append(column(trainer, "loss"))
+            if config is not None and more.get("ref_model") is not None:
+                assert engine_of(trainer.ref_model).optimizer_step.stepper is None
+                tier = config.get("offload", {}).get("params", "device")
+                assert {unit.storage.tier for unit in engine_of(trainer.ref_model).units} == {tier}
+    assert len(curves[0]) == 6 and min(curves[0]) != max(curves[0])
+    for curve in curves[1:]:
+        assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
 
 
 @on_ranks(2)

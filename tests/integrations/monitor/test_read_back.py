@@ -1,4 +1,4 @@
-"""An offline run of Weights & Biases, read from its file."""
+"""Runs read back: an offline one of Weights & Biases, and event files as TensorBoard itself reads them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from wandb.proto import wandb_internal_pb2
 
@@ -57,6 +58,22 @@ def records_of(path: Path) -> list[Any]:
         time.sleep(0.05)
 
 
+def trained(model: nn.Module, optimizer: Any, config: dict[str, Any], steps: int) -> list[float]:
+    """The losses of some steps, whose monitor is closed."""
+    prepared, optimizer = zero_ext.prepare(model, optimizer, config)
+    losses = []
+    for _ in range(steps):
+        loss = prepared(torch.randn(2, 3)).square().mean()
+        losses.append(loss.item())
+        prepared.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor = monitor_of(prepared)
+    assert monitor is not None
+    monitor.close()
+    return losses
+
+
 def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     model = nn.Linear(3, 1)
@@ -68,17 +85,7 @@ def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "wandb": {"project": "tests", "group": "ours", "name": "first", "mode": "offline"},
         },
     }
-    prepared, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), settings)
-    losses = []
-    for _ in range(3):
-        loss = prepared(torch.randn(2, 3)).square().mean()
-        losses.append(loss.item())
-        prepared.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    monitor = monitor_of(prepared)
-    assert monitor is not None
-    monitor.close()
+    losses = trained(model, torch.optim.SGD(model.parameters(), lr=0.5), settings, 3)
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     found = records_of(path)
     (run,) = [record.run for record in found if record.HasField("run")]
@@ -93,3 +100,20 @@ def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == losses
     assert all(row["lr"] == 0.5 and row["time/step"] > 0 and "grad_norm" not in row for row in rows)
+
+
+def test_event_files_read_back(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    groups = [{"params": model[0].parameters(), "lr": 0.25}, {"params": model[1].parameters(), "lr": 0.5}]
+    monitor = {"jsonl": False, "tensorboard": str(tmp_path / "board")}
+    config = {"gradient_clipping": 1e-9, "monitor": monitor}
+    losses = trained(model, torch.optim.SGD(groups, lr=0.1), config, 4)
+    found = EventAccumulator(str(tmp_path / "board"))
+    found.Reload()
+    tags = set(found.Tags()["scalars"])
+    assert {"loss", "grad_norm", "lr/0", "lr/1", "seconds", "time/forward", "memory/device"} <= tags
+    assert "step" not in tags and "lr" not in tags
+    scalars = found.Scalars("loss")
+    assert [event.step for event in scalars] == [1, 2, 3, 4]
+    assert [event.value for event in scalars] == losses
+    assert [event.value for event in found.Scalars("lr/1")] == [0.5] * 4
