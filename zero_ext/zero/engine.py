@@ -115,11 +115,8 @@ class Engine(Ending):
         self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self._passed), *events)
         check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
-        self.index = {
-            parameter: (unit, number)
-            for unit in self.units
-            for number, parameter in enumerate(unit.parameters)
-        }
+        pairs = ((unit, pair) for unit in self.units for pair in enumerate(unit.parameters))
+        self.index = {parameter: (unit, number) for unit, (number, parameter) in pairs}
         # Factors of clipping by calls wait for the step, unless it has a norm or other stages other factors.
         shown = config.gradient_clipping or scales_loss or collectives.model is not None
         defers = not shown and config.offload.update_mode != "in_backward"

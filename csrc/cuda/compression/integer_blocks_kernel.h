@@ -66,7 +66,12 @@ template <int Bits, bool kIsOne = false, int kAtOnce = 1>
 struct IntegerSum {
   using Words = IntegerWords<Bits>;
   using RunWords = typename Words::template Fragment<std::uint32_t>;
-  static constexpr int kMinBlocks = Bits == 4 ? 3 : 2;  // without spilled registers
+  static constexpr int kMinBlocks = 2;  // without spilled registers
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kLoadsAtOnce = 1;  // as two spill registers there
+#else
+  static constexpr int kLoadsAtOnce = kAtOnce;
+#endif
   static constexpr std::uint32_t kMask = (1U << Bits) - 1;
   static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // payloads whose scales lanes have
 
@@ -150,7 +155,7 @@ struct IntegerSum {
     for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * stride_words) {
       const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
       const LaneScales by = scales_of<kIsSymmetric>(scales, stride_words, last);
-      ZERO_EXT_UNROLL_LOADS_BY(kAtOnce)
+      ZERO_EXT_UNROLL_LOADS_BY(kLoadsAtOnce)
       for (int m = 0; m < last; ++m, words += stride_words) {
         const RunWords own = load_run<kIsWide>(words);
         const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
