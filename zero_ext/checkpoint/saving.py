@@ -252,7 +252,7 @@ class SaveJob:
         if self.consensus.rank != 0:
             return
         self.filesystem.make_directory(self.directory.root)
-        # Half the time: the other ranks are waiting for this one, and must live to hear that it gave up.
+        # Half the time: the other ranks wait for this one, and must not time out before it reports.
         held.enter_context(self.directory.locked(self.timeout_seconds / 2))
         held.enter_context(self._discarded_after_error())
         self.directory.clean(self.filesystem)
@@ -300,7 +300,7 @@ class SaveJob:
         try:
             yield
         except BaseException:
-            # The first error is the one to tell; the next save removes what this cannot.
+            # The first error is raised. The next save removes what this cannot.
             with contextlib.suppress(OSError):
                 self.directory.discard(self.filesystem, self.manifest.step)
             raise

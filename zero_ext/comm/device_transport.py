@@ -18,7 +18,7 @@ class DeviceTransport(Transport):
     """Transport over the collectives of a device's backend, for its use alone.
 
     Waiting makes the current stream wait, not the host. Shards for a sum go by all-to-all, which NCCL makes
-    of sends and receives, so that who receives them adds them in rank order and float32;
+    of sends and receives, so that the receiver adds them in rank order and float32;
     :meth:`reduce_scatter` leaves the adding to the backend. There are no tags: ranks at different places hang
     until the backend's time-out.
 

@@ -111,7 +111,7 @@ def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def written_value(config: ZeroConfig, path: str) -> Any:
-    """Return the value at a key path if whoever wrote the configuration set one, else None."""
+    """Return the value at a key path if the configuration sets one, else None."""
     found: Any = config
     for name in path.split("."):
         if isinstance(found, Mapping):

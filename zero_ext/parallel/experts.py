@@ -190,7 +190,7 @@ class MixtureOfExperts(nn.Module):
         width: elements of a token.
         experts: modules from [tokens, width] to the same shape, or a function that makes the one
             of a number: then each rank makes only its own, with random values that depend on torch's seed and
-            the number, not on who makes it.
+            the number, not on the rank that makes it.
         count: number of experts; needed with a function.
         mesh: the ranks, see [`make_mesh`][zero_ext.parallel.make_mesh].
         top_k: experts of a token.

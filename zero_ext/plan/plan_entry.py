@@ -64,7 +64,7 @@ CANDIDATES = (
 
 KINDS = ("params", "grads", "optimizer", "activations", "buffers", "autograd", "NCCL")
 DEFAULT_NVME_PATH = "/nvme"
-MOST_GPUS = 1 << 16  # that anybody is told would do
+MOST_GPUS = 1 << 16  # that a suggestion names
 ACTIVATION_WORDS = {
     "saved": "activations are saved",
     "recomputed": "activations are recomputed (checkpoint the blocks)",

@@ -15,7 +15,7 @@
 #define ZERO_EXT_PRAGMA(text) _Pragma(#text)
 
 // Before a loop: written out in full on devices; in groups of `count` rounds on the host, and not
-// on devices, where registers are dearer than the jump; in such groups on both, so that the loads
+// on devices, where registers are dearer than the jump; in such groups on devices, so that the loads
 // of several rounds are on their way together.
 #if defined(__CUDA_ARCH__)
 #define ZERO_EXT_UNROLL _Pragma("unroll")
@@ -28,5 +28,5 @@
 #else
 #define ZERO_EXT_UNROLL
 #define ZERO_EXT_UNROLL_BY(count) ZERO_EXT_PRAGMA(GCC unroll count)
-#define ZERO_EXT_UNROLL_LOADS_BY(count) ZERO_EXT_UNROLL_BY(count)
+#define ZERO_EXT_UNROLL_LOADS_BY(count)
 #endif

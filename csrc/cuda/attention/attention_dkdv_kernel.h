@@ -91,23 +91,27 @@ struct AttentionDkDv : AttentionGradient<T, kDim, AttentionPass::dkdv> {
     float* const bias = this->bias_of(batch, head);
     for (std::int32_t i = 0; i < loader.tiles(); ++i) {
       loader.acquire(i);
-      one_tile(thread_block, loader, i, params, dropout, first, bias, state);
+      GroupMask masks[kBands];
+      loader.masks(i, thread_block.warp() * kBands, masks);
+      if (const AllGroups<Tiling::kTile / 16, kBands> all; all.are(masks)) {
+        one_tile(thread_block, loader, i, all.masks, params, dropout, first, bias, state);
+      } else {
+        one_tile(thread_block, loader, i, masks, params, dropout, first, bias, state);
+      }
       loader.release(i);
     }
   }
 
   template <class ThreadBlock>
   ZERO_EXT_DEVICE void one_tile(const ThreadBlock& thread_block, const Loader<ThreadBlock>& loader,
-                                std::int32_t tile, const HeadParams& params,
-                                const HeadDropout& dropout, std::int32_t first, float* bias,
-                                State& state) const {
+                                std::int32_t tile, const GroupMask (&masks)[kBands],
+                                const HeadParams& params, const HeadDropout& dropout,
+                                std::int32_t first, float* bias, State& state) const {
     const int band_index = thread_block.warp() * kBands;
     const T* keys =
         reinterpret_cast<const T*>(thread_block.shared_memory()) + band_index * Rows::kBandElements;
     const T* values = keys + Tiling::kRows * Rows::kStride;
     float* const scratch = Base::scratch(thread_block);
-    GroupMask masks[kBands];
-    loader.masks(tile, band_index, masks);
     Scores weights[kBands];
     Scores gradient[kBands];
     Mma<ThreadBlock>::scores(thread_block, keys, loader.first(tile), masks, weights);

@@ -106,24 +106,31 @@ struct AttentionDq : AttentionGradient<T, kDim, AttentionPass::dq> {
     float* const scratch = Base::scratch(thread_block);
     for (std::int32_t i = 0; i < loader.tiles(); ++i) {
       loader.acquire(i);
+      const auto one_tile = [&](const GroupMask(&masks)[kBands]) {
+        Scores scores[kBands];
+        Scores gradient[kBands];
+        Mma<ThreadBlock>::scores(thread_block, queries, loader.first(i), masks, scores);
+        Mma<ThreadBlock>::scores(thread_block, grads, loader.second(i), masks, gradient);
+        ZERO_EXT_UNROLL
+        for (int band = 0; band < kBands; ++band) {
+          if (masks[band] == 0) continue;
+          const ScorePositions positions = loader.template positions<false>(
+              i, first + (band_index + band) * kBandRows, masks[band]);
+          make_scores(params, positions, scores[band]);
+          differentiate(dropout, positions, state, band, scores[band], gradient[band]);
+          if (bias != nullptr) {
+            add_to_bias(params, positions, gradient[band], bias, state.bias[band]);
+          }
+        }
+        Mma<ThreadBlock>::add(thread_block, gradient, loader.first(i), scratch, masks, state.sums);
+      };
       GroupMask masks[kBands];
       loader.masks(i, band_index, masks);
-      Scores scores[kBands];
-      Scores gradient[kBands];
-      Mma<ThreadBlock>::scores(thread_block, queries, loader.first(i), masks, scores);
-      Mma<ThreadBlock>::scores(thread_block, grads, loader.second(i), masks, gradient);
-      ZERO_EXT_UNROLL
-      for (int band = 0; band < kBands; ++band) {
-        if (masks[band] == 0) continue;
-        const ScorePositions positions = loader.template positions<false>(
-            i, first + (band_index + band) * kBandRows, masks[band]);
-        make_scores(params, positions, scores[band]);
-        differentiate(dropout, positions, state, band, scores[band], gradient[band]);
-        if (bias != nullptr) {
-          add_to_bias(params, positions, gradient[band], bias, state.bias[band]);
-        }
+      if (const AllGroups<Tiling::kTile / 16, kBands> all; all.are(masks)) {
+        one_tile(all.masks);
+      } else {
+        one_tile(masks);
       }
-      Mma<ThreadBlock>::add(thread_block, gradient, loader.first(i), scratch, masks, state.sums);
       loader.release(i);
     }
   }

@@ -114,26 +114,41 @@ struct AttentionForward {
       state.highest[band].fill(kMasked);
       state.total[band].fill(0.0F);
     }
+    const std::int32_t own_first = first + band_index * kBandRows;
     for (std::int32_t i = 0; i < loader.tiles(); ++i) {
       loader.acquire(i);
       GroupMask masks[kBands];
       loader.masks(i, band_index, masks);
-      Scores scores[kBands];
-      Mma<ThreadBlock>::scores(thread_block, own, loader.first(i), masks, scores);
-      ZERO_EXT_UNROLL
-      for (int band = 0; band < kBands; ++band) {
-        if (masks[band] == 0) continue;
-        const auto positions = loader.template positions<false>(
-            i, first + (band_index + band) * kBandRows, masks[band]);
-        make_scores(params, positions, scores[band]);
-        weigh(positions, scores[band], state, band);
-        if (!dropout.drops) continue;
-        each_factor(dropout, positions,
-                    [&](int local, int at, float factor) { scores[band].at[local][at] *= factor; });
+      if (const AllGroups<kTile / 16, kBands> all; all.are(masks)) {
+        one_tile(thread_block, loader, i, own, all.masks, params, dropout, own_first, scratch,
+                 state);
+      } else {
+        one_tile(thread_block, loader, i, own, masks, params, dropout, own_first, scratch, state);
       }
-      Mma<ThreadBlock>::add(thread_block, scores, loader.second(i), scratch, masks, state.sums);
       loader.release(i);
     }
+  }
+
+  template <class ThreadBlock>
+  static ZERO_EXT_DEVICE void one_tile(const ThreadBlock& thread_block,
+                                       const Loader<ThreadBlock>& loader, std::int32_t tile,
+                                       const T* own, const GroupMask (&masks)[kBands],
+                                       const HeadParams& params, const HeadDropout& dropout,
+                                       std::int32_t first, float* scratch, State& state) {
+    Scores scores[kBands];
+    Mma<ThreadBlock>::scores(thread_block, own, loader.first(tile), masks, scores);
+    ZERO_EXT_UNROLL
+    for (int band = 0; band < kBands; ++band) {
+      if (masks[band] == 0) continue;
+      const auto positions =
+          loader.template positions<false>(tile, first + band * kBandRows, masks[band]);
+      make_scores(params, positions, scores[band]);
+      weigh(positions, scores[band], state, band);
+      if (!dropout.drops) continue;
+      each_factor(dropout, positions,
+                  [&](int local, int at, float factor) { scores[band].at[local][at] *= factor; });
+    }
+    Mma<ThreadBlock>::add(thread_block, scores, loader.second(tile), scratch, masks, state.sums);
   }
 
   // Scores become weights relative to the highest score so far, and so do the sums.

@@ -131,19 +131,19 @@ template <bool kKeysAreRows, int kGroups>
 ZERO_EXT_DEVICE void make_scores(const HeadParams& params,
                                  const TilePositions<kKeysAreRows, kGroups>& positions,
                                  Registers<float, 8 * kGroups>& products) {
-  const bool plain = params.is_plain();
+  bool is_full = params.is_plain();
   positions.each_group([&](int group) {
     const std::int32_t start = positions.starts[group];
-    const bool full = plain && params.is_unmasked(kKeysAreRows ? start : positions.first,
-                                                  kKeysAreRows ? positions.first : start);
-    each_lane([&](int local, int lane) {
-      ZERO_EXT_UNROLL
-      for (int i = 8 * group; i < 8 * group + 8; ++i) {
-        float& product = products.at[local][i];
-        product = full ? product * params.scale
-                       : params.score(positions.query(lane, i), positions.key(lane, i), product);
-      }
-    });
+    is_full &= params.is_unmasked(kKeysAreRows ? start : positions.first,
+                                  kKeysAreRows ? positions.first : start);
+  });
+  if (is_full) {
+    positions.each_score([&](int local, int, int i) { products.at[local][i] *= params.scale; });
+    return;
+  }
+  positions.each_score([&](int local, int lane, int i) {
+    float& product = products.at[local][i];
+    product = params.score(positions.query(lane, i), positions.key(lane, i), product);
   });
 }
 
@@ -153,14 +153,18 @@ template <bool kKeysAreRows, int kGroups, class Visit>
 ZERO_EXT_DEVICE void each_factor(const HeadDropout& dropout,
                                  const TilePositions<kKeysAreRows, kGroups>& positions,
                                  const Visit& visit) {
+  if (!dropout.drops) {
+    positions.each_score([&](int local, int, int i) { visit(local, i, 1.0F); });
+    return;
+  }
   positions.each_group([&](int group) {
     each_lane([&](int local, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; i += 2) {
-        float pair[2] = {1.0F, 1.0F};
-        if (dropout.drops && !kKeysAreRows) {
+        float pair[2];
+        if constexpr (!kKeysAreRows) {
           dropout.factors(positions.query(lane, i), positions.key(lane, i), pair);
-        } else if (dropout.drops) {
+        } else {
           pair[0] = dropout.factor(positions.query(lane, i), positions.key(lane, i));
           pair[1] = dropout.factor(positions.query(lane, i + 1), positions.key(lane, i + 1));
         }

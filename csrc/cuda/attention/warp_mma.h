@@ -35,6 +35,24 @@ ZERO_EXT_HOST_DEVICE bool has_group(GroupMask masks, int group) {
   return (masks >> group & 1) != 0;
 }
 
+// Of all bands, with all groups. As constants they leave no branches in what is computed from them:
+// a branch around each fragment lets no load overlap with products.
+template <int kGroups, int kBands>
+struct AllGroups {
+  GroupMask masks[kBands];
+
+  ZERO_EXT_HOST_DEVICE AllGroups() {
+    ZERO_EXT_UNROLL
+    for (GroupMask& mask : masks) mask = (GroupMask{1} << kGroups) - 1;
+  }
+  ZERO_EXT_HOST_DEVICE bool are(const GroupMask (&others)[kBands]) const {
+    bool same = true;
+    ZERO_EXT_UNROLL
+    for (int band = 0; band < kBands; ++band) same &= others[band] == masks[band];
+    return same;
+  }
+};
+
 // Of 16-bit elements, by tensor cores.
 template <class ThreadBlock, class T, int kDim, int kTile, int kBands>
 struct WarpMma {

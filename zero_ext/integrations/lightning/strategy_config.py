@@ -25,7 +25,7 @@ ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 _OWN = "ZeroStrategy(stage, config)"
 _BOTH = "ZeroStrategy's config and Trainer"
 _AGREE = "Make them agree, or leave one out."
-# Keys of the configuration whose work Lightning does, with where it is told to.
+# Keys of the configuration that Lightning applies itself, and where to set them instead.
 _LIGHTNINGS = {
     "optimizer": "the LightningModule's configure_optimizers makes the optimizer",
     "scheduler": "the LightningModule's configure_optimizers makes the schedulers",

@@ -86,7 +86,7 @@ def bind_methods(model: nn.Module) -> None:
         ("resize_token_embeddings", "new_num_tokens", _refuse_resizing),
     ):
         method = getattr(type(model), name, getattr(model, name, None))
-        # By the parameter it is told from others of its name.
+        # The parameter distinguishes it from other functions of its name.
         if method is not None and parameter in inspect.signature(method).parameters:
             setattr(model, name, BoundMethod(model, name, body))
 

@@ -226,7 +226,7 @@ def _wanted_dtype(args: TrainingArguments) -> str | None:
 def _contradiction(each: _Shared, path: str, seen: Any) -> Problem | None:
     if seen is None or each.value is None or seen == AUTO or _same(seen, each.value):
         return None
-    # An argument at its default of none, or no argument at all: only one side speaks.
+    # An argument at its default of none, or no argument at all: there is nothing to contradict.
     silent = (each.argument == "warmup_steps" and each.value == 0) or each.argument.startswith("(")
     return None if silent else _disagree(path, seen, each.argument, each.value)
 

@@ -216,7 +216,7 @@ class CachedModule:
         self._failure.unlink(missing_ok=True)
 
     def note_failure(self, text: str) -> None:
-        """Leave the reason of a failed build for those who wait for it."""
+        """Write the reason of a failed build for the processes that wait for it."""
         note = self._failure.with_suffix(".part")
         note.write_text(text)
         note.replace(self._failure)

@@ -225,7 +225,7 @@ def obtain(module: CachedModule, recipe: Callable[[], BuildRecipe], unusable: ob
         try:
             _make_or_explain(module, recipe)
         except RuntimeError as error:
-            # Where not even this can be written, those who wait find out by themselves.
+            # If this cannot be written either, the processes that wait build for themselves.
             with suppress(OSError):
                 module.note_failure(str(error))
             raise

@@ -87,7 +87,7 @@ class _SplitRegion:
             torch.rand((), device=self._generator.device)
 
     def _is_inside(self) -> bool:
-        # Asked of the generator: who runs a block again and stops early puts its state back without a word.
+        # Read from the generator: a recomputation that stops early restores its state and calls nothing here.
         return self._seed is not None and self._generator.initial_seed() == self._seed
 
     @torch._dynamo.disable

@@ -150,7 +150,7 @@ def estimate_step(model: ModelCost, training: Training, hardware: Hardware) -> S
     same."""
     seconds, busy = simulated(model, training, hardware)
     counted = busy
-    if hardware.nvme_half_duplex:  # bytes read and written are told apart where each has its own rate
+    if hardware.nvme_half_duplex:  # bytes read and written are counted separately where each has its own rate
         _, counted = simulated(model, training, hardware.replace(nvme_half_duplex=False))
     rates = hardware.for_rank(training.world_size)
     return StepEstimate(

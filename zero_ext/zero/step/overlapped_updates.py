@@ -270,7 +270,7 @@ class DelayedUpdates(UpdatesAfterBackward):
             # In place, because the stepper holds these dictionaries.
             copied.clear()
             copied.update(live)
-        # The call must not refer to this object: it lives on while the model goes.
+        # The call must not refer to this object, or the object would outlive the model.
         self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
         self._used = used
         self.in_progress = True
@@ -365,7 +365,7 @@ def _step_of(
 
 
 class _Job:
-    """A call that is made once: on a thread of its own if that is started, else by who asks for the result.
+    """A call that is made once: on a thread of its own if that is started, else by the reader of the result.
     The interpreter's exit waits for the thread, before it closes stores. ``bus`` gets events of how long the
     thread is waited for, and of nothing on it."""
 
