@@ -15,12 +15,14 @@
 #define ZERO_EXT_PRAGMA(text) _Pragma(#text)
 
 // Before a loop: written out in full on devices; in groups of `count` rounds on the host, and not
-// on devices, where registers are dearer than the jump; in such groups on devices, so that the loads
-// of several rounds are on their way together.
+// on devices, where registers are dearer than the jump; in such groups on both, so that the loads
+// of several rounds are on their way together. The last one, on devices alone, takes a constant of
+// a template, which GCC 12 does not.
 #if defined(__CUDA_ARCH__)
 #define ZERO_EXT_UNROLL _Pragma("unroll")
 #define ZERO_EXT_UNROLL_BY(count) _Pragma("unroll 1")
 #define ZERO_EXT_UNROLL_LOADS_BY(count) ZERO_EXT_PRAGMA(unroll count)
+#define ZERO_EXT_UNROLL_DEVICE_LOADS_BY(count) ZERO_EXT_PRAGMA(unroll count)
 #elif defined(__CUDACC__)
 #define ZERO_EXT_UNROLL
 #define ZERO_EXT_UNROLL_BY(count)
@@ -28,5 +30,8 @@
 #else
 #define ZERO_EXT_UNROLL
 #define ZERO_EXT_UNROLL_BY(count) ZERO_EXT_PRAGMA(GCC unroll count)
-#define ZERO_EXT_UNROLL_LOADS_BY(count)
+#define ZERO_EXT_UNROLL_LOADS_BY(count) ZERO_EXT_UNROLL_BY(count)
+#endif
+#if !defined(__CUDA_ARCH__)
+#define ZERO_EXT_UNROLL_DEVICE_LOADS_BY(count)
 #endif

@@ -155,7 +155,7 @@ struct IntegerSum {
     for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * stride_words) {
       const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
       const LaneScales by = scales_of<kIsSymmetric>(scales, stride_words, last);
-      ZERO_EXT_UNROLL_LOADS_BY(kLoadsAtOnce)
+      ZERO_EXT_UNROLL_DEVICE_LOADS_BY(kLoadsAtOnce)
       for (int m = 0; m < last; ++m, words += stride_words) {
         const RunWords own = load_run<kIsWide>(words);
         const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
