@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention as torch_flex
 
 from benchmarks.gpu import attention
-from benchmarks.gpu.attention import FLEX_BLOCKS, Shape, chosen_blocks, flex
+from benchmarks.gpu.attention import FLEX_VARIANTS, Shape, chosen_blocks, flex
 
 CPU = torch.device("cpu")
 
@@ -26,11 +24,7 @@ def test_flex_attention_is_tuned_and_compiled_for_every_shape(monkeypatch: pytes
         asked.append(options)
         return compiled(function, backend="eager", fullgraph=options["fullgraph"], dynamic=options["dynamic"])
 
-    make = functools.partial(torch_flex.create_block_mask, _compile=False)
     monkeypatch.setattr(torch, "compile", watched)
-    monkeypatch.setattr(
-        torch_flex, "create_block_mask", lambda *args, _compile, **options: make(*args, **options)
-    )
     torch._dynamo.reset()
     shapes = [
         Shape(1, 1, tokens, dim, causal)
@@ -44,11 +38,10 @@ def test_flex_attention_is_tuned_and_compiled_for_every_shape(monkeypatch: pytes
         dense = mask.repeat_interleave(shape.block, 0).repeat_interleave(shape.block, 1)
         dense = dense.tril() if shape.causal else dense
         wanted = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=dense)
-        for block in FLEX_BLOCKS:
-            call = flex(shape, mask, block, CPU)
+        for block, mode in FLEX_VARIANTS:
+            call = flex(shape, mask, block, mode, CPU)
             assert (block, block) == call.keywords["block_mask"].BLOCK_SIZE
             torch.testing.assert_close(call(*rows), wanted)
-    assert len(asked) == 2 * len(shapes) > 8
-    for options in asked:
-        assert options == {"fullgraph": True, "dynamic": False, "mode": "max-autotune-no-cudagraphs"}
-    assert FLEX_BLOCKS[0] == 128 and 2 * len(shapes) <= attention.FLEX_GRAPHS
+    modes = [mode for _ in shapes for _, mode in FLEX_VARIANTS]
+    assert asked == [{"fullgraph": True, "dynamic": False, "mode": mode} for mode in modes]
+    assert "max-autotune-no-cudagraphs" in modes and 8 < len(modes) <= attention.FLEX_GRAPHS

@@ -130,7 +130,7 @@ def placements_of(stages: tuple[int, ...], tiers: tuple[str, ...]) -> tuple[Cand
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner predicts for a point; ``recomputed``: the script recomputes activations."""
+    """The planner's prediction for a point; ``recomputed``: the script recomputes activations."""
 
     model: ModelSpec
     hardware: Hardware

@@ -23,6 +23,11 @@ struct AttentionForward {
   using Rows = TileRows<T, kDim>;
   static constexpr int kTile = Tiling::kTile;
   static constexpr int kBands = Tiling::kBands;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr bool kTakesAllGroups = kDim != 128;  // there it spills registers
+#else
+  static constexpr bool kTakesAllGroups = true;
+#endif
   using Scores = Registers<float, kTile / 2>;
   using Sums = Registers<float, kDim / 2>;
 
@@ -119,7 +124,7 @@ struct AttentionForward {
       loader.acquire(i);
       GroupMask masks[kBands];
       loader.masks(i, band_index, masks);
-      if (const AllGroups<kTile / 16, kBands> all; all.are(masks)) {
+      if (const AllGroups<kTile / 16, kBands> all; kTakesAllGroups && all.are(masks)) {
         one_tile(thread_block, loader, i, own, all.masks, params, dropout, own_first, scratch,
                  state);
       } else {
