@@ -24,9 +24,9 @@ struct AttentionForward {
   static constexpr int kTile = Tiling::kTile;
   static constexpr int kBands = Tiling::kBands;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr bool kTakesAllGroups = kDim != 128;  // there it spills registers
+  static constexpr bool kSpecializesFullTiles = kDim != 128;  // there it spills registers
 #else
-  static constexpr bool kTakesAllGroups = true;
+  static constexpr bool kSpecializesFullTiles = true;
 #endif
   using Scores = Registers<float, kTile / 2>;
   using Sums = Registers<float, kDim / 2>;
@@ -124,7 +124,7 @@ struct AttentionForward {
       loader.acquire(i);
       GroupMask masks[kBands];
       loader.masks(i, band_index, masks);
-      if (const AllGroups<kTile / 16, kBands> all; kTakesAllGroups && all.are(masks)) {
+      if (const AllGroups<kTile / 16, kBands> all; kSpecializesFullTiles && all.are(masks)) {
         one_tile(thread_block, loader, i, own, all.masks, params, dropout, own_first, scratch,
                  state);
       } else {
