@@ -192,7 +192,8 @@ def measure_dense(calls: Sequence[Call], seconds: float, rows: list[list[str]], 
 
 def measure_flex(calls: Sequence[Call], budget: Budget, rows: list[list[str]], result: Result) -> None:
     """Ours against every variant of FlexAttention that there is time to compile, the first in all shapes."""
-    best: dict[str, Bar] = {}
+    ratios: dict[str, float] = {}
+    dense_bars = len(result.bars)
     for number, (block, mode) in enumerate(FLEX_VARIANTS):
         for call in calls:
             name = f"FlexAttention, {mode}, blocks of {block}"
@@ -206,16 +207,10 @@ def measure_flex(calls: Sequence[Call], budget: Budget, rows: list[list[str]], r
             share = budget.left() / (8 * len(calls) * (len(FLEX_VARIANTS) - number))
             for what, times in zip(WHAT, call.measure((OURS, name), share), strict=True):
                 note(call, what, times, rows, result)
-                bar = Bar(
-                    f"FlexAttention / zero_ext, {call.shape.name()}, {what}",
-                    times[OURS].against(times[name]),
-                    FLEX,
-                )
-                if bar.name not in best:
-                    result.bars.append(bar)
-                    best[bar.name] = bar
-                elif bar.value < best[bar.name].value:
-                    result.bars[result.bars.index(best[bar.name])] = best[bar.name] = bar
+                bar = f"FlexAttention / zero_ext, {call.shape.name()}, {what}"
+                ratio = times[OURS].against(times[name])
+                ratios[bar] = min(ratio, ratios.get(bar, ratio))
+            result.bars[dense_bars:] = [Bar(bar, ratio, FLEX) for bar, ratio in ratios.items()]
             result.report()
 
 

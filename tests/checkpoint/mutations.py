@@ -41,7 +41,7 @@ def flip_in_master(step: Path) -> None:
 
 
 def sign(step: Path, body: bytes) -> None:
-    """Writes a manifest, of which ``body`` lacks the closing brace, with the checksum that it should have."""
+    """Writes the manifest ``body``, given without its closing brace, with a correct checksum."""
     (step / "manifest.json").write_bytes(body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Annotated, Literal, NamedTuple
@@ -29,6 +30,13 @@ TIERS: dict[Tier, TierNames] = {
     "host": TierNames("cpu", "host", "host memory"),
     "nvme": TierNames("nvme", "NVMe", "NVMe"),
 }
+
+
+def distance_from_device(tiers: Iterable[Tier]) -> int:
+    """Return how many tiers state lies from the device, summed over all ``tiers``."""
+    return sum(map(list(TIERS).index, tiers))
+
+
 KINDS = ("params", "grads", "optimizer")
 _PAGE = 4096
 _MIB = 2**20

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ext.config import Tier, UnitConfig, ZeroConfig
-from zero_ext.config.offload import TIERS
+from zero_ext.config.offload import distance_from_device
 from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
@@ -40,7 +40,7 @@ class Candidate:
     @property
     def distance(self) -> int:
         """Return how far state lies from the device, over all kinds."""
-        return sum(map([*TIERS].index, self.tiers.values()))
+        return distance_from_device(self.tiers.values())
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.label}"

@@ -115,16 +115,18 @@ class Engine(Ending):
         self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self._passed), *events)
         check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
-        pairs = ((unit, pair) for unit in self.units for pair in enumerate(unit.parameters))
-        self.index = {parameter: (unit, number) for unit, (number, parameter) in pairs}
+        self.index = {
+            parameter: (unit, number)
+            for unit in self.units
+            for number, parameter in enumerate(unit.parameters)
+        }
         # Factors of clipping by calls wait for the step, unless it has a norm or other stages other factors.
         shown = config.gradient_clipping or scales_loss or collectives.model is not None
         defers = not shown and config.offload.update_mode != "in_backward"
         updates = partial(getattr, self.optimizer_step, "updates")
         self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
-        moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass)
-        accumulated = config.batch.gradient_accumulation_steps
-        self.collector = GradientCollector(*moved, tiers.device, updates, accumulated, scales_loss)
+        moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
+        self.collector = GradientCollector(*moved, config.batch.gradient_accumulation_steps, scales_loss)
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False

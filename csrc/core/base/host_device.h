@@ -27,11 +27,10 @@
 #define ZERO_EXT_UNROLL
 #define ZERO_EXT_UNROLL_BY(count)
 #define ZERO_EXT_UNROLL_LOADS_BY(count)
+#define ZERO_EXT_UNROLL_DEVICE_LOADS_BY(count)
 #else
 #define ZERO_EXT_UNROLL
 #define ZERO_EXT_UNROLL_BY(count) ZERO_EXT_PRAGMA(GCC unroll count)
 #define ZERO_EXT_UNROLL_LOADS_BY(count) ZERO_EXT_UNROLL_BY(count)
-#endif
-#if !defined(__CUDA_ARCH__)
 #define ZERO_EXT_UNROLL_DEVICE_LOADS_BY(count)
 #endif

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a pipeline's step: the others are told, long before their time-out.
+"""A rank that dies in the middle of a pipeline's step: the others raise, long before their time-out.
 
 As a script this is one of the ranks, in a world of its own.
 """

@@ -131,7 +131,7 @@ def test_stores_adds_and_clears(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 @contextlib.contextmanager
 def on_nvme(world: World, **more: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
-    """See ``after_backward``; gradients lie on NVMe and move in pieces of one block."""
+    """See ``after_backward``; gradients are on NVMe and move in pieces of one block."""
     one_block = mock.patch.object(
         nvme_gradient_storage, "GRADIENT_CHUNK_ELEMENTS", nvme_gradient_storage.GRAIN
     )

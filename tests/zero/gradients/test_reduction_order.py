@@ -1,4 +1,4 @@
-"""One order of gathers and reductions on all ranks of a device, in a stream beside that of backward."""
+"""One order of gathers and reductions on all ranks of a device, in another stream than backward's."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_collectives_of_several_phases_continue_in_it(world: World) -> None:
 @pytest.mark.parametrize("planned", [0, NBYTES])
 @on_ranks(1, stand_in=True)
 def test_memory_released_on_the_stream_is_reused_after_its_use(world: World, planned: int) -> None:
-    """In the region and beside it."""
+    """Inside the region and outside it."""
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     device = Device(torch.device("stand_in", 0))
     pool = BufferPool(PoolPlan(planned, {}), device)

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def maker(fused: bool) -> Any:
-    """Makes the optimizer of two groups, of which the matrices decay."""
+    """Makes the optimizer of two groups. Only the matrices decay."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         found = list(parameters)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
-from zero_ext.config.offload import TIERS, StatePlacement
+from zero_ext.config.offload import TIERS, StatePlacement, distance_from_device
 from zero_ext.plan.state_memory import TrainingState, check_count
 
 Activations = Literal["saved", "recomputed", "recomputed_host"]
@@ -153,7 +153,7 @@ class Training:
     @property
     def distance(self) -> int:
         """Return how far state lies from the device, over all kinds."""
-        return sum(map([*TIERS].index, self.tiers.values()))
+        return distance_from_device(self.tiers.values())
 
     @property
     def placement(self) -> StatePlacement:

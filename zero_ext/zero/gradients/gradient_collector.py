@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.offload.device_memory import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.gradients.reducer import Edits, GradientReducer
@@ -43,14 +42,12 @@ class GradientCollector(Ending):
         reducer: GradientReducer,
         generation: GradientGeneration,
         backward_pass: BackwardPass,
-        device: Device,
         reader: Callable[[], GradientReader],
         accumulation_steps: int,
         scales_loss: bool,
     ) -> None:
         self._index, self._gradients, self._reducer = index, gradients, reducer
         self._generation, self._backward_pass, self._reader = generation, backward_pass, reader
-        self._device = device
         self._accumulation_steps, self._scales_loss = accumulation_steps, scales_loss
         self._shards_gradients = any(unit.placement.grads for unit in gradients)
         self._collected = False  # whether the pass under way has brought a gradient
@@ -80,7 +77,7 @@ class GradientCollector(Ending):
 
         Nothing happens while a block is captured: its gradients go to the caller. Replays run this hook.
         """
-        if not self._backward_pass.running and self._device.captures:
+        if self._backward_pass.is_captured:
             return
         # First, because the start of a pass compares ``param.grad`` with the gradient shown
         # before and reads what the user has assigned. Then it is emptied, because autograd

@@ -137,6 +137,11 @@ class BackwardPass:
         self._prefetcher.begin_backward()
 
     @property
+    def is_captured(self) -> bool:
+        """Return whether what runs now goes into a graph and is no pass that has begun."""
+        return not self.running and self._clock.device.captures
+
+    @property
     def awaited(self) -> bool:
         """Return whether there are outputs of a forward that no backward has run through yet."""
         return bool(self._awaited)

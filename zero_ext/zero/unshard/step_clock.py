@@ -38,7 +38,7 @@ class StepClock:
     at the end of the first step that finds them passed. Nothing happens while nobody listens."""
 
     def __init__(self, bus: Bus, device: Device) -> None:
-        self._bus, self._device = bus, device
+        self._bus, self.device = bus, device
         self._loss: torch.Tensor | None = None
         self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
         self._coming: deque[_Spans] = deque()
@@ -80,7 +80,7 @@ class StepClock:
         slot = None if on_host else self._next_slot
         if loss is not None and slot is not None:
             if self._loss_slots is None:
-                self._loss_slots = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
+                self._loss_slots = self.device.allocate("host", _STEPS_AHEAD, torch.float32)
             # The number of the step goes back when a step is undone, so it cannot select the slot.
             self._next_slot = (slot + 1) % _STEPS_AHEAD
             self._loss_slots[slot : slot + 1].copy_(loss, non_blocking=True)
@@ -92,10 +92,10 @@ class StepClock:
         return float(loss) if loss is not None and on_host else None
 
     def _mark(self) -> torch.Event | None:
-        if not self._device.is_accelerator:
+        if not self.device.is_accelerator:
             return None
-        event = torch.Event(self._device.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device.device))
+        event = torch.Event(self.device.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device.device))
         return event
 
     def _publish(self, spans: _Spans) -> None:
