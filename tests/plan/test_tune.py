@@ -52,7 +52,7 @@ def test_at_least_95_percent_of_the_best_after_about_a_third_of_24_points(first:
     grid = replace(GRID, placements=PLACEMENTS[first : first + 4])
     assert len([*grid]) == 24
     points = []
-    for _ in range(200):
+    for _ in range(400):
         machine = Machine(draw)
         best = max(machine.measure(grid.config(point)).samples_per_second for point in grid)
         found = search(grid, machine.measure)
@@ -61,7 +61,7 @@ def test_at_least_95_percent_of_the_best_after_about_a_third_of_24_points(first:
         tried = [one.point for one in found.measured if one.tried]
         points.append(len(set(tried)))
         assert len(tried) - points[-1] in (0, 2 * 2, 3 * 2)
-    assert sum(points) / len(points) < 0.36 * 24
+    assert sum(points) / len(points) < 0.35 * 24  # a third, and four standard errors of these
 
 
 def test_one_slow_run_does_not_decide() -> None:
