@@ -2,7 +2,8 @@
 
 Draws mutants of the engine and of csrc/core, by a seed, and runs the tests for each in a worktree of HEAD:
 first those that mirror the faulty file, then the wider ones of its area. A mutant that does not compile is
-replaced by another. Every result is a line of JSON at once, so that an interrupted run goes on where it was.
+replaced by another. Every result is a line of JSON at once, so that an interrupted run goes on where it was,
+and one with --no-wider is continued by one without.
 
 Run from the repository root: python -m scripts.mutation --results build/mutants.jsonl
 """
@@ -29,6 +30,8 @@ import typer
 from scripts.mutation.mutants import Mutant, mutants_of
 
 ROOT = Path.cwd()
+MIRRORED, WIDER = "mirrored", "wider"
+UNNOTICED = "unnoticed by mirrored tests"
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,17 @@ def drawn(seed: int, count: int) -> Iterator[list[Mutant]]:
         yield found[: 2 * round(area.share * count)]
 
 
-def tests_of(path: str, wider: tuple[str, ...]) -> list[list[str]]:
+def tests_of(path: str, wider: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     """Return the tests of a Python source in rounds: the mirrored file and folder, then the area's."""
+    if not path.startswith("zero_ext/"):
+        return [(WIDER, [])]
     source = Path(path)
     folder = ROOT / "tests" / source.parent.relative_to("zero_ext")
     while not folder.is_dir():
         folder = folder.parent
     own = sorted(folder.glob("test_*.py"), key=lambda test: (source.stem not in test.stem, test.name))
     near = [str(test.relative_to(ROOT)) for test in own]
-    return [near, [f"--ignore={test}" for test in near] + [one for one in wider if (ROOT / one).exists()]]
+    return [(MIRRORED, near), (WIDER, [*(f"--ignore={test}" for test in near), *wider])]
 
 
 def ended(command: list[str], folder: Path, limit: float) -> str:
@@ -88,8 +93,8 @@ def ended(command: list[str], folder: Path, limit: float) -> str:
             process.wait()
 
 
-def fate_of(mutant: Mutant, folder: Path, area: Area, limit: float) -> str:
-    """Return "killed by …", "survived" or "stillborn"; the source is as before afterwards."""
+def fate_of(mutant: Mutant, folder: Path, rounds: list[tuple[str, list[str]]], limit: float) -> str:
+    """Return "killed: …", "survived", UNNOTICED or "stillborn"; the source is as before afterwards."""
     target = folder / mutant.path
     source = target.read_text()
     target.write_text(mutant.applied(source))
@@ -100,12 +105,12 @@ def fate_of(mutant: Mutant, folder: Path, area: Area, limit: float) -> str:
             gtest = ["build/cpp/plain/run-tests", "--gtest_brief=1", "--gtest_fail_fast"]
             result = ended(gtest, folder, limit)
             return "survived" if result == "passed" else f"killed: C++ tests {result}"
-        for number, tests in enumerate(tests_of(mutant.path, area.wider)):
+        for name, tests in rounds:
             pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
             result = ended(pytest, folder, limit)
             if result != "passed":
-                return f"killed: {('mirrored', 'wider')[number]} tests {result}"
-        return "survived"
+                return f"killed: {name} tests {result}"
+        return "survived" if rounds[-1][0] == WIDER else UNNOTICED
     finally:
         target.write_text(source)
 
@@ -115,6 +120,7 @@ def main(
     count: Annotated[int, typer.Option(min=len(AREAS), help="Mutants.")] = 150,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     only: Annotated[str, typer.Option(help="Areas to try, by the beginning of their folder.")] = "",
+    wider: Annotated[bool, typer.Option(help="Run the wider tests of an area too.")] = True,
     limit: Annotated[
         float, typer.Option(help="Seconds of a round of tests before it counts as hung.")
     ] = 1800,
@@ -136,9 +142,15 @@ def main(
         for mutant in mutants:
             if wanted == 0:
                 break
-            if mutant not in fates:
+            before = fates.get(mutant)
+            if before is None or (before == UNNOTICED and wider):
                 begin = time.monotonic()
-                fates[mutant] = fate_of(mutant, folder, area, limit)
+                rounds = tests_of(mutant.path, area.wider)
+                if before is None and not wider:
+                    rounds = rounds[:1]
+                elif before == UNNOTICED:
+                    rounds = rounds[1:]
+                fates[mutant] = fate_of(mutant, folder, rounds, limit)
                 place = mutant.described((ROOT / mutant.path).read_text())
                 seconds = round(time.monotonic() - begin)
                 line = {"mutant": asdict(mutant), "fate": fates[mutant], "seconds": seconds, "place": place}
@@ -147,8 +159,9 @@ def main(
                 print(f"{fates[mutant]} ({seconds} s): {place}", flush=True)
             wanted -= fates[mutant] != "stillborn"
     counts = Counter(fate.split(":")[0] for fate in fates.values())
-    tried = counts["killed"] + counts["survived"]
-    print(f"{counts['killed']} of {tried} mutants killed, {counts['survived']} survived")
+    tried = sum(counts.values()) - counts["stillborn"]
+    ended_so = ", ".join(f"{counts[fate]} {fate}" for fate in ("killed", "survived", UNNOTICED))
+    print(f"of {tried} mutants: {ended_so}")
 
 
 if __name__ == "__main__":
