@@ -17,8 +17,8 @@ namespace zero_ext::core::testing {
 
 inline std::vector<Isa> available_isas() {
   std::vector<Isa> result;
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
-    if (isa <= widest_isa()) result.push_back(isa);
+  for (const Isa isa : kAllIsas) {
+    if (has_isa(isa)) result.push_back(isa);
   }
   return result;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,14 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 def available_isas() -> list[str]:
     """Instruction sets this machine can run, found by asking for each."""
-    return [*ISA_NAMES[: ISA_NAMES.index(ops.get_isa()) + 1]]
+    available = []
+    widest = ops.get_isa()
+    for name in ISA_NAMES:
+        with contextlib.suppress(RuntimeError):
+            ops.set_isa(name)
+            available.append(name)
+    ops.set_isa(widest)
+    return available
 
 
 def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -21,6 +21,16 @@ def test_every_available_level_can_be_chosen() -> None:
     assert ops.get_isa() == widest
 
 
+def test_one_family_is_available_besides_scalar() -> None:
+    available = available_isas()
+    x86 = list(ISA_NAMES[:-1])
+    assert available == x86[: len(available)] or available == ["scalar", "neon"]
+    for name in set(ISA_NAMES) - set(available):
+        with pytest.raises(RuntimeError, match="level: expected one of 0"):
+            ops.set_isa(name)
+        assert ops.get_isa() == available[-1]
+
+
 def test_unknown_names_and_levels_are_refused() -> None:
     before = ops.get_isa()
     with pytest.raises(ValueError, match=r"expected one of scalar, avx2, avx512.*, got 'sse9'"):

@@ -221,7 +221,7 @@ def _tensors_of(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_of(argument)
 
 
-ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512", "avx512_bf16")
+ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512", "avx512_bf16", "neon")
 
 
 def get_isa() -> str:
@@ -232,8 +232,10 @@ def get_isa() -> str:
 def set_isa(name: str) -> str:
     """Make all kernels of this process use one of :data:`ISA_NAMES`; return the one used before.
 
-    Results are bit-identical at every level, but for those of attention, which add in another order and, with
-    "avx512_bf16", multiply bfloat16 numbers in pairs. This exists for tests and measurements.
+    "neon" is the instruction set of 64-bit Arm, and all others but "scalar" are those of x86-64. Results are
+    bit-identical with all of them, except in attention: "avx512_bf16" multiplies bfloat16 numbers in pairs,
+    and AVX-512 keeps weights below 2^-126, which the others flush to zero. This exists for tests and
+    measurements.
 
     Raises:
         ValueError: the name is unknown.

@@ -253,9 +253,12 @@ const AttentionKernels& active_attention() {
       return kAvx512Attention;
     case Isa::avx2:
       return kAvx2Attention;
+    case Isa::neon:
     case Isa::scalar:
       break;
   }
+#elif defined(__aarch64__)
+  if (active_isa() == Isa::neon) return kNeonAttention;
 #endif
   return kScalarAttention;
 }

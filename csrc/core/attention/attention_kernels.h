@@ -58,6 +58,8 @@ extern const AttentionKernels kScalarAttention;
 extern const AttentionKernels kAvx2Attention;
 extern const AttentionKernels kAvx512Attention;
 extern const AttentionKernels kAvx512BFloat16Attention;
+#elif defined(__aarch64__)
+extern const AttentionKernels kNeonAttention;
 #endif
 
 // The kernels of active_isa().

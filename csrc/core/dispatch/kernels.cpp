@@ -12,9 +12,12 @@ const Kernels& active_kernels() {
       return kAvx512Kernels;
     case Isa::avx2:
       return kAvx2Kernels;
+    case Isa::neon:
     case Isa::scalar:
       break;
   }
+#elif defined(__aarch64__)
+  if (active_isa() == Isa::neon) return kNeonKernels;
 #endif
   return kScalarKernels;
 }

@@ -84,6 +84,8 @@ extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels;
 #endif
 
 // The kernels of active_isa().

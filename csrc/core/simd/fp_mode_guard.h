@@ -1,6 +1,8 @@
 // The rounding mode that exact sums need.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -20,6 +22,18 @@ class FpModeGuard {
  private:
   static constexpr unsigned kDefault = 0x1F80;
   unsigned saved_;
+#elif defined(__aarch64__)
+  FpModeGuard() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(kDefault) : "memory");
+  }
+  ~FpModeGuard() { asm volatile("msr fpcr, %0" : : "r"(saved_) : "memory"); }
+  FpModeGuard(const FpModeGuard&) = delete;
+  FpModeGuard& operator=(const FpModeGuard&) = delete;
+
+ private:
+  static constexpr std::uint64_t kDefault = 0;
+  std::uint64_t saved_;
 #endif
 };
 

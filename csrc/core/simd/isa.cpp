@@ -15,8 +15,12 @@ Isa detect() {
     return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
   }
   if (avx2) return Isa::avx2;
-#endif
   return Isa::scalar;
+#elif defined(__aarch64__)
+  return Isa::neon;
+#else
+  return Isa::scalar;
+#endif
 }
 
 std::atomic<Isa>& selected() {
@@ -31,10 +35,16 @@ Isa widest_isa() {
   return isa;
 }
 
+bool has_isa(Isa isa) {
+  const Isa widest = widest_isa();
+  if (isa == Isa::neon || widest == Isa::neon) return isa == Isa::scalar || isa == widest;
+  return isa <= widest;
+}
+
 Isa active_isa() { return selected().load(std::memory_order_relaxed); }
 
 bool select_isa(Isa isa) {
-  if (isa > widest_isa()) return false;
+  if (!has_isa(isa)) return false;
   selected().store(isa, std::memory_order_relaxed);
   return true;
 }

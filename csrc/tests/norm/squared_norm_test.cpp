@@ -6,6 +6,10 @@
 #include <limits>
 #include <mutex>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "../test_support.h"
 
 namespace zero_ext::core {
@@ -180,6 +184,41 @@ TEST(SquaredNorm, ThreadsAndOrderDoNotMatter) {
     EXPECT_EQ(entries_of(total), expected);
   }
 }
+
+#if defined(__x86_64__)
+std::uint64_t floating_point_mode() { return _mm_getcsr(); }
+void set_floating_point_mode(std::uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+constexpr std::uint64_t kFlushing = 0x8040;
+#elif defined(__aarch64__)
+std::uint64_t floating_point_mode() {
+  std::uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+void set_floating_point_mode(std::uint64_t mode) {
+  asm volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+constexpr std::uint64_t kFlushing = std::uint64_t{1} << 24;
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
+TEST(SquaredNorm, CountsSubnormalsThatTheThreadFlushes) {
+  auto generator = fresh_generator();
+  const std::vector<float> values = normal_values<float>(generator, 3000, 1e-40F);
+  const Entries expected = reference(values);
+  ASSERT_NE(expected, Entries{});
+  for (const Isa isa : available_isas()) {
+    const SelectedIsa selected(isa);
+    const std::uint64_t before = floating_point_mode();
+    set_floating_point_mode(before | kFlushing);
+    const Entries found = sum(values, NumericType::float32);
+    const std::uint64_t after = floating_point_mode();
+    set_floating_point_mode(before);
+    EXPECT_EQ(found, expected);
+    EXPECT_EQ(after & kFlushing, kFlushing);
+  }
+}
+#endif
 
 TEST(SquaredNorm, LargestValuesFit) {
   const std::vector<float> values(1 << 20, std::numeric_limits<float>::max());

@@ -7,13 +7,24 @@ namespace {
 
 TEST(InstructionSet, OnlyWhatTheMachineHasCanBeSelected) {
   EXPECT_EQ(active_isa(), widest_isa());
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
-    EXPECT_EQ(select_isa(isa), isa <= widest_isa());
-    if (isa <= widest_isa()) {
-      EXPECT_EQ(active_isa(), isa);
-    }
+  for (const Isa isa : kAllIsas) {
+    const Isa before = active_isa();
+    EXPECT_EQ(select_isa(isa), has_isa(isa));
+    EXPECT_EQ(active_isa(), has_isa(isa) ? isa : before);
   }
   EXPECT_TRUE(select_isa(widest_isa()));
+}
+
+TEST(InstructionSet, FollowsTheProcessor) {
+  EXPECT_TRUE(has_isa(Isa::scalar));
+  EXPECT_TRUE(has_isa(widest_isa()));
+#if defined(__aarch64__)
+  EXPECT_EQ(widest_isa(), Isa::neon);
+  EXPECT_FALSE(has_isa(Isa::avx2));
+  EXPECT_FALSE(has_isa(Isa::avx512_bf16));
+#else
+  EXPECT_FALSE(has_isa(Isa::neon));
+#endif
 }
 
 }  // namespace
