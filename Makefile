@@ -7,6 +7,7 @@
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
 #   make zoo       train models that nobody tuned to the library, compared with plain torch; a table in build/zoo.md
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
+#   make arm-check cross-compile the C++ tests for 64-bit Arm and run them in an emulator
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
 #   make gpu-check  build, test and measure on a GPU machine with $(PYTHON), which has torch; sets up nothing
@@ -41,8 +42,9 @@ INTEGRATIONS := $(VENV)/.stamp-integrations
 BROWSER := $(VENV)/.stamp-browser
 DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
+ARM := $(VENV)/.stamp-arm
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize cuda-check gpu-check gpu-wheels lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize arm-check cuda-check gpu-check gpu-wheels lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -116,19 +118,25 @@ CPP_FLAGS := -std=c++20 -ffp-contract=off -Wall -Wextra -g
 FLAGS_plain := -O2
 FLAGS_address := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FLAGS_thread := -O1 -fsanitize=thread -fno-omit-frame-pointer
+GTEST_SOURCES := /usr/src/googletest/googletest
+GTEST_OBJECTS := build/cpp/arm/googletest/gtest-all.o build/cpp/arm/googletest/gtest_main.o
+FLAGS_arm := -O2 -I$(GTEST_SOURCES)/include
+CXX_arm := aarch64-linux-gnu-g++
 TEST_OBJECTS := $(patsubst csrc/%.cpp,%.o,$(CORE_SOURCES) $(TEST_SOURCES))
+# CUDA kernels are compared on the host with the CPU's, which have the same bits on Arm: not once more there.
+OBJECTS_arm := $(filter-out tests/cuda/%,$(TEST_OBJECTS))
 
 define cpp_variant
-build/cpp/$(1)/%.o: csrc/%.cpp $(SYSTEM)
+build/cpp/$(1)/%.o: csrc/%.cpp $(if $(CXX_$(1)),$(ARM),$(SYSTEM))
 	@mkdir -p $$(@D)
-	$(CXX) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+	$(or $(CXX_$(1)),$(CXX)) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
-build/cpp/$(1)/run-tests: $(addprefix build/cpp/$(1)/,$(TEST_OBJECTS))
-	$(CXX) $(FLAGS_$(1)) $$^ -lgtest -lgtest_main -lpthread -o $$@
+build/cpp/$(1)/run-tests: $(addprefix build/cpp/$(1)/,$(or $(OBJECTS_$(1)),$(TEST_OBJECTS))) $(if $(CXX_$(1)),$(GTEST_OBJECTS))
+	$(or $(CXX_$(1)),$(CXX)) $(FLAGS_$(1)) $$^ $(if $(CXX_$(1)),,-lgtest -lgtest_main) -lpthread -o $$@
 
 -include $(patsubst %.o,build/cpp/$(1)/%.d,$(TEST_OBJECTS))
 endef
-$(foreach variant,plain address thread,$(eval $(call cpp_variant,$(variant))))
+$(foreach variant,plain address thread arm,$(eval $(call cpp_variant,$(variant))))
 
 test-cpp: $(SYSTEM)
 	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/plain/run-tests
@@ -140,6 +148,18 @@ sanitize: $(SYSTEM)
 	build/cpp/address/run-tests --gtest_brief=1
 	if setarch -R true 2>/dev/null; then wrap="setarch -R"; else wrap=""; fi; \
 	$$wrap build/cpp/thread/run-tests --gtest_brief=1
+
+$(ARM): $(SYSTEM) scripts/system_packages.sh
+	scripts/system_packages.sh $(PYTHON) $(CXX_arm) qemu-aarch64
+	touch $@
+
+build/cpp/arm/googletest/%.o: $(ARM)
+	@mkdir -p $(@D)
+	$(CXX_arm) $(FLAGS_arm) -I$(GTEST_SOURCES) -c $(GTEST_SOURCES)/src/$*.cc -o $@
+
+arm-check: $(ARM)
+	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/arm/run-tests
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/cpp/arm/run-tests --gtest_brief=1
 
 # The toolkit's disassembler, which wheels of nvcc leave out.
 $(DISASSEMBLER): $(DEPENDENCIES)

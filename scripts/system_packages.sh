@@ -5,9 +5,11 @@
 set -euo pipefail
 
 python=$1
+# Packages whose names differ from the command's.
+declare -A package_of=([aarch64-linux-gnu-g++]=g++-aarch64-linux-gnu [qemu-aarch64]=qemu-user)
 missing=()
 for command in "${@:2}"; do
-  command -v "$command" >/dev/null || missing+=("$command")
+  command -v "$command" >/dev/null || missing+=("${package_of[$command]:-$command}")
 done
 
 cxx20_works() {
