@@ -23,6 +23,8 @@ CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
+# Every test process imports the package and its tests: without these files each compiles them again.
+export PYTHONDONTWRITEBYTECODE :=
 # Ranks wait for each other much of the time, so one worker more than cores; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 7 ? jobs + 1 : 8)))
 
@@ -114,10 +116,10 @@ bench: $(BENCHMARK_PEERS)
 
 # --- C++ tests, without torch: plain and under sanitizers -------------------------------------------
 
-CPP_FLAGS := -std=c++20 -ffp-contract=off -Wall -Wextra -g
+CPP_FLAGS := -std=c++20 -ffp-contract=off -Wall -Wextra
 FLAGS_plain := -O2
-FLAGS_address := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-FLAGS_thread := -O1 -fsanitize=thread -fno-omit-frame-pointer
+FLAGS_address := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+FLAGS_thread := -O1 -g -fsanitize=thread -fno-omit-frame-pointer
 GTEST_SOURCES := /usr/src/googletest/googletest
 GTEST_OBJECTS := build/cpp/arm/googletest/gtest-all.o build/cpp/arm/googletest/gtest_main.o
 FLAGS_arm := -O2 -I$(GTEST_SOURCES)/include
@@ -140,7 +142,8 @@ $(foreach variant,plain address thread arm,$(eval $(call cpp_variant,$(variant))
 
 test-cpp: $(SYSTEM)
 	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/plain/run-tests
-	build/cpp/plain/run-tests --gtest_brief=1
+	seq 0 $$(($(JOBS) - 1)) | GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -I{} \
+	  env GTEST_SHARD_INDEX={} build/cpp/plain/run-tests --gtest_brief=1
 
 # The thread sanitizer needs its address ranges free, which address randomisation may take.
 sanitize: $(SYSTEM)

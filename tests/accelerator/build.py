@@ -49,9 +49,12 @@ def _build(folder: Path) -> None:
     # Left by a build that was killed; torch would wait for its end for ever. Whoever builds now is alone
     # here.
     (folder / "lock").unlink(missing_ok=True)
+    # One translation unit, because torch's headers cost more than all that is compiled after them.
+    unit = folder / "unit.cpp"
+    unit.write_text("".join(f'#include "{source}"\n' for source in sorted(SOURCES.glob("*.cpp"))))
     load(
         "stand_in",
-        sorted(str(source) for source in SOURCES.glob("*.cpp")),
+        str(unit),
         extra_cflags=FLAGS,
         build_directory=str(folder),
         is_python_module=False,
