@@ -122,7 +122,7 @@ FLAGS_address := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -
 FLAGS_thread := -O1 -g -fsanitize=thread -fno-omit-frame-pointer
 GTEST_SOURCES := /usr/src/googletest/googletest
 GTEST_OBJECTS := build/cpp/arm/googletest/gtest-all.o build/cpp/arm/googletest/gtest_main.o
-FLAGS_arm := -O2 -I$(GTEST_SOURCES)/include
+FLAGS_arm := -O2 -isystem $(GTEST_SOURCES)/include
 CXX_arm := aarch64-linux-gnu-g++
 TEST_OBJECTS := $(patsubst csrc/%.cpp,%.o,$(CORE_SOURCES) $(TEST_SOURCES))
 # CUDA kernels are compared on the host with the CPU's, which have the same bits on Arm: not once more there.
@@ -160,9 +160,12 @@ build/cpp/arm/googletest/%.o: $(ARM)
 	@mkdir -p $(@D)
 	$(CXX_arm) $(FLAGS_arm) -I$(GTEST_SOURCES) -c $(GTEST_SOURCES)/src/$*.cc -o $@
 
+# The emulator lacks seccomp, process_vm_readv and the alignment of direct transfers, which these tests need.
+NOT_EMULATED := AioBackends.*:AioFile.DirectTransfers*:CrossProcessTransport.*:HostExchangeLifetime.*
+
 arm-check: $(ARM)
 	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/arm/run-tests
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/cpp/arm/run-tests --gtest_brief=1
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/cpp/arm/run-tests --gtest_brief=1 --gtest_filter='-$(NOT_EMULATED)'
 
 # The toolkit's disassembler, which wheels of nvcc leave out.
 $(DISASSEMBLER): $(DEPENDENCIES)
