@@ -14,6 +14,7 @@ import torch
 from torch import optim
 
 from zero_ext.config.optimizer_traits import NEEDS_FULL_TENSORS, OPTIMIZERS, OptimizerTraits
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import StateField, TierManager
 from zero_ext.optim.elementwise import (
     ElementwiseStepper,
@@ -231,7 +232,7 @@ def make_stepper(
     inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total)
     in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
     own_code = entry is None or entry.traits.on_nvme == "own code"
-    stored = [index for index, owned in enumerate(ranges) if own_code and owned.state.tier == "nvme"]
+    stored = [index for index, owned in enumerate(ranges) if own_code and is_stored(owned.state.tier)]
     if not stored:
         return in_memory(inputs)
     live = [index for index in range(len(ranges)) if index not in stored]

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_ext.config import Tier, UnitConfig, ZeroConfig
-from zero_ext.config.offload import distance_from_device
+from zero_ext.config import UnitConfig, ZeroConfig
 from zero_ext.config.optimizer_traits import OPTIMIZERS
+from zero_ext.config.tiers import Tier, distance_from_device, is_stored
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
@@ -183,7 +183,7 @@ def _with_look_ahead(model: ModelCost, training: Training, hardware: Hardware) -
         return training
     tied = sum(unit.parameters for unit in model.units if unit.tied)
     largest = max(unit.parameters for unit in model.units if not unit.tied)
-    for ahead in (2, 1) if training.params == "nvme" else (1,):
+    for ahead in (2, 1) if is_stored(training.params) else (1,):
         wanted = -(-(tied + (1 + ahead) * largest) // _LIVE_GRAIN) * _LIVE_GRAIN
         raised = replace(training, max_live_elements=max(wanted, training.max_live_elements))
         if fits(model, raised, hardware):
@@ -239,7 +239,7 @@ def config_of(
     Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
     """
     offload: dict[str, Any] = {kind: tier for kind, tier in training.tiers.items() if tier != "device"}
-    if "nvme" in offload.values():
+    if is_stored(*offload.values()):
         offload["nvme_paths"] = list(nvme_paths)
     units: dict[str, Any] = {}
     if tiles and training.stage == 3 and model.shape.tiles > 1:

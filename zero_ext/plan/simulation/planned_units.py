@@ -10,6 +10,7 @@ from itertools import accumulate, groupby, pairwise
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
 from zero_ext.config.offload import StatePlacement
+from zero_ext.config.tiers import is_stored
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
 from zero_ext.zero.construction.staging_sizes import StateStep, bucket_groups, gradient_spans, staging_of
@@ -122,7 +123,7 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
 
 def _padded(sizes: Sequence[int], placement: StatePlacement, ranks: int) -> int:
     """Return elements of the flat buffer of tensors of ``sizes``."""
-    stored = placement.params and placement.params_tier == "nvme"
+    stored = placement.params and is_stored(placement.params_tier)
     alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
     return flat_offsets(sizes, PARAMETER_BYTES, ranks, alignment)[1]
 
@@ -234,7 +235,7 @@ def _what_counts(training: Training) -> Training:
 
 def config_of(training: Training) -> ZeroConfig:
     """Return the configuration of a run with ``training``."""
-    paths = {"nvme_paths": ["/"]} if "nvme" in training.tiers.values() else {}
+    paths = {"nvme_paths": ["/"]} if is_stored(*training.tiers.values()) else {}
     return ZeroConfig.from_mapping(
         {
             "stage": training.stage,

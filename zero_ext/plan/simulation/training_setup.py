@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
-from zero_ext.config.offload import TIERS, StatePlacement, distance_from_device
+from zero_ext.config.offload import StatePlacement
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, distance_from_device, other_tiers
 from zero_ext.plan.state_memory import TrainingState, check_count
 
 Activations = Literal["saved", "recomputed", "recomputed_host"]
@@ -85,7 +86,7 @@ class Training:
         StatePlacement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
         choices: dict[str, tuple[str, ...]] = {"update_mode": UPDATE_MODES, "activations": ACTIVATIONS}
-        for name, known in (choices | dict.fromkeys(FIRST_STAGE, TIERS)).items():
+        for name, known in (choices | dict.fromkeys(FIRST_STAGE, CAPACITIES)).items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}. Choose one "
@@ -100,8 +101,8 @@ class Training:
                 )
         if self.update_mode == "delayed" and self.optimizer == "device":
             raise ValueError(
-                "update_mode: expected the optimizer on 'host' or 'nvme' for 'delayed', got 'device'. Set "
-                "optimizer to 'host' or 'nvme', or choose another update_mode."
+                f"update_mode: expected the optimizer on {other_tiers()} for 'delayed', got 'device'. Set "
+                f"optimizer to {other_tiers()}, or choose another update_mode."
             )
 
     @classmethod
@@ -131,9 +132,9 @@ class Training:
             stage=config.stage,
             micro_batch=batch.micro_batch_size or 1,
             accumulation_steps=batch.gradient_accumulation_steps,
-            params=offload.params,
-            grads=offload.grads,
-            optimizer=offload.optimizer,
+            params=TIERS[offload.params].capacity,
+            grads=TIERS[offload.grads].capacity,
+            optimizer=TIERS[offload.optimizer].capacity,
             update_mode=offload.update_mode,
             activations=activations,
             clipping=bool(config.gradient_clipping),

@@ -14,6 +14,7 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.offload import StatePlacement
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import STORAGE_ALIGNMENT
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
 from zero_ext.zero.memory.gathered_unit import UnitSpec
@@ -365,7 +366,7 @@ class _UnitPlanner:
         parameters = [item.parameter for item in members]
         numbers = [self._number[parameter] for parameter in parameters]
         spans = [self._grad_spans[number] for number in numbers]
-        stored = placement.params and placement.params_tier == "nvme"
+        stored = placement.params and is_stored(placement.params_tier)
         alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
         layout = FlatLayout.build([item.spec for item in members], ranks, alignment)
         itemsize, is_float = layout.dtype.itemsize, layout.dtype.is_floating_point

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable
@@ -106,7 +106,7 @@ class MemoryEstimate:
         separate = self.config.offload.update_mode == "delayed" or self._separates_masters
         shared = dtype is torch.float32 and params_tier == tier and not separate
         held[tier]["optimizer"] += 0 if shared else numel * 4
-        if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
+        if not (self._fused or is_stored(tier)):  # torch's own code has its own tensors, without padding
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
             numel = sum(segment.numel for segment in layout.segments(begin, end))
         held[tier]["optimizer"] += sum(
@@ -125,8 +125,10 @@ class MemoryEstimate:
     def _advice(self, free_bytes: int) -> str:
         available = _available_bytes()
         for keys, estimate in self._alternatives():
-            held = estimate.bytes_by_tier()
-            on_device, on_host, stored = (sum(held[tier].values()) for tier in ("device", "host", "nvme"))
+            held: Counter[Tier] = Counter()
+            for tier, nbytes in estimate.bytes_by_tier().items():
+                held[TIERS[tier].capacity] += sum(nbytes.values())
+            on_device, on_host, stored = (held[capacity] for capacity in CAPACITIES)
             if on_device <= free_bytes and on_host <= available:
                 rest = [f"{_size(on_host)} of host memory"] + [f"{_size(stored)} of NVMe"] * bool(stored)
                 return f"Set {', '.join(keys)} to use {_size(on_device)} there and {' and '.join(rest)}."
@@ -146,7 +148,7 @@ class MemoryEstimate:
     def _under(self, stage: int, tier: Tier, kinds: Sequence[str]) -> MemoryEstimate | None:
         """Return the estimate with ``kinds`` in ``tier``; None if there is no such configuration."""
         changes: dict[str, Any] = dict.fromkeys(kinds, tier)
-        if tier == "nvme":
+        if is_stored(tier):
             changes["nvme_paths"] = self.config.offload.nvme_paths or ("/",)
         try:
             config = self.config.replace(stage=stage, offload=self.config.offload.replace(**changes))

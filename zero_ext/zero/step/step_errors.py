@@ -12,6 +12,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.config.optimizer_traits import OPTIMIZERS
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Device, copy_of
 from zero_ext.optim import Stepper
 from zero_ext.zero.construction.rank_consistency import Hyperparameters, refuse_different_facts
@@ -86,7 +87,7 @@ class FiniteChecks:
         storage = gradients.storage
         if not storage.valid:
             return True
-        if storage.tier == "nvme":
+        if is_stored(storage.tier):
             squares = Squares()
             gradients.add_squared_norm(squares)
             return not squares.count_non_finite()
@@ -130,7 +131,7 @@ class FiniteChecks:
             self._collectives,
             lambda: self._table(stepper, local, found_before),
             "looking for values that are not finite",
-            stored="nvme" in tiers,
+            stored=is_stored(*tiers),
         )
         found = self._collectives.sum_(found, "names of what is not finite")
         specs = [
