@@ -38,7 +38,7 @@ class StorageTier:
 
     @property
     def capacity(self) -> str:
-        """Return the tier of ``CAPACITIES`` of which it uses space and bandwidth."""
+        """Return the tier in ``CAPACITIES`` whose space and bandwidth it uses."""
         return self.memory or "nvme"
 
 
