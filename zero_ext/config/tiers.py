@@ -38,7 +38,7 @@ class StorageTier:
 
     @property
     def capacity(self) -> str:
-        """Return the tier in ``CAPACITIES`` whose space and bandwidth it uses."""
+        """Return the tier in ``CAPACITIES`` that it takes space and bandwidth from."""
         return self.memory or "nvme"
 
 
