@@ -15,7 +15,11 @@ from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Device, copy_of
 from zero_ext.optim import Stepper
-from zero_ext.zero.construction.rank_consistency import Hyperparameters, refuse_different_facts
+from zero_ext.zero.construction.rank_consistency import (
+    Hyperparameters,
+    of_all_ranks,
+    refuse_different_facts,
+)
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.step.update_schedule import MIXTURE
@@ -221,10 +225,6 @@ def advice_on(names: NonFiniteNames) -> str:
     )
 
 
-# What the names of optimizers' ops begin with.
-_UPDATES = tuple(f"{traits.name.lower()}_" for traits in OPTIMIZERS.values() if traits.moments)
-
-
 class StepErrors:
     """Composes errors about steps. Every method but :meth:`edits` is a collective. ``late`` says that an
     error comes after further steps were launched."""
@@ -336,16 +336,13 @@ class DeviceErrors:
         what this rank took, in host memory. Raises :class:`CollectiveError` if an update did not run, so that
         state is a mixture, and ``RuntimeError`` for an error found elsewhere."""
         self.poll()  # steps that were launched since found the same again
-        ranks = self._collectives.world_size
-        table = torch.zeros(ranks, ops.DEVICE_ERROR_WORDS, dtype=torch.int64, device="cpu")
-        mine = table[self._collectives.rank]
-        mine.copy_(own)
-        self._collectives.gather(table.view(-1), mine, "scalars", "errors of the devices").wait()
+        table = of_all_ranks(self._collectives, own, "errors of the devices")
         texts = [ops.device_error_text(row) for row in table]
         found = [f"device of rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         what = found[0] if found else "device: the error is on a rank that has another slice of the model."
         since = " Steps that were launched since changed nothing." if late else ""
-        if any(text.startswith(_UPDATES) for text in texts):
+        updates = tuple(f"{name.lower()}_" for name in OPTIMIZERS)  # the names of their ops begin so
+        if any(text.startswith(updates) for text in texts):
             raise CollectiveError(
                 f"step {step - 1}: {what} The step did not update all state. {MIXTURE}{since}"
             )
