@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from zero_ext.config.base_section import KeyOf, one_of
+from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class StorageTier:
         """Return the tier in ``CAPACITIES`` that it takes space and bandwidth from."""
         return self.memory or "nvme"
 
+    @property
+    def alignment(self) -> int:
+        """Return the alignment of shards, in bytes."""
+        return ALIGNMENT_BYTES if self.memory else STORAGE_ALIGNMENT
+
 
 TIERS = {
     tier.name: tier
@@ -65,13 +71,10 @@ def register_tier(tier: StorageTier) -> None:
     Raises:
         ValueError: Another tier has the name, or it does not allocate host memory.
     """
-    for what, expected, found in (
-        ("tier of that name", tier, TIERS.get(tier.name, tier)),
-        ("memory", "host", tier.memory),
-        ("function that allocates", True, tier.allocate is not None),
-    ):
-        if expected != found:
-            raise ValueError(f"tier {tier.name}: {what}: expected {expected}, got {found}. Correct the tier.")
+    if TIERS.get(tier.name, tier) != tier or tier.memory != "host" or tier.allocate is None:
+        raise ValueError(
+            f"tier: expected a new name, memory 'host' and a function that allocates, got {tier}. Correct it."
+        )
     TIERS[tier.name] = tier
 
 

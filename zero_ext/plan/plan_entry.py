@@ -8,17 +8,17 @@ from typing import Any
 
 from zero_ext.config import UnitConfig, ZeroConfig
 from zero_ext.config.optimizer_traits import OPTIMIZERS
-from zero_ext.config.tiers import Tier, distance_from_device, is_stored
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
 from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, StateTiers, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(StateTiers):
     """A stage and the tiers of its state kinds; ``label`` for tables."""
 
     stage: int
@@ -28,19 +28,9 @@ class Candidate:
     optimizer: Tier = "device"
 
     @property
-    def tiers(self) -> dict[str, Tier]:
-        """Tiers of parameters, gradients and optimizer state."""
-        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-
-    @property
     def options(self) -> dict[str, Any]:
         """Return what :class:`Training` takes."""
         return {"stage": self.stage, **self.tiers}
-
-    @property
-    def distance(self) -> int:
-        """Return how far state lies from the device, over all kinds."""
-        return distance_from_device(self.tiers.values())
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.label}"

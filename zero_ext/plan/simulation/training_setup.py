@@ -24,6 +24,7 @@ _LEAST = dict.fromkeys(("world_size", "micro_batch", "accumulation_steps", "in_f
     "prefetch_elements": 0,
     "reuse_elements": 0,
 }
+UNIT_SIZES = ("prefetch_elements", "reuse_elements", "bucket_elements", "max_live_elements")
 # Bytes of an entry of each kind of moments, and how many elements share it.
 _MOMENT_FIELDS = {
     "fp32": ((4, 1), (4, 1)),
@@ -32,8 +33,26 @@ _MOMENT_FIELDS = {
 }
 
 
+class StateTiers:
+    """The tiers of parameters, gradients and optimizer state."""
+
+    params: Tier
+    grads: Tier
+    optimizer: Tier
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """Tiers of parameters, gradients and optimizer state."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
+    @property
+    def distance(self) -> int:
+        """Return how far state lies from the device, over all kinds."""
+        return distance_from_device(self.tiers.values())
+
+
 @dataclass(frozen=True)
-class Training:
+class Training(StateTiers):
     """One run: 16-bit parameters, fp32 master weights, Adam.
 
     Attributes:
@@ -43,19 +62,15 @@ class Training:
         accumulation_steps: micro-batches of a step.
         in_flight: micro-batches with activations that wait for backward simultaneously; several in a
             pipeline.
-        params: tier of parameters, as in `offload`.
-        grads: tier of gradients, as in `offload`.
-        optimizer: tier of the optimizer, as in `offload`.
+        params, grads, optimizer: tiers, as in `offload`. One without a capacity of its own counts as the
+            tier that it takes space from.
         update_mode: when updates run, as `offload.update_mode`. Those in backward are final, never rolled
             back.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
-        prefetch_elements: as in `units`.
-        reuse_elements: as in `units`.
-        bucket_elements: as in `units`.
-        max_live_elements: as in `units`.
+        prefetch_elements, reuse_elements, bucket_elements, max_live_elements: as in `units`.
         staging_buffer_bytes: as in `offload`.
 
     Raises:
@@ -127,34 +142,20 @@ class Training:
         """
         config = load_config(source)
         batch, offload = config.batch.resolve(world_size), config.offload
+        tiers: dict[str, Any] = {kind: TIERS[getattr(offload, kind)].capacity for kind in FIRST_STAGE}
         return cls(
             world_size=world_size,
             stage=config.stage,
             micro_batch=batch.micro_batch_size or 1,
             accumulation_steps=batch.gradient_accumulation_steps,
-            params=TIERS[offload.params].capacity,
-            grads=TIERS[offload.grads].capacity,
-            optimizer=TIERS[offload.optimizer].capacity,
+            **tiers,
             update_mode=offload.update_mode,
             activations=activations,
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
-            prefetch_elements=config.units.prefetch_elements,
-            reuse_elements=config.units.reuse_elements,
-            bucket_elements=config.units.bucket_elements,
-            max_live_elements=config.units.max_live_elements,
-            staging_buffer_bytes=config.offload.staging_buffer_bytes,
+            staging_buffer_bytes=offload.staging_buffer_bytes,
+            **{name: getattr(config.units, name) for name in UNIT_SIZES},
         )
-
-    @property
-    def tiers(self) -> dict[str, Tier]:
-        """Tiers of parameters, gradients and optimizer state."""
-        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-
-    @property
-    def distance(self) -> int:
-        """Return how far state lies from the device, over all kinds."""
-        return distance_from_device(self.tiers.values())
 
     @property
     def placement(self) -> StatePlacement:

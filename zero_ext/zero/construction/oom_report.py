@@ -86,25 +86,24 @@ class MemoryEstimate:
         layout, placement = plan.layout, plan.spec.placement
         dtype, holders = layout.dtype, self.collectives.holders(plan.expert).shards
 
-        def tier_and_numel(sharded: bool, tier: Tier) -> tuple[Tier, int]:
-            return (tier, layout.shard_numel) if sharded else ("device", layout.numel)
+        def numel_of(sharded: bool) -> int:
+            return layout.shard_numel if sharded else layout.numel
 
-        params_tier, numel = tier_and_numel(placement.params, placement.params_tier)
-        held[params_tier]["params"] += numel * dtype.itemsize
+        numel = numel_of(placement.params)
+        held[placement.params_tier]["params"] += numel * dtype.itemsize
         if placement.params:
             held["device"]["params"] += self.config.communication.secondary_bytes(
                 numel, dtype.itemsize, holders.nodes.nodes, dtype.is_floating_point
             )
         if self.kinds is None or not plan.spec.trained:
             return
-        grads_tier, numel = tier_and_numel(placement.grads, placement.grads_tier)
         accumulates = self.config.batch.gradient_accumulation_steps > 1
         width = (DTYPES[self.config.precision.grad_accum_dtype] if accumulates else dtype).itemsize
-        if not (used_up and placement.grads and grads_tier == "device"):
-            held[grads_tier]["grads"] += numel * width
-        tier, numel = tier_and_numel(placement.optimizer, placement.optimizer_tier)
+        if not (used_up and placement.grads and placement.grads_tier == "device"):
+            held[placement.grads_tier]["grads"] += numel_of(placement.grads) * width
+        tier, numel = placement.optimizer_tier, numel_of(placement.optimizer)
         separate = self.config.offload.update_mode == "delayed" or self._separates_masters
-        shared = dtype is torch.float32 and params_tier == tier and not separate
+        shared = dtype is torch.float32 and placement.params_tier == tier and not separate
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not (self._fused or is_stored(tier)):  # torch's own code has its own tensors, without padding
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)

@@ -170,14 +170,6 @@ def _autograd_bytes(trained: Sequence[UnitSpec]) -> int:
     )
 
 
-def _tiers(placement: StatePlacement) -> tuple[Tier, Tier]:
-    """Return the tiers of parameters and gradients. Replicated ones are on the device."""
-    return (
-        placement.params_tier if placement.params else "device",
-        placement.grads_tier if placement.grads else "device",
-    )
-
-
 def _chunk_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int, chunks: int = 1) -> int:
     """Return the bytes of that many ``chunks``, which have the elements of one chunk in sum."""
     elements = staging_chunk_elements(config.offload.staging_buffer_bytes) // chunks
@@ -191,7 +183,7 @@ def _gradient_staging_bytes(trained: Sequence[UnitSpec], config: ZeroConfig) -> 
     shards = [
         unit.shard_numel * (unit.itemsize if unit.world_size == 1 else sums)
         for unit in trained
-        if TIERS[_tiers(unit.placement)[1]].memory == "host"
+        if TIERS[unit.placement.grads_tier].memory == "host"
     ]
     return (SHARD_TRANSFERS_IN_FLIGHT + 1) * extent_bytes(max(shards, default=0))
 
@@ -200,10 +192,9 @@ def _bounce_bytes(units: Sequence[UnitSpec], config: ZeroConfig) -> int:
     widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
-        params_tier, grads_tier = _tiers(unit.placement)
-        if is_stored(params_tier):
+        if is_stored(unit.placement.params_tier):
             shards.append(unit.shard_numel * unit.itemsize)
-        if is_stored(grads_tier):
+        if is_stored(unit.placement.grads_tier):
             shards.append(unit.shard_numel * max(unit.itemsize, widest))
     return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.staging_buffer_bytes // _GRAIN * _GRAIN)
 
@@ -214,7 +205,7 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
     if config.offload.update_mode == "delayed":
         return 0
     placement = unit.placement
-    tier = _tiers(placement)[1]
+    tier = placement.grads_tier
     summed = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     width = summed if config.batch.gradient_accumulation_steps > 1 else unit.itemsize
     if far and _is_far(placement):
@@ -227,7 +218,7 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
 
 def _is_far(placement: StatePlacement) -> bool:
     """Return whether state is on NVMe, and gradients or parameters on the device."""
-    return is_stored(placement.optimizer_tier) and "device" in _tiers(placement)
+    return is_stored(placement.optimizer_tier) and "device" in (placement.params_tier, placement.grads_tier)
 
 
 def _same_memory(one: Tier, other: Tier) -> bool:
@@ -236,7 +227,7 @@ def _same_memory(one: Tier, other: Tier) -> bool:
 
 def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
-    tier = _tiers(placement)[0]
+    tier = placement.params_tier
     delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
         return _chunk_bytes(unit, config, unit.itemsize, 2) if tier == "device" else 0
@@ -250,5 +241,5 @@ def _elementwise_bytes(unit: UnitSpec, chunk: int, state: int, config: ZeroConfi
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
     if not is_stored(unit.placement.optimizer_tier):
         return unit.owned_numel * 4
-    stored = is_stored(_tiers(unit.placement)[0]) and config.offload.update_mode != "delayed"
+    stored = is_stored(unit.placement.params_tier) and config.offload.update_mode != "delayed"
     return chunk_buffer_bytes(chunk, state, unit.itemsize if stored else 0)

@@ -83,7 +83,7 @@ class UnitGradients:
 
     def _allocate_storage(self, dtype: torch.dtype, staging_buffers: BufferPool, used_up: bool) -> None:
         unit, pool, tiers = self.unit, self._pool, self._tiers
-        tier: Tier = unit.placement.grads_tier if unit.placement.grads else "device"
+        tier = unit.placement.grads_tier
         shared = (unit.layout.shard_numel, dtype, self._accumulation_dtype, pool)
         if is_stored(tier):
             self.storage = NvmeGradientStorage(*shared, tiers)

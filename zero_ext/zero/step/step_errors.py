@@ -15,11 +15,7 @@ from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Device, copy_of
 from zero_ext.optim import Stepper
-from zero_ext.zero.construction.rank_consistency import (
-    Hyperparameters,
-    of_all_ranks,
-    refuse_different_facts,
-)
+from zero_ext.zero.construction.rank_consistency import Hyperparameters, of_all_ranks, refuse_different_facts
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.step.update_schedule import MIXTURE

@@ -272,7 +272,7 @@ class _Replay:
     def _acquire_scratch(self, unit: UnitSpec) -> None:
         """Acquire what a reduction needs, unless the unit has it already."""
         placement = unit.placement
-        if self._accumulates and placement.grads and is_stored(placement.grads_tier):
+        if self._accumulates and is_stored(placement.grads_tier):
             size = max(self._sum_bytes, unit.itemsize)
             self.acquire(*_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
         if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _REDUCING):
