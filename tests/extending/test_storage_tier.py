@@ -98,6 +98,8 @@ def test_reports_count_the_tier_and_its_memory_holds_the_state(world: World) -> 
             assert all(map(Pages.holds, master.state.values.values()))
         for gradients in engine.reducer.gradients:
             assert Pages.holds(gradients.storage.shard().memory("host"))
+        in_memory = {kind: nbytes + expected["host"][kind] for kind, nbytes in expected["device"].items()}
+        assert engine.memory_breakdown() == in_memory
     moved = {kind: expected["host"][kind] for kind in ("optimizer", "grads")}
     assert moved["optimizer"] and moved["grads"]
     assert {kind: found["toy"][kind] for kind in moved} == moved
