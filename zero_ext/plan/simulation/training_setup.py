@@ -62,15 +62,19 @@ class Training(StateTiers):
         accumulation_steps: micro-batches of a step.
         in_flight: micro-batches with activations that wait for backward simultaneously; several in a
             pipeline.
-        params, grads, optimizer: tiers, as in `offload`. One without a capacity of its own counts as the
-            tier that it takes space from.
+        params: tier of parameters, as in `offload`.
+        grads: tier of gradients, as in `offload`.
+        optimizer: tier of the optimizer, as in `offload`.
         update_mode: when updates run, as `offload.update_mode`. Those in backward are final, never rolled
             back.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
-        prefetch_elements, reuse_elements, bucket_elements, max_live_elements: as in `units`.
+        prefetch_elements: as in `units`.
+        reuse_elements: as in `units`.
+        bucket_elements: as in `units`.
+        max_live_elements: as in `units`.
         staging_buffer_bytes: as in `offload`.
 
     Raises:
