@@ -49,9 +49,9 @@ from zero_ext.activation.selective_policy import (
     contexts_saving_steps,
     named_ops,
 )
-from zero_ext.config import ActivationCheckpointingConfig, AioConfig, Tier
+from zero_ext.config import ActivationCheckpointingConfig, AioConfig
 from zero_ext.config.events import Bus
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import TIERS, Tier, is_stored, other_tiers
 from zero_ext.offload import Device
 from zero_ext.offload.tier_manager import open_store
 
@@ -181,8 +181,8 @@ class ActivationCheckpointing:
         """
         if self.config.storage_tier == "device":
             raise ValueError(
-                "activation_checkpointing.tier: expected 'host' or 'nvme' to offload saved tensors, got "
-                "'device', where they are already. Set it to 'host' or 'nvme'."
+                f"activation_checkpointing.tier: expected {other_tiers()} to offload saved tensors, got "
+                f"'device', where they are already. Set it to {other_tiers()}."
             )
         with torch._C.DisableTorchFunctionSubclass():  # those that ZeRO has released have no memory to name
             own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
@@ -340,7 +340,7 @@ class ActivationCheckpointing:
         )
 
     def _new_storage(self, device: Device) -> ActivationStorage:
-        if self.config.storage_tier != "nvme":
+        if not is_stored(self.config.storage_tier):
             return MemoryActivationStorage(self.config.storage_tier, device, self.config.number_checkpoints)
         store = open_store(self.config.nvme_paths, self._aio)
         store.bus = self.bus

@@ -20,6 +20,7 @@ from zero_ext.checkpoint.loading import LoadedCheckpoint
 from zero_ext.checkpoint.save_session import SaveHandle, save_in_progress, session_of
 from zero_ext.zero.api.engine_lookup import OBSTACLES, checkpoint_sources, engine_of
 from zero_ext.zero.api.engine_state import EngineState, ModelParallelState
+from zero_ext.zero.construction.rank_consistency import of_all_ranks
 from zero_ext.zero.engine import Engine
 
 
@@ -82,10 +83,11 @@ def save_checkpoint(
     """
     engine = engine_of(model)
     engine.finish_updates()
-    extra: dict[str, Any] = {"random": _of_all_ranks(engine, torch.get_rng_state())}
+    everyone, label = checkpoint_sources(engine).full.everyone, "random states for the checkpoint"
+    extra: dict[str, Any] = {"random": of_all_ranks(everyone, torch.get_rng_state(), label)}
     if engine.device.type != "cpu":
         own = DefaultGenerator(engine.device).state()
-        extra["device_random"] = {engine.device.type: _of_all_ranks(engine, own)}
+        extra["device_random"] = {engine.device.type: of_all_ranks(everyone, own, label)}
     for name, stateful in (("scheduler", scheduler), ("loader", loader)):
         if stateful is not None:
             extra[name] = stateful.state_dict()
@@ -210,14 +212,6 @@ def _background_save(engine: Engine) -> str:
 
 
 OBSTACLES.append(_background_save)
-
-
-def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
-    """Return the random states [ranks, n] of all ranks that save; ``own`` (uint8 [n]) is this one's."""
-    ranks = checkpoint_sources(engine).full.everyone
-    table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
-    table[ranks.rank] = own.int()
-    return ranks.sum_(table, "random states for the checkpoint").to(torch.uint8)
 
 
 def _restore_random_states(engine: Engine, extra: Mapping[str, Any]) -> None:

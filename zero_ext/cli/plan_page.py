@@ -9,10 +9,9 @@ from string import Template
 
 from zero_ext.cli.html_page import html_page
 from zero_ext.cli.plan_report import assumptions, best_first, headline, speed, three_digits
-from zero_ext.config import Tier
-from zero_ext.config.offload import TIERS
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier
 from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.plan_entry import PlanEntry
 from zero_ext.plan.planner import Plan, why_nothing_fits
@@ -73,7 +72,7 @@ def plan_page(plan: Plan) -> str:
         assumptions="<br>".join(map(escape, assumptions(plan))),
         headings="".join(_heading(name) for name in _HEADINGS),
         rows="\n".join(_row(plan, row) for row in best_first(plan)),
-        charts="".join(_chart(plan, tier) for tier in TIERS if _capacity(plan, tier) > 1),
+        charts="".join(_chart(plan, tier) for tier in CAPACITIES if _capacity(plan, tier) > 1),
     )
     return html_page(f"{plan.model.name} on {plan.gpus} GPUs of {plan.hardware.name}", body)
 
@@ -84,7 +83,7 @@ def _heading(name: str) -> str:
 
 
 def _row(plan: Plan, row: PlanEntry) -> str:
-    totals = [row.needs.total(tier) for tier in TIERS]
+    totals = [row.needs.total(tier) for tier in CAPACITIES]
     short = ", ".join(TIERS[shortfall.tier].short for shortfall in row.shortfalls)
     training = row.training
     # What is shown, and what the table is sorted by.

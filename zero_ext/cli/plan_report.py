@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.console import counted, said
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES, TIERS
 from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, KINDS, PlanEntry, config_of
 from zero_ext.plan.planner import Plan, why_nothing_fits
@@ -74,13 +74,13 @@ def assumptions(plan: Plan) -> list[str]:
 def print_plan_table(console: Console, plan: Plan) -> None:
     """Print one line per placement, the best first, with the bytes of the fullest GPU and host."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    numbers = [*(TIERS[tier].short for tier in TIERS), "s/step"]
+    numbers = [*(TIERS[tier].short for tier in CAPACITIES), "s/step"]
     for name in ("placement", *numbers[:3], "fits", "s/step", "bound by"):
         table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     for row in best_first(plan):
         table.add_row(
             escape(str(row.candidate)),
-            *(_bytes(row.needs.total(tier), "-") for tier in TIERS),
+            *(_bytes(row.needs.total(tier), "-") for tier in CAPACITIES),
             fits_in_words(row),
             three_digits(row.step.seconds),
             row.step.busiest,
@@ -168,7 +168,7 @@ def _bytes_table(plan: Plan) -> Table:
         table.add_column(name, justify="left" if name in ("placement", "where") else "right", no_wrap=True)
     behind = [row.candidate.stage for row in plan.entries[1:]]
     for row, stage_behind in zip_longest(plan.entries, behind):
-        used = [tier for tier in TIERS if row.needs.total(tier)]
+        used = [tier for tier in CAPACITIES if row.needs.total(tier)]
         for tier in used:
             total, capacity = row.needs.total(tier), getattr(plan.hardware, f"{tier}_bytes")
             table.add_row(
@@ -264,7 +264,7 @@ def _row_as_json(plan: Plan, row: PlanEntry) -> dict[str, Any]:
     return {
         **training_as_json(row.training),
         "largest_micro_batch": row.largest_micro_batch,
-        "bytes": {tier: row.by_kind(tier) for tier in TIERS},
+        "bytes": {tier: row.by_kind(tier) for tier in CAPACITIES},
         **lacks_as_json(row.shortfalls),
         "sent_bytes": step.sent,
         "inter_node_bytes": {
@@ -325,7 +325,7 @@ def layouts_as_json(wanted: LayoutRequest, found: Sequence[FoundLayout]) -> dict
                 "activations": one.layout.training.activations,
                 "micro_batch": one.layout.training.micro_batch,
                 "micro_batches": one.layout.micro_batches,
-                "bytes": {tier: getattr(one.fullest.needs, tier) for tier in TIERS},
+                "bytes": {tier: getattr(one.fullest.needs, tier) for tier in CAPACITIES},
                 "fullest_stage": one.fullest.stage,
                 "seconds": one.time.components,
                 "step_seconds": one.time.seconds,

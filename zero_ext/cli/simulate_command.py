@@ -15,7 +15,7 @@ from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, termina
 from zero_ext.cli.options import AsJson, ConfigFile, Machine, Model, taking
 from zero_ext.cli.plan_report import lacks_as_json, training_as_json
 from zero_ext.config import load_config
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES
 from zero_ext.plan.models import model_named
 from zero_ext.plan.simulation import (
     TRANSFORMERS,
@@ -119,7 +119,7 @@ def _as_json(one: Simulation) -> dict[str, Any]:
         "hidden": one.hidden,
         "busiest": one.bound_by,
         "busy_seconds": one.busy,
-        "bytes": {tier: one.memory.total(tier) for tier in TIERS},
+        "bytes": {tier: one.memory.total(tier) for tier in CAPACITIES},
         **lacks_as_json(one.shortfalls),
     }
 
@@ -137,7 +137,7 @@ def _print_placements(console: Console, found: Sequence[Simulation]) -> None:
             f"{one.flops_per_second / 1e12:.1f}",
             f"{one.hidden:.0%}",
             one.bound_by,
-            *(f"{one.memory.total(tier) / 1e9:,.1f}" for tier in TIERS),
+            *(f"{one.memory.total(tier) / 1e9:,.1f}" for tier in CAPACITIES),
         )
     console.print(table)
     for short in (short for one in found for short in one.shortfalls):

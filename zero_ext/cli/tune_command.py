@@ -22,7 +22,7 @@ from zero_ext.cli.console import (
 )
 from zero_ext.cli.options import AsJson, ConfigFile, Machine, NvmePath, Sequence, output, taking
 from zero_ext.config import load_config
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES, is_stored
 from zero_ext.plan.models import model_named
 from zero_ext.plan.parse_sizes import bytes_of, count_of
 from zero_ext.plan.simulation.hardware import DEFAULT_MACHINE, machine_named
@@ -119,13 +119,13 @@ def tune(options: TuneOptions) -> None:
 
 def _space(options: TuneOptions) -> Space:
     tiers, stages = _items(options.tiers), _counts(options.stages, "--stages", 0)
-    unknown = [tier for tier in tiers if tier not in TIERS] + [str(one) for one in stages if one > 3]
+    unknown = [tier for tier in tiers if tier not in CAPACITIES] + [str(one) for one in stages if one > 3]
     if unknown:
         raise ValueError(
-            f"--tiers and --stages: expected some of {', '.join(TIERS)} and 0 to 3, got {unknown[0]!r}. "
+            f"--tiers and --stages: expected some of {', '.join(CAPACITIES)} and 0 to 3, got {unknown[0]!r}. "
             "Name one of those."
         )
-    if "nvme" in tiers and not options.nvme_path:
+    if is_stored(*tiers) and not options.nvme_path:
         raise ValueError("--nvme-path: expected a folder for the tier nvme, got none. Name at least one.")
     base = {} if options.config is None else load_config(options.config).model_dump(exclude_unset=True)
     return Space(

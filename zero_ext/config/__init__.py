@@ -4,8 +4,9 @@ from zero_ext.config.activation_checkpointing import ActivationCheckpointingConf
 from zero_ext.config.communication import CommunicationConfig
 from zero_ext.config.config_errors import ConfigError
 from zero_ext.config.monitoring import FlopsConfig, MonitorConfig, ProgressConfig, TraceConfig, WandbConfig
-from zero_ext.config.offload import AioConfig, OffloadConfig, Tier
+from zero_ext.config.offload import AioConfig, OffloadConfig
 from zero_ext.config.sparse_attention import SparseAttentionConfig
+from zero_ext.config.tiers import Tier
 from zero_ext.config.training import (
     BatchConfig,
     CheckpointConfig,

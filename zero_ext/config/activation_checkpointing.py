@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Names, Positive
 from zero_ext.config.config_errors import show
-from zero_ext.config.offload import Tier
+from zero_ext.config.tiers import Tier, is_stored, other_tiers
 
 _MIB = 2**20
 
@@ -75,17 +75,17 @@ class ActivationCheckpointingConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _tier_is_one(self) -> ActivationCheckpointingConfig:
-        if self.cpu_checkpointing and self.tier == "nvme":
+        if self.cpu_checkpointing and is_stored(self.tier):
             raise KeyProblem(
                 "cpu_checkpointing",
                 "expected false with tier 'nvme', got True, which means 'host'. Remove one of the two.",
             )
-        if self.tier == "nvme" and not self.nvme_paths:
+        if is_stored(self.tier) and not self.nvme_paths:
             raise KeyProblem(
                 "nvme_paths",
                 "expected a folder with tier 'nvme', got none. Name at least one folder on an NVMe device.",
             )
-        if self.nvme_paths and self.tier != "nvme":
+        if self.nvme_paths and not is_stored(self.tier):
             raise KeyProblem(
                 "nvme_paths",
                 f"got {show(list(self.nvme_paths))}, which has no effect: tier is {show(self.storage_tier)}. "
@@ -99,12 +99,12 @@ class ActivationCheckpointingConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _sizes_have_an_effect(self) -> ActivationCheckpointingConfig:
-        moves = "tensors stay where they are. Remove it or set tier to 'host' or 'nvme'"
+        moves = f"tensors stay where they are. Remove it or set tier to {other_tiers()}"
         stored = f"tier is {show(self.storage_tier)}. Remove it or set tier to 'nvme'"
         for name, effective, why in (
             ("prefetch", self.moves, moves),
             ("min_offload_bytes", self.moves, moves),
-            ("buffer_bytes", self.storage_tier == "nvme", stored),
+            ("buffer_bytes", is_stored(self.storage_tier), stored),
         ):
             value = getattr(self, name)
             if not effective and value != type(self).model_fields[name].default:
@@ -125,7 +125,7 @@ class ActivationCheckpointingConfig(ConfigSection):
                 f"got {self.number_checkpoints}, which has no effect: it sizes the buffer of "
                 "contiguous_memory_optimization. Remove it or set that to true.",
             )
-        if self.contiguous_memory_optimization and self.tier == "nvme":
+        if self.contiguous_memory_optimization and is_stored(self.tier):
             raise KeyProblem(
                 "contiguous_memory_optimization",
                 "expected false with tier 'nvme', where extents need no memory, got True. Set it to false, "
@@ -145,8 +145,8 @@ class ActivationCheckpointingConfig(ConfigSection):
         if self.storage_tier == "device":
             raise KeyProblem(
                 "tier",
-                "expected 'host' or 'nvme' with mode 'offload_saved_tensors', got 'device'. Set tier to "
-                "'host' or 'nvme'.",
+                f"expected {other_tiers()} with mode 'offload_saved_tensors', got 'device'. Set tier to "
+                f"{other_tiers()}.",
             )
         for name in (
             "partition_activations",

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MultipleOf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from typing_extensions import Self, TypeIs
 
 from zero_ext.config.config_errors import (
@@ -45,6 +47,21 @@ def as_tuple(value: object) -> object:
 Count = Annotated[int, BeforeValidator(as_integer), Field(ge=0, le=LARGEST_COUNT)]
 Positive = Annotated[int, BeforeValidator(as_integer), Field(ge=1, le=LARGEST_COUNT)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyOf:
+    """A name in ``table``, to which names may be added later."""
+
+    table: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._known, handler(source))
+
+    def _known(self, value: object) -> object:
+        if not isinstance(value, str) or value not in self.table:
+            raise ValueError(wrong_value(one_of(tuple(self.table)), value))
+        return value
 
 
 if TYPE_CHECKING:
@@ -200,7 +217,8 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     if annotation is bool:
         return "true or false"
     if annotation is str:
-        return "a non-empty string"
+        tables = [item.table for item in metadata if isinstance(item, KeyOf)]
+        return one_of(tuple(tables[0])) if tables else "a non-empty string"
     if annotation in (int, float):
         return ("an integer" if annotation is int else "a finite number") + _limits(metadata)
     return f"a mapping with keys {', '.join(annotation.model_fields)}"

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Names, Positive
 from zero_ext.config.config_errors import show
-
-Tier = Literal["device", "host", "nvme"]
-"""Where state is stored."""
-
-
-class TierNames(NamedTuple):
-    """Names of a tier: in DeepSpeed's JSON, in tables, and in sentences."""
-
-    deepspeed: str
-    short: str
-    memory: str
-
-
-# From the fastest to the slowest.
-TIERS: dict[Tier, TierNames] = {
-    "device": TierNames("none", "GPU", "GPU memory"),
-    "host": TierNames("cpu", "host", "host memory"),
-    "nvme": TierNames("nvme", "NVMe", "NVMe"),
-}
-
-
-def distance_from_device(tiers: Iterable[Tier]) -> int:
-    """Return how many tiers state lies from the device, summed over all ``tiers``."""
-    return sum(map(list(TIERS).index, tiers))
-
+from zero_ext.config.tiers import Tier, is_stored, other_tiers
 
 KINDS = ("params", "grads", "optimizer")
 _PAGE = 4096
@@ -109,7 +84,7 @@ class OffloadConfig(ConfigSection):
     @property
     def any_nvme(self) -> bool:
         """Return whether any state kind is stored on NVMe."""
-        return bool(self._on_nvme())
+        return is_stored(self.params, self.grads, self.optimizer)
 
     def of_params_alone(self) -> OffloadConfig:
         """Return the section for a model without an optimizer, which has only parameters.
@@ -117,7 +92,7 @@ class OffloadConfig(ConfigSection):
         Returns:
             A new section.
         """
-        paths = self.nvme_paths if self.params == "nvme" else ()
+        paths = self.nvme_paths if is_stored(self.params) else ()
         return self.replace(grads="device", optimizer="device", ratio=1.0, nvme_paths=paths)
 
     @model_validator(mode="after")
@@ -126,13 +101,13 @@ class OffloadConfig(ConfigSection):
             raise KeyProblem(
                 "ratio",
                 f"got {show(self.ratio)}, which has no effect: the optimizer is stored on 'device'. Remove "
-                "it or set optimizer to 'host' or 'nvme'.",
+                f"it or set optimizer to {other_tiers()}.",
             )
         return self
 
     @model_validator(mode="after")
     def _paths_fit_the_tiers(self) -> OffloadConfig:
-        on_nvme = self._on_nvme()
+        on_nvme = [kind for kind in KINDS if is_stored(getattr(self, kind))]
         if on_nvme and not self.nvme_paths:
             raise KeyProblem(
                 "nvme_paths",
@@ -164,8 +139,8 @@ class OffloadConfig(ConfigSection):
         if self.update_mode == "delayed" and self.optimizer == "device":
             raise KeyProblem(
                 "update_mode",
-                "expected the optimizer on 'host' or 'nvme' for 'delayed', got 'device', where the update "
-                "would delay forward and backward. Set optimizer to 'host' or 'nvme', or update_mode to "
+                f"expected the optimizer on {other_tiers()} for 'delayed', got 'device', where the update "
+                f"would delay forward and backward. Set optimizer to {other_tiers()}, or update_mode to "
                 "'after_backward'.",
             )
         if self.delay_start_step and self.update_mode != "delayed":
@@ -175,9 +150,6 @@ class OffloadConfig(ConfigSection):
                 "Remove it or set update_mode to 'delayed'.",
             )
         return self
-
-    def _on_nvme(self) -> list[str]:
-        return [kind for kind in KINDS if getattr(self, kind) == "nvme"]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class OptimizerTraits:
         module: module that its class is imported from.
         moments: state of its fused step besides the master weights, one value per element. Empty: its own
             code, which is element-wise, runs on the shards.
+        stepper: module in `zero_ext.optim` and name of the class of its fused step, if it is in there.
         eight_bit: whether its moments may be quantized to 8 bits.
         on_nvme: how state on NVMe is stepped: by the op that also moves it, in chunks that the fused step
             reads, by the optimizer's own code, or not at all.
@@ -37,6 +38,7 @@ class OptimizerTraits:
     name: str
     module: str = TORCH
     moments: tuple[str, ...] = ()
+    stepper: str = ""
     eight_bit: bool = False
     on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
     unless: tuple[str, ...] = ("differentiable",)
@@ -51,17 +53,21 @@ _TWO = ("exp_avg", "exp_avg_sq")
 _OF_TWO_MOMENTS = frozenset({"Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"})
 _ADAM: dict[str, Any] = {
     "moments": _TWO,
+    "stepper": "fused.AdamStepper",
     "eight_bit": True,
     "on_nvme": "pipeline",
     "unless": ("amsgrad", "differentiable"),
     "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
 }
+_LAMB: dict[str, Any] = {"on_nvme": "chunks", "needs_norms": True, "deepspeed_builders": ("fused_lamb",)}
 _LION: dict[str, Any] = {
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
     "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
 }
 _FUSED = "zero_ext.optim.fused_optimizers"
 _ONE_BIT: dict[str, Any] = {"module": "zero_ext.optim.one_bit", "moments": _TWO, "on_nvme": "never"}
+_ONE_BIT_ADAM = _ONE_BIT | {"stepper": "one_bit_steppers.OneBitStepper", "resumes_from": _OF_TWO_MOMENTS}
+_ONE_BIT_LAMB = _ONE_BIT | {"stepper": "one_bit_steppers.OneBitLambStepper"}
 
 OPTIMIZERS: dict[str, OptimizerTraits] = {
     traits.name: traits
@@ -72,18 +78,16 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits("AdamW", **_ADAM),
         OptimizerTraits("Adamax"),
         OptimizerTraits("ASGD"),
-        OptimizerTraits(
-            "Lamb", _FUSED, _TWO, on_nvme="chunks", needs_norms=True, deepspeed_builders=("fused_lamb",)
-        ),
-        OptimizerTraits("Lion", _FUSED, ("exp_avg",), **_LION),
+        OptimizerTraits("Lamb", _FUSED, _TWO, "lamb_stepper.LambStepper", **_LAMB),
+        OptimizerTraits("Lion", _FUSED, ("exp_avg",), "fused.LionStepper", **_LION),
         OptimizerTraits("NAdam"),
-        OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), resumes_from=_OF_TWO_MOMENTS, **_ONE_BIT),
-        OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT),
+        OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
+        OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT_LAMB),
         OptimizerTraits("RAdam"),
         OptimizerTraits("RMSprop"),
         OptimizerTraits("Rprop"),
         OptimizerTraits("SGD"),
-        OptimizerTraits("ZeroOneAdam", one_bit_stages=(0, 1), resumes_from=_OF_TWO_MOMENTS, **_ONE_BIT),
+        OptimizerTraits("ZeroOneAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
     )
 }
 

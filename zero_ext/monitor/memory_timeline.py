@@ -6,11 +6,12 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_ext.config import Tier, plot_colors
+from zero_ext.config import plot_colors
+from zero_ext.config.tiers import TIERS, Tier
 from zero_ext.monitor.process_memory import resident_bytes
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.memory_breakdown import KINDS
@@ -112,7 +113,7 @@ def draw(timeline: MemoryTimeline, phases: Sequence[dict[str, Any]]) -> bytes:
 def _panels(timeline: MemoryTimeline) -> dict[str, _Panel]:
     times = [each.seconds for each in timeline.samples]
     found: dict[str, _Panel] = {}
-    for tier in get_args(Tier):
+    for tier in TIERS:
         rows = [[each.held[tier][kind] for each in timeline.samples] for kind in KINDS]
         if any(map(any, rows)):
             found[tier] = _Panel(times, {kind: _COLORS[kind] for kind in KINDS}, rows)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload.side_stream import COMPLETED, CopyHandle, SideStream, current
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
@@ -185,14 +185,14 @@ class Device:
 
         Raises ``RuntimeError`` where there is not so much memory.
         """
-        if tier == "nvme":
+        if is_stored(tier):
             raise zero_ext_bug("storage is no memory")
         # ``prepare`` or the first use may happen in inference mode. Tensors made there could not be
         # written to in training.
         with torch.inference_mode(False):
             if tier == "device" and self.is_accelerator:
                 return torch.zeros(numel, dtype=dtype, device=self.device)
-            memory = ops.host_buffer(numel * dtype.itemsize)
+            memory = (TIERS[tier].allocate or ops.host_buffer)(numel * dtype.itemsize)
             if self.is_accelerator:
                 with numa_affinity(self.device):
                     memory = pinned(memory, self.device)

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier
 from zero_ext.offload.bounce_buffer import DeviceTransferPath
 from zero_ext.offload.device_memory import CPU, Device
 from zero_ext.offload.nvme.nvme_store import NvmeStore
@@ -146,7 +146,7 @@ class ShardStorage(Protocol):
         """Return the elements [begin, end), both multiples of ``grain`` or the shard's end, as a shard."""
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        """Return the shard itself if it is in memory of ``tier``, else None."""
+        """Return the shard itself if steps use it in place of state in ``tier``, else None."""
         return None
 
 
@@ -217,7 +217,7 @@ class MemoryShard(ShardStorage):
         return MemoryShard(self.tier, self._tensor[begin:end], self._transfers, self._device)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        return self._tensor if tier == self.tier else None
+        return self._tensor if TIERS[tier].memory == TIERS[self.tier].memory else None
 
 
 def put(shard: ShardStorage, begin: int, values: torch.Tensor, source: Tier) -> None:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import CHUNK_BUFFERS, STORAGE_ALIGNMENT, StagingSizes
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload.device_memory import CPU, Device
 from zero_ext.offload.shard_storage import ShardStorage
 from zero_ext.offload.side_stream import COMPLETED, CopyHandle
@@ -71,7 +71,7 @@ class StepStaging:
         are stored once the iterator has ended. ``then`` are the gradient and the output of the range that is
         requested next. Its first chunk is copied meanwhile.
         """
-        buffers = self._buffers[tier]
+        tier, buffers = TIERS[tier].near, self._of(tier)
         in_place = output.memory(tier) if output is not None else None
         staged_output = output if in_place is None else None
         elements = self._elements(tier, gradient, staged_output, grain)
@@ -107,7 +107,7 @@ class StepStaging:
 
     def _elements(self, tier: Tier, gradient: ShardStorage, staged: ShardStorage | None, grain: int) -> int:
         """Return the elements of one chunk of a range with parameters that are ``staged``, if any are."""
-        buffers, elements = self._buffers[tier], gradient.numel
+        buffers, elements = self._of(tier), gradient.numel
         if gradient.memory(tier) is None:
             elements = min(elements, buffers.gradients.elements(gradient.dtype))
         if staged is not None:
@@ -131,21 +131,21 @@ class StepStaging:
 
     def can_access(self, shard: ShardStorage | None, tier: Tier) -> bool:
         """Return whether ops on memory of ``tier`` can use ``shard`` in place: there, in storage, or None."""
-        if shard is None or shard.tier == "nvme":
+        if shard is None or is_stored(shard.tier):
             return True
-        device = self._buffers[tier].device
+        device = self._of(tier).device
         return device.torch_device(shard.tier) == device.torch_device(tier)
 
     def to_tier(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
         """See :meth:`Device.to_tier`; tensors that are in such memory already are returned as they are."""
-        device = self._buffers[tier].device
+        device = self._of(tier).device
         far = [each for each in small if each.device.type == "cpu"]
         moved = iter(device.to_tier(tier, *far))
         return [next(moved) if each.device.type == "cpu" else each for each in small]
 
     def send(self, values: torch.Tensor, output: ShardStorage, tier: Tier) -> None:
         """Replace all of ``output`` [n] in another tier by ``values`` [n] of memory of ``tier``, cast."""
-        buffer = self._buffers[tier].outputs
+        buffer = self._of(tier).outputs
         elements = _cut(buffer.elements(output.dtype), values.numel(), ops.BLOCK_ELEMENTS)
         for begin in range(0, values.numel(), elements):
             chunk = values[begin : begin + elements]
@@ -158,7 +158,7 @@ class StepStaging:
         """Return all of ``gradient`` times ``scale``, in fp32 and memory of ``tier``; valid until the next
         call.
         """
-        scaled = _front(self._buffers[tier].elementwise, gradient.numel, torch.float32)
+        scaled = _front(self._of(tier).elementwise, gradient.numel, torch.float32)
         (factor,) = self.to_tier(tier, scale)
         for chunk in self.chunks(tier, gradient, None):
             scaled[chunk.begin : chunk.end].copy_(chunk.gradient).mul_(factor)
@@ -185,7 +185,7 @@ class StepStaging:
         if near is not None:
             return near[begin:end]
         padded = _round_up(gradient, end - begin)
-        buffer = _front(self._buffers[tier].gradients.memory, padded, gradient.dtype)
+        buffer = _front(self._of(tier).gradients.memory, padded, gradient.dtype)
         gradient.fetch(buffer, begin, tier).wait()
         return buffer[: end - begin]
 
@@ -195,12 +195,15 @@ class StepStaging:
         near = gradient.memory(tier)
         if near is not None:
             return near[begin:end], COMPLETED
-        buffer = self._buffers[tier].gradients.acquire(_round_up(gradient, end - begin), gradient.dtype)
+        buffer = self._of(tier).gradients.acquire(_round_up(gradient, end - begin), gradient.dtype)
         return buffer[: end - begin], gradient.fetch(buffer, begin, tier)
+
+    def _of(self, tier: Tier) -> _TierBuffers:
+        return self._buffers[TIERS[tier].near]
 
     def holds_outputs(self, tier: Tier) -> bool:
         """Return whether there is a buffer for parameters that leave a step in ``tier``."""
-        return self._buffers[tier].outputs.memory.nbytes > 0
+        return self._of(tier).outputs.memory.nbytes > 0
 
     def allocated_bytes(self) -> dict[Tier, int]:
         """Return its bytes by tier."""

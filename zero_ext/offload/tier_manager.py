@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.config import AioConfig, OffloadConfig, Tier
+from zero_ext.config import AioConfig, OffloadConfig
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload.bounce_buffer import BounceBuffer, DeviceTransferPath
 from zero_ext.offload.device_memory import CPU, Device, numa_affinity
 from zero_ext.offload.nvme.gpu_direct_storage import open_gpu_direct_storage
@@ -105,7 +106,7 @@ class TierManager:
             with numa_affinity(device.device):  # its threads
                 self._store = open_store(policy.nvme_paths, aio, policy.checksum)
                 self._store.bus = self.bus
-            if policy.optimizer == "nvme" and kinds is not None:
+            if is_stored(policy.optimizer) and kinds is not None:
                 self._stream = StateStream(
                     self._store, policy.staging_buffer_bytes, kinds, self.transfers, self.bus
                 )
@@ -115,11 +116,11 @@ class TierManager:
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
         """Return the bytes of the store that a shard in ``tier`` takes."""
-        return -(-numel * dtype.itemsize // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT if tier == "nvme" else 0
+        return -(-numel * dtype.itemsize // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT if is_stored(tier) else 0
 
     def stored_state_bytes(self, tier: Tier, numel: int) -> int:
         """Return the bytes of the store that the optimizer state of ``numel`` elements in ``tier`` takes."""
-        return self.stream.extent_bytes(numel) * (2 if self._shadows else 1) if tier == "nvme" else 0
+        return self.stream.extent_bytes(numel) * (2 if self._shadows else 1) if is_stored(tier) else 0
 
     def reserve(self, nbytes: int) -> None:
         """Reserve ``nbytes`` in the store and write them once. ``RuntimeError`` if space is short."""
@@ -132,7 +133,7 @@ class TierManager:
 
     def allocate_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardStorage:
         """Allocate a zeroed shard [numel] in ``tier``."""
-        if tier == "nvme":
+        if is_stored(tier):
             return self.allocate_nvme_shard(numel, dtype)
         return MemoryShard(tier, self.device.allocate(tier, numel, dtype), self.transfers, self.device)
 
@@ -145,7 +146,7 @@ class TierManager:
         self, tier: Tier, numel: int, master: torch.Tensor | None
     ) -> OptimizerStateStorage:
         """Allocate optimizer state of ``numel`` elements in ``tier``, with ``master`` or zeroed values."""
-        if tier == "nvme":
+        if is_stored(tier):
             return NvmeState(self.stream, numel, self._shadows)
         if master is None:
             master = self.device.allocate(tier, numel, torch.float32)
@@ -194,7 +195,7 @@ class InitStorage:
     def __init__(self, policy: OffloadConfig, aio: AioConfig) -> None:
         self.tier = policy.params
         self._transfers = TransferStats()
-        self._store = open_store(policy.nvme_paths, aio, policy.checksum) if self.tier == "nvme" else None
+        self._store = open_store(policy.nvme_paths, aio, policy.checksum) if is_stored(self.tier) else None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> ShardStorage:
         """Allocate a shard [numel]. ``RuntimeError`` with path and bytes if the device is full."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zero_ext.config.buffer_sizes import block_count
-from zero_ext.ops.load_library import check_one_device, fake_kernel, op
+from zero_ext.ops.load_library import check_one_device, fake_kernel, inplace, op
 
 
 class Quantized(NamedTuple):
@@ -149,8 +149,9 @@ def quantize_(
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
             `chunks` does not divide n, or `order` does not name each chunk once; nothing has been changed.
     """
-    op("quantize_")(payloads, values, format.bits, format.symmetric, format.block, chunks, list(order or ()))
-    torch.autograd.graph.increment_version(payloads)
+    inplace("quantize_")(
+        payloads, values, format.bits, format.symmetric, format.block, chunks, list(order or ())
+    )
 
 
 def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int) -> None:
@@ -164,8 +165,7 @@ def dequantize_(out: Tensor, payloads: Tensor, format: BlockFormat, chunks: int)
 
     Errors as for :func:`quantize_`.
     """
-    op("dequantize_")(out, payloads, format.bits, format.symmetric, format.block, chunks)
-    torch.autograd.graph.increment_version(out)
+    inplace("dequantize_")(out, payloads, format.bits, format.symmetric, format.block, chunks)
 
 
 def sum_quantized_(
@@ -182,8 +182,7 @@ def sum_quantized_(
 
     Errors as for :func:`quantize_`; RuntimeError, too, when `factor` is not finite.
     """
-    op("sum_quantized_")(out, payloads, format.bits, format.symmetric, format.block, factor, accumulate)
-    torch.autograd.graph.increment_version(out)
+    inplace("sum_quantized_")(out, payloads, format.bits, format.symmetric, format.block, factor, accumulate)
 
 
 def requantize_(
@@ -210,8 +209,7 @@ def requantize_(
     to = out_format or format
     source = (format.bits, format.symmetric, format.block)
     target = (to.bits, to.symmetric, to.block)
-    op("requantize_")(payloads_out, payloads_in, *source, *target, factor, chunks)
-    torch.autograd.graph.increment_version(payloads_out)
+    inplace("requantize_")(payloads_out, payloads_in, *source, *target, factor, chunks)
 
 
 def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: float, chunks: int) -> None:
@@ -230,8 +228,7 @@ def compress_1bit_(payloads: Tensor, errors: Tensor, values: Tensor, factor: flo
         RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
             `chunks` does not divide n, or `factor` is not finite; nothing has been changed.
     """
-    op("compress_1bit_")(payloads, errors, values, factor, chunks)
-    torch.autograd.graph.increment_version((payloads, errors))
+    inplace("compress_1bit_")(payloads, errors, values, factor, chunks)
 
 
 def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool, chunks: int) -> None:
@@ -246,8 +243,7 @@ def decompress_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: b
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("decompress_1bit_")(out, payloads, factor, accumulate, chunks)
-    torch.autograd.graph.increment_version(out)
+    inplace("decompress_1bit_")(out, payloads, factor, accumulate, chunks)
 
 
 def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) -> None:
@@ -261,8 +257,7 @@ def sum_1bit_(out: Tensor, payloads: Tensor, factor: float, accumulate: bool) ->
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("sum_1bit_")(out, payloads, factor, accumulate)
-    torch.autograd.graph.increment_version(out)
+    inplace("sum_1bit_")(out, payloads, factor, accumulate)
 
 
 def reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float) -> None:
@@ -278,5 +273,4 @@ def reduce_1bit_(payload: Tensor, error: Tensor, payloads: Tensor, factor: float
 
     Errors as for :func:`compress_1bit_`.
     """
-    op("reduce_1bit_")(payload, error, payloads, factor)
-    torch.autograd.graph.increment_version((payload, error))
+    inplace("reduce_1bit_")(payload, error, payloads, factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_ext.ops.load_library import load_kernels, op
+from zero_ext.ops.load_library import inplace, load_kernels, op
 
 DEVICE_ERROR_WORDS = 7
 
@@ -23,8 +23,7 @@ def pop_device_error_(record: Tensor) -> None:
     Raises:
         RuntimeError: `record` has the wrong dtype, device, layout or size.
     """
-    op("pop_device_error_")(record)
-    torch.autograd.graph.increment_version(record)
+    inplace("pop_device_error_")(record)
 
 
 def device_error_text(record: Tensor) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_ext.ops.load_library import fake_kernel, op
+from zero_ext.ops.load_library import fake_kernel, inplace, op
 
 
 def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -24,8 +24,7 @@ def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> No
         RuntimeError: an argument has the wrong dtype, device or layout, does not fit, or memory overlaps;
             nothing has been changed.
     """
-    op("pack_")(flat, tensors, offsets)
-    torch.autograd.graph.increment_version(flat)
+    inplace("pack_")(flat, tensors, offsets)
 
 
 def accumulate_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -33,8 +32,7 @@ def accumulate_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int])
 
     Arguments and errors as in :func:`pack_`.
     """
-    op("accumulate_")(flat, tensors, offsets)
-    torch.autograd.graph.increment_version(flat)
+    inplace("accumulate_")(flat, tensors, offsets)
 
 
 def unpack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -42,8 +40,7 @@ def unpack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> 
 
     Arguments and errors as in :func:`pack_`.
     """
-    op("unpack_")(flat, tensors, offsets)
-    torch.autograd.graph.increment_version(tensors)
+    inplace("unpack_")(flat, tensors, offsets)
 
 
 def sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate: bool) -> None:
@@ -62,8 +59,7 @@ def sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate:
         RuntimeError: an argument has the wrong dtype, device, layout or size, `shards` is empty, or `out`
             overlaps a shard without being it; nothing has been changed.
     """
-    op("sum_shards_")(out, shards, scale, accumulate)
-    torch.autograd.graph.increment_version(out)
+    inplace("sum_shards_")(out, shards, scale, accumulate)
 
 
 ACCUMULATOR_ENTRIES = 33
@@ -87,8 +83,7 @@ def squared_norm_(grad: Tensor, accumulator: Tensor) -> None:
     Source: Demmel and Nguyen, "Parallel reproducible summation" (2015); Rump, Ogita and Oishi, "Accurate
     floating-point summation" (2008), section 3.
     """
-    op("squared_norm_")(grad, accumulator)
-    torch.autograd.graph.increment_version(accumulator)
+    inplace("squared_norm_")(grad, accumulator)
 
 
 def squared_norm_value(accumulator: Tensor) -> Tensor:
@@ -125,5 +120,4 @@ def flag_non_finite_(values: Tensor, non_finite: Tensor) -> None:
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout or size; nothing has been changed.
     """
-    op("flag_non_finite_")(values, non_finite)
-    torch.autograd.graph.increment_version(non_finite)
+    inplace("flag_non_finite_")(values, non_finite)

@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import compress
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -202,6 +203,23 @@ def op(name: str) -> Any:
     if torch.version.cuda is None or kernels_are_loaded():
         return overload
     return partial(_call_with_kernels, overload)
+
+
+@cache
+def inplace(name: str) -> Any:
+    """Return :func:`op`, which then raises the version counters of what it writes, as torch's own ops do.
+
+    Ops that still write after they return do not use it.
+    """
+    op(name)
+    arguments = getattr(getattr(torch.ops, NAMESPACE), name).default._schema.arguments
+    written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+
+    def write(*values: Any) -> None:
+        op(name)(*values)
+        torch.autograd.graph.increment_version([*_tensors_of(compress(values, written))])
+
+    return write
 
 
 def _call_with_kernels(overload: Any, *arguments: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zero_ext.ops.compression import Quantized
-from zero_ext.ops.load_library import op
+from zero_ext.ops.load_library import inplace
 
 
 def adam_step_(
@@ -52,9 +51,7 @@ def adam_step_(
     Source: Kingma and Ba (arXiv 1412.6980), section 2; Loshchilov and Hutter (arXiv 1711.05101),
     algorithm 2.
     """
-    op("adam_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
-    written = [master, exp_avg, exp_avg_sq, param, non_finite]
-    torch.autograd.graph.increment_version([each for each in written if each is not None])
+    inplace("adam_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
 
 
 def adam_step_8bit_(
@@ -100,9 +97,7 @@ def adam_step_8bit_(
     2110.02861), section 2.
     """
     tensors = [master, exp_avg.codes, exp_avg_sq.codes, exp_avg.scales, exp_avg_sq.scales, grad, param]
-    op("adam_step_8bit_")(*tensors, segments, hyper, grad_scale, non_finite)
-    written = [master, *exp_avg, *exp_avg_sq, param, non_finite]
-    torch.autograd.graph.increment_version([each for each in written if each is not None])
+    inplace("adam_step_8bit_")(*tensors, segments, hyper, grad_scale, non_finite)
 
 
 def lamb_norms_(
@@ -128,8 +123,7 @@ def lamb_norms_(
     Raises:
         RuntimeError: as :func:`lamb_step_`; nothing has been changed.
     """
-    op("lamb_norms_")(master, exp_avg, exp_avg_sq, grad, segments, hyper, grad_scale, norms)
-    torch.autograd.graph.increment_version(norms)
+    inplace("lamb_norms_")(master, exp_avg, exp_avg_sq, grad, segments, hyper, grad_scale, norms)
 
 
 def lamb_step_(
@@ -174,9 +168,7 @@ def lamb_step_(
     Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes" (arXiv
     1904.00962), algorithm 2.
     """
-    op("lamb_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
-    written = [master, exp_avg, exp_avg_sq, param, non_finite]
-    torch.autograd.graph.increment_version([each for each in written if each is not None])
+    inplace("lamb_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
 
 
 def lion_step_(
@@ -217,6 +209,4 @@ def lion_step_(
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
     """
-    op("lion_step_")(master, exp_avg, grad, param, segments, hyper, grad_scale, non_finite)
-    written = [master, exp_avg, param, non_finite]
-    torch.autograd.graph.increment_version([each for each in written if each is not None])
+    inplace("lion_step_")(master, exp_avg, grad, param, segments, hyper, grad_scale, non_finite)

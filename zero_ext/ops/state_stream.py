@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
-from zero_ext.ops.load_library import op
+from zero_ext.ops.load_library import inplace, op
 
 STREAM_COUNTERS = (
     "bytes_read",
@@ -82,8 +82,7 @@ def state_stream_fill_(handle: int, offset: int, master: Tensor, counters: Tenso
         master: float32, bfloat16 or float16 [n]; stored as float32.
         counters: see :func:`state_stream_adam_`.
     """
-    op("state_stream_fill_")(handle, offset, master, counters)
-    torch.autograd.graph.increment_version([counters])
+    inplace("state_stream_fill_")(handle, offset, master, counters)
 
 
 def state_stream_read_(
@@ -108,8 +107,7 @@ def state_stream_read_(
     Raises:
         RuntimeError: a bad argument, before anything moves; or a failed transfer, named by the store.
     """
-    op("state_stream_read_")(handle, offset, elements, begin, end, fields, tensors, counters)
-    torch.autograd.graph.increment_version([*tensors, counters])
+    inplace("state_stream_read_")(handle, offset, elements, begin, end, fields, tensors, counters)
 
 
 def state_stream_write_(
@@ -127,8 +125,7 @@ def state_stream_write_(
     Arguments and errors as of :func:`state_stream_read_`. What shares an aligned block with the part is read
     and written back.
     """
-    op("state_stream_write_")(handle, offset, elements, begin, end, fields, tensors, counters)
-    torch.autograd.graph.increment_version([counters])
+    inplace("state_stream_write_")(handle, offset, elements, begin, end, fields, tensors, counters)
 
 
 def state_stream_adam_(
@@ -169,7 +166,6 @@ def state_stream_adam_(
         RuntimeError: a bad argument or overlapping extents, before anything moves; or a failed transfer,
             named by the store, with none left in flight: some chunks have then made the step.
     """
-    arguments = (handle, ranges, params, grads, segments, hyper, grad_scale, counters, non_finite)
-    op("state_stream_adam_")(*arguments)
-    written = [*params, counters] if non_finite is None else [*params, counters, non_finite]
-    torch.autograd.graph.increment_version(written)
+    inplace("state_stream_adam_")(
+        handle, ranges, params, grads, segments, hyper, grad_scale, counters, non_finite
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from zero_ext.config import Tier
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload import MASTER, Values, put
 from zero_ext.optim.fused_optimizers import FusedOptimizer
 from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update
@@ -63,7 +63,7 @@ class ElementwiseStepper(RangeStepper):
             value.grad = None
             if self._flag is not None and segment.name in used:
                 self._flag.check(value)
-        if owned.output is not None and owned.output.tier == "nvme":
+        if owned.output is not None and is_stored(owned.output.tier):
             # All of it, else the rest of a block would have to be read. Unchanged values are written again.
             self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)
         elif owned.output is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload import (
     MASTER,
     AdamWork,
@@ -177,7 +177,7 @@ class AdamStepper(CountingStepper):
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
-        in_memory = [each for each in updates if self._ranges[each.index].state.tier != "nvme"]
+        in_memory = [each for each in updates if not is_stored(self._ranges[each.index].state.tier)]
         yield from super().step(in_memory, scale, used)
         stored: list[AdamWork] = []
         in_storage: list[int] = []

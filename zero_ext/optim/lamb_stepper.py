@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload import MASTER
 from zero_ext.optim.fused import CountingStepper, inside
 from zero_ext.optim.fused_optimizers import lamb_row, trust_ratio
@@ -97,7 +97,7 @@ class LambStepper(CountingStepper):
 
     def _split(self, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
         """Return those of state in memory, and those of state in storage."""
-        stored = [each for each in updates if self._ranges[each.index].state.tier == "nvme"]
+        stored = [each for each in updates if is_stored(self._ranges[each.index].state.tier)]
         return [each for each in updates if each not in stored], stored
 
     def _own_norms(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import optim
 
 from zero_ext.config.optimizer_traits import NEEDS_FULL_TENSORS, OPTIMIZERS, OptimizerTraits
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import StateField, TierManager
 from zero_ext.optim.elementwise import (
     ElementwiseStepper,
@@ -22,12 +23,9 @@ from zero_ext.optim.elementwise import (
     on_other_tensors,
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
-from zero_ext.optim.fused import AdamStepper, LionStepper
-from zero_ext.optim.fused_optimizers import Lamb, Lion
-from zero_ext.optim.lamb_stepper import LambStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
-from zero_ext.optim.one_bit_steppers import OneBitLambStepper, OneBitStepper
+from zero_ext.optim.one_bit import OneBitOptimizer
+from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total
 
 
@@ -75,18 +73,9 @@ def register(
     ENTRIES[name] = OptimizerEntry(traits, kind, stepper)
 
 
-_STEPPERS: dict[type[optim.Optimizer], Callable[[StepperInputs], Stepper]] = {
-    optim.Adam: AdamStepper,
-    optim.AdamW: AdamStepper,
-    Lamb: LambStepper,
-    Lion: LionStepper,
-    OneBitAdam: OneBitStepper,
-    OneBitLamb: OneBitLambStepper,
-    ZeroOneAdam: OneBitStepper,
-}
 for _traits in tuple(OPTIMIZERS.values()):
-    _kind = getattr(import_module(_traits.module), _traits.name)
-    register(_traits, _kind, _STEPPERS.get(_kind))
+    _stepper = resolve_name(f"zero_ext.optim.{_traits.stepper}") if _traits.stepper else None
+    register(_traits, resolve_name(f"{_traits.module}.{_traits.name}"), _stepper)
 # A user's subclass of the base steps as 1-bit Adam does.
 ENTRIES["OneBitOptimizer"] = OptimizerEntry(OPTIMIZERS["OneBitAdam"], OneBitOptimizer, OneBitStepper)
 
@@ -231,7 +220,7 @@ def make_stepper(
     inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total)
     in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
     own_code = entry is None or entry.traits.on_nvme == "own code"
-    stored = [index for index, owned in enumerate(ranges) if own_code and owned.state.tier == "nvme"]
+    stored = [index for index, owned in enumerate(ranges) if own_code and is_stored(owned.state.tier)]
     if not stored:
         return in_memory(inputs)
     live = [index for index in range(len(ranges)) if index not in stored]

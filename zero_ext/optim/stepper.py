@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from zero_ext import ops
-from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload import (
     MASTER,
     NvmeState,
@@ -233,8 +233,7 @@ def stored_chunks(
     with contextlib.closing(visit_chunks(stream, states, buffers.buffers)) as chunks:
         for chunk in chunks:
             shard = gradients[chunk.index]
-            near: Tier = "host" if shard.tier == "nvme" else shard.tier
-            gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, near)
+            gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, TIERS[shard.tier].near)
             if gradient.device != buffers.gradient.device:
                 stream.transfers.record("device", "host", gradient.nbytes)
             yield StoredChunk(chunk, gradient, buffers)
@@ -252,7 +251,7 @@ def send_chunk(output: ShardStorage | None, chunk: StoredChunk, stepped: Sequenc
     if output is None:
         return
     begin, master = chunk.state.begin, chunk.state.values[MASTER]
-    if output.tier == "nvme":
+    if is_stored(output.tier):
         # Parameters in storage follow the masters everywhere: one write, of whole blocks.
         values = chunk.staging.output[: master.numel() * output.dtype.itemsize].view(output.dtype)
         output.store(begin, values.copy_(master), "host")

@@ -6,19 +6,19 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_ext.config import Tier, UnitConfig, ZeroConfig
-from zero_ext.config.offload import distance_from_device
+from zero_ext.config import UnitConfig, ZeroConfig
 from zero_ext.config.optimizer_traits import OPTIMIZERS
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, excess, fits, memory_needs
 from zero_ext.plan.simulation.simulate import StepEstimate, estimate_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, StateTiers, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(StateTiers):
     """A stage and the tiers of its state kinds; ``label`` for tables."""
 
     stage: int
@@ -28,19 +28,9 @@ class Candidate:
     optimizer: Tier = "device"
 
     @property
-    def tiers(self) -> dict[str, Tier]:
-        """Tiers of parameters, gradients and optimizer state."""
-        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-
-    @property
     def options(self) -> dict[str, Any]:
         """Return what :class:`Training` takes."""
         return {"stage": self.stage, **self.tiers}
-
-    @property
-    def distance(self) -> int:
-        """Return how far state lies from the device, over all kinds."""
-        return distance_from_device(self.tiers.values())
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.label}"
@@ -183,7 +173,7 @@ def _with_look_ahead(model: ModelCost, training: Training, hardware: Hardware) -
         return training
     tied = sum(unit.parameters for unit in model.units if unit.tied)
     largest = max(unit.parameters for unit in model.units if not unit.tied)
-    for ahead in (2, 1) if training.params == "nvme" else (1,):
+    for ahead in (2, 1) if is_stored(training.params) else (1,):
         wanted = -(-(tied + (1 + ahead) * largest) // _LIVE_GRAIN) * _LIVE_GRAIN
         raised = replace(training, max_live_elements=max(wanted, training.max_live_elements))
         if fits(model, raised, hardware):
@@ -239,7 +229,7 @@ def config_of(
     Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
     """
     offload: dict[str, Any] = {kind: tier for kind, tier in training.tiers.items() if tier != "device"}
-    if "nvme" in offload.values():
+    if is_stored(*offload.values()):
         offload["nvme_paths"] = list(nvme_paths)
     units: dict[str, Any] = {}
     if tiles and training.stage == 3 and model.shape.tiles > 1:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal
 
 from zero_ext.config import CommunicationConfig
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import TIERS
 from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.parse_sizes import COUNTS, short_bytes, short_number
 from zero_ext.plan.plan_entry import (
@@ -92,7 +92,7 @@ def _why_not_simpler(best: PlanEntry, rows: Sequence[PlanEntry]) -> list[str]:
         return []
     last = simpler[-1]
     lacks = " and ".join(
-        f"{short_bytes(short.needed - short.available)} of {TIERS[short.tier].memory}"
+        f"{short_bytes(short.needed - short.available)} of {TIERS[short.tier].words}"
         for short in last.shortfalls
     )
     others = f" {len(simpler) - 1} other simpler placements do not fit either." if len(simpler) > 2 else ""

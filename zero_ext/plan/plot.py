@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config import Tier
-from zero_ext.config.offload import TIERS
 from zero_ext.config.plot_colors import KINDS as COLORS
 from zero_ext.config.plot_colors import LIMIT
+from zero_ext.config.tiers import CAPACITIES, Tier
 from zero_ext.plan.planner import Plan
 
 _TITLES = {"device": "GPU memory", "host": "host memory", "nvme": "NVMe of a host"}
@@ -37,9 +36,9 @@ def plot_plan(plan: Plan, path: Path) -> Path:
 
     with matplotlib.rc_context({"font.size": 12}):
         figure = Figure(figsize=(13, 0.45 * len(plan.entries) + 2.4), layout="constrained")
-        panels = figure.subplots(1, len(TIERS), sharey=True)
+        panels = figure.subplots(1, len(CAPACITIES), sharey=True)
         kinds: set[str] = set()
-        for axes, tier in zip(panels, TIERS, strict=True):
+        for axes, tier in zip(panels, CAPACITIES, strict=True):
             kinds |= _draw_tier(axes, plan, tier)
         panels[0].set_yticks(range(len(plan.entries)), [str(row.candidate) for row in plan.entries])
         panels[0].invert_yaxis()

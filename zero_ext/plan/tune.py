@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import ConfigError
+from zero_ext.config.tiers import is_stored
 from zero_ext.plan.models import ModelSpec
 from zero_ext.plan.plan_entry import CANDIDATES, Candidate
 from zero_ext.plan.simulation.hardware import Hardware
@@ -71,7 +72,7 @@ class Space:
 
     def variants(self, placement: Candidate, micro_batch: int) -> list[Point]:
         """Return the points of one placement and micro-batch."""
-        sections = self.aio if "nvme" in placement.tiers.values() else ((),)
+        sections = self.aio if is_stored(*placement.tiers.values()) else ((),)
         return [Point(placement, micro_batch, each, aio) for each in self.unit_elements for aio in sections]
 
     def __iter__(self) -> Iterator[Point]:
@@ -91,7 +92,7 @@ class Space:
 
         offload = section("offload", **point.placement.tiers)
         offload.pop("nvme_paths", None)
-        if "nvme" in point.placement.tiers.values():
+        if is_stored(*point.placement.tiers.values()):
             offload["nvme_paths"] = list(self.nvme_paths)
         batch = section("batch", micro_batch_size=point.micro_batch)
         if "train_batch_size" in batch:

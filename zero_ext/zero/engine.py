@@ -16,6 +16,7 @@ from zero_ext.activation import ActivationCheckpointing
 from zero_ext.comm import Collectives, TrafficStats
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.events import Subscriber
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import TierManager
 from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
@@ -204,8 +205,8 @@ class Engine(Ending):
         Returns:
             Bytes by kind of state.
         """
-        tiers = self.memory_by_tier()
-        return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
+        in_memory = [held for tier, held in self.memory_by_tier().items() if not is_stored(tier)]
+        return {kind: sum(held[kind] for held in in_memory) for kind in KINDS}
 
     def memory_by_tier(self, wait: bool = True) -> dict[Tier, dict[str, int]]:
         """Return the bytes that this rank holds now.
@@ -214,7 +215,7 @@ class Engine(Ending):
             wait: wait for a delayed update. Without it none may be running: its state may be about to change.
 
         Returns:
-            Bytes by tier ("device", "host", "nvme") and kind of state.
+            Bytes by tier and kind of state.
         """
         if wait:
             self.optimizer_step.wait()

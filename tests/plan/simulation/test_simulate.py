@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.opcodes import count_opcodes
 from zero_ext.config import ZeroConfig
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import TIERS
 from zero_ext.plan import collective_elements
 from zero_ext.plan.simulation import (
     MACHINES,

@@ -18,10 +18,11 @@ from zero_ext.checkpoint.weights.safetensors_load import misfits
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import STORAGE_ALIGNMENT, InitStorage, ShardStorage
+from zero_ext.config.tiers import TIERS
+from zero_ext.offload import InitStorage, ShardStorage
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
-from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec
+from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 from zero_ext.zero.units.presharded import PreshardedParameter, refuse_pickling, set_presharded
 
 CHUNK_BYTES = 2 << 20
@@ -177,7 +178,7 @@ def _allocate(
         return nn.Parameter(full, requires_grad=tensor.requires_grad), target
     stride = torch.empty(tensor.shape, device="meta").stride()
     spec = ParameterSpec("", tuple(tensor.shape), stride, tensor.dtype)
-    alignment = STORAGE_ALIGNMENT if init_storage.tier == "nvme" else ALIGNMENT_BYTES
+    alignment = TIERS[init_storage.tier].alignment
     layout = FlatLayout.build([spec], collectives.world_size, alignment)
     begin, end = layout.shard_range(collectives.rank)
     storage = init_storage.allocate(end - begin, spec.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import TIERS
 
 from .deepspeed_keys import (
     FLAG,
@@ -27,7 +27,7 @@ OPTIMIZER = "zero_optimization.offload_optimizer"
 AIO = "aio"
 
 _PATH = ValueType("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
-_TIERS = {names.deepspeed: tier for tier, names in TIERS.items()}
+_TIERS = {tier.deepspeed: name for name, tier in TIERS.items() if tier.deepspeed}
 _PINNED = "host memory is always pinned if there is an accelerator, and pinning has no use without one"
 _STAGING = "staging buffers have the size that a step needs"
 _OVERLAP = "reads, updates and writes of different chunks always overlap"

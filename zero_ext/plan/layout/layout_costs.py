@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zero_ext.config.buffer_sizes import communicator_bytes
+from zero_ext.config.tiers import is_stored
 from zero_ext.parallel import LinkLevel, LinkTopology, TransformerStep, naive_mapping, transformer_traffic
 from zero_ext.plan.layout.parallel_layout import ParallelLayout, Stage, stages_of
 from zero_ext.plan.models import ModelSpec
@@ -195,7 +196,7 @@ def _updates(kind: Stage, costs: Costs) -> float:
     owned = {unit: training.owned(unit.parameters, placement.optimizer) for unit in kind.units}
     state = sum(count * owned[unit] for unit, count in kind.units.items())
     found = [costs.update(state)]
-    if training.optimizer == "nvme":
+    if is_stored(training.optimizer):
         found += costs.stored_state(state)
     if placement.optimizer and not placement.params:
         published = (

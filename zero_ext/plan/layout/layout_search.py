@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES
 from zero_ext.plan.layout.layout_costs import RankNeeds, StepTime, fullest_rank, least_seconds, step_time
 from zero_ext.plan.layout.parallel_layout import LayoutRequest, ParallelLayout, layouts
 from zero_ext.plan.parse_sizes import short_bytes
@@ -131,7 +131,7 @@ def reasons_of(found: FoundLayout, hardware: Hardware) -> str:
     used = (
         f"{short_bytes(needs.total(tier))} of {_WHERE[tier]}'s "
         f"{short_bytes(getattr(hardware, f'{tier}_bytes'))}"
-        for tier in TIERS
+        for tier in CAPACITIES
         if needs.total(tier)
     )
     where = f"stage {found.fullest.stage} of {layout.pp}" if layout.pp > 1 else "a rank"

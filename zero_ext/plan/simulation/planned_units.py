@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, STORAGE_ALIGNMENT, flat_offsets
+from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, flat_offsets
 from zero_ext.config.offload import StatePlacement
-from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.config.tiers import TIERS, is_stored
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, UNIT_SIZES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
 from zero_ext.zero.construction.staging_sizes import StateStep, bucket_groups, gradient_spans, staging_of
 from zero_ext.zero.memory.gathered_unit import UnitSpec
@@ -20,7 +21,6 @@ from zero_ext.zero.unshard.pool_replay import gathered_once
 _UNITS_AT_ONCE = 8
 _MOST_BLOCKS = 64
 _MOST_TILES = 5  # of each matrix
-_UNIT_SIZES = ("prefetch_elements", "reuse_elements", "bucket_elements", "max_live_elements")
 
 ParameterSpan = tuple[int, int]
 
@@ -122,9 +122,7 @@ def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
 
 def _padded(sizes: Sequence[int], placement: StatePlacement, ranks: int) -> int:
     """Return elements of the flat buffer of tensors of ``sizes``."""
-    stored = placement.params and placement.params_tier == "nvme"
-    alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
-    return flat_offsets(sizes, PARAMETER_BYTES, ranks, alignment)[1]
+    return flat_offsets(sizes, PARAMETER_BYTES, ranks, TIERS[placement.params_tier].alignment)[1]
 
 
 def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
@@ -234,14 +232,14 @@ def _what_counts(training: Training) -> Training:
 
 def config_of(training: Training) -> ZeroConfig:
     """Return the configuration of a run with ``training``."""
-    paths = {"nvme_paths": ["/"]} if "nvme" in training.tiers.values() else {}
+    paths = {"nvme_paths": ["/"]} if is_stored(*training.tiers.values()) else {}
     return ZeroConfig.from_mapping(
         {
             "stage": training.stage,
             "precision": {"dtype": "bf16", "moments_dtype": training.moments_dtype},
             "batch": {"gradient_accumulation_steps": training.accumulation_steps},
             "gradient_clipping": float(training.clipping),
-            "units": {name: getattr(training, name) for name in _UNIT_SIZES},
+            "units": {name: getattr(training, name) for name in UNIT_SIZES},
             "offload": {
                 **training.tiers,
                 **paths,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES, Tier, is_stored
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import padded_elements, staging_bytes, unit_elements
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
@@ -53,7 +52,7 @@ class MemoryNeeds:
 
     def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
         """Return the tiers that are too small."""
-        used = {tier: self.total(tier) for tier in TIERS}
+        used = {tier: self.total(tier) for tier in CAPACITIES}
         if hardware.device_is_host:
             used["host"] += self.ranks * used.pop("device")
         available: dict[Tier, int] = {tier: getattr(hardware, f"{tier}_bytes") for tier in used}
@@ -120,7 +119,7 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
         # parameters where they would have to be read from storage.
         owned = padded_elements(model, training) // training.world_size
         found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
-        if training.optimizer == "nvme":
+        if is_stored(training.optimizer):
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
     _add_activations(found, model, training)
     if not hardware.device_is_host:
@@ -139,9 +138,9 @@ def _state_bytes(elements: int, training: Training) -> dict[str, int]:
     state_bytes = asdict(model_state_bytes(training.stage, training.world_size, state))
     if training.uses_up_gradients:
         state_bytes["grads"] = 0
-    elif training.grads == "nvme":  # has memory for sums in fp32, also if none are made
+    elif is_stored(training.grads):  # has memory for sums in fp32, also if none are made
         state_bytes["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
-    if training.optimizer == "nvme":
+    if is_stored(training.optimizer):
         owned = training.owned(elements, training.placement.optimizer)
         state_bytes["optimizer"] = stored_state_bytes(
             owned, training.state_fields, training.staging_buffer_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from zero_ext.config import CommunicationConfig
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import lengths_gathered_once, unit_elements
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
@@ -256,7 +256,9 @@ def nearest_to_fit(model: ModelCost, training: Training, hardware: Hardware) -> 
 
 
 def _candidates(training: Training) -> Iterator[Training]:
-    for stage, params, grads, optimizer, activations in product(range(4), TIERS, TIERS, TIERS, ACTIVATIONS):
+    for stage, params, grads, optimizer, activations in product(
+        range(4), CAPACITIES, CAPACITIES, CAPACITIES, ACTIVATIONS
+    ):
         # Tiers that the stage does not shard, and delayed updates on the device, are refused.
         with suppress(ValueError):
             yield replace(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT
+from zero_ext.config.tiers import is_stored
 from zero_ext.plan.simulation.planned_units import config_of, unit_specs
 from zero_ext.plan.simulation.task_timeline import (
     COMPUTE,
@@ -78,7 +79,7 @@ class OptimizerSchedule:
             self._write()
 
     def _one(self, number: int, after: Sequence[int]) -> list[int]:
-        in_storage, mode = self._training.optimizer == "nvme", self._training.update_mode
+        in_storage, mode = is_stored(self._training.optimizer), self._training.update_mode
         done = self._stream(number, after) if in_storage else self._in_memory(number, after)
         self._done[number] = done
         if mode == "after_backward" or (mode == "in_backward" and self._placement.params):
@@ -88,7 +89,7 @@ class OptimizerSchedule:
     def _in_memory(self, number: int, after: Sequence[int]) -> list[int]:
         elements, ready, training = self._owned(number), list(after), self._training
         nbytes = elements * training.gradient_bytes
-        if training.grads == "nvme":
+        if is_stored(training.grads):
             ready = [self._add(f"read gradient {number}", READ, nbytes / self._costs.rates.nvme_read, ready)]
         if training.optimizer == "host" and training.grads == "device":
             ready = [self._add(f"gradient {number}", TO_HOST, self._costs.to_host(nbytes), ready)]
@@ -103,7 +104,7 @@ class OptimizerSchedule:
         gradient = elements * self._training.gradient_bytes / chunks
         read, write = (seconds / chunks for seconds in self._costs.stored_state(elements))
         update = self._costs.update(elements) / chunks
-        if self._training.grads == "nvme":
+        if is_stored(self._training.grads):
             read += gradient / self._costs.rates.nvme_read
         for chunk in range(chunks):
             while len(self._writes) > READ_AHEAD:
@@ -136,7 +137,7 @@ class OptimizerSchedule:
             ready = [self._add(f"parameters {number}", TO_HOST, self._costs.to_host(nbytes), ready)]
         if self._training.optimizer != "device" and self._training.params == "device":
             ready = [self._add(f"parameters {number}", TO_DEVICE, self._costs.to_device(nbytes), ready)]
-        if self._training.params == "nvme":
+        if is_stored(self._training.params):
             seconds = nbytes / self._costs.rates.nvme_write
             self._writes.append((f"store parameters {number}", seconds, ready))
         if self._training.world_size > 1 and self._placement.optimizer and not self._placement.params:
@@ -260,7 +261,7 @@ class StepSchedule:
 
     def fetch(self, number: int) -> None:
         """Read the shard of a unit, if it is on NVMe."""
-        if self.training.params == "nvme":
+        if is_stored(self.training.params):
             shard = self.training.owned(self.units[number].parameters, True)
             seconds = shard * PARAMETER_BYTES / self.costs.rates.nvme_read
             self._fetched[number] = self._add(f"fetch {number}", READ, seconds, [*self._now, *self._awaited])
@@ -271,7 +272,7 @@ class StepSchedule:
         ready = [*self._now, *self._awaited]
         if number in self._fetched:
             ready.append(self._fetched.pop(number))
-        straight = tier == "nvme" and self.costs.hardware.device_is_host
+        straight = is_stored(tier) and self.costs.hardware.device_is_host
         if tier != "device" and not straight:
             shard = self.training.owned(unit.parameters, True)
             seconds = self.costs.to_device(shard * PARAMETER_BYTES)
@@ -313,10 +314,10 @@ class StepSchedule:
             task = self._add(f"gradient {number}", TO_HOST, seconds, [task])
         nbytes = shard * self.training.gradient_bytes
         if not first:
-            if tier == "nvme":
+            if is_stored(tier):
                 task = self._add(f"sum so far {number}", READ, nbytes / rates.nvme_read, [task])
             where, rate = (COMPUTE, rates.device) if tier == "device" else (HOST, rates.host)
             task = self._add(f"add {number}", where, self.costs.accumulate(shard, rate), [task])
-        if tier == "nvme":
+        if is_stored(tier):
             task = self._add(f"store gradient {number}", WRITE, nbytes / rates.nvme_write, [task])
         return task

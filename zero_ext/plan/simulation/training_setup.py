@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
-from zero_ext.config.offload import TIERS, StatePlacement, distance_from_device
+from zero_ext.config.offload import StatePlacement
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, distance_from_device, other_tiers
 from zero_ext.plan.state_memory import TrainingState, check_count
 
 Activations = Literal["saved", "recomputed", "recomputed_host"]
@@ -23,6 +24,7 @@ _LEAST = dict.fromkeys(("world_size", "micro_batch", "accumulation_steps", "in_f
     "prefetch_elements": 0,
     "reuse_elements": 0,
 }
+UNIT_SIZES = ("prefetch_elements", "reuse_elements", "bucket_elements", "max_live_elements")
 # Bytes of an entry of each kind of moments, and how many elements share it.
 _MOMENT_FIELDS = {
     "fp32": ((4, 1), (4, 1)),
@@ -31,8 +33,26 @@ _MOMENT_FIELDS = {
 }
 
 
+class StateTiers:
+    """The tiers of parameters, gradients and optimizer state."""
+
+    params: Tier
+    grads: Tier
+    optimizer: Tier
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """Tiers of parameters, gradients and optimizer state."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
+    @property
+    def distance(self) -> int:
+        """Return how far state lies from the device, over all kinds."""
+        return distance_from_device(self.tiers.values())
+
+
 @dataclass(frozen=True)
-class Training:
+class Training(StateTiers):
     """One run: 16-bit parameters, fp32 master weights, Adam.
 
     Attributes:
@@ -85,7 +105,7 @@ class Training:
         StatePlacement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
         choices: dict[str, tuple[str, ...]] = {"update_mode": UPDATE_MODES, "activations": ACTIVATIONS}
-        for name, known in (choices | dict.fromkeys(FIRST_STAGE, TIERS)).items():
+        for name, known in (choices | dict.fromkeys(FIRST_STAGE, CAPACITIES)).items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}. Choose one "
@@ -100,8 +120,8 @@ class Training:
                 )
         if self.update_mode == "delayed" and self.optimizer == "device":
             raise ValueError(
-                "update_mode: expected the optimizer on 'host' or 'nvme' for 'delayed', got 'device'. Set "
-                "optimizer to 'host' or 'nvme', or choose another update_mode."
+                f"update_mode: expected the optimizer on {other_tiers()} for 'delayed', got 'device'. Set "
+                f"optimizer to {other_tiers()}, or choose another update_mode."
             )
 
     @classmethod
@@ -126,34 +146,20 @@ class Training:
         """
         config = load_config(source)
         batch, offload = config.batch.resolve(world_size), config.offload
+        tiers: dict[str, Any] = {kind: TIERS[getattr(offload, kind)].capacity for kind in FIRST_STAGE}
         return cls(
             world_size=world_size,
             stage=config.stage,
             micro_batch=batch.micro_batch_size or 1,
             accumulation_steps=batch.gradient_accumulation_steps,
-            params=offload.params,
-            grads=offload.grads,
-            optimizer=offload.optimizer,
+            **tiers,
             update_mode=offload.update_mode,
             activations=activations,
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
-            prefetch_elements=config.units.prefetch_elements,
-            reuse_elements=config.units.reuse_elements,
-            bucket_elements=config.units.bucket_elements,
-            max_live_elements=config.units.max_live_elements,
-            staging_buffer_bytes=config.offload.staging_buffer_bytes,
+            staging_buffer_bytes=offload.staging_buffer_bytes,
+            **{name: getattr(config.units, name) for name in UNIT_SIZES},
         )
-
-    @property
-    def tiers(self) -> dict[str, Tier]:
-        """Tiers of parameters, gradients and optimizer state."""
-        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-
-    @property
-    def distance(self) -> int:
-        """Return how far state lies from the device, over all kinds."""
-        return distance_from_device(self.tiers.values())
 
     @property
     def placement(self) -> StatePlacement:

@@ -18,7 +18,7 @@ from zero_ext.offload import Values, count, subrange_of
 from zero_ext.optim import Segment
 from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
-from zero_ext.zero.construction.rank_consistency import of_all_ranks
+from zero_ext.zero.construction.rank_consistency import bytes_of_all_ranks
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
@@ -315,7 +315,8 @@ class ModelParallelState:
         table = {self._full_name(name): entry for name, entry in own.parameter_table().items()}
         buffers = {name: (list(each.shape), str(each.dtype)) for name, each in own.buffers().items()}
         message = {"table": table, "scalars": self._renamed(own.scalar_state()), "buffers": buffers}
-        states = [json.loads(text) for text in self._exchanged(json.dumps(message).encode())]
+        own_bytes = json.dumps(message).encode()
+        states = map(json.loads, bytes_of_all_ranks(self.everyone, own_bytes, "the parts' tables"))
         self._table, self._scalars = {}, {}
         for stage_state in states:
             for name, entry in stage_state["table"].items():
@@ -348,14 +349,6 @@ class ModelParallelState:
         if value.numel():
             self.everyone.broadcast_(value.view(-1).view(torch.uint8), rank, f"buffer '{name}'")
         return value if live is None else live
-
-    def _exchanged(self, own: bytes) -> list[bytes]:
-        """Return what every rank gives, in rank order."""
-        size = torch.tensor([len(own)], device="cpu")
-        lengths = of_all_ranks(self.everyone, size, "lengths of the parts' tables").flatten().tolist()
-        padded = torch.frombuffer(bytearray(own.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-        table = of_all_ranks(self.everyone, padded, "the parts' tables")
-        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths, strict=True)]
 
     # -- names --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import Values, copy_of, count, replace, subrange_of
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
 from zero_ext.zero.api.engine_state import owned_state
@@ -265,7 +266,7 @@ def full_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | No
                 flat[low:high] = own.to("cpu", torch.float32)
 
     engine.finish_updates()
-    if any(master.state.tier == "nvme" for master in engine.masters):
+    if is_stored(*(master.state.tier for master in engine.masters)):
         everyone = engine.collectives.holders(bool(expert_ranks(parameter)))
         raise_on_all_ranks(everyone, read, f"reading {kind} of '{spec.name}'")
     else:

@@ -78,13 +78,11 @@ def reserve_storage(plans: Sequence[UnitPlan], tiers: TierManager, sums: torch.d
     total = 0
     for plan in plans:
         layout, placement = plan.layout, plan.spec.placement
-        if placement.params:
-            total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
+        total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
         if plan.spec.trained:
             total += tiers.stored_state_bytes(placement.optimizer_tier, plan.spec.owned_numel)
             widest = max(layout.dtype, sums, key=lambda each: each.itemsize)
-            if placement.grads:
-                total += tiers.stored_bytes(placement.grads_tier, layout.shard_numel, widest)
+            total += tiers.stored_bytes(placement.grads_tier, layout.shard_numel, widest)
     tiers.reserve(total)
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.offload import StatePlacement
-from zero_ext.offload import STORAGE_ALIGNMENT
+from zero_ext.config.tiers import TIERS
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.units.dtensor_local import is_split, local_tensor
-from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
+from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec, memory_order
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed, tie_of
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import sum_over_model
@@ -365,8 +365,7 @@ class _UnitPlanner:
         parameters = [item.parameter for item in members]
         numbers = [self._number[parameter] for parameter in parameters]
         spans = [self._grad_spans[number] for number in numbers]
-        stored = placement.params and placement.params_tier == "nvme"
-        alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
+        alignment = TIERS[placement.params_tier].alignment
         layout = FlatLayout.build([item.spec for item in members], ranks, alignment)
         itemsize, is_float = layout.dtype.itemsize, layout.dtype.is_floating_point
         # A unit needs master weights if it is trainable, or in the optimizer's groups.

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable
@@ -86,27 +86,26 @@ class MemoryEstimate:
         layout, placement = plan.layout, plan.spec.placement
         dtype, holders = layout.dtype, self.collectives.holders(plan.expert).shards
 
-        def tier_and_numel(sharded: bool, tier: Tier) -> tuple[Tier, int]:
-            return (tier, layout.shard_numel) if sharded else ("device", layout.numel)
+        def numel_of(sharded: bool) -> int:
+            return layout.shard_numel if sharded else layout.numel
 
-        params_tier, numel = tier_and_numel(placement.params, placement.params_tier)
-        held[params_tier]["params"] += numel * dtype.itemsize
+        numel = numel_of(placement.params)
+        held[placement.params_tier]["params"] += numel * dtype.itemsize
         if placement.params:
             held["device"]["params"] += self.config.communication.secondary_bytes(
                 numel, dtype.itemsize, holders.nodes.nodes, dtype.is_floating_point
             )
         if self.kinds is None or not plan.spec.trained:
             return
-        grads_tier, numel = tier_and_numel(placement.grads, placement.grads_tier)
         accumulates = self.config.batch.gradient_accumulation_steps > 1
         width = (DTYPES[self.config.precision.grad_accum_dtype] if accumulates else dtype).itemsize
-        if not (used_up and placement.grads and grads_tier == "device"):
-            held[grads_tier]["grads"] += numel * width
-        tier, numel = tier_and_numel(placement.optimizer, placement.optimizer_tier)
+        if not (used_up and placement.grads and placement.grads_tier == "device"):
+            held[placement.grads_tier]["grads"] += numel_of(placement.grads) * width
+        tier, numel = placement.optimizer_tier, numel_of(placement.optimizer)
         separate = self.config.offload.update_mode == "delayed" or self._separates_masters
-        shared = dtype is torch.float32 and params_tier == tier and not separate
+        shared = dtype is torch.float32 and placement.params_tier == tier and not separate
         held[tier]["optimizer"] += 0 if shared else numel * 4
-        if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
+        if not (self._fused or is_stored(tier)):  # torch's own code has its own tensors, without padding
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
             numel = sum(segment.numel for segment in layout.segments(begin, end))
         held[tier]["optimizer"] += sum(
@@ -125,8 +124,10 @@ class MemoryEstimate:
     def _advice(self, free_bytes: int) -> str:
         available = _available_bytes()
         for keys, estimate in self._alternatives():
-            held = estimate.bytes_by_tier()
-            on_device, on_host, stored = (sum(held[tier].values()) for tier in ("device", "host", "nvme"))
+            held: Counter[Tier] = Counter()
+            for tier, nbytes in estimate.bytes_by_tier().items():
+                held[TIERS[tier].capacity] += sum(nbytes.values())
+            on_device, on_host, stored = (held[capacity] for capacity in CAPACITIES)
             if on_device <= free_bytes and on_host <= available:
                 rest = [f"{_size(on_host)} of host memory"] + [f"{_size(stored)} of NVMe"] * bool(stored)
                 return f"Set {', '.join(keys)} to use {_size(on_device)} there and {' and '.join(rest)}."
@@ -146,7 +147,7 @@ class MemoryEstimate:
     def _under(self, stage: int, tier: Tier, kinds: Sequence[str]) -> MemoryEstimate | None:
         """Return the estimate with ``kinds`` in ``tier``; None if there is no such configuration."""
         changes: dict[str, Any] = dict.fromkeys(kinds, tier)
-        if tier == "nvme":
+        if is_stored(tier):
             changes["nvme_paths"] = self.config.offload.nvme_paths or ("/",)
         try:
             config = self.config.replace(stage=stage, offload=self.config.offload.replace(**changes))

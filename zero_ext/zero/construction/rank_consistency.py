@@ -134,13 +134,9 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
     first = firsts[ranks[0]]
     fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
-    # Fields have a fixed width because a gather needs equal sizes on all ranks.
-    fields = (shortened(text, _FIELD_BYTES).encode().ljust(_FIELD_BYTES, b"\0") for text in fact)
-    table = of_all_ranks(collectives, torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8))
-    expected, got = (
-        Fact(*(bytes(field.tolist()).rstrip(b"\0").decode() for field in table[rank].chunk(2)))
-        for rank in (0, ranks[0])
-    )
+    fields = json.dumps([shortened(text, _FIELD_BYTES) for text in fact])
+    texts = bytes_of_all_ranks(collectives, fields.encode())
+    expected, got = (Fact(*json.loads(texts[rank])) for rank in (0, ranks[0]))
     name = got.name if got.name == expected.name else f"{got.name} where rank 0 has {expected.name}"
     raise RuntimeError(
         f"rank {collectives.rank}: {name}: expected {expected.value} on all ranks, as on rank 0, got "
@@ -160,3 +156,17 @@ def of_all_ranks(
     table[collectives.rank] = own
     collectives.gather(table.view(-1), table[collectives.rank], "scalars", label).wait()
     return table
+
+
+def bytes_of_all_ranks(
+    collectives: Collectives, own: bytes, label: str = "agreement of the ranks"
+) -> list[bytes]:
+    """Return the ``own`` of every rank, of any size but zero, in rank order; a collective.
+
+    Simulated ranks send nothing, so theirs are empty.
+    """
+    size = torch.tensor([len(own)], device="cpu")
+    sizes = of_all_ranks(collectives, size, label).flatten().tolist()
+    padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    table = of_all_ranks(collectives, padded, label)
+    return [bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True)]

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import InitStorage
 from zero_ext.zero.construction.build_units import accelerator_or_cpu, trim_heap
 from zero_ext.zero.construction.module_tensors import memory_of, two_over_one_memory
@@ -187,7 +188,7 @@ class _InitParameters:
         self._by_placeholder = weakref.WeakValueDictionary[int, nn.Parameter]()
         self._by_storage = weakref.WeakValueDictionary[int, nn.Parameter]()
         self._aliases: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
-        stored = settings.offload.params == "nvme"
+        stored = is_stored(settings.offload.params)
         self.storage = (
             raise_on_all_ranks(collectives, make, "setting up storage on NVMe") if stored else make()
         )

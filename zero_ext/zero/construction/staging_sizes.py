@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import (
     BYTES_OF_DTYPE,
     SHARD_TRANSFERS_IN_FLIGHT,
@@ -23,6 +23,7 @@ from zero_ext.config.buffer_sizes import (
     stream_chunk_elements,
 )
 from zero_ext.config.offload import StatePlacement
+from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step
@@ -104,7 +105,7 @@ def staging_of(
     trained = [unit for unit in units if unit.trained]
 
     def one_pass(unit: UnitSpec) -> bool:
-        return step.streams or (step.fused and unit.placement.optimizer_tier != "nvme")
+        return step.streams or (step.fused and not is_stored(unit.placement.optimizer_tier))
 
     state = sum(step.sizes)
     chunk = 0 if step.streams else stream_chunk_elements(config.offload.staging_buffer_bytes, step.sizes)
@@ -120,7 +121,7 @@ def staging_of(
             for unit in near
         ]
         buffers[tier] = StagingSizes(*map(max, zip(*sizes, strict=True)))
-    ring = config.offload.staging_buffer_bytes if config.offload.optimizer == "nvme" else 0
+    ring = config.offload.staging_buffer_bytes if is_stored(config.offload.optimizer) else 0
     gradients = _gradient_staging_bytes(trained, config) if accelerated else 0
     return Staging(pool, demands, buffers, ring, gradients, bounce, _autograd_bytes(trained))
 
@@ -169,14 +170,6 @@ def _autograd_bytes(trained: Sequence[UnitSpec]) -> int:
     )
 
 
-def _tiers(placement: StatePlacement) -> tuple[Tier, Tier]:
-    """Return the tiers of parameters and gradients. Replicated ones are on the device."""
-    return (
-        placement.params_tier if placement.params else "device",
-        placement.grads_tier if placement.grads else "device",
-    )
-
-
 def _chunk_bytes(unit: UnitSpec, config: ZeroConfig, itemsize: int, chunks: int = 1) -> int:
     """Return the bytes of that many ``chunks``, which have the elements of one chunk in sum."""
     elements = staging_chunk_elements(config.offload.staging_buffer_bytes) // chunks
@@ -190,7 +183,7 @@ def _gradient_staging_bytes(trained: Sequence[UnitSpec], config: ZeroConfig) -> 
     shards = [
         unit.shard_numel * (unit.itemsize if unit.world_size == 1 else sums)
         for unit in trained
-        if _tiers(unit.placement)[1] == "host"
+        if TIERS[unit.placement.grads_tier].memory == "host"
     ]
     return (SHARD_TRANSFERS_IN_FLIGHT + 1) * extent_bytes(max(shards, default=0))
 
@@ -199,10 +192,9 @@ def _bounce_bytes(units: Sequence[UnitSpec], config: ZeroConfig) -> int:
     widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
-        params_tier, grads_tier = _tiers(unit.placement)
-        if params_tier == "nvme":
+        if is_stored(unit.placement.params_tier):
             shards.append(unit.shard_numel * unit.itemsize)
-        if grads_tier == "nvme":
+        if is_stored(unit.placement.grads_tier):
             shards.append(unit.shard_numel * max(unit.itemsize, widest))
     return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.staging_buffer_bytes // _GRAIN * _GRAIN)
 
@@ -213,36 +205,41 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
     if config.offload.update_mode == "delayed":
         return 0
     placement = unit.placement
-    tier = _tiers(placement)[1]
+    tier = placement.grads_tier
     summed = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     width = summed if config.batch.gradient_accumulation_steps > 1 else unit.itemsize
     if far and _is_far(placement):
         # These are full chunks of the state, also for unannounced accumulation.
         return _chunk_bytes(unit, config, max(width, summed), 2) if tier == "device" else 0
-    if placement.optimizer_tier == "nvme":
-        return extent_bytes(min(unit.owned_numel, chunk) * width) if tier == "nvme" else 0
-    return 0 if tier == placement.optimizer_tier else _chunk_bytes(unit, config, width)
+    if is_stored(placement.optimizer_tier):
+        return extent_bytes(min(unit.owned_numel, chunk) * width) if is_stored(tier) else 0
+    return 0 if _same_memory(tier, placement.optimizer_tier) else _chunk_bytes(unit, config, width)
 
 
 def _is_far(placement: StatePlacement) -> bool:
     """Return whether state is on NVMe, and gradients or parameters on the device."""
-    return placement.optimizer_tier == "nvme" and "device" in _tiers(placement)
+    return is_stored(placement.optimizer_tier) and "device" in (placement.params_tier, placement.grads_tier)
+
+
+def _same_memory(one: Tier, other: Tier) -> bool:
+    return TIERS[one].memory == TIERS[other].memory
 
 
 def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
-    tier = _tiers(placement)[0]
+    tier = placement.params_tier
     delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
         return _chunk_bytes(unit, config, unit.itemsize, 2) if tier == "device" else 0
-    if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
+    in_place = is_stored(placement.optimizer_tier) or _same_memory(tier, placement.optimizer_tier)
+    if in_place or ((delayed or not fused) and not is_stored(tier)):
         return 0
     return _chunk_bytes(unit, config, unit.itemsize)
 
 
 def _elementwise_bytes(unit: UnitSpec, chunk: int, state: int, config: ZeroConfig) -> int:
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
-    if unit.placement.optimizer_tier != "nvme":
+    if not is_stored(unit.placement.optimizer_tier):
         return unit.owned_numel * 4
-    stored = _tiers(unit.placement)[0] == "nvme" and config.offload.update_mode != "delayed"
+    stored = is_stored(unit.placement.params_tier) and config.offload.update_mode != "delayed"
     return chunk_buffer_bytes(chunk, state, unit.itemsize if stored else 0)

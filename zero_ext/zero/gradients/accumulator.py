@@ -10,8 +10,9 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives, PendingCollective
-from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config import ZeroConfig
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.gradients.gradient_storage import (
@@ -82,9 +83,9 @@ class UnitGradients:
 
     def _allocate_storage(self, dtype: torch.dtype, staging_buffers: BufferPool, used_up: bool) -> None:
         unit, pool, tiers = self.unit, self._pool, self._tiers
-        tier: Tier = unit.placement.grads_tier if unit.placement.grads else "device"
+        tier = unit.placement.grads_tier
         shared = (unit.layout.shard_numel, dtype, self._accumulation_dtype, pool)
-        if tier == "nvme":
+        if is_stored(tier):
             self.storage = NvmeGradientStorage(*shared, tiers)
             return
         lifetime: Lifetime = "permanent" if unit.placement.grads else "alias"

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration, Squares
@@ -166,7 +167,7 @@ class GradientNorms:
 
     def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
         """Return the result of ``read``, once all ranks have theirs where gradients are on NVMe."""
-        stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
+        stored = is_stored(*(gradients.storage.tier for gradients in self._gradients))
         return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe", stored=stored)
 
     def _parameter(self, unit: int, number: int) -> nn.Parameter:

@@ -14,6 +14,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config.buffer_sizes import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.config.events import Bus, ReduceEvent
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration
@@ -230,7 +231,7 @@ class GradientReducer:
         NVMe are lost on one.
         """
         alike = self._synchronize(reduce)
-        if any(gradients.storage.tier == "nvme" for gradients in self.gradients):
+        if is_stored(*(gradients.storage.tier for gradients in self.gradients)):
             failures = DeferredError()
             for gradients in self.gradients:
                 failures.error = failures.error or gradients.storage.failure

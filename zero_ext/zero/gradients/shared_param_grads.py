@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.zero.construction.rank_consistency import bytes_of_all_ranks
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import GradientGeneration
 from zero_ext.zero.units.parameter_marks import tie_of
@@ -87,14 +88,5 @@ class TiedGradients:
 
 def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
     """Return the ties that any rank of ``model`` has."""
-    text = json.dumps(own).encode()
-    label, ranks = "agreement on tied parameters", model.world_size
-    lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")
-    lengths[model.rank] = len(text)
-    sizes = model.sum_(lengths, label).tolist()
-    table = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device="cpu")
-    table[model.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    model.gather(table.view(-1), table[model.rank], "scalars", label).wait()
-    # Simulated ranks send nothing, so their rows are empty.
-    rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True) if size)
-    return {_Tied(name, tuple(tied), far) for row in rows for name, tied, far in json.loads(row)}
+    rows = bytes_of_all_ranks(model, json.dumps(own).encode(), "agreement on tied parameters")
+    return {_Tied(name, tuple(tied), far) for row in rows if row for name, tied, far in json.loads(row)}

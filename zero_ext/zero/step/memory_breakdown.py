@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier
-from zero_ext.config.offload import TIERS
+from zero_ext.config.tiers import TIERS, Tier
 from zero_ext.offload import TierManager
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.memory.pool import BufferPool

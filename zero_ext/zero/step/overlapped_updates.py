@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from zero_ext.config import Tier
 from zero_ext.config.events import Bus
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier, is_stored
 from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -315,14 +315,13 @@ class DelayedUpdates(UpdatesAfterBackward):
         return held
 
     def _near(self, number: int) -> Tier:
-        tier = self._masters[number].state.tier
-        return "host" if tier == "nvme" else tier
+        return TIERS[self._masters[number].state.tier].near
 
     def _copy_gradients(self) -> list[Update]:
         """Return updates that read copies of the gradients. A collective where gradients are on NVMe.
         ``RuntimeError``: a copy failed on some rank. It is raised on all ranks, before anything changed."""
 
-        stored = any(gradients.storage.tier == "nvme" for gradients in self._gradients)
+        stored = is_stored(*(gradients.storage.tier for gradients in self._gradients))
         try:
             return raise_on_all_ranks(
                 self._collectives,

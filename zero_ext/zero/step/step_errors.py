@@ -12,9 +12,10 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.config.optimizer_traits import OPTIMIZERS
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Device, copy_of
 from zero_ext.optim import Stepper
-from zero_ext.zero.construction.rank_consistency import Hyperparameters, refuse_different_facts
+from zero_ext.zero.construction.rank_consistency import Hyperparameters, of_all_ranks, refuse_different_facts
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_storage import Squares
 from zero_ext.zero.step.update_schedule import MIXTURE
@@ -86,7 +87,7 @@ class FiniteChecks:
         storage = gradients.storage
         if not storage.valid:
             return True
-        if storage.tier == "nvme":
+        if is_stored(storage.tier):
             squares = Squares()
             gradients.add_squared_norm(squares)
             return not squares.count_non_finite()
@@ -130,7 +131,7 @@ class FiniteChecks:
             self._collectives,
             lambda: self._table(stepper, local, found_before),
             "looking for values that are not finite",
-            stored="nvme" in tiers,
+            stored=is_stored(*tiers),
         )
         found = self._collectives.sum_(found, "names of what is not finite")
         specs = [
@@ -218,10 +219,6 @@ def advice_on(names: NonFiniteNames) -> str:
         "zero, a logarithm of zero or an overflow in the loss or in the data. "
         "torch.autograd.set_detect_anomaly(True) names the operation."
     )
-
-
-# What the names of optimizers' ops begin with.
-_UPDATES = tuple(f"{traits.name.lower()}_" for traits in OPTIMIZERS.values() if traits.moments)
 
 
 class StepErrors:
@@ -335,16 +332,13 @@ class DeviceErrors:
         what this rank took, in host memory. Raises :class:`CollectiveError` if an update did not run, so that
         state is a mixture, and ``RuntimeError`` for an error found elsewhere."""
         self.poll()  # steps that were launched since found the same again
-        ranks = self._collectives.world_size
-        table = torch.zeros(ranks, ops.DEVICE_ERROR_WORDS, dtype=torch.int64, device="cpu")
-        mine = table[self._collectives.rank]
-        mine.copy_(own)
-        self._collectives.gather(table.view(-1), mine, "scalars", "errors of the devices").wait()
+        table = of_all_ranks(self._collectives, own, "errors of the devices")
         texts = [ops.device_error_text(row) for row in table]
         found = [f"device of rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         what = found[0] if found else "device: the error is on a rank that has another slice of the model."
         since = " Steps that were launched since changed nothing." if late else ""
-        if any(text.startswith(_UPDATES) for text in texts):
+        updates = tuple(f"{name.lower()}_" for name in OPTIMIZERS)  # the names of their ops begin so
+        if any(text.startswith(updates) for text in texts):
             raise CollectiveError(
                 f"step {step - 1}: {what} The step did not update all state. {MIXTURE}{since}"
             )

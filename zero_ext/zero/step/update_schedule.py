@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier
+from zero_ext.config.tiers import Tier, is_stored
 from zero_ext.optim import Stepper, Update
 from zero_ext.optim.stepper import NonFiniteFlag
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -220,7 +220,7 @@ def _no_optimizer() -> RuntimeError:
 def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:
     """Return whether a step of ``masters`` with their ``gradients`` uses storage."""
     return any(
-        "nvme" in (master.state.tier, master.unit.storage.tier, own.storage.tier)
+        is_stored(master.state.tier, master.unit.storage.tier, own.storage.tier)
         for master, own in zip(masters, gradients, strict=True)
     )
 

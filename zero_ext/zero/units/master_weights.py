@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
@@ -46,12 +46,12 @@ class MasterShard(OwnedRange):
         )
         live: ShardStorage = unit.storage if placement.optimizer else tiers.wrap_memory(unit.flat)
         shares = layout.dtype == torch.float32 and not tiers.separate_masters
-        shared = live.memory(placement.optimizer_tier) if shares else None
+        shared = live.memory(live.tier) if shares and live.tier == placement.optimizer_tier else None
         self.separate = shared is None
         state = tiers.allocate_optimizer_state(placement.optimizer_tier, self.end - self.begin, shared)
         self.params = output = live if self.separate else None
         if tiers.delays_updates:
-            stored = state.tier == "nvme"
+            stored = is_stored(state.tier)
             output = tiers.allocate_shard("host", live.numel, live.dtype) if stored else None
         super().__init__(state, output)
         self._staging = tiers.staging
@@ -94,13 +94,13 @@ class MasterShard(OwnedRange):
         """Round the master weights into the parameters' storage."""
         if self.params is None:
             return
-        tier: Tier = "device" if self.state.tier == "device" else "host"
-        if self.state.tier != "nvme" and self.params.tier == "nvme" and self._staging.holds_outputs(tier):
-            self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.params, self.state.tier)
+        own, staged = self.state.tier, is_stored(self.params.tier) and not is_stored(self.state.tier)
+        if staged and self._staging.holds_outputs(own):
+            self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.params, own)
             return
         for begin in range(0, self.state.numel, _CHUNK_ELEMENTS):
             end = min(begin + _CHUNK_ELEMENTS, self.state.numel)
-            put(self.params, begin, self.state.read(MASTER, begin, end), self.state.tier)
+            put(self.params, begin, self.state.read(MASTER, begin, end), own)
 
     def publish(self, used: frozenset[str]) -> None:
         """Update the parameters named in ``used`` after a step that did not write them itself."""
@@ -142,7 +142,7 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
         for master in own:
             master.follow_params()
 
-    stored = "nvme" in (unit.storage.tier, *(master.state.tier for master in own))
+    stored = is_stored(unit.storage.tier, *(master.state.tier for master in own))
     everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
     raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED, stored)
 
@@ -157,7 +157,7 @@ def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | Non
         for master in written:
             master.follow_params()
 
-    if collectives is not None and any(master.state.tier == "nvme" for master in written):
+    if collectives is not None and is_stored(*(master.state.tier for master in written)):
         raise_on_all_ranks(collectives, follow, "taking over parameters that were written to", _REPEAT)
     else:
         follow()

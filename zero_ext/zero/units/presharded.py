@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import Tier
 from zero_ext.config.config_errors import clause_of
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.tiers import TIERS, Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, InitStorage, ShardStorage, allocate
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks, refuse_different_writes
 from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor, point_at
 from zero_ext.zero.units.flat_layout import (
-    ALIGNMENT_BYTES,
     FlatLayout,
     ParameterSpec,
     in_memory_order,
@@ -214,7 +213,7 @@ def shard_on_init(
     """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape. If it
     cannot be stored, the error goes to ``failures``."""
     spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
-    alignment = STORAGE_ALIGNMENT if storage.tier == "nvme" else ALIGNMENT_BYTES
+    alignment = TIERS[storage.tier].alignment
     layout = FlatLayout.build([spec], collectives.world_size, alignment)
     begin, end = layout.shard_range(collectives.rank)
     stored: list[ShardStorage] = []

@@ -21,6 +21,7 @@ from zero_ext.config.buffer_sizes import (
     WRITES_BEHIND,
 )
 from zero_ext.config.events import Bus
+from zero_ext.config.tiers import is_stored
 from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitSpec, UnitState
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
 from zero_ext.zero.unshard.prefetcher import Prefetcher
@@ -271,7 +272,7 @@ class _Replay:
     def _acquire_scratch(self, unit: UnitSpec) -> None:
         """Acquire what a reduction needs, unless the unit has it already."""
         placement = unit.placement
-        if self._accumulates and placement.grads and placement.grads_tier == "nvme":
+        if self._accumulates and is_stored(placement.grads_tier):
             size = max(self._sum_bytes, unit.itemsize)
             self.acquire(*_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
         if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _REDUCING):
@@ -303,7 +304,7 @@ class _Replay:
         unit = self._flying.popleft()
         self.free(unit.name, "received", "sent")
         self._moving.append(unit)
-        stored = unit.placement.grads_tier == "nvme"
+        stored = is_stored(unit.placement.grads_tier)
         if unit.world_size > 1 or not stored:
             self.free(unit.name, "gradient")
         if not stored:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from zero_ext.config import UnitConfig
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
+from zero_ext.config.tiers import is_stored
 from zero_ext.zero.memory.gathered_unit import GatheredUnit, UnitState
 
 U = TypeVar("U", bound=GatheredUnit)
@@ -351,4 +352,4 @@ def _warn(text: str) -> None:
 
 
 def _is_stored(unit: GatheredUnit) -> bool:
-    return unit.spec.placement.params_tier == "nvme"
+    return is_stored(unit.spec.placement.params_tier)

@@ -27,6 +27,7 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import SCRIPT, SCRIPT_NAMES
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
+from zero_ext.zero.construction.rank_consistency import bytes_of_all_ranks
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
@@ -102,11 +103,7 @@ def load(
 
 def _of_rank_0(model: nn.Module, path: Path) -> Path:
     everyone = checkpoint_sources(engine_of(model)).full.everyone
-    own = torch.frombuffer(bytearray(os.fsencode(path)), dtype=torch.uint8)
-    size = everyone.broadcast_(torch.tensor([len(own)], device="cpu"), 0, "load_checkpoint")
-    if everyone.rank != 0:
-        own = own.new_zeros(int(size))
-    return Path(os.fsdecode(bytes(everyone.broadcast_(own, 0, "load_checkpoint").tolist())))
+    return Path(os.fsdecode(bytes_of_all_ranks(everyone, os.fsencode(path), "load_checkpoint")[0]))
 
 
 def _stateful(scheduler: Any) -> Any:
