@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace zero_ext::core {
+#include "../base/rounding.h"
 
-constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t divisor) {
-  return (count + divisor - 1) / divisor;
-}
+namespace zero_ext::core {
 
 // Where a payload, or its blocks from one of them on, is read and where it is written.
 struct PayloadSource {
