@@ -6,7 +6,6 @@
 #include "../base/rounding.h"
 #include "../compression/blockwise.h"
 #include "../flat/flat_buffer.h"
-#include "../optimizers/adam_8bit.h"
 #include "../optimizers/optimizer_step.h"
 
 namespace zero_ext::core {

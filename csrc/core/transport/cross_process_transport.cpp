@@ -59,13 +59,11 @@ CrossProcessTransport::~CrossProcessTransport() {
     // What it reads later it rejects.
     const auto limit = std::chrono::steady_clock::now() + kLingerLimit;
     std::unique_lock lock(mutex_);
-    const auto all_read = [this] {
-      for (const Peer& peer : peers_) {
-        if (peer.failure.empty() && (!peer.unread.empty() || !peer.unposted.empty())) return false;
-      }
-      return true;
-    };
-    changed_.wait_until(lock, limit, all_read);
+    changed_.wait_until(lock, limit, [this] {
+      return std::ranges::all_of(peers_, [](const Peer& peer) {
+        return !peer.failure.empty() || (peer.unread.empty() && peer.unposted.empty());
+      });
+    });
     for (int rank = 0; rank < segment_.world_size(); ++rank) withdraw(rank);
     lock.unlock();
     stopping_ = true;
