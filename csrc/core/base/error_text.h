@@ -1,4 +1,4 @@
-// Texts of errors, made of parts.
+// Texts of errors, put together from texts and numbers.
 #pragma once
 
 #include <stdexcept>
@@ -9,30 +9,30 @@
 
 namespace zero_ext::core {
 
-// The parts one after another: texts, and numbers as std::to_string writes them.
-template <class... Parts>
-std::string join_text(const Parts&... parts) {
+// The arguments one after another: texts, and numbers as std::to_string writes them.
+template <class... Arguments>
+std::string join_text(const Arguments&... arguments) {
   std::string text;
-  const auto add = [&text]<class Part>(const Part& part) {
-    if constexpr (std::is_arithmetic_v<Part>) {
-      text += std::to_string(part);
+  const auto add = [&text]<class Argument>(const Argument& argument) {
+    if constexpr (std::is_arithmetic_v<Argument>) {
+      text += std::to_string(argument);
     } else {
-      text += std::string_view(part);
+      text += std::string_view(argument);
     }
   };
-  (add(parts), ...);
+  (add(arguments), ...);
   return text;
 }
 
-template <class... Parts>
-std::runtime_error make_error(const Parts&... parts) {
-  return std::runtime_error(join_text(parts...));
+template <class... Arguments>
+std::runtime_error make_error(const Arguments&... arguments) {
+  return std::runtime_error(join_text(arguments...));
 }
 
-// Throws make_error(parts...) unless the condition holds.
-template <class... Parts>
-void require(bool condition, const Parts&... parts) {
-  if (!condition) throw make_error(parts...);
+// Throws make_error(arguments...) unless the condition holds.
+template <class... Arguments>
+void require(bool condition, const Arguments&... arguments) {
+  if (!condition) throw make_error(arguments...);
 }
 
 // "No space left on device (errno 28)".
