@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tests.error_templates import ROOT, VALUE, ErrorText
 
-_RAISED = re.compile(r"\b(?:(?P<check>(?:STD_)?TORCH_CHECK)|throw\s+(?P<error>[\w:]+))\(")
+_RAISED = re.compile(r"\b(?:(?P<check>(?:STD_)?TORCH_CHECK|(?<!void )require)|throw\s+(?P<error>[\w:]+))\(")
+# They make a text of their arguments, one after another: csrc/core/base/error_text.h.
+_JOINS = {"make_error", "join_text"}
 _TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|.', re.DOTALL)
 _LITERALS = re.compile(r'(?:"(?:[^"\\\n]|\\.)*"\s*)+')
 # What reads a tensor argument's name in messages: csrc/ops/checks.h.
@@ -58,8 +60,8 @@ def _tokens(source: str, start: int) -> Iterator[str]:
 
 def _text_of(error: str, arguments: list[str], source: str, depth: int = 0) -> str:
     """The text of an error, or of what the function of this file that makes the error puts around it."""
-    if error == "std::runtime_error":
-        return _template(arguments[0], {})
+    if error == "std::runtime_error" or error in _JOINS:
+        return "".join(_template(each, {}) for each in arguments)
     helper = re.search(rf"^std::runtime_error {error}\((?P<parameters>[^)]*)\) \{{", source, re.MULTILINE)
     if helper is None or depth == _DEEPEST:
         return ""

@@ -33,7 +33,7 @@ def test_a_wheel_holds_what_is_compiled_at_first_use_and_all_it_includes(
     assert {
         *toolchain.cuda_sources(ROOT),
         *toolchain.STORAGE_SOURCES,
-    } < found and "csrc/core/optimizers/adam_8bit.cpp" not in found
+    } < found and "csrc/core/offload/adam_stream.cpp" not in found
     for name in found:
         assert (package / name).read_bytes() == (ROOT / name).read_bytes()
         for included in re.findall(r'^#include "(.+)"', (package / name).read_text(), re.MULTILINE):

@@ -30,8 +30,7 @@ void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType expe
                   torch::headeronly::toString(tensor.scalar_type()), ". Convert it.");
 }
 
-core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) {
-  check_layout(tensor, argument);
+core::NumericType numeric_type(const Tensor& tensor, const Argument& argument) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return core::NumericType::float32;
@@ -43,6 +42,11 @@ core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) 
       STD_TORCH_CHECK(false, label(argument), "expected dtype Float, BFloat16 or Half, got ",
                       torch::headeronly::toString(tensor.scalar_type()), ". Convert it.");
   }
+}
+
+core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) {
+  check_layout(tensor, argument);
+  return numeric_type(tensor, argument);
 }
 
 void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t numel) {

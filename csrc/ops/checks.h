@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@ namespace zero_ext::ops {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // Names one tensor argument in messages: "pack_: tensors[3]".
 struct Argument {
@@ -39,6 +41,9 @@ void check_layout(const Tensor& tensor, const Argument& argument);
 
 // On the module's device, contiguous and of exactly this dtype.
 void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType expected);
+
+// Its dtype if that is float32, bfloat16 or float16.
+core::NumericType numeric_type(const Tensor& tensor, const Argument& argument);
 
 // On the module's device and contiguous, with dtype float32, bfloat16 or float16, which is
 // returned.

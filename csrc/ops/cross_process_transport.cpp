@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "checks.h"
+#include "op_registration.h"
 #include "storage/handle_registry.h"
 
 namespace zero_ext::ops {
@@ -12,12 +13,6 @@ namespace {
 
 HandleRegistry<core::CrossProcessTransport>& registry() {
   return HandleRegistry<core::CrossProcessTransport>::of_process("host_exchange");
-}
-
-std::shared_ptr<void> owner_of(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }
-
-std::size_t nbytes(const Tensor& tensor) {
-  return static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
 }
 
 void cross_process_open(std::int64_t handle, const std::string& name, std::int64_t rank,
@@ -38,16 +33,13 @@ void cross_process_unlink(const std::string& name) { core::SharedMemorySegment::
 void cross_process_send(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
                         std::int64_t tag) {
   check_layout(tensor, {"cross_process_send", "tensor"});
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  registry().get(handle)->send(static_cast<int>(peer), {data, nbytes(tensor)}, tag,
-                               owner_of(tensor));
+  registry().get(handle)->send(static_cast<int>(peer), bytes_of(tensor), tag, owner_of(tensor));
 }
 
 void cross_process_receive(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
                            std::int64_t tag) {
   check_layout(tensor, {"cross_process_receive", "tensor"});
-  auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-  registry().get(handle)->receive(static_cast<int>(peer), {data, nbytes(tensor)}, tag,
+  registry().get(handle)->receive(static_cast<int>(peer), bytes_into(tensor), tag,
                                   owner_of(tensor));
 }
 
@@ -67,33 +59,23 @@ void cross_process_close(std::int64_t handle) { registry().remove(handle); }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "cross_process_open(int handle, str name, int rank, int world_size, bool create) -> ()");
-  library.def("cross_process_connect(int handle) -> bool");
-  library.def("cross_process_unlink(str name) -> ()");
-  library.def("cross_process_send(int handle, int peer, Tensor tensor, int tag) -> ()");
-  library.def("cross_process_receive(int handle, int peer, Tensor(a!) tensor, int tag) -> ()");
-  library.def(
-      "cross_process_wait(int handle, int peer, int count, bool receiving, float timeout_seconds) "
-      "-> "
-      "()");
-  library.def("cross_process_abort(int handle, str reason) -> ()");
-  library.def("cross_process_close(int handle) -> ()");
+ZERO_EXT_OPS(CompositeExplicitAutograd) {
+  ops("cross_process_open(int handle, str name, int rank, int world_size, bool create) -> ()",
+      TORCH_BOX(&cross_process_open));
+  ops("cross_process_connect(int handle) -> bool", TORCH_BOX(&cross_process_connect));
+  ops("cross_process_unlink(str name) -> ()", TORCH_BOX(&cross_process_unlink));
+  ops("cross_process_wait(int handle, int peer, int count, bool receiving, float timeout_seconds) "
+      "-> ()",
+      TORCH_BOX(&cross_process_wait));
+  ops("cross_process_abort(int handle, str reason) -> ()", TORCH_BOX(&cross_process_abort));
+  ops("cross_process_close(int handle) -> ()", TORCH_BOX(&cross_process_close));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
-  library.impl("cross_process_open", TORCH_BOX(&cross_process_open));
-  library.impl("cross_process_connect", TORCH_BOX(&cross_process_connect));
-  library.impl("cross_process_unlink", TORCH_BOX(&cross_process_unlink));
-  library.impl("cross_process_wait", TORCH_BOX(&cross_process_wait));
-  library.impl("cross_process_abort", TORCH_BOX(&cross_process_abort));
-  library.impl("cross_process_close", TORCH_BOX(&cross_process_close));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("cross_process_send", TORCH_BOX(&cross_process_send));
-  library.impl("cross_process_receive", TORCH_BOX(&cross_process_receive));
+ZERO_EXT_OPS(CPU) {
+  ops("cross_process_send(int handle, int peer, Tensor tensor, int tag) -> ()",
+      TORCH_BOX(&cross_process_send));
+  ops("cross_process_receive(int handle, int peer, Tensor(a!) tensor, int tag) -> ()",
+      TORCH_BOX(&cross_process_receive));
 }
 
 }  // namespace zero_ext::ops

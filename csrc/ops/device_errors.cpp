@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "device_error_arg_checks.h"
+#include "op_registration.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -20,14 +21,9 @@ std::string device_error_text(const Tensor& record) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("pop_device_error_(Tensor(a!) record) -> ()");
-  library.def("device_error_text(Tensor record) -> str");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("pop_device_error_", TORCH_BOX(&pop_device_error));
-  library.impl("device_error_text", TORCH_BOX(&device_error_text));
+ZERO_EXT_OPS(CPU) {
+  ops("pop_device_error_(Tensor(a!) record) -> ()", TORCH_BOX(&pop_device_error));
+  ops("device_error_text(Tensor record) -> str", TORCH_BOX(&device_error_text));
 }
 
 }  // namespace zero_ext::ops

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "checks.h"
+#include "op_registration.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -29,14 +30,9 @@ void set_cpu_dispatch_level(std::int64_t level) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("cpu_dispatch_level() -> SymInt");
-  library.def("set_cpu_dispatch_level(int level) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
-  library.impl("cpu_dispatch_level", TORCH_BOX(&cpu_dispatch_level));
-  library.impl("set_cpu_dispatch_level", TORCH_BOX(&set_cpu_dispatch_level));
+ZERO_EXT_OPS(CompositeExplicitAutograd) {
+  ops("cpu_dispatch_level() -> SymInt", TORCH_BOX(&cpu_dispatch_level));
+  ops("set_cpu_dispatch_level(int level) -> ()", TORCH_BOX(&set_cpu_dispatch_level));
 }
 
 }  // namespace zero_ext::ops

@@ -48,16 +48,17 @@ def enable() -> types.ModuleType:
     return device_module
 
 
-def _registered(folder: str, key: str) -> set[str]:
-    """The ops that the sources in `folder` give a kernel of dispatch key `key`."""
-    blocks = (
-        block
-        for path in (SOURCES / folder).rglob("*.c*")
-        for block in re.findall(
-            rf"IMPL\(zero_ext, {key}, library\) \{{(.*?)\}}\n", path.read_text(), re.DOTALL
-        )
-    )
-    return {name for block in blocks for name in re.findall(r'library\.impl\("(\w+)"', block)}
+def _registered(folder: str, block: str, name: str) -> set[str]:
+    """The ops that the sources in `folder` name in blocks of that pattern."""
+    sources = (path.read_text() for path in (SOURCES / folder).rglob("*.c*"))
+    blocks = (found for text in sources for found in re.findall(block, text, re.DOTALL))
+    return {found for each in blocks for found in re.findall(name, each)}
+
+
+def _host_only_ops() -> set[str]:
+    """Ops that have a kernel for the CPU alone."""
+    cuda = _registered("cuda", r"IMPL\(zero_ext, CUDA, library\) \{(.*?)\}\n", r'library\.impl\("(\w+)"')
+    return _registered("ops", r"ZERO_EXT_OPS\(CPU\) \{(.*?)\n\}\n", r'ops\(\s*"(\w+)\(') - cuda
 
 
 def _refuse_host_ops() -> None:
@@ -65,7 +66,7 @@ def _refuse_host_ops() -> None:
 
     Torch's own ops run on the CPU's kernels, by a fallback that would also serve these.
     """
-    for name in sorted(_registered("ops", "CPU") - _registered("cuda", "CUDA")):
+    for name in sorted(_host_only_ops()):
 
         def refuse(*_: object, name: str = name) -> None:
             raise NotImplementedError(f"zero_ext::{name}: expected tensors of the CPU, got some of a device.")

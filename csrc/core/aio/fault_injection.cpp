@@ -1,18 +1,15 @@
 #include "fault_injection.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
 
 void FaultPlan::add(const FaultRule& rule) {
-  if (rule.after < 0 || rule.times < 1 || rule.result < -4095) {
-    throw std::runtime_error(
-        "fault rule: expected after >= 0, times >= 1 and result >= -4095, got " +
-        std::to_string(rule.after) + ", " + std::to_string(rule.times) + " and " +
-        std::to_string(rule.result) + ". Correct the rule.");
-  }
+  require(rule.after >= 0 && rule.times >= 1 && rule.result >= -4095,
+          "fault rule: expected after >= 0, times >= 1 and result >= -4095, got ", rule.after, ", ",
+          rule.times, " and ", rule.result, ". Correct the rule.");
   const std::lock_guard lock(mutex_);
   rules_.push_back(rule);
   armed_.store(true, std::memory_order_release);

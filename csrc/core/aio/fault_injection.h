@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "io_direction.h"
+#include "transfer_handle.h"
 
 namespace zero_ext::core {
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../base/error_text.h"
 #include "submitter.h"
 #include "transfer.h"
 
@@ -41,17 +42,14 @@ const BackendKind& kind_of(Backend backend) {
   const auto* const found =
       std::ranges::find_if(kBackends, [&](const auto& kind) { return kind.backend == backend; });
   if (found == kBackends.end())
-    throw std::runtime_error("I/O engine: backend " + std::to_string(static_cast<int>(backend)) +
-                             " is unknown. Pass one of probe_backends().");
+    throw make_error("I/O engine: backend ", static_cast<int>(backend),
+                     " is unknown. Pass one of probe_backends().");
   return *found;
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
-  if (value < least || value > most) {
-    throw std::runtime_error(std::string(name) + ": expected " + std::to_string(least) + " to " +
-                             std::to_string(most) + ", got " + std::to_string(value) +
-                             ". Pass one of these.");
-  }
+  require(value >= least && value <= most, name, ": expected ", least, " to ", most, ", got ",
+          value, ". Pass one of these.");
 }
 
 // Throws std::runtime_error that names the option out of range, the value seen and those wanted.
@@ -59,11 +57,8 @@ void check_options(const IoEngineOptions& options) {
   check_range("queue_depth", options.queue_depth, 1, 1024);
   check_range("io_threads", options.io_threads, 1, 16);
   check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
-  if (options.block_bytes % kBlockMultiple != 0) {
-    throw std::runtime_error("block_bytes: expected a multiple of " +
-                             std::to_string(kBlockMultiple) + ", got " +
-                             std::to_string(options.block_bytes) + ". Round it up.");
-  }
+  require(options.block_bytes % kBlockMultiple == 0, "block_bytes: expected a multiple of ",
+          kBlockMultiple, ", got ", options.block_bytes, ". Round it up.");
 }
 
 }  // namespace
@@ -91,8 +86,8 @@ std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options) {
   try {
     return make_of(options, kind.make_queue);
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error("I/O backend " + std::string(kind.name) + ": it is not available (" +
-                             error.what() + "). See ops.aio_backends() for those that are.");
+    throw make_error("I/O backend ", kind.name, ": it is not available (", error.what(),
+                     "). See ops.aio_backends() for those that are.");
   }
 }
 
@@ -109,12 +104,10 @@ std::shared_ptr<IoEngine> IoEngine::make(std::string_view backend, IoEngineOptio
       refusals += std::string(refusals.empty() ? "" : "; ") + error.what();
     }
   }
-  if (backend == kAutomatic) {
-    throw std::runtime_error("I/O engine: no backend is available (" + refusals +
-                             "). Raise the limits that they name.");
-  }
-  throw std::runtime_error("backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '" +
-                           std::string(backend) + "'. Pass one of these.");
+  require(backend != kAutomatic, "I/O engine: no backend is available (", refusals,
+          "). Raise the limits that they name.");
+  throw make_error("backend: expected 'auto', 'io_uring', 'libaio' or 'threads', got '", backend,
+                   "'. Pass one of these.");
 }
 
 std::shared_ptr<IoEngine> IoEngine::make(const IoEngineOptions& options, const BlockMover& mover) {
@@ -154,8 +147,8 @@ std::shared_ptr<TransferHandle> IoEngine::write(std::shared_ptr<IoFile> file, st
                                                 std::span<const std::byte> from,
                                                 std::shared_ptr<void> owner) {
   if (file && !file->writable()) {
-    throw std::runtime_error("writing '" + file->path() +
-                             "': it was opened for reading only. Open it for writing.");
+    throw make_error("writing '", file->path(),
+                     "': it was opened for reading only. Open it for writing.");
   }
   const std::span<std::byte> memory{const_cast<std::byte*>(from.data()), from.size()};
   return start({std::move(file), IoDirection::kWrite, offset, memory, std::move(owner)});
@@ -163,15 +156,13 @@ std::shared_ptr<TransferHandle> IoEngine::write(std::shared_ptr<IoFile> file, st
 
 std::shared_ptr<TransferHandle> IoEngine::start(TransferRequest&& request) {
   check_process();
-  if (!request.file)
-    throw std::runtime_error("I/O engine: expected a file to transfer, got none. Open one.");
+  require(request.file != nullptr, "I/O engine: expected a file to transfer, got none. Open one.");
   const auto most = std::numeric_limits<std::int64_t>::max() - kLargestBlock;
   if (request.offset < 0 || static_cast<std::int64_t>(request.memory.size()) > most ||
       request.offset > most - static_cast<std::int64_t>(request.memory.size())) {
-    throw std::runtime_error("transfer of " + std::to_string(request.memory.size()) +
-                             " bytes at offset " + std::to_string(request.offset) + " of '" +
-                             request.file->path() +
-                             "': no file reaches there. Pass a smaller offset.");
+    throw make_error("transfer of ", request.memory.size(), " bytes at offset ", request.offset,
+                     " of '", request.file->path(),
+                     "': no file reaches there. Pass a smaller offset.");
   }
   auto transfer = std::make_shared<Transfer>(std::move(request), options_.block_bytes);
   const auto count = static_cast<std::uint32_t>(submitters_.size());
@@ -189,11 +180,8 @@ void IoEngine::inject_fault(FaultRule rule) {
 }
 
 void IoEngine::check_process() const {
-  if (::getpid() != process_) {
-    throw std::runtime_error("I/O engine: expected process " + std::to_string(process_) +
-                             ", where its threads are, got its forked child " +
-                             std::to_string(::getpid()) + ". Make an engine there.");
-  }
+  require(::getpid() == process_, "I/O engine: expected process ", process_,
+          ", where its threads are, got its forked child ", ::getpid(), ". Make an engine there.");
 }
 
 }  // namespace zero_ext::core

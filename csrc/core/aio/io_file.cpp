@@ -9,27 +9,16 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <stdexcept>
-#include <system_error>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
-
-struct IoFile::Opened {
-  std::string path;
-  bool writable = false;
-  UniqueFd buffered;
-  UniqueFd direct;
-  std::string direct_io_refusal;
-  std::int64_t alignment = 1;
-  std::int64_t memory_alignment = 1;
-};
 
 namespace {
 
 std::runtime_error failure(const std::string& action, const std::string& path, int reason) {
-  return std::runtime_error(action + " '" + path + "': " + std::generic_category().message(reason) +
-                            " (errno " + std::to_string(reason) +
-                            "). Check the path, its permissions and its disk.");
+  return make_error(action, " '", path, "': ", errno_text(reason),
+                    ". Check the path, its permissions and its disk.");
 }
 
 bool holds_bytes(const struct stat& status) {
@@ -37,8 +26,8 @@ bool holds_bytes(const struct stat& status) {
 }
 
 std::runtime_error wrong_kind(const std::string& path) {
-  return std::runtime_error(
-      "opening '" + path +
+  return make_error(
+      "opening '", path,
       "': expected a regular file or a block device, got something else. Pass another path.");
 }
 
@@ -120,8 +109,8 @@ std::shared_ptr<IoFile> IoFile::open(const std::string& path, Mode mode, bool pr
     return std::make_shared<IoFile>(std::move(opened));
   }
   if (!same_file(status_of(direct, path), status)) {
-    throw std::runtime_error(
-        "opening '" + path +
+    throw make_error(
+        "opening '", path,
         "': it was replaced by another file meanwhile. Let one process at a time use it.");
   }
   Alignments alignments = direct_alignments(direct);
@@ -137,31 +126,25 @@ std::shared_ptr<IoFile> IoFile::open(const std::string& path, Mode mode, bool pr
   return std::make_shared<IoFile>(std::move(opened));
 }
 
-IoFile::IoFile(Opened&& opened)
-    : path_(std::move(opened.path)),
-      writable_(opened.writable),
-      buffered_(std::move(opened.buffered)),
-      direct_(std::move(opened.direct)),
-      why_not_direct_(std::move(opened.direct_io_refusal)),
-      alignment_(opened.alignment),
-      memory_alignment_(opened.memory_alignment) {}
-
 bool IoFile::is_dma_aligned(std::span<const std::byte> memory) const {
   return reinterpret_cast<std::uintptr_t>(memory.data()) %
-             static_cast<std::uintptr_t>(memory_alignment_) ==
+             static_cast<std::uintptr_t>(opened_.memory_alignment) ==
          0;
 }
 
 bool IoFile::replaced() const {
   struct stat there{};
-  return ::stat(path_.c_str(), &there) != 0 || !same_file(there, status_of(buffered_, path_));
+  return ::stat(path().c_str(), &there) != 0 ||
+         !same_file(there, status_of(opened_.buffered, path()));
 }
 
 std::int64_t IoFile::size() const {
-  const struct stat status = status_of(buffered_, path_);
+  const struct stat status = status_of(opened_.buffered, path());
   if (!S_ISBLK(status.st_mode)) return status.st_size;
   std::uint64_t bytes = 0;
-  if (::ioctl(buffered_.get(), BLKGETSIZE64, &bytes) != 0) throw failure("measuring", path_, errno);
+  if (::ioctl(descriptor(false), BLKGETSIZE64, &bytes) != 0) {
+    throw failure("measuring", path(), errno);
+  }
   return static_cast<std::int64_t>(bytes);
 }
 

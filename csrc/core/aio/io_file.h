@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "unique_fd.h"
+#include "../base/unique_fd.h"
 
 namespace zero_ext::core {
 
@@ -18,7 +18,15 @@ namespace zero_ext::core {
 // transfer is shared with a buffered one that does not overlap it. What went through the page cache
 // reaches the device later; errors of that write-back are the kernel's to log.
 class IoFile {
-  struct Opened;
+  struct Opened {
+    std::string path;
+    bool writable = false;
+    UniqueFd buffered;
+    UniqueFd direct;
+    std::string direct_io_refusal;
+    std::int64_t alignment = 1;
+    std::int64_t memory_alignment = 1;
+  };
 
  public:
   enum class Mode { kRead, kReadWrite, kCreate };
@@ -27,17 +35,17 @@ class IoFile {
   // std::runtime_error naming the path and the kernel's reason.
   static std::shared_ptr<IoFile> open(const std::string& path, Mode mode, bool prefer_direct);
 
-  explicit IoFile(Opened&& opened);
+  explicit IoFile(Opened&& opened) : opened_(std::move(opened)) {}
 
   // Whether aligned transfers go past the page cache.
-  bool direct() const { return direct_.valid(); }
+  bool direct() const { return opened_.direct.valid(); }
 
   // Empty if direct().
-  const std::string& direct_io_refusal() const { return why_not_direct_; }
+  const std::string& direct_io_refusal() const { return opened_.direct_io_refusal; }
 
   // What offset and length of a direct transfer are multiples of; memory so aligned always serves.
   // 1 when buffered.
-  std::int64_t alignment() const { return alignment_; }
+  std::int64_t alignment() const { return opened_.alignment; }
 
   // Whether the device can reach this memory by itself; it often takes less than alignment().
   bool is_dma_aligned(std::span<const std::byte> memory) const;
@@ -45,21 +53,15 @@ class IoFile {
   // Whether its path leads to another file by now, or to none.
   bool replaced() const;
 
-  bool writable() const { return writable_; }
-  const std::string& path() const { return path_; }
+  bool writable() const { return opened_.writable; }
+  const std::string& path() const { return opened_.path; }
   std::int64_t size() const;
 
   // The descriptor for a piece of a transfer; `direct` only where direct().
-  int descriptor(bool direct) const { return direct ? direct_.get() : buffered_.get(); }
+  int descriptor(bool direct) const { return (direct ? opened_.direct : opened_.buffered).get(); }
 
  private:
-  const std::string path_;
-  const bool writable_;
-  const UniqueFd buffered_;
-  const UniqueFd direct_;
-  const std::string why_not_direct_;
-  const std::int64_t alignment_;
-  const std::int64_t memory_alignment_;
+  const Opened opened_;
 };
 
 }  // namespace zero_ext::core

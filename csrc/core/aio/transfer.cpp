@@ -3,18 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "../base/error_text.h"
+#include "../base/rounding.h"
+
 namespace zero_ext::core {
-namespace {
-
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-}  // namespace
 
 Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
     : request_(std::move(request)), process_(::getpid()) {
@@ -36,7 +31,7 @@ Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
   // Blocks end at multiples of their size in the file. Cut from where a transfer begins, which is
   // any page of an arena, each would lie across two pieces of a device that works in larger ones.
   if (body_ > 0) phase_ = (request_.offset + head_) % block_bytes_;
-  blocks_ = (head_ > 0) + round_up(phase_ + body_, block_bytes_) / block_bytes_ + (tail > 0);
+  blocks_ = (head_ > 0) + ceil_div(phase_ + body_, block_bytes_) + (tail > 0);
   left_.store(blocks_, std::memory_order_relaxed);
   ended_.store(blocks_ == 0, std::memory_order_relaxed);
 }
@@ -83,9 +78,8 @@ std::string Transfer::failure_text(const Block& block, const std::string& reason
 
 void Transfer::wait() {
   if (::getpid() != process_) {
-    throw std::runtime_error("transfer of '" + file().path() + "': expected process " +
-                             std::to_string(process_) + ", which began it, got " +
-                             std::to_string(::getpid()) + ". Wait for it there.");
+    throw make_error("transfer of '", file().path(), "': expected process ", process_,
+                     ", which began it, got ", ::getpid(), ". Wait for it there.");
   }
   // The owner goes here, on the thread of the caller, rather than on one of the engine.
   std::shared_ptr<void> owner;
@@ -94,7 +88,7 @@ void Transfer::wait() {
   owner = std::move(request_.owner);
   const std::string reason = reason_;
   lock.unlock();
-  if (!reason.empty()) throw std::runtime_error(reason);
+  require(reason.empty(), reason);
 }
 
 }  // namespace zero_ext::core

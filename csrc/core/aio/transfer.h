@@ -10,7 +10,6 @@
 #include <span>
 #include <string>
 
-#include "io_direction.h"
 #include "io_file.h"
 #include "transfer_handle.h"
 

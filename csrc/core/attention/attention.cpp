@@ -5,11 +5,12 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <sstream>
 #include <vector>
 
 #include "../simd/isa.h"
 #include "attention_kernels.h"
-#include "tile_sizes.h"
+#include "query_tile.h"
 
 namespace zero_ext::core {
 namespace {
@@ -38,12 +39,8 @@ const AttentionKernels::OfType& kernels_for(const AttentionArgs& args) {
   return active_attention().of_type[static_cast<int>(args.type)];
 }
 
-std::int64_t ceil_divide(std::int64_t value, std::int64_t step) {
-  return (value + step - 1) / step;
-}
-
 std::int64_t row_tiles(const AttentionArgs& args) {
-  return ceil_divide(args.query_length, tile_length(args));
+  return ceil_div(args.query_length, tile_length(args));
 }
 
 // Calls visit(item, scratch) for items [0, items), which workers take one by one. Scratch is made
@@ -120,7 +117,7 @@ class Backward {
         workers_(workers),
         kernels_(kernels_for(args)),
         dim_(padded_dim(args.head_dim)),
-        scratch_(round_to(kernels_.backward_floats(args.head_dim), 16)) {}
+        scratch_(round_up(kernels_.backward_floats(args.head_dim), 16)) {}
 
   // One pass makes five products of a tile but has only as many items as there are key heads; two
   // passes make seven, in any number of items. The bits are the same.
@@ -131,11 +128,11 @@ class Backward {
       std::fill_n(gradients_.bias, sizes[0] * sizes[1] * sizes[2] * sizes[3], 0.0F);
     }
     if (owners > 0) {
-      const std::int64_t rounds = ceil_divide(owners, workers_.count);
+      const std::int64_t rounds = ceil_div(owners, workers_.count);
       if (5 * rounds * workers_.count <= 7 * owners || workers_.count == 1) {
         keys(1, true);
       } else {
-        keys(ceil_divide(kItemsPerWorker * workers_.count, owners), false);
+        keys(ceil_div(kItemsPerWorker * workers_.count, owners), false);
         queries();
       }
     }
@@ -159,11 +156,11 @@ class Backward {
   // Keys' and values' gradients, in `splits` ranges of each key head.
   void keys(std::int64_t splits, bool with_queries) const {
     const std::int64_t block = args_.layout.block;
-    const std::int64_t blocks = ceil_divide(args_.key_length, block);
+    const std::int64_t blocks = args_.column_blocks();
     const std::int64_t length =
-        std::max(ceil_divide(blocks, std::max<std::int64_t>(splits, 1)), std::int64_t{1}) * block;
+        std::max(ceil_div(blocks, std::max<std::int64_t>(splits, 1)), std::int64_t{1}) * block;
     // Without keys there is still the queries' gradient to write.
-    const std::int64_t ranges = std::max(ceil_divide(args_.key_length, length), std::int64_t{1});
+    const std::int64_t ranges = std::max(ceil_div(args_.key_length, length), std::int64_t{1});
     const std::int64_t sums = std::min(length, args_.key_length) * dim_;
     const std::int64_t group = args_.group();
     distribute_items(
@@ -207,13 +204,13 @@ class Backward {
     const std::int64_t* sizes = args_.bias.sizes;
     const std::int64_t tiles = row_tiles(args_);
     const std::int64_t block = args_.layout.block;
-    const std::int64_t blocks = ceil_divide(args_.key_length, block);
+    const std::int64_t blocks = args_.column_blocks();
     const std::int64_t row_splits = sizes[2] == 1 ? 1 : tiles;
     const std::int64_t max_splits =
-        ceil_divide(kItemsPerWorker * workers_.count, std::max<std::int64_t>(sizes[1], 1));
+        ceil_div(kItemsPerWorker * workers_.count, std::max<std::int64_t>(sizes[1], 1));
     const std::int64_t key_splits =
         sizes[2] != 1 || sizes[3] == 1 ? 1 : std::clamp<std::int64_t>(blocks, 1, max_splits);
-    const std::int64_t length = std::max<std::int64_t>(ceil_divide(blocks, key_splits), 1) * block;
+    const std::int64_t length = std::max<std::int64_t>(ceil_div(blocks, key_splits), 1) * block;
     const auto range = [](std::int64_t size, std::int64_t all, std::int64_t index) {
       return size == 1 ? std::pair{std::int64_t{0}, all} : std::pair{index, index + 1};
     };
@@ -261,6 +258,36 @@ const AttentionKernels& active_attention() {
   if (active_isa() == Isa::neon) return kNeonAttention;
 #endif
   return kScalarAttention;
+}
+
+std::string layout_error(const BlockRows& layout, std::int64_t total_blocks,
+                         std::int64_t column_blocks) {
+  std::ostringstream error;
+  for (std::int64_t head = 0; head < layout.heads; ++head) {
+    const std::int32_t* pointers = layout.pointers + head * (layout.row_blocks + 1);
+    for (std::int64_t row = 0; row < layout.row_blocks; ++row) {
+      const std::int64_t begin = pointers[row];
+      const std::int64_t end = pointers[row + 1];
+      if (begin < 0 || begin > end || end > total_blocks) {
+        error << "argument 'row_pointers': expected numbers that ascend from 0 to at most the "
+              << total_blocks << " entries of 'columns', got " << begin << " at [" << head << ", "
+              << row << "] and " << end << " after it. Build the layout anew.";
+        return error.str();
+      }
+      std::int64_t before = -1;
+      for (std::int64_t at = begin; at < end; ++at) {
+        const std::int64_t column = layout.columns[at];
+        if (column <= before || column >= column_blocks) {
+          error << "argument 'columns': expected columns of a row that ascend and lie below "
+                << column_blocks << ", the number of column blocks, got " << column << " at " << at
+                << ", in row [" << head << ", " << row << "]. Build the layout anew.";
+          return error.str();
+        }
+        before = column;
+      }
+    }
+  }
+  return {};
 }
 
 void attention_forward(const AttentionArgs& args, const AttentionResult& result,

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../base/numeric_types.h"
+#include "../base/rounding.h"
 
 namespace zero_ext::core {
 
@@ -59,6 +60,7 @@ struct AttentionArgs {
   std::uint32_t offset = 0;
 
   std::int64_t group() const { return heads / key_heads; }
+  std::int64_t column_blocks() const { return ceil_div(key_length, layout.block); }
 };
 
 struct AttentionResult {

@@ -103,10 +103,10 @@ struct AttentionBackward {
                                const QueryTile& tile, std::int64_t lanes, const Scratch& scratch,
                                Element* rows, Unit* transposed, Unit* down) {
     Packs::rows(rows_of(view, tile.batch, tile.head), view.row_stride, tile.first, tile.count,
-                round_to(lanes, 2), args.head_dim, scratch.dim, rows);
+                round_up(lanes, 2), args.head_dim, scratch.dim, rows);
     Packs::transpose(reinterpret_cast<const Unit*>(rows), scratch.dim / U::kPair, lanes,
                      args.head_dim / U::kPair, transposed);
-    return Packs::down(rows, round_to(lanes, U::kPair), scratch.dim, down);
+    return Packs::down(rows, round_up(lanes, U::kPair), scratch.dim, down);
   }
 
   struct LoadedRows {
@@ -224,14 +224,14 @@ struct AttentionBackward {
       MicroGemm<U, true>::run(
           {reinterpret_cast<const Unit*>(left + position * kTile), kTile / U::kPair, 1},
           {right, dim}, {sums + (first - first_key) * dim, dim}, count, dim,
-          round_to(lanes, U::kPair) / U::kPair);
+          round_up(lanes, U::kPair) / U::kPair);
       position += count;
     }
   }
 
   static void run_tile(const AttentionArgs& args, const AttentionGradArgs& gradients,
                        const BackwardWork& work, const QueryTile& tile, const Scratch& scratch) {
-    const std::int64_t lanes = round_to(tile.count, V::width);
+    const std::int64_t lanes = round_up(tile.count, V::width);
     const std::int64_t dim = scratch.dim;
     const LoadedRows loaded = load_tile(args, gradients, tile, lanes, scratch);
     if (work.needs_query) std::fill_n(scratch.grad_query, dim * kTile, 0.0F);
@@ -248,7 +248,7 @@ struct AttentionBackward {
                      work.key_sums);
       }
       if (work.needs_query) {
-        const std::int64_t depth = round_to(panel.count, U::kPair);
+        const std::int64_t depth = round_up(panel.count, U::kPair);
         const Unit* key_down = Packs::down(scratch.key, depth, dim, scratch.key_down);
         MicroGemm<U, true>::run({key_down, 1, dim}, {score_grads_down, kTile},
                                 {scratch.grad_query, kTile}, args.head_dim, lanes,
@@ -325,7 +325,7 @@ struct AttentionBackward {
       for (std::int64_t head = work.first_head; head < work.end_head; ++head) {
         for (std::int64_t index = work.first_tile; index < work.end_tile; ++index) {
           const QueryTile tile = QueryTile::at(args, batch, head, index);
-          const std::int64_t lanes = round_to(tile.count, V::width);
+          const std::int64_t lanes = round_up(tile.count, V::width);
           load_tile(args, gradients, tile, lanes, scratch);
           for_each_key_panel(args, tile, work.first_key, work.end_key, [&](const KeyPanel& panel) {
             compute_score_grads(args, tile, panel, lanes, scratch);

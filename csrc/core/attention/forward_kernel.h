@@ -7,7 +7,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "attention_kernels.h"
 #include "micro_gemm.h"
@@ -87,7 +86,7 @@ struct AttentionForward {
     std::int64_t position = 0;
     for (int i = 0; i < panel.range_count; ++i) {
       const std::int64_t padded = i + 1 == panel.range_count
-                                      ? round_to(panel.count, U::kPair) - position
+                                      ? round_up(panel.count, U::kPair) - position
                                       : panel.ranges[i].count;
       Pack<U, T>::rows(head, view.row_stride, panel.ranges[i].first, panel.ranges[i].count, padded,
                        args.head_dim, dim, target + position * dim);
@@ -166,7 +165,7 @@ struct AttentionForward {
     const bool dropped = args.dropout > 0;
     if (dropped) ScoreTile<V>::fill_dropout_scale(args, tile, panel, lanes, scratch.dropout_scale);
     online_softmax(scratch, lanes, panel.count, ScoreTile<V>::factor(args), dropped);
-    const std::int64_t depth = round_to(panel.count, U::kPair);
+    const std::int64_t depth = round_up(panel.count, U::kPair);
     const Unit* down = Pack<U, T>::down(scratch.value, depth, scratch.dim, scratch.value_down);
     MicroGemm<U, true>::run({down, 1, scratch.dim}, {scratch.weights, kTile},
                             {scratch.output, kTile}, args.head_dim, lanes, depth / U::kPair);
@@ -196,7 +195,7 @@ struct AttentionForward {
                   std::int64_t head, std::int64_t index, float* memory) {
     const Scratch scratch(args.head_dim, memory);
     const QueryTile tile = QueryTile::at(args, batch, head, index);
-    const std::int64_t lanes = round_to(tile.count, V::width);
+    const std::int64_t lanes = round_up(tile.count, V::width);
     load_query(args, tile, lanes, scratch);
     std::fill_n(scratch.output, scratch.dim * kTile, 0.0F);
     std::fill_n(scratch.highest, kTile, ScoreTile<V>::kMasked);

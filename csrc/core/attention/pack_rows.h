@@ -5,8 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "query_tile.h"
 #include "simd/dot_unit.h"
-#include "tile_sizes.h"
 
 namespace zero_ext::core {
 namespace {

@@ -1,15 +1,26 @@
-// The tiles that the work is cut into: runs of queries, and the keys they see, some at a time.
-// See optimizer_kernel.h on inclusion.
+// The tiles that work and scratch memory are cut into: runs of queries, and the keys they see, some
+// at a time. See optimizer_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "../base/rounding.h"
 #include "attention_args.h"
-#include "tile_sizes.h"
 
 namespace zero_ext::core {
 namespace {
+
+// Rows and lanes of a tile; every row of scratch memory is this long or the padded head dim.
+inline constexpr std::int64_t kTile = 64;
+
+// Head dim as rows of scratch memory have it, with zeros at the end.
+constexpr std::int64_t padded_dim(std::int64_t head_dim) { return round_up(head_dim, 16); }
+
+// Queries of a row tile; the last one may have fewer.
+inline std::int64_t tile_length(const AttentionArgs& args) {
+  return std::min(args.layout.block, kTile);
+}
 
 // Consecutive queries of one head that see the same blocks.
 struct QueryTile {

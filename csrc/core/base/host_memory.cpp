@@ -10,6 +10,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "unique_fd.h"
+
 namespace zero_ext::core {
 namespace {
 
@@ -56,36 +58,15 @@ MappingRegistry& registry() {
   return *instance;
 }
 
-// A file without a name, closed when this is gone.
-class AnonymousFile {
- public:
-  explicit AnonymousFile(std::size_t length) : descriptor_(memfd_create("zero_ext", MFD_CLOEXEC)) {
-    if (descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(length)) != 0) close_now();
-  }
-  ~AnonymousFile() { close_now(); }
-  AnonymousFile(const AnonymousFile&) = delete;
-  AnonymousFile& operator=(const AnonymousFile&) = delete;
-
-  int descriptor() const { return descriptor_; }
-
- private:
-  void close_now() {
-    const int error = errno;
-    if (descriptor_ >= 0) close(descriptor_);
-    descriptor_ = -1;
-    errno = error;
-  }
-
-  int descriptor_;
-};
-
-bool fill_with_ones(const AnonymousFile& file, std::size_t length) {
-  void* const memory =
-      mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
-  if (memory == MAP_FAILED) return false;
+// A file without a name, of ones.
+UniqueFd file_of_ones(std::size_t length) {
+  UniqueFd file(memfd_create("zero_ext", MFD_CLOEXEC));
+  if (!file.valid() || ftruncate(file.get(), static_cast<off_t>(length)) != 0) return {};
+  void* const memory = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (memory == MAP_FAILED) return {};
   std::memset(memory, 0xFF, length);
   munmap(memory, length);
-  return true;
+  return file;
 }
 
 }  // namespace
@@ -101,15 +82,15 @@ void* map_nan_filled_host(std::int64_t bytes) {
   std::uintptr_t chunk = kHugePage;
   while (requested / chunk >= kMaxMappings) chunk *= 2;
   const std::uintptr_t length = (requested + chunk - 1) / chunk * chunk;
-  const AnonymousFile file(chunk);
-  if (file.descriptor() < 0 || !fill_with_ones(file, chunk)) return nullptr;
+  const UniqueFd file = file_of_ones(chunk);
+  if (!file.valid()) return nullptr;
   void* const first = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (first == MAP_FAILED) return nullptr;
   for (std::uintptr_t offset = 0; offset < length; offset += chunk) {
     // Private: a write stays in this process and reaches no other chunk.
     void* const chunk_address =
         mmap(static_cast<std::byte*>(first) + offset, chunk, PROT_READ | PROT_WRITE,
-             MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file.descriptor(), 0);
+             MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file.get(), 0);
     if (chunk_address == MAP_FAILED) {
       const int error = errno;
       munmap(first, length);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../base/rounding.h"
+
 namespace zero_ext::core {
 
 // Elements that share a scale. Blocks are counted from the first element; the last may be shorter.
@@ -10,7 +12,7 @@ namespace zero_ext::core {
 inline constexpr std::int64_t kQuantizationBlock = 256;
 
 constexpr std::int64_t block_count(std::int64_t elements) {
-  return (elements + kQuantizationBlock - 1) / kQuantizationBlock;
+  return ceil_div(elements, kQuantizationBlock);
 }
 
 // The signed code, or the unsigned one for values that are never negative.

@@ -50,7 +50,6 @@ struct IntegerBlock {
   // Between reading a block and the next one there is arithmetic enough to let memory wait.
   static constexpr std::int64_t kPrefetchBytes = 4096;
   static constexpr std::int64_t kPayloadPrefetchBytes = 1024;
-  static constexpr std::int64_t kScalesPrefetchBytes = 256;
   // 2^23 plus each code of four bits.
   alignas(64) static constexpr float kNumbers[16] = {
       0x800000, 0x800001, 0x800002, 0x800003, 0x800004, 0x800005, 0x800006, 0x800007,

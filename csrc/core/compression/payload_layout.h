@@ -1,14 +1,11 @@
 // Payloads of compressed elements: 32-bit words of codes, and behind them float32 scales.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
-namespace zero_ext::core {
+#include "../base/rounding.h"
 
-constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t divisor) {
-  return (count + divisor - 1) / divisor;
-}
+namespace zero_ext::core {
 
 // Where a payload, or its blocks from one of them on, is read and where it is written.
 struct PayloadSource {
@@ -69,17 +66,5 @@ struct BlockFormat {
     return padded > 0 && payload_bytes(count + padded) == bytes ? count + padded : -1;
   }
 };
-
-// Calls visit(chunk, first, last) for the blocks [first, last) of each chunk that lie in [begin,
-// end) when the blocks of all chunks, `blocks` each, are counted through.
-template <class Visit>
-void for_each_chunk(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
-  while (begin < end) {
-    const std::int64_t chunk = begin / blocks;
-    const std::int64_t stop = std::min(end, (chunk + 1) * blocks);
-    visit(chunk, begin - chunk * blocks, stop - chunk * blocks);
-    begin = stop;
-  }
-}
 
 }  // namespace zero_ext::core

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../base/rounding.h"
+#include "../compression/blockwise.h"
 #include "../flat/flat_buffer.h"
-#include "../optimizers/adam_8bit.h"
 #include "../optimizers/optimizer_step.h"
-#include "extent_checks.h"
-#include "round_up.h"
 
 namespace zero_ext::core {
 namespace {
@@ -15,8 +14,10 @@ namespace {
 constexpr std::int64_t kGrain = 16384;  // elements worth a thread
 constexpr std::int64_t kGrainBlocks = 64;
 
-bool in_store(const ElementSource& gradient) { return gradient.offset >= 0; }
-bool in_store(const std::optional<ElementTarget>& param) { return param && param->offset >= 0; }
+bool in_store(const RangeElements<const std::byte>& gradient) { return gradient.offset >= 0; }
+bool in_store(const std::optional<RangeElements<std::byte>>& param) {
+  return param && param->offset >= 0;
+}
 
 void add_extent(std::vector<StoreExtent>& extents, const ChunkLayout& layout, NumericType type,
                 std::int64_t offset) {
@@ -228,6 +229,18 @@ class ChunkStep {
 };
 
 }  // namespace
+
+std::vector<StateField> adam_fields(AdamMoments moments) {
+  switch (moments) {
+    case AdamMoments::float32:
+      return {{4, 1}, {4, 1}, {4, 1}};
+    case AdamMoments::bfloat16:
+      return {{4, 1}, {2, 1}, {2, 1}};
+    case AdamMoments::blockwise8:
+      break;
+  }
+  return {{4, 1}, {4, kQuantizationBlock}, {4, kQuantizationBlock}, {1, 1}, {1, 1}};
+}
 
 PipelineCounters adam_stream(ByteStore& store, RingBuffer& ring, std::span<const AdamRange> ranges,
                              AdamMoments moments, const ChunkRunner& runner,

@@ -6,26 +6,29 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "../optimizers/adam_8bit.h"
 #include "../optimizers/adam_rule.h"
-#include "adam_state.h"
 #include "adaptive_threading.h"
 #include "chunk_layout.h"
 #include "chunk_pipeline.h"
 
 namespace zero_ext::core {
 
+// blockwise8: dynamic codes of one byte, and a float32 scale for each block of them.
+enum class AdamMoments : std::uint8_t { float32, bfloat16, blockwise8 };
+
+// float32, bfloat16: master, exp_avg, exp_avg_sq. blockwise8: master, scales of exp_avg and of
+// exp_avg_sq, codes of exp_avg and of exp_avg_sq; so every field begins at a multiple of its size.
+std::vector<StateField> adam_fields(AdamMoments moments);
+
 // The elements of a range as one type: in the store at `offset`, in an extent of whole aligned
 // blocks, or (if offset is negative) in memory.
-struct ElementSource {
+template <class Byte>
+struct RangeElements {
   NumericType type;
-  const std::byte* data;
-  std::int64_t offset;
-};
-struct ElementTarget {
-  NumericType type;
-  std::byte* data;
+  Byte* data;
   std::int64_t offset;
 };
 
@@ -33,8 +36,8 @@ struct ElementTarget {
 struct AdamRange {
   ChunkLayout layout;   // of adam_fields(moments)
   std::int64_t offset;  // of the state's extent
-  ElementSource gradient;
-  std::optional<ElementTarget> param;
+  RangeElements<const std::byte> gradient;
+  std::optional<RangeElements<std::byte>> param;
   // Sorted, disjoint, inside the range. Other elements keep their state, and their parameters in
   // memory; chunks without any element of a segment are not transferred, unless `target` wants
   // all. Parameters in the store are rounded from the master weights for all elements of a chunk.

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
-#include <string>
 
+#include "../base/error_text.h"
+#include "../base/rounding.h"
 #include "ring_buffer.h"
-#include "round_up.h"
 
 namespace zero_ext::core {
 namespace {
@@ -16,7 +16,7 @@ constexpr std::int64_t kSmallestElement = 2;   // bytes of a bfloat16 or float16
 constexpr std::int64_t kGradientAndParam = 8;  // bytes an element, both in float32
 
 std::int64_t field_bytes(const StateField& field, std::int64_t count) {
-  return (count + field.elements - 1) / field.elements * field.bytes;
+  return ceil_div(count, field.elements) * field.bytes;
 }
 
 std::int64_t bytes_of(std::span<const StateField> fields, std::int64_t count) {
@@ -30,13 +30,11 @@ void check_fields(std::span<const StateField> fields, std::int64_t chunk_element
     throw std::runtime_error(
         "chunk layout: expected at least one field, got none. Name the fields of the state.");
   for (const StateField& field : fields) {
-    if (field.bytes < 1 || field.elements < 1 || chunk_elements % field.elements != 0) {
-      throw std::runtime_error(
-          "chunk layout: expected fields of positive bytes for a number of elements that divides "
-          "the chunk's " +
-          std::to_string(chunk_elements) + ", got " + std::to_string(field.bytes) +
-          " bytes for every " + std::to_string(field.elements) + " elements. Correct the field.");
-    }
+    require(field.bytes >= 1 && field.elements >= 1 && chunk_elements % field.elements == 0,
+            "chunk layout: expected fields of positive bytes for a number of elements that divides "
+            "the chunk's ",
+            chunk_elements, ", got ", field.bytes, " bytes for every ", field.elements,
+            " elements. Correct the field.");
   }
 }
 
@@ -49,12 +47,9 @@ std::int64_t chunk_elements_for(std::int64_t staging_buffer_bytes,
   check_fields(fields, unit);
   const std::int64_t unit_bytes = bytes_of(fields, unit) + kGradientAndParam * unit;
   const std::int64_t units = staging_buffer_bytes / kChunksInRing / unit_bytes;
-  if (units < 1) {
-    throw std::runtime_error("staging_buffer_bytes: expected at least " +
-                             std::to_string(kChunksInRing * unit_bytes) +
-                             ", so that a chunk of this state fills an aligned block, got " +
-                             std::to_string(staging_buffer_bytes) + ". Raise it.");
-  }
+  require(units >= 1, "staging_buffer_bytes: expected at least ", kChunksInRing * unit_bytes,
+          ", so that a chunk of this state fills an aligned block, got ", staging_buffer_bytes,
+          ". Raise it.");
   return units * unit;
 }
 
@@ -64,16 +59,13 @@ ChunkLayout::ChunkLayout(std::int64_t elements, std::vector<StateField> fields,
       fields_(std::move(fields)),
       chunk_elements_(chunk_elements),
       alignment_(alignment) {
-  if (elements < 0) {
-    throw std::runtime_error("chunk layout: expected a range of at least 0 elements, got " +
-                             std::to_string(elements) + ". Pass another range.");
-  }
+  require(elements >= 0, "chunk layout: expected a range of at least 0 elements, got ", elements,
+          ". Pass another range.");
   if (alignment < 1 || chunk_elements < 1 || chunk_elements * kSmallestElement % alignment != 0) {
-    throw std::runtime_error(
-        "chunk layout: expected chunks of a multiple of " +
-        std::to_string(std::max<std::int64_t>(alignment / kSmallestElement, 1)) +
-        " elements with an alignment of " + std::to_string(alignment) + " bytes, got " +
-        std::to_string(chunk_elements) + ". Round it up.");
+    throw make_error("chunk layout: expected chunks of a multiple of ",
+                     std::max<std::int64_t>(alignment / kSmallestElement, 1),
+                     " elements with an alignment of ", alignment, " bytes, got ", chunk_elements,
+                     ". Round it up.");
   }
   check_fields(fields_, chunk_elements);
   full_chunk_bytes_ = round_up(bytes_of(fields_, chunk_elements), alignment);

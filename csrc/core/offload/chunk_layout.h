@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "../base/rounding.h"
+
 namespace zero_ext::core {
 
 // One kind of state: `bytes` for every `elements` elements, the last few of a chunk rounded up.
@@ -36,7 +38,7 @@ class ChunkLayout {
   std::int64_t chunk_elements() const { return chunk_elements_; }
   std::span<const StateField> fields() const { return fields_; }
 
-  std::int64_t chunks() const { return (elements_ + chunk_elements_ - 1) / chunk_elements_; }
+  std::int64_t chunks() const { return ceil_div(elements_, chunk_elements_); }
   // Of chunk i: first element, number of elements.
   std::int64_t begin(std::int64_t chunk) const { return chunk * chunk_elements_; }
   std::int64_t count(std::int64_t chunk) const;

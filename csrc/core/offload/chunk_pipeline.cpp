@@ -1,31 +1,22 @@
 #include "chunk_pipeline.h"
 
-#include <stdexcept>
+#include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
 namespace {
 
-// Waits for a slot's transfers, all of them, then throws the first error.
-void wait_for(const ChunkPipeline::Slot& slot) {
-  std::exception_ptr error;
-  for (const std::shared_ptr<TransferHandle>& handle : slot.handles) {
-    if (handle == nullptr) continue;
-    try {
-      handle->wait();
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
-  }
-  if (error) std::rethrow_exception(error);
+std::string text(const StoreExtent& extent) {
+  return join_text("[", extent.offset, ", ", extent.offset + extent.bytes, ")");
 }
 
-bool done(const ChunkPipeline::Slot& slot) {
-  for (const std::shared_ptr<TransferHandle>& handle : slot.handles) {
-    if (handle != nullptr && !handle->done()) return false;
-  }
-  return true;
+// Waits for a slot's transfers, all of them, then throws the first error.
+void wait_for(const ChunkPipeline::Slot& slot) {
+  if (const std::exception_ptr error = wait_for_all(slot.handles)) std::rethrow_exception(error);
 }
 
 std::span<std::byte> slice_of(const ChunkPipeline::Slot& slot, const ChunkTransfer& transfer) {
@@ -35,14 +26,29 @@ std::span<std::byte> slice_of(const ChunkPipeline::Slot& slot, const ChunkTransf
 
 }  // namespace
 
+void check_extents(std::vector<StoreExtent> extents, std::int64_t alignment) {
+  for (const StoreExtent& extent : extents) {
+    if (extent.offset < 0 || extent.offset % alignment != 0) {
+      throw make_error("store: expected extents that begin at a multiple of ", alignment,
+                       " bytes, got ", text(extent), ". Allocate it from the store.");
+    }
+  }
+  std::erase_if(extents, [](const StoreExtent& each) { return each.bytes == 0; });
+  std::ranges::sort(extents, {}, &StoreExtent::offset);
+  for (std::size_t i = 1; i < extents.size(); ++i) {
+    if (extents[i].offset < extents[i - 1].offset + extents[i - 1].bytes) {
+      throw make_error("store: extents ", text(extents[i - 1]), " and ", text(extents[i]),
+                       " overlap. Allocate one for each range.");
+    }
+  }
+}
+
 ChunkPipeline::ChunkPipeline(ByteStore& store, RingBuffer& ring,
                              std::function<std::optional<ChunkJob>()> source)
     : store_(store), ring_(ring), exclusive_(ring.exclusive()), source_(std::move(source)) {
-  if (RingBuffer::kAlignment % store.alignment() != 0) {
-    throw std::runtime_error("ring: expected an alignment of " + std::to_string(store.alignment()) +
-                             " bytes for the store, got " + std::to_string(RingBuffer::kAlignment) +
-                             ". Use a device with smaller sectors.");
-  }
+  require(RingBuffer::kAlignment % store.alignment() == 0, "ring: expected an alignment of ",
+          store.alignment(), " bytes for the store, got ", RingBuffer::kAlignment,
+          ". Use a device with smaller sectors.");
 }
 
 ChunkPipeline::~ChunkPipeline() { drain(); }
@@ -91,9 +97,8 @@ void ChunkPipeline::read_ahead() {
     const std::optional<std::span<std::byte>> memory = ring_.acquire(pending_->bytes);
     if (!memory) {
       if (!slots_.empty()) return;
-      throw std::runtime_error("ring: expected at least the " + std::to_string(pending_->bytes) +
-                               " bytes of a chunk, got " + std::to_string(ring_.bytes()) +
-                               ". Raise staging_buffer_bytes to the former.");
+      throw make_error("ring: expected at least the ", pending_->bytes, " bytes of a chunk, got ",
+                       ring_.bytes(), ". Raise staging_buffer_bytes to the former.");
     }
     Slot& slot = slots_.emplace_back(Slot{*pending_, *memory, {}});
     pending_.reset();
@@ -122,7 +127,7 @@ void ChunkPipeline::start_writes(Slot& slot) {
 }
 
 void ChunkPipeline::release_written() {
-  while (writing_ > 0 && done(slots_.front())) release_oldest();
+  while (writing_ > 0 && all_done(slots_.front().handles)) release_oldest();
 }
 
 void ChunkPipeline::release_oldest() {
@@ -136,11 +141,8 @@ void ChunkPipeline::release_oldest() {
 
 void ChunkPipeline::drain() noexcept {
   for (const Slot& slot : slots_) {
-    try {
-      wait_for(slot);
-    } catch (...) {
-      // The caller learns of the first error; here only the end of the transfer matters.
-    }
+    // The caller learns of the first error; here only the end of the transfer matters.
+    static_cast<void>(wait_for_all(slot.handles));
     ring_.release();
   }
   slots_.clear();

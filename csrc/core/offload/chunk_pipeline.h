@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "../store/byte_store.h"
 #include "ring_buffer.h"
@@ -33,6 +34,14 @@ struct ChunkJob {
   std::array<ChunkTransfer, 2> reads{};
   std::array<ChunkTransfer, 2> writes{};
 };
+
+struct StoreExtent {
+  std::int64_t offset;
+  std::int64_t bytes;
+};
+
+// Throws std::runtime_error unless all begin at multiples of `alignment` and no two overlap.
+void check_extents(std::vector<StoreExtent> extents, std::int64_t alignment);
 
 struct PipelineCounters {
   std::int64_t bytes_read = 0;  // padding included

@@ -1,25 +1,20 @@
 #include "ring_buffer.h"
 
 #include <cerrno>
-#include <stdexcept>
-#include <string>
 #include <system_error>
 
-#include "round_up.h"
+#include "../base/error_text.h"
+#include "../base/rounding.h"
 
 namespace zero_ext::core {
 
 RingBuffer::RingBuffer(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
-  if (bytes < kAlignment) {
-    throw std::runtime_error("staging_buffer_bytes: expected at least " +
-                             std::to_string(kAlignment) + ", got " + std::to_string(bytes) +
-                             ". Raise it.");
-  }
+  require(bytes >= kAlignment, "staging_buffer_bytes: expected at least ", kAlignment, ", got ",
+          bytes, ". Raise it.");
   memory_.reset(static_cast<std::byte*>(allocate_host(bytes_)));
   if (memory_ == nullptr) {
-    throw std::runtime_error("staging_buffer_bytes: the kernel refused " + std::to_string(bytes) +
-                             " bytes (" + std::generic_category().message(errno) +
-                             "). Free memory or lower it.");
+    throw make_error("staging_buffer_bytes: the kernel refused ", bytes, " bytes (",
+                     std::generic_category().message(errno), "). Free memory or lower it.");
   }
 }
 

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
+#include "../base/error_text.h"
+#include "../base/rounding.h"
 #include "../flat/flat_buffer.h"
-#include "extent_checks.h"
-#include "round_up.h"
 
 namespace zero_ext::core {
 namespace {
@@ -19,16 +17,12 @@ struct FieldBytes {
   std::int64_t bytes;
 };
 
-std::int64_t entries(const StateField& field, std::int64_t elements) {
-  return (elements + field.elements - 1) / field.elements;
-}
-
 FieldBytes field_bytes(const StateSlice& slice, std::int64_t chunk, std::size_t index) {
   const StateField& field = slice.layout.fields()[index];
   const std::int64_t start = slice.layout.begin(chunk);
   const std::int64_t stop = start + slice.layout.count(chunk);
-  const std::int64_t first = entries(field, std::max(slice.begin, start) - start);
-  const std::int64_t last = entries(field, std::min(slice.end, stop) - start);
+  const std::int64_t first = ceil_div(std::max(slice.begin, start) - start, field.elements);
+  const std::int64_t last = ceil_div(std::min(slice.end, stop) - start, field.elements);
   const std::int64_t passed = (start - slice.begin) / field.elements;
   return {slice.layout.field_offset(chunk, index) + first * field.bytes,
           std::max(passed, std::int64_t{0}) * field.bytes, (last - first) * field.bytes};
@@ -64,24 +58,20 @@ Window window_of(const StateSlice& slice, std::int64_t chunk) {
 void check_slice(const ByteStore& store, const StateSlice& slice) {
   const ChunkLayout& layout = slice.layout;
   check_extents({{slice.offset, layout.extent_bytes()}}, store.alignment());
-  if (slice.begin < 0 || slice.begin > slice.end || slice.end > layout.elements()) {
-    throw std::runtime_error(
-        "state: expected elements inside [0, " + std::to_string(layout.elements()) + "), got [" +
-        std::to_string(slice.begin) + ", " + std::to_string(slice.end) + "). Pass other bounds.");
-  }
+  require(slice.begin >= 0 && slice.begin <= slice.end && slice.end <= layout.elements(),
+          "state: expected elements inside [0, ", layout.elements(), "), got [", slice.begin, ", ",
+          slice.end, "). Pass other bounds.");
   if (slice.fields.size() != layout.fields().size()) {
-    throw std::runtime_error("state: expected " + std::to_string(layout.fields().size()) +
-                             " fields, got " + std::to_string(slice.fields.size()) +
-                             ". Pass memory or nothing for each.");
+    throw make_error("state: expected ", layout.fields().size(), " fields, got ",
+                     slice.fields.size(), ". Pass memory or nothing for each.");
   }
   for (std::size_t i = 0; i < slice.fields.size(); ++i) {
     const std::int64_t unit = layout.fields()[i].elements;
     const bool ends_well = slice.end % unit == 0 || slice.end == layout.elements();
     if (slice.fields[i] != nullptr && (slice.begin % unit != 0 || !ends_well)) {
-      throw std::runtime_error("state: expected bounds at multiples of " + std::to_string(unit) +
-                               " elements, which an entry of field " + std::to_string(i) +
-                               " covers, got [" + std::to_string(slice.begin) + ", " +
-                               std::to_string(slice.end) + "). Round them.");
+      throw make_error("state: expected bounds at multiples of ", unit,
+                       " elements, which an entry of field ", i, " covers, got [", slice.begin,
+                       ", ", slice.end, "). Round them.");
     }
   }
 }
@@ -160,12 +150,10 @@ PipelineCounters fill_state(ByteStore& store, RingBuffer& ring, const ChunkLayou
                             std::int64_t offset, const std::byte* master, NumericType type) {
   check_extents({{offset, layout.extent_bytes()}}, store.alignment());
   const StateField& first = layout.fields()[0];
-  if (first.bytes != 4 || first.elements != 1) {
-    throw std::runtime_error("state: expected float32 master weights as the first field, got " +
-                             std::to_string(first.bytes) + " bytes for every " +
-                             std::to_string(first.elements) +
-                             " elements. Open the stream with the fields of an optimizer.");
-  }
+  require(first.bytes == 4 && first.elements == 1,
+          "state: expected float32 master weights as the first field, got ", first.bytes,
+          " bytes for every ", first.elements,
+          " elements. Open the stream with the fields of an optimizer.");
   std::int64_t chunk = 0;
   ChunkPipeline pipeline(store, ring, [&]() -> std::optional<ChunkJob> {
     if (chunk >= layout.chunks()) return std::nullopt;

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 
 #include "../base/numeric_types.h"
 #include "../compression/blockwise.h"
@@ -28,16 +27,5 @@ struct Adam8BitBuffers {
   // Raised if a new master weight or moment is not finite; null to not look.
   std::int32_t* non_finite = nullptr;
 };
-
-// Updates the elements of the segments that lie in the blocks [first_block, last_block): callers
-// may split [0, block_count(count)) among threads in any way.
-//
-// The update reads the moments' dequantized values and itself uses the new ones before they are
-// quantized. A block that no segment touches stays as it is, bit for bit. In one that a segment
-// touches, elements outside every segment keep master and param; their moments keep their
-// dequantized values, which are quantized again under the block's new scale: unchanged, bit for
-// bit, when the scale is.
-void adam_step_8bit(const Adam8BitBuffers& buffers, std::span<const AdamSegment> segments,
-                    std::int64_t first_block, std::int64_t last_block);
 
 }  // namespace zero_ext::core

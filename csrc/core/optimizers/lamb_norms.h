@@ -2,10 +2,6 @@
 // give the trust ratios that scale the update, which is a step as of optimizer_step.h.
 #pragma once
 
-#include <cstdint>
-#include <mutex>
-#include <span>
-
 #include "../norm/superaccumulator.h"
 #include "optimizer_buffers.h"
 
@@ -19,11 +15,5 @@ struct LambNorms {
   Superaccumulator weights;
   Superaccumulator updates;
 };
-
-// Adds to norms[i] the squares of what lies in segments[i] of the elements [begin, end) of all
-// segments laid end to end, and changes nothing else. Threads that share `norms` share `mutex`.
-void lamb_norms(const StepBuffers& buffers, std::span<const LambSegment> segments,
-                std::int64_t begin, std::int64_t end, std::span<LambNorms> norms,
-                std::mutex& mutex);
 
 }  // namespace zero_ext::core

@@ -3,39 +3,31 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <stdexcept>
-#include <system_error>
 
-#include "../aio/unique_fd.h"
+#include "../base/error_text.h"
+#include "../base/unique_fd.h"
 #include "block_device_signatures.h"
 #include "storage_backend.h"
 
 namespace zero_ext::core {
 namespace {
 
-std::runtime_error failure(const std::string& path, const std::string& reason) {
-  return std::runtime_error("store: block device '" + path + "': " + reason);
-}
-
 std::runtime_error kernel_failure(const std::string& path, const std::string& action) {
-  const int reason = errno;
-  return failure(path, action + " failed, " + std::generic_category().message(reason) + " (errno " +
-                           std::to_string(reason) + "). Check the path and its permissions.");
+  return make_error("store: block device '", path, "': ", action, " failed, ", errno_text(errno),
+                    ". Check the path and its permissions.");
 }
 
 // With O_EXCL the kernel lets one holder in, and none while it uses the device itself.
 UniqueFd claim(const std::string& path) {
   struct stat status{};
   if (::stat(path.c_str(), &status) != 0) throw kernel_failure(path, "looking at it");
-  if (!S_ISBLK(status.st_mode)) {
-    throw failure(
-        path, "expected a block device, got something else. Pass the path of one, or use files.");
-  }
+  require(S_ISBLK(status.st_mode), "store: block device '", path,
+          "': expected a block device, got something else. Pass the path of one, or use files.");
   UniqueFd claimed(::open(path.c_str(), O_RDWR | O_EXCL | O_CLOEXEC));
   if (!claimed.valid() && errno == EBUSY) {
-    throw failure(path,
-                  "it is in use (mounted, swap, part of another device, or another job's). Pass "
-                  "one that nothing uses.");
+    throw make_error("store: block device '", path,
+                     "': it is in use (mounted, swap, part of another device, or another job's). "
+                     "Pass one that nothing uses.");
   }
   if (!claimed.valid()) throw kernel_failure(path, "opening it");
   return claimed;
@@ -63,11 +55,8 @@ class BlockDeviceBackend final : public StorageBackend {
   std::int64_t base() const override { return kSignatureBytes; }
 
   void resize(std::int64_t, std::int64_t to) override {
-    if (to > capacity_) {
-      throw failure(file_->path(), "expected room for " + std::to_string(to) + " bytes, got " +
-                                       std::to_string(capacity_) +
-                                       ". Use a larger one, or offload less.");
-    }
+    require(to <= capacity_, "store: block device '", file_->path(), "': expected room for ", to,
+            " bytes, got ", capacity_, ". Use a larger one, or offload less.");
   }
 
  private:

@@ -8,10 +8,11 @@
 #include <cstddef>
 #include <cstring>
 #include <span>
-#include <stdexcept>
 #include <string_view>
 #include <system_error>
 #include <vector>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
 namespace {
@@ -19,10 +20,6 @@ namespace {
 constexpr std::size_t kSignatureSectorBytes = 4096;
 constexpr std::string_view kSignature =
     "zero_ext store: scratch bytes of a running or crashed training job; nothing here is kept\n";
-
-std::runtime_error failure(const std::string& path, const std::string& reason) {
-  return std::runtime_error("store: block device '" + path + "': " + reason);
-}
 
 std::array<std::byte, kSignatureSectorBytes> signature_sector() {
   std::array<std::byte, kSignatureSectorBytes> sector{};
@@ -43,11 +40,11 @@ void read_fully(const std::string& path, int descriptor, std::int64_t offset,
     const ssize_t got = ::pread(descriptor, into.data(), into.size(), offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      throw failure(path, "reading it at offset " + std::to_string(offset) + " failed, " +
-                              std::generic_category().message(errno) + ". Check the device.");
+      throw make_error("store: block device '", path, "': reading it at offset ", offset,
+                       " failed, ", std::generic_category().message(errno), ". Check the device.");
     }
-    if (got == 0)
-      throw failure(path, "it ends at offset " + std::to_string(offset) + ". Check the device.");
+    require(got != 0, "store: block device '", path, "': it ends at offset ", offset,
+            ". Check the device.");
     offset += got;
     into = into.subspan(static_cast<std::size_t>(got));
   }
@@ -57,20 +54,19 @@ void check_zeros(const std::string& path, std::int64_t offset, std::span<const s
   const auto other = std::find_if(bytes.begin(), bytes.end(),
                                   [](const std::byte value) { return value != std::byte{0}; });
   if (other == bytes.end()) return;
-  throw failure(
-      path,
-      "it holds data at offset " + std::to_string(offset + (other - bytes.begin())) +
-          ", perhaps a file system or a partition table. If that may be lost, write zeros over the "
-          "first and the last MiB (wipefs, blkdiscard --zeroout).");
+  throw make_error(
+      "store: block device '", path, "': it holds data at offset ",
+      offset + (other - bytes.begin()),
+      ", perhaps a file system or a partition table. If that may be lost, write zeros over the "
+      "first and the last MiB (wipefs, blkdiscard --zeroout).");
 }
 
 }  // namespace
 
 void check_signatures(const std::string& path, int descriptor, std::int64_t device_bytes) {
-  if (device_bytes < 3 * kSignatureBytes) {
-    throw failure(path, "expected at least " + std::to_string(3 * kSignatureBytes) +
-                            " bytes, got " + std::to_string(device_bytes) + ". Use a larger one.");
-  }
+  require(device_bytes >= 3 * kSignatureBytes, "store: block device '", path,
+          "': expected at least ", 3 * kSignatureBytes, " bytes, got ", device_bytes,
+          ". Use a larger one.");
   std::vector<std::byte> region(static_cast<std::size_t>(kSignatureBytes));
   read_fully(path, descriptor, device_bytes - kSignatureBytes, region);
   check_zeros(path, device_bytes - kSignatureBytes, region);

@@ -1,41 +1,27 @@
 #include "extent_arena.h"
 
 #include <iterator>
-#include <stdexcept>
-#include <string>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
-namespace {
-
-std::runtime_error failure(const std::string& text) {
-  return std::runtime_error("extent arena: " + text);
-}
-
-}  // namespace
-
 ExtentArena::ExtentArena(std::int64_t capacity, std::int64_t alignment) : alignment_(alignment) {
-  if (alignment < 1) {
-    throw failure("expected an alignment of at least 1, got " + std::to_string(alignment) +
-                  ". Pass a multiple of the sector.");
-  }
+  require(alignment >= 1, "extent arena: expected an alignment of at least 1, got ", alignment,
+          ". Pass a multiple of the sector.");
   grow(capacity);
 }
 
 std::int64_t ExtentArena::allocate(std::int64_t bytes) {
-  if (bytes < 1)
-    throw failure("expected at least 1 byte to allocate, got " + std::to_string(bytes) +
-                  ". Leave empty ranges out.");
+  require(bytes >= 1, "extent arena: expected at least 1 byte to allocate, got ", bytes,
+          ". Leave empty ranges out.");
   // What cannot fit anyway is not rounded up: that could overflow.
   const std::int64_t rounded = bytes > capacity_ / alignment_ * alignment_
                                    ? bytes
                                    : ((bytes - 1) / alignment_ + 1) * alignment_;
   const auto best = by_size_.lower_bound({rounded, 0});
-  if (best == by_size_.end()) {
-    throw failure("expected a free range of " + std::to_string(bytes) + " bytes, got " +
-                  std::to_string(largest_free()) + " as the largest, with " +
-                  std::to_string(live_bytes_) + " of " + std::to_string(capacity_) +
-                  " bytes taken. Reserve more, or release extents.");
-  }
+  require(best != by_size_.end(), "extent arena: expected a free range of ", bytes, " bytes, got ",
+          largest_free(), " as the largest, with ", live_bytes_, " of ", capacity_,
+          " bytes taken. Reserve more, or release extents.");
   const auto [found, offset] = *best;
   remove_free(offset, found);
   if (found > rounded) add_free(offset + rounded, found - rounded);
@@ -46,10 +32,8 @@ std::int64_t ExtentArena::allocate(std::int64_t bytes) {
 
 void ExtentArena::release(std::int64_t offset) {
   const auto extent = live_.find(offset);
-  if (extent == live_.end()) {
-    throw failure("no extent starts at offset " + std::to_string(offset) +
-                  ". Release an offset that allocate returned, once.");
-  }
+  require(extent != live_.end(), "extent arena: no extent starts at offset ", offset,
+          ". Release an offset that allocate returned, once.");
   std::int64_t begin = offset;
   std::int64_t bytes = extent->second;
   live_bytes_ -= bytes;
@@ -73,10 +57,8 @@ void ExtentArena::release(std::int64_t offset) {
 }
 
 void ExtentArena::grow(std::int64_t capacity) {
-  if (capacity < capacity_) {
-    throw failure("expected a capacity of at least the present " + std::to_string(capacity_) +
-                  " bytes, got " + std::to_string(capacity) + ". Pass a larger one.");
-  }
+  require(capacity >= capacity_, "extent arena: expected a capacity of at least the present ",
+          capacity_, " bytes, got ", capacity, ". Pass a larger one.");
   const std::int64_t old_end = capacity_ / alignment_ * alignment_;
   const std::int64_t new_end = capacity / alignment_ * alignment_;
   capacity_ = capacity;

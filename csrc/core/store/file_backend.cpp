@@ -3,9 +3,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <stdexcept>
-#include <system_error>
 
+#include "../base/error_text.h"
 #include "storage_backend.h"
 
 namespace zero_ext::core {
@@ -33,12 +32,10 @@ class FileBackend final : public StorageBackend {
       // File systems that cannot reserve get their space from the zeros that are written next.
       if (reason != EOPNOTSUPP && reason != ENOSYS) {
         static_cast<void>(::ftruncate(descriptor, from));
-        throw std::runtime_error(failure_text(to - from, reason));
+        throw failure(to - from, reason);
       }
     }
-    if (::ftruncate(descriptor, to) != 0) {
-      throw std::runtime_error(failure_text(to - from, errno));
-    }
+    if (::ftruncate(descriptor, to) != 0) throw failure(to - from, errno);
   }
 
  private:
@@ -49,16 +46,15 @@ class FileBackend final : public StorageBackend {
     return 0;
   }
 
-  std::string failure_text(std::int64_t bytes, int reason) const {
+  std::runtime_error failure(std::int64_t bytes, int reason) const {
     struct statvfs system{};
     std::string free = "an unknown number of";
     if (::fstatvfs(file_->descriptor(false), &system) == 0) {
       free = std::to_string(static_cast<std::uint64_t>(system.f_bavail) * system.f_frsize);
     }
-    return "store: reserving " + std::to_string(bytes) + " bytes in '" + file_->path() +
-           "': " + std::generic_category().message(reason) + " (errno " + std::to_string(reason) +
-           "), and " + free +
-           " bytes are free there. Free some, pass a path with more, or offload less.";
+    return make_error("store: reserving ", bytes, " bytes in '", file_->path(),
+                      "': ", errno_text(reason), ", and ", free,
+                      " bytes are free there. Free some, pass a path with more, or offload less.");
   }
 
   std::shared_ptr<IoFile> file_;

@@ -2,15 +2,98 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <deque>
 #include <exception>
+#include <functional>
 #include <stdexcept>
 #include <utility>
 
-#include "striped_transfer_handle.h"
+#include "../base/error_text.h"
+#include "../base/host_memory.h"
+#include "../base/rounding.h"
 #include "striping.h"
-#include "zero_fill.h"
 
 namespace zero_ext::core {
+
+namespace {
+
+constexpr std::int64_t kZeroChunkBytes = 8 << 20;
+constexpr std::size_t kZeroChunksInFlight = 8;
+
+// One handle for a transfer that is spread over several devices. Complete when all transfers are;
+// failed if any is, with the first transfer's reason.
+class StripedTransferHandle final : public TransferHandle {
+ public:
+  // `check` runs once, on the first thread that waits, after all transfers have succeeded; what it
+  // throws is the outcome. `owner` keeps the memory that it looks at.
+  StripedTransferHandle(std::function<void()> check, std::shared_ptr<void> owner)
+      : check_(std::move(check)), owner_(std::move(owner)) {}
+
+  // Before the handle is handed out.
+  void add(std::shared_ptr<TransferHandle> transfer) { transfers_.push_back(std::move(transfer)); }
+
+  const auto& transfers() const { return transfers_; }
+  bool done() const override { return all_done(transfers_); }
+
+  void wait() override {
+    const std::lock_guard lock(mutex_);
+    if (!waited_) {
+      outcome_ = wait_for_all(transfers_);
+      if (outcome_ == nullptr) outcome_ = check_outcome();
+      waited_ = true;
+      check_ = nullptr;
+      owner_.reset();
+    }
+    if (outcome_ != nullptr) std::rethrow_exception(outcome_);
+  }
+
+ private:
+  std::exception_ptr check_outcome() const {
+    try {
+      if (check_ != nullptr) check_();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  std::vector<std::shared_ptr<TransferHandle>> transfers_;
+  std::function<void()> check_;
+  std::shared_ptr<void> owner_;
+  std::mutex mutex_;
+  bool waited_ = false;
+  std::exception_ptr outcome_;
+};
+
+// Returns when all of [offset, offset + bytes) was written; throws what the engine throws, with no
+// transfer under way any more.
+void write_zeros(IoEngine& engine, const std::shared_ptr<IoFile>& file, std::int64_t offset,
+                 std::int64_t bytes) {
+  const std::int64_t chunk_bytes = std::min(bytes, kZeroChunkBytes);
+  if (chunk_bytes <= 0) return;
+  const std::shared_ptr<void> zeros(allocate_host(chunk_bytes), [](void* memory) {
+    if (memory != nullptr) free_host(memory);
+  });
+  require(zeros != nullptr, "store: no memory for ", chunk_bytes, " bytes of zeros. Free some.");
+  const auto* const data = static_cast<const std::byte*>(zeros.get());
+  std::deque<std::shared_ptr<TransferHandle>> pending;
+  try {
+    for (std::int64_t done = 0; done < bytes; done += chunk_bytes) {
+      if (pending.size() == kZeroChunksInFlight) {
+        pending.front()->wait();
+        pending.pop_front();
+      }
+      const auto length = static_cast<std::size_t>(std::min(chunk_bytes, bytes - done));
+      pending.push_back(engine.write(file, offset + done, std::span(data, length), zeros));
+    }
+  } catch (...) {
+    static_cast<void>(wait_for_all(pending));  // the first error is on its way already
+    throw;
+  }
+  if (const std::exception_ptr error = wait_for_all(pending)) std::rethrow_exception(error);
+}
+
+}  // namespace
 
 // Where every byte of the address space is. Tickets share it, for they may outlive the store.
 struct StripedStore::Layout {
@@ -35,7 +118,8 @@ struct StripedStore::Layout {
                             static_cast<std::size_t>(extent.bytes)));
       }
     } catch (...) {
-      handle.wait_for_all();  // the caller gets no handle, so its memory must be free again
+      // The caller gets no handle, so its memory must be free again.
+      static_cast<void>(wait_for_all(handle.transfers()));
       throw;
     }
   }
@@ -62,11 +146,9 @@ std::int64_t checked_alignment(const std::vector<std::unique_ptr<StorageBackend>
   for (const auto& backend : backends) {
     alignment = std::max(alignment, backend->file()->alignment());
   }
-  if (stripe_bytes < 1 || stripe_bytes % alignment != 0) {
-    throw std::runtime_error("store: stripe_bytes: expected a positive multiple of " +
-                             std::to_string(alignment) + ", got " + std::to_string(stripe_bytes) +
-                             ". Round it up.");
-  }
+  require(stripe_bytes >= 1 && stripe_bytes % alignment == 0,
+          "store: stripe_bytes: expected a positive multiple of ", alignment, ", got ",
+          stripe_bytes, ". Round it up.");
   return alignment;
 }
 
@@ -99,12 +181,10 @@ void StripedStore::reserve(std::int64_t total_bytes, bool zeros) {
   const std::int64_t from = stats().capacity;
   // Sizes that no device has are not rounded up: that could overflow.
   constexpr std::int64_t kLargest = std::int64_t{1} << 56;
-  if (total_bytes < from || total_bytes > kLargest) {
-    throw std::runtime_error("store: expected a capacity between the present " +
-                             std::to_string(from) + " bytes and 2^56, got " +
-                             std::to_string(total_bytes) + ". Pass a larger one.");
-  }
-  const std::int64_t to = (total_bytes + alignment_ - 1) / alignment_ * alignment_;
+  require(total_bytes >= from && total_bytes <= kLargest,
+          "store: expected a capacity between the present ", from, " bytes and 2^56, got ",
+          total_bytes, ". Pass a larger one.");
+  const std::int64_t to = round_up(total_bytes, alignment_);
   try {
     grow_devices(from, to, zeros);
   } catch (...) {
@@ -150,11 +230,9 @@ void StripedStore::release(std::int64_t offset) {
 }
 
 void StripedStore::open_direct(std::shared_ptr<CuFileDriver> driver) {
-  if (checksums_ != nullptr) {
-    throw std::runtime_error(
-        "store: checksums are verified in host memory, which direct transfers leave out. Set "
-        "offload.checksum to false.");
-  }
+  require(checksums_ == nullptr,
+          "store: checksums are verified in host memory, which direct transfers leave out. Set "
+          "offload.checksum to false.");
   std::vector<std::shared_ptr<IoFile>> files;
   for (const auto& backend : backends_) files.push_back(backend->file());
   auto direct = IoEngine::make(engine_->options(), cufile_mover(std::move(driver), files));
@@ -171,10 +249,8 @@ void StripedStore::close_direct() {
 std::shared_ptr<IoEngine> StripedStore::engine_of(MemoryKind kind) const {
   if (kind == MemoryKind::kHost) return engine_;
   const std::lock_guard lock(mutex_);
-  if (direct_ == nullptr) {
-    throw std::runtime_error(
-        "store: expected host memory, got device memory. Open the store for direct transfers.");
-  }
+  require(direct_ != nullptr,
+          "store: expected host memory, got device memory. Open the store for direct transfers.");
   return direct_;
 }
 
@@ -217,14 +293,12 @@ void StripedStore::check_range(const char* action, std::int64_t offset, std::siz
   const std::string range =
       " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset);
   const auto length = static_cast<std::int64_t>(bytes);
-  if (offset % alignment_ != 0 || length % alignment_ != 0) {
-    throw std::runtime_error(std::string("store: ") + action + range + ": expected multiples of " +
-                             std::to_string(alignment_) + ". Round both.");
-  }
+  require(offset % alignment_ == 0 && length % alignment_ == 0, "store: ", action, range,
+          ": expected multiples of ", alignment_, ". Round both.");
   const std::lock_guard lock(mutex_);
   if (!arena_.contains(offset, length)) {
-    throw std::runtime_error(std::string("store: ") + action + range +
-                             ": expected a range inside one allocated extent. Allocate it before.");
+    throw make_error("store: ", action, range,
+                     ": expected a range inside one allocated extent. Allocate it before.");
   }
 }
 

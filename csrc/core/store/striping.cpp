@@ -1,20 +1,16 @@
 #include "striping.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
 
 Striping::Striping(std::size_t devices, std::int64_t stripe_bytes)
     : devices_(static_cast<std::int64_t>(devices)), stripe_bytes_(stripe_bytes) {
-  if (devices == 0)
-    throw std::runtime_error(
-        "store: expected at least one path, got none. Pass one for each device.");
-  if (stripe_bytes < 1) {
-    throw std::runtime_error("store: stripe_bytes: expected at least 1, got " +
-                             std::to_string(stripe_bytes) + ". Raise it.");
-  }
+  require(devices != 0, "store: expected at least one path, got none. Pass one for each device.");
+  require(stripe_bytes >= 1, "store: stripe_bytes: expected at least 1, got ", stripe_bytes,
+          ". Raise it.");
 }
 
 std::vector<StripeExtent> Striping::extents(std::int64_t offset, std::int64_t bytes) const {

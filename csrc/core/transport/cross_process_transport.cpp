@@ -8,9 +8,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <random>
-#include <stdexcept>
 #include <system_error>
 #include <utility>
+
+#include "../base/error_text.h"
 
 namespace zero_ext::core {
 namespace {
@@ -58,13 +59,11 @@ CrossProcessTransport::~CrossProcessTransport() {
     // What it reads later it rejects.
     const auto limit = std::chrono::steady_clock::now() + kLingerLimit;
     std::unique_lock lock(mutex_);
-    const auto all_read = [this] {
-      for (const Peer& peer : peers_) {
-        if (peer.failure.empty() && (!peer.unread.empty() || !peer.unposted.empty())) return false;
-      }
-      return true;
-    };
-    changed_.wait_until(lock, limit, all_read);
+    changed_.wait_until(lock, limit, [this] {
+      return std::ranges::all_of(peers_, [](const Peer& peer) {
+        return !peer.failure.empty() || (peer.unread.empty() && peer.unposted.empty());
+      });
+    });
     for (int rank = 0; rank < segment_.world_size(); ++rank) withdraw(rank);
     lock.unlock();
     stopping_ = true;
@@ -132,7 +131,7 @@ void CrossProcessTransport::wait(int rank, MessageDirection direction, std::uint
   const std::string failure = await(rank, direction, count, timeout, lock);
   released.swap(released_);
   lock.unlock();
-  if (!failure.empty()) throw std::runtime_error(failure);
+  require(failure.empty(), failure);
 }
 
 // Why it was in vain, or nothing.
@@ -308,18 +307,14 @@ void CrossProcessTransport::watch_processes() {
 }
 
 void CrossProcessTransport::check_peer(int rank) const {
-  if (rank < 0 || rank >= segment_.world_size() || rank == rank_) {
-    throw std::runtime_error("peer: expected another rank than " + std::to_string(rank_) + " of " +
-                             std::to_string(segment_.world_size()) + ", got " +
-                             std::to_string(rank) + ". Pass such a rank.");
-  }
+  require(rank >= 0 && rank < segment_.world_size() && rank != rank_,
+          "peer: expected another rank than ", rank_, " of ", segment_.world_size(), ", got ", rank,
+          ". Pass such a rank.");
 }
 
 void CrossProcessTransport::check_not_aborted() const {
   const Member& self = segment_.member(rank_);
-  if (self.aborted.load(std::memory_order_relaxed) != 0) {
-    throw std::runtime_error(self.reason.data());
-  }
+  require(self.aborted.load(std::memory_order_relaxed) == 0, self.reason.data());
 }
 
 // The first failure of a peer is the last: what was expected of it is not written to any more.

@@ -13,14 +13,17 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "../base/error_text.h"
+#include "../base/unique_fd.h"
+
 namespace zero_ext::core {
 namespace {
 
 std::runtime_error failure(const std::string& action, const std::string& name) {
   const int reason = errno;
-  return std::runtime_error(action + " shared memory '" + name +
-                            "': " + std::generic_category().message(reason) +
-                            ". Check that /dev/shm is mounted, writable and has space.");
+  return make_error(action, " shared memory '", name,
+                    "': ", std::generic_category().message(reason),
+                    ". Check that /dev/shm is mounted, writable and has space.");
 }
 
 std::size_t segment_bytes(int world_size) {
@@ -28,35 +31,24 @@ std::size_t segment_bytes(int world_size) {
   return ranks * sizeof(Member) + ranks * ranks * sizeof(Channel);
 }
 
-// The descriptor of an open segment, closed with the object.
-class SegmentFile {
- public:
-  SegmentFile(const std::string& name, bool create)
-      : descriptor_(::shm_open(name.c_str(), create ? O_RDWR | O_CREAT | O_EXCL : O_RDWR, 0600)) {
-    if (descriptor_ < 0) throw failure("opening", name);
-  }
-  ~SegmentFile() { ::close(descriptor_); }
-  SegmentFile(const SegmentFile&) = delete;
-  SegmentFile& operator=(const SegmentFile&) = delete;
-  int get() const { return descriptor_; }
-
- private:
-  int descriptor_;
-};
+UniqueFd open_segment(const std::string& name, bool create) {
+  UniqueFd file(::shm_open(name.c_str(), create ? O_RDWR | O_CREAT | O_EXCL : O_RDWR, 0600));
+  if (!file.valid()) throw failure("opening", name);
+  return file;
+}
 
 }  // namespace
 
 SharedMemorySegment::SharedMemorySegment(const std::string& name, int world_size, bool create)
     : world_size_(world_size), nbytes_(segment_bytes(world_size)), base_(nullptr) {
-  const SegmentFile file(name, create);
+  const UniqueFd file = open_segment(name, create);
   if (create && ::posix_fallocate(file.get(), 0, static_cast<off_t>(nbytes_)) != 0) {
     throw failure("reserving", name);
   }
   struct stat status{};
   if (::fstat(file.get(), &status) != 0 || static_cast<std::size_t>(status.st_size) != nbytes_) {
-    throw std::runtime_error(
-        "shared memory '" + name + "': expected the size that " + std::to_string(world_size) +
-        " ranks need, got another. Start all ranks with one version of zero_ext.");
+    throw make_error("shared memory '", name, "': expected the size that ", world_size,
+                     " ranks need, got another. Start all ranks with one version of zero_ext.");
   }
   base_ = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (base_ == MAP_FAILED) throw failure("mapping", name);

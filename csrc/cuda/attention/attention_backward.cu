@@ -8,8 +8,8 @@
 namespace zero_ext::cuda {
 namespace {
 
+using ops::OptionalTensor;
 using ops::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "block_sparse_attention_backward";
 

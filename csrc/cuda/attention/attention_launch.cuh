@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "../../ops/attention/attention_arg_checks.h"
-#include "../common/device_errors.cuh"
 #include "../common/dispatch.h"
 #include "../common/launch.cuh"
 #include "../common/thread_block_launch.cuh"
@@ -110,7 +109,7 @@ class DeviceLayout {
     return {op,
             {core::device_op(op), DeviceArgument::row_pointers, DeviceArgument::columns,
              device_errors(op), layout.pointers, layout.columns, layout.heads, layout.row_blocks,
-             total, ops::blocks_of(args.key_length, layout.block)},
+             total, args.column_blocks()},
             args};
   }
   static DeviceLayout by_columns(const char* op, const core::AttentionArgs& args,
@@ -119,7 +118,7 @@ class DeviceLayout {
     return {op,
             {core::device_op(op), DeviceArgument::column_pointers, DeviceArgument::rows,
              device_errors(op), blocks.column_pointers, blocks.rows, layout.heads,
-             ops::blocks_of(args.key_length, layout.block), total, layout.row_blocks},
+             args.column_blocks(), total, layout.row_blocks},
             args};
   }
 

@@ -1,11 +1,12 @@
-// From products of queries and keys to scores: scale, additive bias, and which pairs are masked.
+// From products of queries and keys to scores: scale, additive bias, which pairs are masked, and
+// which weights are dropped.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <limits>
 
-#include "attention_dropout.h"
+#include "../../core/attention/score_formula.h"
 #include "attention_params.h"
 #include "warp_mma.h"
 
@@ -13,6 +14,51 @@ namespace zero_ext::cuda {
 
 using core::kLog2E;
 inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
+
+// Which weights of one batch and query head are dropped, drawn as the CPU draws them.
+struct HeadDropout {
+  bool drops;
+  std::uint32_t threshold;
+  float scale;  // of the weights that stay
+  core::DropoutDraw draw;
+
+  // What the weights of a query and of two neighboring keys, the first of them even, are
+  // multiplied with: `scale`, or 0 for the dropped ones.
+  ZERO_EXT_HOST_DEVICE void factors(std::int32_t query, std::int32_t even_key,
+                                    float (&pair)[2]) const {
+    const core::Philox4 drawn = words(query, even_key);
+    const bool low = even_key % 4 == 0;
+    pair[0] = of(low ? drawn.words[0] : drawn.words[2]);
+    pair[1] = of(low ? drawn.words[1] : drawn.words[3]);
+  }
+  ZERO_EXT_HOST_DEVICE float factor(std::int32_t query, std::int32_t key) const {
+    float pair[2];
+    factors(query, key & ~1, pair);
+    return key % 2 == 0 ? pair[0] : pair[1];
+  }
+
+ private:
+  ZERO_EXT_HOST_DEVICE core::Philox4 words(std::int32_t query, std::int32_t key) const {
+    return core::dropout_words(draw, static_cast<std::uint32_t>(query),
+                               static_cast<std::uint32_t>(key & ~3));
+  }
+  ZERO_EXT_HOST_DEVICE float of(std::uint32_t word) const {
+    return word < threshold ? 0.0F : scale;
+  }
+};
+
+struct Dropout {
+  double probability;
+  std::uint64_t seed;
+  std::uint32_t offset;
+
+  ZERO_EXT_FUNCTION HeadDropout of(std::int64_t batch_and_head) const {
+    return {probability > 0.0,
+            core::drop_threshold(probability),
+            static_cast<float>(1.0 / (1.0 - probability)),
+            {seed, offset, static_cast<std::uint32_t>(batch_and_head)}};
+  }
+};
 
 // The parameters of one batch and query head.
 struct HeadParams {
@@ -86,8 +132,6 @@ struct AttentionParams {
 // following, and the tile's columns keys; the other way round if kKeysAreRows.
 template <bool kKeysAreRows, int kGroups>
 struct TilePositions {
-  static constexpr int kScores = 8 * kGroups;  // of a lane
-
   std::int32_t first;
   std::int32_t starts[kGroups];  // of each 16 columns
   GroupMask mask;

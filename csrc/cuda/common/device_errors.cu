@@ -1,6 +1,5 @@
 // zero_ext::pop_device_error_ on CUDA devices, and the records that it empties.
 #include "../../ops/device_error_arg_checks.h"
-#include "device_errors.cuh"
 #include "launch.cuh"
 
 namespace zero_ext::cuda {

@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <optional>
 
+#include "../../core/base/rounding.h"
 #include "../../ops/checks.h"
+#include "error_recording.h"
 #include "launch_error.h"
 #include "warp_shuffle.h"
 
@@ -74,6 +76,10 @@ inline void check(const char* op, cudaError_t status) {
                       : "Run it again with CUDA_LAUNCH_BLOCKING=1 to find the launch that fails.");
 }
 
+// The record of the current device's errors. It is in the device's memory as long as the process
+// lives, so a captured graph may refer to it.
+DeviceErrorRecord* device_errors(const char* op);
+
 // Where and how wide launches of one op are.
 struct Launcher {
   const char* op;
@@ -115,16 +121,6 @@ struct Launcher {
   }
 };
 
-// `work` is the number of threads that find something to do; with none nothing is launched.
-template <class Kernel>
-void launch(const char* op, const Kernel& kernel, std::int64_t work) {
-  if (work == 0) return;
-  const Launcher launcher(op);
-  const unsigned blocks = launcher.blocks<run_kernel<Kernel>>((work + kThreads - 1) / kThreads);
-  run_kernel<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
-  check(op, cudaGetLastError());
-}
-
 template <class Kernel>
 __global__ void __launch_bounds__(kThreads, min_blocks<Kernel>())
     run_warps(const __grid_constant__ Kernel kernel) {
@@ -132,15 +128,27 @@ __global__ void __launch_bounds__(kThreads, min_blocks<Kernel>())
          std::int64_t{gridDim.x} * kWarpsOfBlock);
 }
 
-// As launch, for a kernel that whole warps run; `work` is the number of warps that find something.
-template <class Kernel>
-void launch_warps(const char* op, const Kernel& kernel, std::int64_t work) {
+// `work` is what finds something to do, of which a block has `of_block`; with none nothing is
+// launched.
+template <auto kFunction, class Kernel>
+void launch_grid(const char* op, const Kernel& kernel, std::int64_t work, std::int64_t of_block) {
   if (work == 0) return;
   const Launcher launcher(op);
-  const unsigned blocks =
-      launcher.blocks<run_warps<Kernel>>((work + kWarpsOfBlock - 1) / kWarpsOfBlock);
-  run_warps<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
+  const unsigned blocks = launcher.blocks<kFunction>(core::ceil_div(work, of_block));
+  kFunction<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
+}
+
+// `work` is the number of threads.
+template <class Kernel>
+void launch(const char* op, const Kernel& kernel, std::int64_t work) {
+  launch_grid<run_kernel<Kernel>>(op, kernel, work, kThreads);
+}
+
+// For a kernel that whole warps run; `work` is the number of warps.
+template <class Kernel>
+void launch_warps(const char* op, const Kernel& kernel, std::int64_t work) {
+  launch_grid<run_warps<Kernel>>(op, kernel, work, kWarpsOfBlock);
 }
 
 }  // namespace zero_ext::cuda

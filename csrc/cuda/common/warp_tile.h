@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstddef>
 #include <cstdint>
 
 #include "../../core/base/host_device.h"

@@ -2,7 +2,6 @@
 #include <tuple>
 
 #include "../../ops/compression/blockwise_arg_checks.h"
-#include "../common/device_errors.cuh"
 #include "../common/launch.cuh"
 #include "blockwise_kernel.h"
 

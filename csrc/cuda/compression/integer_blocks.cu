@@ -3,7 +3,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../ops/compression/integer_block_arg_checks.h"
+#include "../../ops/compression/payload_arg_checks.h"
 #include "../common/dispatch.h"
 #include "../common/launch.cuh"
 #include "integer_blocks_kernel.h"
@@ -43,7 +43,7 @@ IntegerPayloads<const std::uint8_t> source_of(const ops::Payloads& payloads,
 }
 
 template <class T>
-IntegerValues<T> values_of(const ops::BlockConversion& of) {
+IntegerValues<T> values_of(const ops::PayloadConversion& of) {
   IntegerValues<T> result{reinterpret_cast<const T*>(of.values), of.chunk_numel, false, {}};
   const std::vector<std::int64_t>& order = of.order;
   result.is_ordered = !std::is_sorted(order.begin(), order.end());
@@ -61,7 +61,7 @@ void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, b
   constexpr const char* op = "quantize_";
   const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockConversion of =
+  const ops::PayloadConversion of =
       ops::read_quantize(payloads, values, format, chunks, std::move(order));
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const IntegerValues<T> source = values_of<T>(of);
@@ -78,7 +78,7 @@ void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bo
   constexpr const char* op = "dequantize_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockConversion of = ops::read_dequantize(out, payloads, format, chunks);
+  const ops::PayloadConversion of = ops::read_dequantize(out, payloads, format, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     with_bits(format, [&](auto width) {
       using Sum = IntegerSum<width, true>;
@@ -94,7 +94,7 @@ void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits,
   constexpr const char* op = "sum_quantized_";
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const BlockFormat format = ops::check_format(op, bits, symmetric, block);
-  const ops::BlockSum of = ops::read_sum_quantized(out, payloads, format, factor);
+  const ops::PayloadSum of = ops::read_sum_quantized(out, payloads, format, factor);
   with_bits(format, [&](auto width) {
     using Sum = IntegerSum<width, false, 2>;
     const Sum sum{source_of(of.payloads, format, of.numel), 0, 1, of.payloads.count, of.factor};
@@ -110,7 +110,7 @@ void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int6
   const torch::stable::accelerator::DeviceGuard guard(payloads_out.get_device_index());
   const BlockFormat from = ops::check_format(op, bits, symmetric, block);
   const BlockFormat to = ops::check_format(op, out_bits, out_symmetric, out_block);
-  const ops::BlockReduction of =
+  const ops::PayloadReduction of =
       ops::read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
   with_bits(from, [&](auto width) {
     const IntegerSum<width> sum{source_of(of.in, from, of.chunk_numel), 1, chunks,

@@ -1,5 +1,5 @@
 // zero_ext::compress_1bit_, decompress_1bit_, sum_1bit_ and reduce_1bit_ on CUDA devices.
-#include "../../ops/compression/sign_arg_checks.h"
+#include "../../ops/compression/payload_arg_checks.h"
 #include "../common/dispatch.h"
 #include "../common/thread_block_launch.cuh"
 #include "sign_kernel.h"
@@ -16,7 +16,8 @@ std::uint8_t* bytes_of(const ops::Payloads& payloads) {
 void compress_1bit(const Tensor& payloads, const Tensor& errors, const Tensor& values,
                    double factor, std::int64_t chunks) {
   const torch::stable::accelerator::DeviceGuard guard(payloads.get_device_index());
-  const ops::SignCompression of = ops::read_compress_1bit(payloads, errors, values, factor, chunks);
+  const ops::PayloadConversion of =
+      ops::read_compress_1bit(payloads, errors, values, factor, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     launch_blocks("compress_1bit_",
                   Compress1bit<SignValues<T>>{{reinterpret_cast<const T*>(of.values)},
@@ -31,18 +32,18 @@ void compress_1bit(const Tensor& payloads, const Tensor& errors, const Tensor& v
 void decompress_1bit(const Tensor& out, const Tensor& payloads, double factor, bool accumulate,
                      std::int64_t chunks) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const ops::SignExpansion of = ops::read_decompress_1bit(out, payloads, factor, chunks);
+  const ops::PayloadConversion of = ops::read_decompress_1bit(out, payloads, factor, chunks);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const Decompress1bit<T> kernel{
-        bytes_of(of.payloads),       of.chunk_numel, chunks, of.factor, accumulate,
-        reinterpret_cast<T*>(of.out)};
+        bytes_of(of.payloads),          of.chunk_numel, chunks, of.factor, accumulate,
+        reinterpret_cast<T*>(of.values)};
     launch_warps("decompress_1bit_", kernel, kernel.work());
   });
 }
 
 void sum_1bit(const Tensor& out, const Tensor& payloads, double factor, bool accumulate) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  const ops::SignSumArguments of = ops::read_sum_1bit(out, payloads, factor);
+  const ops::PayloadSum of = ops::read_sum_1bit(out, payloads, factor);
   const Sum1bit kernel{
       {bytes_of(of.payloads), of.numel, of.payloads.count}, of.factor, accumulate, of.out};
   launch_warps("sum_1bit_", kernel, kernel.work());
@@ -51,13 +52,13 @@ void sum_1bit(const Tensor& out, const Tensor& payloads, double factor, bool acc
 void reduce_1bit(const Tensor& payload, const Tensor& error, const Tensor& payloads,
                  double factor) {
   const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
-  const ops::SignReduction of = ops::read_reduce_1bit(payload, error, payloads, factor);
+  const ops::PayloadReduction of = ops::read_reduce_1bit(payload, error, payloads, factor);
   launch_blocks("reduce_1bit_",
-                Compress1bit<SignSum>{{{bytes_of(of.payloads), of.numel, of.payloads.count}},
+                Compress1bit<SignSum>{{{bytes_of(of.in), of.chunk_numel, of.in.count}},
                                       of.factor,
                                       of.error,
-                                      bytes_of(of.payload),
-                                      of.numel,
+                                      bytes_of(of.out),
+                                      of.chunk_numel,
                                       1});
 }
 

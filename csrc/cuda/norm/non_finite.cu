@@ -1,7 +1,7 @@
 // zero_ext::flag_non_finite_ on CUDA devices, without waiting for them.
 #include <algorithm>
 
-#include "../../ops/norm/non_finite_arg_checks.h"
+#include "../../ops/norm/norm_arg_checks.h"
 #include "../common/dispatch.h"
 #include "../common/launch.cuh"
 #include "non_finite_kernel.h"
@@ -13,10 +13,10 @@ using ops::Tensor;
 
 void flag_non_finite(const Tensor& values, const Tensor& non_finite) {
   const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
-  const ops::NonFiniteArguments arguments = ops::read_non_finite_arguments(values, non_finite);
+  const auto arguments = ops::read_non_finite_arguments(values, non_finite);
   if (arguments.count == 0) return;
   with_type(arguments.type, [&]<class T>(std::type_identity<T>) {
-    const auto kernel = FlagNonFinite<T>::of(arguments.values, arguments.count, arguments.flag);
+    const auto kernel = FlagNonFinite<T>::of(arguments.values, arguments.count, arguments.target);
     launch_warps("flag_non_finite_", kernel, std::max(kernel.tiles(), std::int64_t{1}));
   });
 }

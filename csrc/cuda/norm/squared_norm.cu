@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "../../ops/norm/norm_arg_checks.h"
-#include "../common/device_errors.cuh"
 #include "../common/dispatch.h"
 #include "../common/launch.cuh"
 #include "squared_norm_kernel.h"
@@ -25,18 +24,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksOfProcessor)
 void squared_norm(const Tensor& grad, const Tensor& accumulator) {
   constexpr const char* op = "squared_norm_";
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
-  const ops::NormArguments arguments = ops::read_norm_arguments(grad, accumulator);
+  const auto arguments = ops::read_norm_arguments(grad, accumulator);
   if (arguments.count == 0) return;
-  const Launcher launcher(op);
   with_type(arguments.type, [&]<class T>(std::type_identity<T>) {
-    const auto add = AddSquares<T>::of(arguments.values, arguments.count, arguments.accumulator);
-    const std::int64_t blocks = (add.blocks() + kWarpsOfBlock - 1) / kWarpsOfBlock;
-    const unsigned grid =
-        launcher.blocks<run_squares<AddSquares<T>>>(std::max(blocks, std::int64_t{1}));
-    run_squares<<<grid, kThreads, 0, launcher.stream>>>(add);
-    check(op, cudaGetLastError());
+    const auto add = AddSquares<T>::of(arguments.values, arguments.count, arguments.target);
+    launch_grid<run_squares<AddSquares<T>>>(op, add, std::max(add.blocks(), std::int64_t{1}),
+                                            kWarpsOfBlock);
   });
-  launch(op, CarryAccumulator{arguments.accumulator}, 1);
+  launch(op, CarryAccumulator{arguments.target}, 1);
 }
 
 Tensor squared_norm_value(const Tensor& accumulator) {

@@ -5,6 +5,7 @@
 namespace zero_ext::cuda {
 namespace {
 
+using ops::OptionalTensor;
 using ops::Tensor;
 
 constexpr const char* kOp = "adam_step_8bit_";
@@ -12,8 +13,8 @@ constexpr const char* kOp = "adam_step_8bit_";
 void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
                     const Tensor& exp_avg_sq_codes, const Tensor& exp_avg_scales,
                     const Tensor& exp_avg_sq_scales, const Tensor& grad,
-                    const std::optional<Tensor>& param, const Tensor& segments, const Tensor& hyper,
-                    const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
+                    const OptionalTensor& param, const Tensor& segments, const Tensor& hyper,
+                    const Tensor& grad_scale, const OptionalTensor& non_finite) {
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::Adam8BitBuffers buffers =
       ops::read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},

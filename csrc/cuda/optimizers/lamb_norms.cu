@@ -30,15 +30,12 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
   const auto prepared = prepare_segments<core::LambRule>(kOp, master, segments, hyper, grad_scale);
   std::int64_t* const sums = ops::read_lamb_norms(kOp, norms, segments);
   if (prepared.count == 0 || master.numel() == 0) return;
-  const Launcher launcher(kOp);
   const auto run = [&]<class Moment, class Grad>(std::type_identity<Moment>,
                                                  std::type_identity<Grad>) {
     const auto add = AddLambSquares<Moment, Grad>::of(buffers, master.numel(), prepared.data(),
                                                       prepared.count, sums);
-    const std::int64_t blocks = (add.chunks() + kWarpsOfBlock - 1) / kWarpsOfBlock;
-    run_lamb_norms<<<launcher.blocks<run_lamb_norms<std::remove_const_t<decltype(add)>>>(blocks),
-                     kThreads, 0, launcher.stream>>>(add);
-    check(kOp, cudaGetLastError());
+    launch_grid<run_lamb_norms<AddLambSquares<Moment, Grad>>>(kOp, add, add.chunks(),
+                                                              kWarpsOfBlock);
   };
   with_type(buffers.grad_type, [&](auto type) {
     with_moment_type(buffers.moment_type, [&](auto moment) { run(moment, type); });

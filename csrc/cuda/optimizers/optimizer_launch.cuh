@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "../../ops/optimizers/optimizer_arg_checks.h"
-#include "../common/device_errors.cuh"
 #include "../common/dispatch.h"
 #include "../common/launch.cuh"
 #include "optimizer_kernel.h"

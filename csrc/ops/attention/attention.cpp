@@ -4,12 +4,11 @@
 #include <tuple>
 
 #include "../../core/flat/flat_buffer.h"
+#include "../op_registration.h"
 #include "attention_arg_checks.h"
 
 namespace zero_ext::ops {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 core::Workers torch_workers() {
   return {static_cast<std::int64_t>(torch::stable::get_num_threads()),
@@ -24,8 +23,8 @@ core::Workers torch_workers() {
 core::AttentionArgs read_with_values(const char* op, const AttentionTensors& tensors,
                                      const AttentionOptions& options) {
   const core::AttentionArgs args = read_attention(op, tensors, options);
-  const std::string error = core::layout_error(args.layout, tensors.columns.numel(),
-                                               blocks_of(args.key_length, args.layout.block));
+  const std::string error =
+      core::layout_error(args.layout, tensors.columns.numel(), args.column_blocks());
   STD_TORCH_CHECK(error.empty(), op, ": ", error);
   return args;
 }
@@ -93,23 +92,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "block_sparse_attention_forward(Tensor query, Tensor key, Tensor value, "
-      "Tensor row_pointers, Tensor columns, Tensor? column_pointers, Tensor? rows, "
-      "Tensor? key_padding, Tensor? bias, int block, bool causal, float scale, float dropout, "
-      "int seed, int offset) -> (Tensor output, Tensor logsumexp)");
-  library.def(
-      "block_sparse_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
-      "Tensor value, Tensor output, Tensor logsumexp, Tensor row_pointers, Tensor columns, "
-      "Tensor? column_pointers, Tensor? rows, Tensor? key_padding, Tensor? bias, int block, "
-      "bool causal, float scale, float dropout, int seed, int offset, bool need_grad_bias) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("block_sparse_attention_forward", TORCH_BOX(&forward));
-  library.impl("block_sparse_attention_backward", TORCH_BOX(&backward));
+ZERO_EXT_OPS(CPU) {
+  ops("block_sparse_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_pointers, "
+      "Tensor columns, Tensor? column_pointers, Tensor? rows, Tensor? key_padding, Tensor? bias, "
+      "int block, bool causal, float scale, float dropout, int seed, int offset) -> (Tensor "
+      "output, Tensor logsumexp)",
+      TORCH_BOX(&forward));
+  ops("block_sparse_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor logsumexp, Tensor row_pointers, Tensor columns, Tensor? "
+      "column_pointers, Tensor? rows, Tensor? key_padding, Tensor? bias, int block, bool causal, "
+      "float scale, float dropout, int seed, int offset, bool need_grad_bias) -> (Tensor "
+      "grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
+      TORCH_BOX(&backward));
 }
 
 }  // namespace zero_ext::ops

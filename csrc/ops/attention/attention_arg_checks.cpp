@@ -5,20 +5,6 @@
 namespace zero_ext::ops {
 namespace {
 
-core::NumericType numeric_type(const Tensor& tensor, const Argument& argument) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return core::NumericType::float32;
-    case ScalarType::BFloat16:
-      return core::NumericType::bfloat16;
-    case ScalarType::Half:
-      return core::NumericType::float16;
-    default:
-      STD_TORCH_CHECK(false, label(argument), "expected dtype Float, BFloat16 or Half, got ",
-                      torch::headeronly::toString(tensor.scalar_type()), ". Convert it.");
-  }
-}
-
 core::RowsView rows_view(const Tensor& tensor, const Argument& argument) {
   STD_TORCH_CHECK(tensor.numel() == 0 || tensor.size(3) == 1 || tensor.stride(3) == 1,
                   label(argument), "expected stride 1 in the last dimension, got ",
@@ -78,7 +64,7 @@ core::BlockRows read_layout(const char* op, const AttentionTensors& tensors, std
   check_dtype(tensors.columns, {op, "columns"}, ScalarType::Int);
   check_flat(tensors.columns, {op, "columns"}, tensors.columns.numel());
   const std::int64_t heads = tensors.query.size(1);
-  const std::int64_t row_blocks = blocks_of(tensors.query.size(2), block);
+  const std::int64_t row_blocks = core::ceil_div(tensors.query.size(2), block);
   const Tensor& pointers = tensors.row_pointers;
   STD_TORCH_CHECK(pointers.dim() == 2 && (pointers.size(0) == 1 || pointers.size(0) == heads) &&
                       pointers.size(1) == row_blocks + 1,
@@ -127,10 +113,6 @@ void read_bias(const char* op, const Tensor& bias, core::AttentionArgs& args) {
 
 Tensor contiguous_like(const Tensor& tensor) {
   return torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
-}
-
-std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
-  return (length + block - 1) / block;
 }
 
 core::AttentionArgs read_attention(const char* op, const AttentionTensors& tensors,
@@ -190,8 +172,8 @@ const float* read_logsumexp(const char* op, const Tensor& logsumexp,
   return logsumexp.const_data_ptr<float>();
 }
 
-TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& column_pointers,
-                                 const std::optional<Tensor>& rows, const core::AttentionArgs& args,
+TransposedBlocks read_transposed(const char* op, const OptionalTensor& column_pointers,
+                                 const OptionalTensor& rows, const core::AttentionArgs& args,
                                  std::int64_t total_blocks) {
   STD_TORCH_CHECK(column_pointers && rows, op,
                   ": arguments 'column_pointers' and 'rows': expected the transposed layout, got "
@@ -199,7 +181,7 @@ TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& co
   check_dtype(*column_pointers, {op, "column_pointers"}, ScalarType::Int);
   check_dtype(*rows, {op, "rows"}, ScalarType::Int);
   check_flat(*rows, {op, "rows"}, total_blocks);
-  const std::int64_t columns = blocks_of(args.key_length, args.layout.block);
+  const std::int64_t columns = args.column_blocks();
   STD_TORCH_CHECK(column_pointers->dim() == 2 && column_pointers->size(0) == args.layout.heads &&
                       column_pointers->size(1) == columns + 1,
                   label({op, "column_pointers"}), "expected shape [", args.layout.heads, ", ",

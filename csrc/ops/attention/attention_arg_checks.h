@@ -10,13 +10,13 @@ namespace zero_ext::ops {
 
 // As the ops take them, in the order of their schemas.
 struct AttentionTensors {
-  const Tensor& query;                       // [batch, query heads, query length, head dim]
-  const Tensor& key;                         // [batch, key heads, key length, head dim]
-  const Tensor& value;                       // as key
-  const Tensor& row_pointers;                // int32 [layout heads, row blocks + 1]
-  const Tensor& columns;                     // int32 [total blocks]
-  const std::optional<Tensor>& key_padding;  // bool [batch, key length]
-  const std::optional<Tensor>& bias;  // [batch|1, query heads|1, query length|1, key length|1]
+  const Tensor& query;                // [batch, query heads, query length, head dim]
+  const Tensor& key;                  // [batch, key heads, key length, head dim]
+  const Tensor& value;                // as key
+  const Tensor& row_pointers;         // int32 [layout heads, row blocks + 1]
+  const Tensor& columns;              // int32 [total blocks]
+  const OptionalTensor& key_padding;  // bool [batch, key length]
+  const OptionalTensor& bias;         // [batch|1, query heads|1, query length|1, key length|1]
 };
 
 struct AttentionOptions {
@@ -45,14 +45,11 @@ struct TransposedBlocks {
   const std::int32_t* column_pointers;  // [layout heads, column blocks + 1]
   const std::int32_t* rows;             // [total blocks]
 };
-TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& column_pointers,
-                                 const std::optional<Tensor>& rows, const core::AttentionArgs& args,
+TransposedBlocks read_transposed(const char* op, const OptionalTensor& column_pointers,
+                                 const OptionalTensor& rows, const core::AttentionArgs& args,
                                  std::int64_t total_blocks);
 
 // A new contiguous tensor of the same shape, dtype and device.
 Tensor contiguous_like(const Tensor& tensor);
-
-// Number of blocks of `block` tokens that cover `length` tokens.
-std::int64_t blocks_of(std::int64_t length, std::int64_t block);
 
 }  // namespace zero_ext::ops

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "../op_registration.h"
 #include "blockwise_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -60,14 +61,11 @@ Tensor dequantize_blockwise(const Tensor& codes, const Tensor& scales, bool is_s
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("quantize_blockwise(Tensor values, bool signed) -> (Tensor codes, Tensor scales)");
-  library.def("dequantize_blockwise(Tensor codes, Tensor scales, bool signed) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("quantize_blockwise", TORCH_BOX(&quantize_blockwise));
-  library.impl("dequantize_blockwise", TORCH_BOX(&dequantize_blockwise));
+ZERO_EXT_OPS(CPU) {
+  ops("quantize_blockwise(Tensor values, bool signed) -> (Tensor codes, Tensor scales)",
+      TORCH_BOX(&quantize_blockwise));
+  ops("dequantize_blockwise(Tensor codes, Tensor scales, bool signed) -> Tensor",
+      TORCH_BOX(&dequantize_blockwise));
 }
 
 }  // namespace zero_ext::ops

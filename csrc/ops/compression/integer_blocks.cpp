@@ -1,7 +1,9 @@
 // zero_ext::quantize_, dequantize_, sum_quantized_ and requantize_: blocks of small integers.
 #include "../../core/compression/integer_blocks.h"
 
-#include "integer_block_arg_checks.h"
+#include "../op_registration.h"
+#include "block_ranges.h"
+#include "payload_arg_checks.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -10,64 +12,52 @@ using core::BlockFormat;
 
 constexpr std::int64_t kGrain = 32768;
 
-// Calls work(payload, block, begin, count) for runs of whole blocks of `numel` elements in each of
-// `chunks`, the last block of which may be shorter.
 template <class Work>
-void for_each_block_range(std::int64_t chunks, std::int64_t numel, const BlockFormat& format,
-                          const Work& work) {
-  const std::int64_t blocks = format.blocks(numel);
-  torch::stable::parallel_for(
-      0, chunks * blocks, kGrain / format.block, [&](std::int64_t begin, std::int64_t end) {
-        core::for_each_chunk(
-            begin, end, blocks, [&](std::int64_t chunk, std::int64_t first, std::int64_t last) {
-              const std::int64_t from = first * format.block;
-              work(chunk, first, from, std::min(last * format.block, numel) - from);
-            });
-      });
+void for_each_integer_block_range(std::int64_t chunks, std::int64_t numel,
+                                  const BlockFormat& format, const Work& work) {
+  for_each_block_range(chunks, numel, format.block, kGrain / format.block, work);
 }
 
-template <class Payload>
-Payload from_block(Payload payload, const BlockFormat& format, std::int64_t block) {
-  return {payload.words + block * format.words(format.block),
-          payload.scales + block * format.scales()};
+core::PayloadTarget target_of(const Payloads& payloads, std::int64_t payload,
+                              const BlockFormat& format, std::int64_t block) {
+  return payloads.target(payload, block * format.words(format.block), block * format.scales());
 }
 
 void quantize(const Tensor& payloads, const Tensor& values, std::int64_t bits, bool symmetric,
               std::int64_t block, std::int64_t chunks, std::vector<std::int64_t> order) {
   const BlockFormat format = check_format("quantize_", bits, symmetric, block);
-  const BlockConversion arguments =
-      read_quantize(payloads, values, format, chunks, std::move(order));
-  for_each_block_range(
-      chunks, arguments.chunk_numel, format,
+  const PayloadConversion of = read_quantize(payloads, values, format, chunks, std::move(order));
+  for_each_integer_block_range(
+      chunks, of.chunk_numel, format,
       [&](std::int64_t slot, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        const std::int64_t chunk = arguments.order[static_cast<std::size_t>(slot)];
-        core::quantize_blocks(arguments.at(chunk, begin), arguments.type, count, format,
-                              from_block(arguments.payloads.target(slot), format, first));
+        const std::int64_t chunk = of.order[static_cast<std::size_t>(slot)];
+        core::quantize_blocks(of.at(chunk, begin), of.type, count, format,
+                              target_of(of.payloads, slot, format, first));
       });
 }
 
 void dequantize(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                 std::int64_t block, std::int64_t chunks) {
   const BlockFormat format = check_format("dequantize_", bits, symmetric, block);
-  const BlockConversion arguments = read_dequantize(out, payloads, format, chunks);
-  for_each_block_range(
-      chunks, arguments.chunk_numel, format,
+  const PayloadConversion of = read_dequantize(out, payloads, format, chunks);
+  for_each_integer_block_range(
+      chunks, of.chunk_numel, format,
       [&](std::int64_t chunk, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        core::dequantize_blocks(from_block(arguments.payloads.source(chunk), format, first), count,
-                                format, arguments.at(chunk, begin), arguments.type);
+        const core::PayloadTarget source = target_of(of.payloads, chunk, format, first);
+        core::dequantize_blocks({source.words, source.scales}, count, format, of.at(chunk, begin),
+                                of.type);
       });
 }
 
 void sum_quantized(const Tensor& out, const Tensor& payloads, std::int64_t bits, bool symmetric,
                    std::int64_t block, double factor, bool accumulate) {
   const BlockFormat format = check_format("sum_quantized_", bits, symmetric, block);
-  const BlockSum arguments = read_sum_quantized(out, payloads, format, factor);
-  const std::vector<core::PayloadSource> each = arguments.payloads.every(0, 1);
-  for_each_block_range(
-      1, arguments.numel, format,
+  const PayloadSum of = read_sum_quantized(out, payloads, format, factor);
+  const std::vector<core::PayloadSource> each = of.payloads.every(0, 1);
+  for_each_integer_block_range(
+      1, of.numel, format,
       [&](std::int64_t, std::int64_t first, std::int64_t begin, std::int64_t count) {
-        core::sum_quantized(each, first, count, format, arguments.factor, accumulate,
-                            arguments.out + begin);
+        core::sum_quantized(each, first, count, format, of.factor, accumulate, of.out + begin);
       });
 }
 
@@ -76,44 +66,32 @@ void requantize(const Tensor& payloads_out, const Tensor& payloads_in, std::int6
                 std::int64_t out_block, double factor, std::int64_t chunks) {
   const BlockFormat from = check_format("requantize_", bits, symmetric, block);
   const BlockFormat to = check_format("requantize_", out_bits, out_symmetric, out_block);
-  const BlockReduction arguments =
-      read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
+  const PayloadReduction of = read_requantize(payloads_out, payloads_in, from, to, factor, chunks);
   std::vector<std::vector<core::PayloadSource>> each;
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    each.push_back(arguments.in.every(chunk, chunks));
-  }
-  for_each_block_range(
-      chunks, arguments.chunk_numel, to,
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) each.push_back(of.in.every(chunk, chunks));
+  for_each_integer_block_range(
+      chunks, of.chunk_numel, to,
       [&](std::int64_t chunk, std::int64_t first, std::int64_t, std::int64_t count) {
         core::requantize_blocks(each[static_cast<std::size_t>(chunk)], first, count, from, to,
-                                arguments.factor,
-                                from_block(arguments.out.target(chunk), to, first));
+                                of.factor, target_of(of.out, chunk, to, first));
       });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "quantize_(Tensor(a!) payloads, Tensor values, int bits, bool symmetric, int block, "
-      "int chunks, int[] order) -> ()");
-  library.def(
-      "dequantize_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, "
-      "int chunks) -> ()");
-  library.def(
-      "sum_quantized_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, "
-      "float factor, bool accumulate) -> ()");
-  library.def(
-      "requantize_(Tensor(a!) payloads_out, Tensor payloads_in, int bits, bool symmetric, "
-      "int block, int out_bits, bool out_symmetric, int out_block, float factor, int chunks) -> "
-      "()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("quantize_", TORCH_BOX(&quantize));
-  library.impl("dequantize_", TORCH_BOX(&dequantize));
-  library.impl("sum_quantized_", TORCH_BOX(&sum_quantized));
-  library.impl("requantize_", TORCH_BOX(&requantize));
+ZERO_EXT_OPS(CPU) {
+  ops("quantize_(Tensor(a!) payloads, Tensor values, int bits, bool symmetric, int block, int "
+      "chunks, int[] order) -> ()",
+      TORCH_BOX(&quantize));
+  ops("dequantize_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, int "
+      "chunks) -> ()",
+      TORCH_BOX(&dequantize));
+  ops("sum_quantized_(Tensor(a!) out, Tensor payloads, int bits, bool symmetric, int block, float "
+      "factor, bool accumulate) -> ()",
+      TORCH_BOX(&sum_quantized));
+  ops("requantize_(Tensor(a!) payloads_out, Tensor payloads_in, int bits, bool symmetric, int "
+      "block, int out_bits, bool out_symmetric, int out_block, float factor, int chunks) -> ()",
+      TORCH_BOX(&requantize));
 }
 
 }  // namespace zero_ext::ops

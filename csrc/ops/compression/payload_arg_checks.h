@@ -1,7 +1,6 @@
 // The tensors of compressed payloads, checked before anything changes.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "../../core/compression/payload_layout.h"
@@ -16,12 +15,15 @@ struct Payloads {
   std::int64_t bytes;
   std::int64_t words;  // of codes, in each
 
-  core::PayloadTarget target(std::int64_t payload) const {
+  // A payload from words and scales on that it has so many before.
+  core::PayloadTarget target(std::int64_t payload, std::int64_t words_before = 0,
+                             std::int64_t scales_before = 0) const {
     auto* start = reinterpret_cast<std::uint32_t*>(data + payload * bytes);
-    return {start, reinterpret_cast<float*>(start + words)};
+    return {start + words_before, reinterpret_cast<float*>(start + words) + scales_before};
   }
-  core::PayloadSource source(std::int64_t payload) const {
-    const core::PayloadTarget found = target(payload);
+  core::PayloadSource source(std::int64_t payload, std::int64_t words_before = 0,
+                             std::int64_t scales_before = 0) const {
+    const core::PayloadTarget found = target(payload, words_before, scales_before);
     return {found.words, found.scales};
   }
   // Payload `first` and each `step` further on.
@@ -32,33 +34,60 @@ struct Payloads {
   }
 };
 
-// uint8, flat, aligned to 4 bytes and a whole number of payloads of `bytes`, exactly `count` unless
-// that is -1 (then one or more).
-Payloads read_payloads(const Argument& argument, const Tensor& payloads, std::int64_t count,
-                       std::int64_t bytes, std::int64_t words);
+// Values to payloads or back: slot p of the payloads holds a chunk of the values, number p or,
+// where there is an order, number order[p].
+struct PayloadConversion {
+  Payloads payloads;
+  std::byte* values;
+  core::NumericType type;
+  std::int64_t chunk_numel;
+  std::vector<std::int64_t> order = {};
+  float* errors = nullptr;  // as many as values
+  float factor = 1;
 
-// `numel` / `chunks`; refused unless that is a whole number.
-std::int64_t check_chunks(const char* op, std::int64_t numel, std::int64_t chunks);
+  std::byte* at(std::int64_t chunk, std::int64_t element) const {
+    return values + (chunk * chunk_numel + element) * core::element_size(type);
+  }
+};
 
-// As float; refused unless finite.
-float check_factor(const char* op, double factor);
+struct PayloadSum {
+  float* out;
+  Payloads payloads;
+  std::int64_t numel;
+  float factor;
+};
 
-// A float32 argument, flat with `numel` elements.
-float* read_floats(const Argument& argument, const Tensor& tensor, std::int64_t numel);
+// Payloads in are [payload][chunk].
+struct PayloadReduction {
+  Payloads out;
+  Payloads in;
+  std::int64_t chunk_numel;
+  float factor;
+  float* error = nullptr;
+};
 
 core::BlockFormat check_format(const char* op, std::int64_t bits, bool symmetric,
                                std::int64_t block);
 
-// The same for payloads in a format of integer blocks, of `numel` elements each.
-Payloads read_blocks(const Argument& argument, const Tensor& payloads, std::int64_t count,
-                     std::int64_t numel, const core::BlockFormat& format);
+// Payloads are uint8, flat, aligned to 4 bytes and a whole number of them. No two tensors of an op
+// share memory.
+PayloadConversion read_quantize(const Tensor& payloads, const Tensor& values,
+                                const core::BlockFormat& format, std::int64_t chunks,
+                                std::vector<std::int64_t> order);
+PayloadConversion read_dequantize(const Tensor& out, const Tensor& payloads,
+                                  const core::BlockFormat& format, std::int64_t chunks);
+PayloadSum read_sum_quantized(const Tensor& out, const Tensor& payloads,
+                              const core::BlockFormat& format, double factor);
+PayloadReduction read_requantize(const Tensor& payloads_out, const Tensor& payloads_in,
+                                 const core::BlockFormat& from, const core::BlockFormat& to,
+                                 double factor, std::int64_t chunks);
 
-// For payloads to signs of `numel` elements each.
-Payloads read_sign_bits(const Argument& argument, const Tensor& payloads, std::int64_t count,
-                        std::int64_t numel);
-
-// Part of the values that slot p of the payloads holds, for each p; `order` empty: p itself.
-std::vector<std::int64_t> check_order(const char* op, std::vector<std::int64_t> order,
-                                      std::int64_t chunks);
+PayloadConversion read_compress_1bit(const Tensor& payloads, const Tensor& errors,
+                                     const Tensor& values, double factor, std::int64_t chunks);
+PayloadConversion read_decompress_1bit(const Tensor& out, const Tensor& payloads, double factor,
+                                       std::int64_t chunks);
+PayloadSum read_sum_1bit(const Tensor& out, const Tensor& payloads, double factor);
+PayloadReduction read_reduce_1bit(const Tensor& payload, const Tensor& error,
+                                  const Tensor& payloads, double factor);
 
 }  // namespace zero_ext::ops

@@ -1,8 +1,10 @@
-// zero_ext::pack_, accumulate_ and unpack_: tensors into and out of one flat buffer.
+// zero_ext::pack_, accumulate_ and unpack_: tensors into and out of one flat buffer. sum_shards_:
+// the local half of a reduce-scatter by all-to-all.
 #include "../../core/flat/flat_buffer.h"
 
 #include <algorithm>
 
+#include "../op_registration.h"
 #include "flat_buffer_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -12,6 +14,7 @@ using core::FlatSegment;
 using core::FlatSegments;
 
 constexpr std::int64_t kGrain = 65536;
+constexpr std::int64_t kShardGrain = 32768;
 
 // Calls visit(segment, first element, count) in parallel, each element exactly once.
 template <class Visit>
@@ -61,18 +64,23 @@ void unpack(const Tensor& flat, std::vector<Tensor> tensors, std::vector<std::in
   });
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets) -> ()");
-  library.def("accumulate_(Tensor(a!) flat, Tensor[] tensors, int[] offsets) -> ()");
-  library.def("unpack_(Tensor flat, Tensor(a!)[] tensors, int[] offsets) -> ()");
+void sum_shards(const Tensor& out, std::vector<Tensor> shards, double scale, bool accumulate) {
+  const ShardSum sum = read_shard_sum("sum_shards_", out, shards, scale);
+  torch::stable::parallel_for(0, sum.numel, kShardGrain, [&](std::int64_t begin, std::int64_t end) {
+    core::sum_shards(sum.target, sum.target_type, sum.sources, sum.source_type, begin, end,
+                     sum.scale, accumulate);
+  });
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("pack_", TORCH_BOX(&pack));
-  library.impl("accumulate_", TORCH_BOX(&accumulate));
-  library.impl("unpack_", TORCH_BOX(&unpack));
+}  // namespace
+
+ZERO_EXT_OPS(CPU) {
+  ops("pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets) -> ()", TORCH_BOX(&pack));
+  ops("accumulate_(Tensor(a!) flat, Tensor[] tensors, int[] offsets) -> ()",
+      TORCH_BOX(&accumulate));
+  ops("unpack_(Tensor flat, Tensor(a!)[] tensors, int[] offsets) -> ()", TORCH_BOX(&unpack));
+  ops("sum_shards_(Tensor(a!) out, Tensor[] shards, float scale, bool accumulate) -> ()",
+      TORCH_BOX(&sum_shards));
 }
 
 }  // namespace zero_ext::ops

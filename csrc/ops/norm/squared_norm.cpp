@@ -4,6 +4,7 @@
 #include <mutex>
 #include <span>
 
+#include "../op_registration.h"
 #include "norm_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -16,7 +17,7 @@ using Entries = std::span<std::int64_t, Superaccumulator::kEntries>;
 constexpr std::int64_t kGrain = 65536;
 
 void squared_norm(const Tensor& grad, const Tensor& accumulator) {
-  const NormArguments arguments = read_norm_arguments(grad, accumulator);
+  const auto arguments = read_norm_arguments(grad, accumulator);
   Superaccumulator total;
   std::mutex mutex;
   torch::stable::parallel_for(0, grad.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
@@ -25,14 +26,13 @@ void squared_norm(const Tensor& grad, const Tensor& accumulator) {
     const std::lock_guard lock(mutex);
     total.merge(partial);
   });
-  total.add_to(Entries(arguments.accumulator, Superaccumulator::kEntries));
+  total.add_to(Entries(arguments.target, Superaccumulator::kEntries));
 }
 
 Tensor squared_norm_value(const Tensor& accumulator) {
   constexpr const char* op = "squared_norm_value";
   double value = 0;
-  check_accumulator(op, accumulator);
-  const Entries entries(accumulator.mutable_data_ptr<std::int64_t>(), Superaccumulator::kEntries);
+  const Entries entries(check_accumulator(op, accumulator), Superaccumulator::kEntries);
   STD_TORCH_CHECK(Superaccumulator::value(entries, value), op,
                   ": argument 'accumulator': expected sums of squared_norm_, got a negative one. "
                   "Start from a tensor of zeros.");
@@ -43,14 +43,9 @@ Tensor squared_norm_value(const Tensor& accumulator) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("squared_norm_(Tensor grad, Tensor(a!) accumulator) -> ()");
-  library.def("squared_norm_value(Tensor accumulator) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("squared_norm_", TORCH_BOX(&squared_norm));
-  library.impl("squared_norm_value", TORCH_BOX(&squared_norm_value));
+ZERO_EXT_OPS(CPU) {
+  ops("squared_norm_(Tensor grad, Tensor(a!) accumulator) -> ()", TORCH_BOX(&squared_norm));
+  ops("squared_norm_value(Tensor accumulator) -> Tensor", TORCH_BOX(&squared_norm_value));
 }
 
 }  // namespace zero_ext::ops

@@ -1,9 +1,6 @@
 // zero_ext::adam_step_8bit_: one-pass Adam / AdamW with moments quantized block-wise.
-#include "../../core/optimizers/adam_8bit.h"
-
-#include <optional>
-
-#include "../../core/optimizers/adam_rule.h"
+#include "../../core/optimizers/optimizer_step.h"
+#include "../op_registration.h"
 #include "optimizer_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -15,8 +12,8 @@ constexpr std::int64_t kGrainBlocks = 64;
 void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
                     const Tensor& exp_avg_sq_codes, const Tensor& exp_avg_scales,
                     const Tensor& exp_avg_sq_scales, const Tensor& grad,
-                    const std::optional<Tensor>& param, const Tensor& segments, const Tensor& hyper,
-                    const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
+                    const OptionalTensor& param, const Tensor& segments, const Tensor& hyper,
+                    const Tensor& grad_scale, const OptionalTensor& non_finite) {
   const core::Adam8BitBuffers buffers =
       read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},
                              {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param, non_finite);
@@ -30,16 +27,11 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "adam_step_8bit_(Tensor(a!) master, Tensor(b!) exp_avg_codes, Tensor(c!) exp_avg_sq_codes, "
+ZERO_EXT_OPS(CPU) {
+  ops("adam_step_8bit_(Tensor(a!) master, Tensor(b!) exp_avg_codes, Tensor(c!) exp_avg_sq_codes, "
       "Tensor(d!) exp_avg_scales, Tensor(e!) exp_avg_sq_scales, Tensor grad, Tensor(f!)? param, "
-      "Tensor segments, Tensor hyper, Tensor grad_scale, "
-      "Tensor(g!)? non_finite=None) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("adam_step_8bit_", TORCH_BOX(&adam_step_8bit));
+      "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(g!)? non_finite=None) -> ()",
+      TORCH_BOX(&adam_step_8bit));
 }
 
 }  // namespace zero_ext::ops

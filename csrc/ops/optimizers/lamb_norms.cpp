@@ -1,11 +1,10 @@
 // zero_ext::lamb_norms_: the norms that LAMB needs before its step.
-#include "../../core/optimizers/lamb_norms.h"
-
 #include <array>
 #include <mutex>
 #include <span>
 
-#include "../../core/optimizers/lamb_rule.h"
+#include "../../core/optimizers/optimizer_step.h"
+#include "../op_registration.h"
 #include "optimizer_arg_checks.h"
 
 namespace zero_ext::ops {
@@ -43,14 +42,10 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "lamb_norms_(Tensor master, Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, "
-      "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(a!) norms) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("lamb_norms_", TORCH_BOX(&lamb_norms));
+ZERO_EXT_OPS(CPU) {
+  ops("lamb_norms_(Tensor master, Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, Tensor segments, "
+      "Tensor hyper, Tensor grad_scale, Tensor(a!) norms) -> ()",
+      TORCH_BOX(&lamb_norms));
 }
 
 }  // namespace zero_ext::ops

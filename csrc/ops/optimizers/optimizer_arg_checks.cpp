@@ -18,7 +18,7 @@ core::NumericType check_moments(const char* op, std::span<const MomentTensor> mo
 
 // Checks what every step has besides moments, whose memory is in `ranges`.
 void check_others(const char* op, const Tensor& master, const Tensor& grad,
-                  const std::optional<Tensor>& param, const std::optional<Tensor>& non_finite,
+                  const OptionalTensor& param, const OptionalTensor& non_finite,
                   std::vector<MemoryRange> ranges) {
   check_flat(grad, {op, "grad"}, master.numel());
   ranges.push_back(memory_range(grad, {op, "grad"}));
@@ -30,7 +30,7 @@ void check_others(const char* op, const Tensor& master, const Tensor& grad,
   check_disjoint(std::move(ranges));
 }
 
-std::optional<core::NumericType> check_param(const char* op, const std::optional<Tensor>& param) {
+std::optional<core::NumericType> check_param(const char* op, const OptionalTensor& param) {
   if (!param) return std::nullopt;
   return check_numeric(*param, {op, "param"});
 }
@@ -49,8 +49,7 @@ void check_quantized_moment(const char* op, const QuantizedTensors& moment, cons
 
 core::StepBuffers read_step_buffers(const char* op, const Tensor& master,
                                     std::span<const MomentTensor> moments, const Tensor& grad,
-                                    const std::optional<Tensor>& param,
-                                    const std::optional<Tensor>& non_finite) {
+                                    const OptionalTensor& param, const OptionalTensor& non_finite) {
   check_dtype(master, {op, "master"}, ScalarType::Float);
   check_flat(master, {op, "master"}, master.numel());
   core::StepBuffers buffers{master.mutable_data_ptr<float>(),
@@ -73,8 +72,8 @@ core::StepBuffers read_step_buffers(const char* op, const Tensor& master,
 core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& master,
                                              const QuantizedTensors& exp_avg,
                                              const QuantizedTensors& exp_avg_sq, const Tensor& grad,
-                                             const std::optional<Tensor>& param,
-                                             const std::optional<Tensor>& non_finite) {
+                                             const OptionalTensor& param,
+                                             const OptionalTensor& non_finite) {
   check_dtype(master, {op, "master"}, ScalarType::Float);
   const std::int64_t numel = master.numel();
   check_flat(master, {op, "master"}, numel);
@@ -109,7 +108,7 @@ std::int64_t* read_lamb_norms(const char* op, const Tensor& norms, const Tensor&
   return norms.mutable_data_ptr<std::int64_t>();
 }
 
-std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite) {
+std::int32_t* read_flag(const char* op, const OptionalTensor& non_finite) {
   if (!non_finite) return nullptr;
   const Argument argument{op, "non_finite"};
   check_dtype(*non_finite, argument, ScalarType::Int);

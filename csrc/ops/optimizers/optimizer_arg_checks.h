@@ -24,21 +24,20 @@ struct MomentTensor {
 // [n]; the flag as of read_flag. None shares memory with another.
 core::StepBuffers read_step_buffers(const char* op, const Tensor& master,
                                     std::span<const MomentTensor> moments, const Tensor& grad,
-                                    const std::optional<Tensor>& param,
-                                    const std::optional<Tensor>& non_finite);
+                                    const OptionalTensor& param, const OptionalTensor& non_finite);
 
 // The same with the moments of Adam in blocks of 8-bit codes.
 core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& master,
                                              const QuantizedTensors& exp_avg,
                                              const QuantizedTensors& exp_avg_sq, const Tensor& grad,
-                                             const std::optional<Tensor>& param,
-                                             const std::optional<Tensor>& non_finite);
+                                             const OptionalTensor& param,
+                                             const OptionalTensor& non_finite);
 
 // int64 [S, 2, Superaccumulator::kEntries] for `segments` [S, 2], whose shape was checked.
 std::int64_t* read_lamb_norms(const char* op, const Tensor& norms, const Tensor& segments);
 
 // The int32 [1] in a tensor, null without one.
-std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite);
+std::int32_t* read_flag(const char* op, const OptionalTensor& non_finite);
 
 // int64 [S, 2] with float64 [S, fields.size()]; returns S.
 std::int64_t check_segments(const char* op, const Tensor& segments, const Tensor& hyper,

@@ -1,6 +1,7 @@
 // zero_ext::adam_step_, lamb_step_, lion_step_ ...: the one-pass step of each rule of the list.
 #include "../../core/optimizers/optimizer_rules.h"
 #include "../../core/optimizers/optimizer_step.h"
+#include "../op_registration.h"
 #include "step_op.h"
 
 namespace zero_ext::ops {
@@ -24,15 +25,10 @@ struct HostStep {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  core::OptimizerRules::visit(
-      [&]<class Rule>() { library.def(StepOp<Rule, HostStep>::schema().c_str()); });
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
+ZERO_EXT_OPS(CPU) {
   core::OptimizerRules::visit([&]<class Rule>() {
     using Op = StepOp<Rule, HostStep>;
-    library.impl(Rule::kOp, TORCH_BOX(&Op::call));
+    ops(Op::schema(), TORCH_BOX(&Op::call));
   });
 }
 

@@ -27,8 +27,8 @@ struct StepOp<Rule, Step, std::index_sequence<kMoment...>> {
   using Moment = const Tensor&;
 
   static void call(const Tensor& master, Moment<kMoment>... moments, const Tensor& grad,
-                   const std::optional<Tensor>& param, const Tensor& segments, const Tensor& hyper,
-                   const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
+                   const OptionalTensor& param, const Tensor& segments, const Tensor& hyper,
+                   const Tensor& grad_scale, const OptionalTensor& non_finite) {
     const std::array named{MomentTensor{Rule::kMomentNames[kMoment], moments}...};
     Step::template run<Rule>(master,
                              read_step_buffers(Rule::kOp, master, named, grad, param, non_finite),

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "../../core/aio/io_engine.h"
+#include "../op_registration.h"
 #include "handle_registry.h"
 
 namespace zero_ext::ops {
@@ -112,30 +113,22 @@ void aio_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def("aio_backends() -> str");
-  library.def(
-      "aio_open(int handle, str backend, int queue_depth, int block_bytes, int io_threads) -> str");
-  library.def("aio_close(int handle) -> ()");
-  library.def("aio_close_all() -> ()");
-  library.def("aio_read_(int handle, int transfer, str path, int offset, Tensor(a!) tensor) -> ()");
-  library.def("aio_write_(int handle, int transfer, str path, int offset, Tensor tensor) -> ()");
-  library.def("aio_wait(int handle, int transfer) -> ()");
-  library.def("aio_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");
+ZERO_EXT_OPS(CompositeExplicitAutograd) {
+  ops("aio_backends() -> str", TORCH_BOX(&aio_backends));
+  ops("aio_open(int handle, str backend, int queue_depth, int block_bytes, int io_threads) -> str",
+      TORCH_BOX(&aio_open));
+  ops("aio_close(int handle) -> ()", TORCH_BOX(&aio_close));
+  ops("aio_close_all() -> ()", TORCH_BOX(&aio_close_all));
+  ops("aio_wait(int handle, int transfer) -> ()", TORCH_BOX(&aio_wait));
+  ops("aio_inject_fault(int handle, bool writing, int after, int result, int times) -> ()",
+      TORCH_BOX(&aio_inject_fault));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
-  library.impl("aio_backends", TORCH_BOX(&aio_backends));
-  library.impl("aio_open", TORCH_BOX(&aio_open));
-  library.impl("aio_close", TORCH_BOX(&aio_close));
-  library.impl("aio_close_all", TORCH_BOX(&aio_close_all));
-  library.impl("aio_wait", TORCH_BOX(&aio_wait));
-  library.impl("aio_inject_fault", TORCH_BOX(&aio_inject_fault));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("aio_read_", TORCH_BOX(&aio_read_));
-  library.impl("aio_write_", TORCH_BOX(&aio_write_));
+ZERO_EXT_OPS(CPU) {
+  ops("aio_read_(int handle, int transfer, str path, int offset, Tensor(a!) tensor) -> ()",
+      TORCH_BOX(&aio_read_));
+  ops("aio_write_(int handle, int transfer, str path, int offset, Tensor tensor) -> ()",
+      TORCH_BOX(&aio_write_));
 }
 
 }  // namespace zero_ext::ops

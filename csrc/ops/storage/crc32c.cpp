@@ -7,6 +7,7 @@
 #include <span>
 
 #include "../checks.h"
+#include "../op_registration.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -25,11 +26,9 @@ std::int64_t crc32c(const Tensor& bytes, std::int64_t seed) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
+ZERO_EXT_OPS(CPU) {
   // SymInt, so that tracing can carry a value that it cannot know.
-  library.def("crc32c(Tensor bytes, int seed) -> SymInt");
+  ops("crc32c(Tensor bytes, int seed) -> SymInt", TORCH_BOX(&crc32c));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) { library.impl("crc32c", TORCH_BOX(&crc32c)); }
 
 }  // namespace zero_ext::ops

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -85,15 +86,7 @@ class NumberedTransfers {
     const auto node = transfers_.extract(number);
     lock.unlock();
     if (node.empty()) return;
-    std::exception_ptr first;
-    for (const auto& transfer : node.mapped()) {
-      try {
-        transfer->wait();
-      } catch (...) {
-        if (!first) first = std::current_exception();
-      }
-    }
-    if (first) std::rethrow_exception(first);
+    if (const auto error = core::wait_for_all(node.mapped())) std::rethrow_exception(error);
   }
 
  private:

@@ -2,14 +2,17 @@
 // Streams are int64 handles.
 #include "state_stream.h"
 
+#include <array>
 #include <memory>
 
 #include "../../core/offload/state_read_write.h"
+#include "../op_registration.h"
 #include "handle_registry.h"
-#include "open_stores.h"
 
 namespace zero_ext::ops {
 namespace {
+
+constexpr std::int64_t kCounters = 7;
 
 HandleRegistry<StateStream>& registry() {
   return HandleRegistry<StateStream>::of_process("state_stream");
@@ -67,9 +70,8 @@ std::vector<std::byte*> slice_memory(const StateStream& stream, const char* op,
                     " at most once, got ", fields[i], ". Name other fields.");
     check_layout(tensors[i], argument);
     const core::StateField& shape = stream.fields[field];
-    const std::int64_t expected = (elements + shape.elements - 1) / shape.elements * shape.bytes;
-    const std::int64_t bytes =
-        tensors[i].numel() * static_cast<std::int64_t>(tensors[i].element_size());
+    const std::int64_t expected = core::ceil_div(elements, shape.elements) * shape.bytes;
+    const auto bytes = static_cast<std::int64_t>(byte_count(tensors[i]));
     STD_TORCH_CHECK(bytes == expected, label(argument), "expected ", expected, " bytes for field ",
                     fields[i], " of ", elements, " elements, got ", bytes,
                     ". Pass another tensor.");
@@ -79,8 +81,11 @@ std::vector<std::byte*> slice_memory(const StateStream& stream, const char* op,
   return memory;
 }
 
-template <auto access>
-void access_slice(const char* op, std::int64_t handle, std::int64_t offset, std::int64_t elements,
+constexpr char kRead[] = "state_stream_read_";
+constexpr char kWrite[] = "state_stream_write_";
+
+template <auto access, const char* op>
+void access_slice(std::int64_t handle, std::int64_t offset, std::int64_t elements,
                   std::int64_t begin, std::int64_t end, const std::vector<std::int64_t>& fields,
                   const std::vector<Tensor>& tensors, const Tensor& counters) {
   check_counters(counters, op);
@@ -94,54 +99,46 @@ void access_slice(const char* op, std::int64_t handle, std::int64_t offset, std:
   add_counters(counters, access(*stream->store, stream->ring, slice));
 }
 
-void state_stream_read(std::int64_t handle, std::int64_t offset, std::int64_t elements,
-                       std::int64_t begin, std::int64_t end,
-                       const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
-                       const Tensor& counters) {
-  access_slice<core::read_state>("state_stream_read_", handle, offset, elements, begin, end, fields,
-                                 tensors, counters);
-}
-
-void state_stream_write(std::int64_t handle, std::int64_t offset, std::int64_t elements,
-                        std::int64_t begin, std::int64_t end,
-                        const std::vector<std::int64_t>& fields, const std::vector<Tensor>& tensors,
-                        const Tensor& counters) {
-  access_slice<core::write_state>("state_stream_write_", handle, offset, elements, begin, end,
-                                  fields, tensors, counters);
-}
-
 }  // namespace
+
+void check_counters(const Tensor& counters, const char* op) {
+  check_dtype(counters, {op, "counters"}, ScalarType::Long);
+  check_flat(counters, {op, "counters"}, kCounters);
+}
+
+void add_counters(const Tensor& counters, const core::PipelineCounters& passed) {
+  const std::array<std::int64_t, kCounters> values{passed.bytes_read,
+                                                   passed.bytes_written,
+                                                   passed.padding_read,
+                                                   passed.padding_written,
+                                                   passed.waiting_for_reads.count(),
+                                                   passed.waiting_for_writes.count(),
+                                                   passed.computing.count()};
+  auto* const totals = counters.mutable_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < values.size(); ++i) totals[i] += values[i];
+}
 
 std::shared_ptr<StateStream> stream_of(std::int64_t handle) { return registry().get(handle); }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "state_stream_open(int handle, int store, int staging_buffer_bytes, int[] field_bytes, "
-      "int[] field_elements) -> ()");
-  library.def("state_stream_close(int handle) -> ()");
-  library.def("state_stream_chunk_elements(int handle) -> SymInt");
-  library.def("state_stream_extent_bytes(int handle, int elements) -> SymInt");
-  library.def(
-      "state_stream_fill_(int handle, int offset, Tensor master, Tensor(a!) counters) -> ()");
-  library.def(
-      "state_stream_read_(int handle, int offset, int elements, int begin, int end, int[] fields, "
-      "Tensor(a!)[] tensors, Tensor(b!) counters) -> ()");
-  library.def(
-      "state_stream_write_(int handle, int offset, int elements, int begin, int end, int[] fields, "
-      "Tensor[] tensors, Tensor(a!) counters) -> ()");
+ZERO_EXT_OPS(CompositeExplicitAutograd) {
+  ops("state_stream_open(int handle, int store, int staging_buffer_bytes, int[] field_bytes, int[] "
+      "field_elements) -> ()",
+      TORCH_BOX(&state_stream_open));
+  ops("state_stream_close(int handle) -> ()", TORCH_BOX(&state_stream_close));
+  ops("state_stream_chunk_elements(int handle) -> SymInt", TORCH_BOX(&state_stream_chunk_elements));
+  ops("state_stream_extent_bytes(int handle, int elements) -> SymInt",
+      TORCH_BOX(&state_stream_extent_bytes));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
-  library.impl("state_stream_open", TORCH_BOX(&state_stream_open));
-  library.impl("state_stream_close", TORCH_BOX(&state_stream_close));
-  library.impl("state_stream_chunk_elements", TORCH_BOX(&state_stream_chunk_elements));
-  library.impl("state_stream_extent_bytes", TORCH_BOX(&state_stream_extent_bytes));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("state_stream_fill_", TORCH_BOX(&state_stream_fill));
-  library.impl("state_stream_read_", TORCH_BOX(&state_stream_read));
-  library.impl("state_stream_write_", TORCH_BOX(&state_stream_write));
+ZERO_EXT_OPS(CPU) {
+  ops("state_stream_fill_(int handle, int offset, Tensor master, Tensor(a!) counters) -> ()",
+      TORCH_BOX(&state_stream_fill));
+  ops("state_stream_read_(int handle, int offset, int elements, int begin, int end, int[] fields, "
+      "Tensor(a!)[] tensors, Tensor(b!) counters) -> ()",
+      TORCH_BOX((&access_slice<core::read_state, kRead>)));
+  ops("state_stream_write_(int handle, int offset, int elements, int begin, int end, int[] fields, "
+      "Tensor[] tensors, Tensor(a!) counters) -> ()",
+      TORCH_BOX((&access_slice<core::write_state, kWrite>)));
 }
 
 }  // namespace zero_ext::ops

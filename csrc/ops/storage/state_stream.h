@@ -1,4 +1,4 @@
-// Open state streams, and the counters that their ops add to.
+// Open stores and state streams, and the counters that ops on streams add to.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,10 @@
 #include "../checks.h"
 
 namespace zero_ext::ops {
+
+// The store that store_open made under `handle`; whoever holds it keeps it open. An error as of
+// STD_TORCH_CHECK if there is none.
+std::shared_ptr<core::ByteStore> store_of(std::int64_t handle);
 
 // A store, the fields of the state that lies in it, and the ring that the state passes through.
 struct StateStream {

@@ -1,6 +1,7 @@
 // zero_ext::state_stream_adam_: one Adam step over state in a store.
 #include "../../core/offload/adam_stream.h"
 #include "../../core/optimizers/adam_rule.h"
+#include "../op_registration.h"
 #include "../optimizers/optimizer_arg_checks.h"
 #include "state_stream.h"
 
@@ -92,7 +93,7 @@ core::AdamRange read_range(const StateStream& stream, const std::int64_t* row, s
 void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vector<Tensor>& params,
                        const std::vector<Tensor>& grads, const Tensor& segments,
                        const Tensor& hyper, const Tensor& grad_scale, const Tensor& counters,
-                       const std::optional<Tensor>& non_finite) {
+                       const OptionalTensor& non_finite) {
   check_counters(counters, kOp);
   std::int32_t* const flag = read_flag(kOp, non_finite);
   check_shapes(ranges, params, grads, segments, hyper);
@@ -132,15 +133,11 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "state_stream_adam_(int handle, Tensor ranges, Tensor(a!)[] params, Tensor[] grads, "
-      "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(b!) counters, "
-      "Tensor(c!)? non_finite=None) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("state_stream_adam_", TORCH_BOX(&state_stream_adam));
+ZERO_EXT_OPS(CPU) {
+  ops("state_stream_adam_(int handle, Tensor ranges, Tensor(a!)[] params, Tensor[] grads, Tensor "
+      "segments, Tensor hyper, Tensor grad_scale, Tensor(b!) counters, Tensor(c!)? "
+      "non_finite=None) -> ()",
+      TORCH_BOX(&state_stream_adam));
 }
 
 }  // namespace zero_ext::ops

@@ -6,8 +6,9 @@
 #include <mutex>
 #include <vector>
 
+#include "../op_registration.h"
 #include "handle_registry.h"
-#include "open_stores.h"
+#include "state_stream.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -162,49 +163,34 @@ std::shared_ptr<core::ByteStore> store_of(std::int64_t handle) {
   return registry().get(handle)->store;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
-  library.def(
-      "store_open(int handle, str[] paths, str backend, int[] engine_sizes, int stripe_bytes, "
-      "bool checksum, bool block_devices) -> ()");
-  library.def("store_reserve(int handle, int nbytes, bool zeros) -> ()");
-  library.def("store_allocate(int handle, int nbytes) -> SymInt");
-  library.def("store_release(int handle, int offset) -> ()");
-  library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()");
-  library.def("store_write(int handle, Tensor tensor, int offset, int transfer) -> ()");
-  library.def("store_wait(int handle, int transfer) -> ()");
-  library.def("cufile_unavailable_reason() -> str");
-  library.def("store_open_direct(int handle) -> ()");
-  library.def("store_close_direct(int handle) -> ()");
-  library.def("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()");
-  library.def("store_write_direct(int handle, Tensor tensor, int offset, int transfer) -> ()");
-  library.def("store_devices(int handle) -> str");
-  library.def("store_stats_(int handle, Tensor(a!) counts) -> ()");
-  library.def(
-      "store_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");
-  library.def("store_close(int handle) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
-  library.impl("store_open", TORCH_BOX(&store_open));
-  library.impl("store_reserve", TORCH_BOX(&store_reserve));
-  library.impl("store_allocate", TORCH_BOX(&store_allocate));
-  library.impl("store_release", TORCH_BOX(&store_release));
-  library.impl("store_wait", TORCH_BOX(&store_wait));
-  library.impl("cufile_unavailable_reason", TORCH_BOX(&cufile_unavailable_reason));
-  library.impl("store_open_direct", TORCH_BOX(&store_open_direct));
-  library.impl("store_close_direct", TORCH_BOX(&store_close_direct));
+ZERO_EXT_OPS(CompositeExplicitAutograd) {
+  ops("store_open(int handle, str[] paths, str backend, int[] engine_sizes, int stripe_bytes, bool "
+      "checksum, bool block_devices) -> ()",
+      TORCH_BOX(&store_open));
+  ops("store_reserve(int handle, int nbytes, bool zeros) -> ()", TORCH_BOX(&store_reserve));
+  ops("store_allocate(int handle, int nbytes) -> SymInt", TORCH_BOX(&store_allocate));
+  ops("store_release(int handle, int offset) -> ()", TORCH_BOX(&store_release));
+  ops("store_wait(int handle, int transfer) -> ()", TORCH_BOX(&store_wait));
+  ops("cufile_unavailable_reason() -> str", TORCH_BOX(&cufile_unavailable_reason));
+  ops("store_open_direct(int handle) -> ()", TORCH_BOX(&store_open_direct));
+  ops("store_close_direct(int handle) -> ()", TORCH_BOX(&store_close_direct));
   // On every device: what they are given are addresses of its memory.
-  library.impl("store_read_direct_", TORCH_BOX(&store_read_direct_));
-  library.impl("store_write_direct", TORCH_BOX(&store_write_direct));
-  library.impl("store_devices", TORCH_BOX(&store_devices));
-  library.impl("store_inject_fault", TORCH_BOX(&store_inject_fault));
-  library.impl("store_close", TORCH_BOX(&store_close));
+  ops("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()",
+      TORCH_BOX(&store_read_direct_));
+  ops("store_write_direct(int handle, Tensor tensor, int offset, int transfer) -> ()",
+      TORCH_BOX(&store_write_direct));
+  ops("store_devices(int handle) -> str", TORCH_BOX(&store_devices));
+  ops("store_inject_fault(int handle, bool writing, int after, int result, int times) -> ()",
+      TORCH_BOX(&store_inject_fault));
+  ops("store_close(int handle) -> ()", TORCH_BOX(&store_close));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
-  library.impl("store_read_", TORCH_BOX(&store_read_));
-  library.impl("store_write", TORCH_BOX(&store_write));
-  library.impl("store_stats_", TORCH_BOX(&store_stats_));
+ZERO_EXT_OPS(CPU) {
+  ops("store_read_(int handle, Tensor(a!) tensor, int offset, int transfer) -> ()",
+      TORCH_BOX(&store_read_));
+  ops("store_write(int handle, Tensor tensor, int offset, int transfer) -> ()",
+      TORCH_BOX(&store_write));
+  ops("store_stats_(int handle, Tensor(a!) counts) -> ()", TORCH_BOX(&store_stats_));
 }
 
 }  // namespace zero_ext::ops

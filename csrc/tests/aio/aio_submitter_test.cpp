@@ -13,7 +13,7 @@
 #include <tuple>
 
 #include "../../core/aio/submitter.h"
-#include "../../core/aio/unique_fd.h"
+#include "../../core/base/unique_fd.h"
 #include "../test_support.h"
 #include "aio_support.h"
 

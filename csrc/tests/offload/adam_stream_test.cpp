@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../core/base/rounding.h"
 #include "../../core/flat/flat_buffer.h"
-#include "../../core/offload/round_up.h"
 #include "../../core/optimizers/adam_8bit.h"
 #include "../../core/optimizers/optimizer_step.h"
 #include "../store/fake_store.h"

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../core/offload/adam_state.h"
+#include "../../core/offload/adam_stream.h"
 #include "../test_support.h"
 
 namespace zero_ext::core {

@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "../../core/flat/flat_buffer.h"
-#include "../../core/offload/adam_state.h"
+#include "../../core/offload/adam_stream.h"
 #include "../store/fake_store.h"
 #include "../test_support.h"
 

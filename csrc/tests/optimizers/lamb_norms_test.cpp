@@ -1,9 +1,8 @@
-#include "../../core/optimizers/lamb_norms.h"
-
 #include <array>
 #include <mutex>
 
 #include "../../core/norm/squared_norm.h"
+#include "../../core/optimizers/optimizer_step.h"
 #include "step_samples.h"
 
 namespace zero_ext::core {

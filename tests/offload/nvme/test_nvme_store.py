@@ -103,7 +103,7 @@ def test_agrees_with_a_dict(
                 try:
                     offset = store.allocate(nbytes)
                 except RuntimeError as error:
-                    assert f"{nbytes} bytes wanted" in str(error)
+                    assert f"free range of {nbytes} bytes" in str(error)
                     assert sum(tensor.numel() for tensor in model.values()) + rounded > 0
                     continue
                 for other, tensor in model.items():

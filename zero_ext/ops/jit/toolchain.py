@@ -113,11 +113,8 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/attention/attention_arg_checks.cpp",
     "csrc/ops/checks.cpp",
     "csrc/ops/compression/blockwise_arg_checks.cpp",
-    "csrc/ops/compression/integer_block_arg_checks.cpp",
     "csrc/ops/compression/payload_arg_checks.cpp",
-    "csrc/ops/compression/sign_arg_checks.cpp",
     "csrc/ops/flat/flat_buffer_arg_checks.cpp",
-    "csrc/ops/norm/non_finite_arg_checks.cpp",
     "csrc/ops/norm/norm_arg_checks.cpp",
     "csrc/ops/optimizers/optimizer_arg_checks.cpp",
 )

@@ -4,9 +4,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <stdexcept>
 #include <unordered_map>
 #include <utility>
+
+#include "../../base/error_text.h"
 
 namespace zero_ext::core {
 namespace {
@@ -22,20 +23,18 @@ void* open_library(const std::vector<std::string>& names) {
     const bool not_there = reason == name + missing;  // in short: most machines have none of them
     reasons += (reasons.empty() ? "" : "; ") + (not_there ? "no " + name : reason);
   }
-  throw std::runtime_error("cuFile: " + reasons);
+  throw make_error("cuFile: ", reasons);
 }
 
 template <class Call>
 void resolve(void* library, const char* name, Call& call) {
   call = reinterpret_cast<Call>(::dlsym(library, name));
-  if (call == nullptr)
-    throw std::runtime_error("cuFile: no " + std::string(name) + " in the library");
+  require(call != nullptr, "cuFile: no ", name, " in the library");
 }
 
 void check(const CuFileStatus& status, const std::string& action) {
   if (status.err == 0 && status.cu_err == 0) return;
-  throw std::runtime_error(action + " failed: CUfileOpError " + std::to_string(status.err) +
-                           ", CUresult " + std::to_string(status.cu_err));
+  throw make_error(action, " failed: CUfileOpError ", status.err, ", CUresult ", status.cu_err);
 }
 
 // Files registered with cuFile, by each of their descriptors.
@@ -136,12 +135,10 @@ BlockMover cufile_mover(std::shared_ptr<CuFileDriver> driver,
                         const std::vector<std::shared_ptr<IoFile>>& files) {
   void* context = nullptr;
   const int error = driver->calls().context_get(&context);
-  if (error != 0 || context == nullptr) {
-    throw std::runtime_error(
-        "cuFile: no CUDA context is current in this thread (cuCtxGetCurrent "
-        "returned " +
-        std::to_string(error) + ")");
-  }
+  require(error == 0 && context != nullptr,
+          "cuFile: no CUDA context is current in this thread (cuCtxGetCurrent "
+          "returned ",
+          error, ")");
   auto registered = std::make_shared<const Registrations>(std::move(driver), files);
   return [registered = std::move(registered), context](const BlockRequest& request) {
     return move_block(*registered, context, request);

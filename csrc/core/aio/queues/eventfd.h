@@ -5,10 +5,10 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <stdexcept>
 #include <system_error>
 
-#include "../unique_fd.h"
+#include "../../base/error_text.h"
+#include "../../base/unique_fd.h"
 
 namespace zero_ext::core {
 
@@ -16,7 +16,7 @@ class EventFd {
  public:
   EventFd() : descriptor_(::eventfd(0, EFD_CLOEXEC)) {
     if (!descriptor_.valid()) {
-      throw std::runtime_error("eventfd: " + std::generic_category().message(errno));
+      throw make_error("eventfd: ", std::generic_category().message(errno));
     }
   }
 

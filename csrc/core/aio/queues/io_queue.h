@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../io_direction.h"
+#include "../transfer_handle.h"
 
 namespace zero_ext::core {
 

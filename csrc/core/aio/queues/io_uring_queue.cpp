@@ -5,6 +5,7 @@
 #include <string>
 #include <system_error>
 
+#include "../../base/error_text.h"
 #include "io_queue.h"
 
 #if __has_include(<linux/io_uring.h>)
@@ -25,7 +26,7 @@
 #include <fstream>
 #include <thread>
 
-#include "../unique_fd.h"
+#include "../../base/unique_fd.h"
 #include "eventfd.h"
 
 namespace zero_ext::core {
@@ -63,7 +64,7 @@ class RingMapping {
         base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor,
                      what)) {
     if (base_ == MAP_FAILED) {
-      throw std::runtime_error("mapping a ring: " + std::generic_category().message(errno));
+      throw make_error("mapping a ring: ", std::generic_category().message(errno));
     }
   }
   ~RingMapping() { ::munmap(base_, bytes_); }
@@ -211,7 +212,7 @@ class IoUringQueue final : public IoQueue {
     }
     if (errno == EINTR) return;
     if ((errno != EAGAIN && errno != EBUSY) || ++refusals_ > kMaxRefusals) {
-      throw std::runtime_error("io_uring_enter: " + std::generic_category().message(errno));
+      throw make_error("io_uring_enter: ", std::generic_category().message(errno));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -3,6 +3,7 @@
 // are done while they are submitted.
 #include <stdexcept>
 
+#include "../../base/error_text.h"
 #include "io_queue.h"
 
 #if __has_include(<linux/aio_abi.h>)
@@ -10,7 +11,6 @@
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <string>
@@ -116,7 +116,7 @@ class LibaioQueue final : public IoQueue {
       return;
     }
     if (ended < 0) {
-      throw std::runtime_error("io_getevents: " + std::generic_category().message(errno));
+      throw make_error("io_getevents: ", std::generic_category().message(errno));
     }
     in_flight_ -= static_cast<std::size_t>(ended);
     for (const io_event& event : std::span(events_).first(static_cast<std::size_t>(ended))) {

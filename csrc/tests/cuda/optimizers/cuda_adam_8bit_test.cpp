@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../../../core/optimizers/optimizer_step.h"
 #include "../../../cuda/optimizers/adam_8bit_kernel.h"
 #include "cuda_optimizer_support.h"
 

@@ -2,6 +2,7 @@
 #include <limits>
 #include <mutex>
 
+#include "../../../core/optimizers/optimizer_step.h"
 #include "../../../cuda/optimizers/lamb_norms_kernel.h"
 #include "cuda_optimizer_support.h"
 

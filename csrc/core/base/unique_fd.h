@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <utility>
 
 namespace zero_ext::core {
@@ -23,8 +24,11 @@ class UniqueFd {
   bool valid() const { return value_ >= 0; }
 
  private:
+  // Leaves errno alone: what it is closed for may be about to be reported.
   void reset() {
+    const int error = errno;
     if (valid()) ::close(std::exchange(value_, -1));
+    errno = error;
   }
 
   int value_ = -1;
