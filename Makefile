@@ -25,8 +25,8 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 # Every test process imports the package and its tests: without these files each compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
-# Ranks wait for each other much of the time, so one worker more than cores; each holds a pool of ranks.
-TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 7 ? jobs + 1 : 8)))
+# Ranks wait for each other much of the time, so two workers a core; each holds a pool of ranks.
+TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 4 ? 2 * jobs : 8)))
 
 CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
 OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)

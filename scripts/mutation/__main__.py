@@ -52,27 +52,27 @@ AREAS = (
 )
 
 
-def drawn(seed: int, count: int) -> Iterator[list[Mutant]]:
-    """Yield for each area its mutants, as many as wanted first and substitutes after them."""
+def drawn(root: Path, seed: int, count: int) -> Iterator[list[Mutant]]:
+    """Yield for each area of a source tree its mutants, as many as wanted first, then substitutes."""
     for area in AREAS:
         sources = sorted(
-            path for path in (ROOT / area.sources).rglob("*") if path.suffix in (".py", ".h", ".cpp")
+            path for path in (root / area.sources).rglob("*") if path.suffix in (".py", ".h", ".cpp")
         )
-        found = [one for path in sources for one in mutants_of(path, ROOT)]
+        found = [one for path in sources for one in mutants_of(path, root)]
         random.Random(f"{seed} {area.sources}").shuffle(found)
         yield found[: 2 * round(area.share * count)]
 
 
-def tests_of(path: str, wider: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+def tests_of(root: Path, path: str, wider: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     """Return the tests of a Python source in rounds: the mirrored file and folder, then the area's."""
     if not path.startswith("zero_ext/"):
         return [(WIDER, [])]
     source = Path(path)
-    folder = ROOT / "tests" / source.parent.relative_to("zero_ext")
+    folder = root / "tests" / source.parent.relative_to("zero_ext")
     while not folder.is_dir():
         folder = folder.parent
     own = sorted(folder.glob("test_*.py"), key=lambda test: (source.stem not in test.stem, test.name))
-    near = [str(test.relative_to(ROOT)) for test in own]
+    near = [str(test.relative_to(root)) for test in own]
     return [(MIRRORED, near), (WIDER, [*(f"--ignore={test}" for test in near), *wider])]
 
 
@@ -137,7 +137,7 @@ def main(
         shutil.copy2(library, folder / "zero_ext")
     known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     fates = {Mutant(**one["mutant"]): one["fate"] for one in known}
-    for area, mutants in zip(AREAS, drawn(seed, count), strict=True):
+    for area, mutants in zip(AREAS, drawn(folder, seed, count), strict=True):
         wanted = len(mutants) // 2 if area.sources.startswith(only) else 0
         for mutant in mutants:
             if wanted == 0:
@@ -145,18 +145,18 @@ def main(
             before = fates.get(mutant)
             if before is None or (before == UNNOTICED and wider):
                 begin = time.monotonic()
-                rounds = tests_of(mutant.path, area.wider)
+                rounds = tests_of(folder, mutant.path, area.wider)
                 if before is None and not wider:
                     rounds = rounds[:1]
                 elif before == UNNOTICED:
                     rounds = rounds[1:]
                 fates[mutant] = fate_of(mutant, folder, rounds, limit)
-                place = mutant.described((ROOT / mutant.path).read_text())
+                change = mutant.described((folder / mutant.path).read_text())
                 seconds = round(time.monotonic() - begin)
-                line = {"mutant": asdict(mutant), "fate": fates[mutant], "seconds": seconds, "place": place}
+                line = {"mutant": asdict(mutant), "fate": fates[mutant], "seconds": seconds, "change": change}
                 with results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-                print(f"{fates[mutant]} ({seconds} s): {place}", flush=True)
+                print(f"{fates[mutant]} ({seconds} s): {change}", flush=True)
             wanted -= fates[mutant] != "stillborn"
     counts = Counter(fate.split(":")[0] for fate in fates.values())
     tried = sum(counts.values()) - counts["stillborn"]
