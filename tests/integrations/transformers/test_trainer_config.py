@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer
 from transformers.training_args import OptimizerNames
 
+from tests.config.written import FORMS, check
 from tests.integrations.transformers.models import Sentences, arguments, llama
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.integrations.transformers import ZeroTrainer
@@ -51,6 +52,21 @@ def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
     assert load_settings(str(path)).stage == 1
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, args = FORMS[form](tmp_path), arguments(tmp_path, max_grad_norm=0.25)
+    check(resolve_settings(source, args, None)[0])
+    check(load_settings(source))
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "stage=1")
+    if "DeepSpeed" in form:
+        monkeypatch.setenv("ZERO_EXT_CONFIG", "zero_optimization.stage=1")
+    assert resolve_settings(source, args, None)[0].stage == load_settings(source).stage == 1
+    # Held against the arguments like all else.
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "batch.train_batch_size=6")
+    with pytest.raises(ConfigError, match=r"train_batch_size.*6.*ranks = 2"):
+        resolve_settings(source, args, None)
+
+
 def section(name: str, kind: str, **params: Any) -> dict[str, Any]:
     return {name: {"type": kind, "params": params}}
 
@@ -88,11 +104,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         ("scheduler.type", "'WarmupLR'", "lr_scheduler_type = 'cosine'"),
     ),
     # Two formats in one configuration, and "auto" where nothing can say what it is.
-    ({**DEEPSPEED, "stage": 3}, {}, ("zero_config: ", "zero_optimization: is DeepSpeed's", "'stage'")),
+    ({**DEEPSPEED, "stage": 3}, {}, ("configuration: ", "zero_optimization: is DeepSpeed's", "'stage'")),
     (
-        {"stage": 3, "gradient_clipping": "auto"},
+        {"stage": 3, "units": {"bucket_elements": "auto"}},
         {},
-        ("gradient_clipping: expected a value", "Leave the key out"),
+        ("units.bucket_elements: expected a value", "leave the key out"),
     ),
     (
         {"zero_optimization": {"stage": "auto"}},

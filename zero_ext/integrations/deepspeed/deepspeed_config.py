@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.json_file import read_json_object
 from zero_ext.config.training import OptimizerConfig, SchedulerConfig
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.zero.api.engine_lookup import engine_of

@@ -43,7 +43,8 @@ class ZeroStrategy(DDPStrategy):
 
     Args:
         stage: ZeRO stage; default the configuration's, else 3.
-        config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, or the path of a JSON file.
+        config: as for [`load_config`][zero_ext.load_config]. Batch sizes, clipping and precision may be
+            "auto".
         accelerator: as in `DDPStrategy`.
         parallel_devices: as in `DDPStrategy`.
         cluster_environment: as in `DDPStrategy`.

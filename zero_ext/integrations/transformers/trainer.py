@@ -55,10 +55,9 @@ class ZeroTrainerMixin(_Base):
 
     Args:
         *args: passed on to the Trainer.
-        zero_config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, the path of a JSON file, or DeepSpeed's
-            JSON (mapping or path) with "auto" values; default ZeRO-3. What it leaves out comes from
-            TrainingArguments: batch sizes, accumulation, clipping, precision, and an optimizer's or
-            scheduler's settings.
+        zero_config: as for [`load_config`][zero_ext.load_config]; default ZeRO-3. What it leaves out or calls
+            "auto" comes from TrainingArguments: batch sizes, accumulation, clipping, precision, and an
+            optimizer's or scheduler's settings.
         **kwargs: passed on to the Trainer.
 
     Attributes:

@@ -3,30 +3,32 @@ sharded Trainer cannot serve."""
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from zero_ext.config import ConfigError, Note, OptimizerConfig, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config import ConfigError, Note, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
-from zero_ext.config.deepspeed.translate import KEYS
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.deepspeed.deepspeed_keys import AUTO, LEFT_OUT
+from zero_ext.config.sources.config_source import ConfigSource, WrittenConfig, read_config
 from zero_ext.integrations.prepare_with_features import written_value
-
-ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
-AUTO = "auto"
-_NATIVE = frozenset(ZeroConfig.model_fields)
-_DEEPSPEED = frozenset(path.partition(".")[0] for path in KEYS)
+_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay")
+_SCHEDULE_PARAMS = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+# Native key paths that TrainingArguments have a value for.
+_FROM_ARGUMENTS = (
+    *("batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.train_batch_size"),
+    *("gradient_clipping", "precision.dtype"),
+    *(f"optimizer.params.{name}" for name in _ADAM_PARAMS),
+    *(f"scheduler.params.{name}" for name in _SCHEDULE_PARAMS),
+)
 
 
 class _Shared(NamedTuple):
@@ -57,30 +59,22 @@ def resolve_settings(
         TypeError: a source of another type.
     """
     shared = [*_always(args), *_optimizer(args), *_scheduler(args, steps)]
-    values = _read(source)
-    if values is not None and _is_deepspeed(values):
-        config, notes = _from_deepspeed(source, values, args, shared)
-    else:
-        config, notes = _from_native(source, args, shared), ()
+    written, wanted = read_config(source), _wanted_dtype(args)
+    config, notes = written.resolved(_values_of_auto(written, args, shared))
+    problems = [_contradiction(each, *_seen(each, written, config)) for each in shared]
+    _refuse([*problems, *_other_dtypes(written, config, wanted)])
+    config = _completed(config, args, wanted)
     _refuse_savers(config)
     _refuse_other_makers(config, args)
     return config, notes
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
-    """Return the configuration without TrainingArguments: "auto" of DeepSpeed's JSON becomes some value.
+    """Return the configuration without TrainingArguments: what is "auto" has its default.
 
     Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
     """
-    values = _read(source)
-    if values is None or not _is_deepspeed(values):
-        return load_config(source)
-    resolve: dict[str, object] = {}
-    for path, value in _flat(values):
-        if value == AUTO and not path.startswith("zero_optimization."):
-            betas = [0.9, 0.999] if path.endswith(".betas") else 1
-            resolve[path] = False if path.endswith(".enabled") else betas
-    return load_deepspeed_config(values, resolve).config
+    return read_config(source).resolved(dict.fromkeys(_FROM_ARGUMENTS, LEFT_OUT))[0]
 
 
 def _always(args: TrainingArguments) -> list[_Shared]:
@@ -121,53 +115,29 @@ def _params_of(section: str, **params: tuple[str, Any]) -> list[_Shared]:
     return [_Shared(path := f"{section}.params.{key}", path, *pair) for key, pair in params.items()]
 
 
-def _is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Return whether this is DeepSpeed's JSON: it has top-level keys that are DeepSpeed's alone, or says
-    "auto" and has none that is zero_ext's alone.
-
-    Raises ConfigError for keys of both formats, and for "auto" where only zero_ext's are.
-    """
-    native = sorted(key for key in values if key in _NATIVE and key not in _DEEPSPEED)
-    foreign = sorted(key for key in values if key in _DEEPSPEED and key not in _NATIVE)
-    if native and foreign:
-        text = (
-            f"is DeepSpeed's key, and {native[0]!r} in the same configuration is zero_ext's. Write all keys "
-            "in one of the two formats (docs/how_to/transformers.md has them side by side)."
-        )
-        raise ConfigError([Problem(key, text) for key in foreign], "zero_config")
-    automatic = [path for path, value in _flat(values) if value == AUTO]
-    if native and automatic:
-        text = (
-            "expected a value, got 'auto', which only DeepSpeed's JSON may have. Leave the key out to take "
-            "TrainingArguments' value or the default."
-        )
-        raise ConfigError([Problem(path, text) for path in automatic], "zero_config")
-    return bool(foreign or automatic)
+def _values_of_auto(
+    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared]
+) -> dict[str, object]:
+    """Return values by native key path. What :func:`_completed` sets is left out until then."""
+    values: dict[str, Any] = {each.native: each.value for each in shared if each.value is not None}
+    # The number of steps may be unknown as yet: any will do to check the rest.
+    values.setdefault("scheduler.params.total_num_steps", 1)
+    values["scheduler.params.warmup_num_steps"] = max(1, values.get("scheduler.params.warmup_num_steps", 1))
+    completed = [*_always(args)]
+    if str(written.flat().get("optimizer.type", "")).lower() in _ADAMS:
+        completed += _optimizer(args)
+    return values | dict.fromkeys(["precision.dtype", *(each.native for each in completed)], LEFT_OUT)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by key path."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _seen(each: _Shared, written: WrittenConfig, config: ZeroConfig) -> tuple[str, object]:
+    """Return what the configuration says about a setting, after its key path."""
+    if written.deepspeed and each.native not in written.overrides:
+        return each.deepspeed, written.flat().get(each.deepspeed)
+    return each.native, written_value(config, each.native)
 
 
-def _read(source: ConfigSource) -> dict[str, Any] | None:
-    """Return the keys as they were written; None for a typed configuration or none."""
-    if isinstance(source, str | Path):
-        return read_json_object(source)
-    return dict(source) if isinstance(source, Mapping) else None
-
-
-def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Shared]) -> ZeroConfig:
-    config = load_config(source)
-    problems = [_contradiction(each, each.native, written_value(config, each.native)) for each in shared]
-    wanted, seen = _wanted_dtype(args), written_value(config, "precision.dtype")
-    if wanted is not None and seen is not None and seen != wanted:
-        problems.append(_disagree("precision.dtype", seen, wanted, True))
-    _refuse(problems)
+def _completed(config: ZeroConfig, args: TrainingArguments, wanted: str | None) -> ZeroConfig:
+    """Return the configuration with what it leaves out."""
     *batch, clipping = _always(args)
     changes: dict[str, Any] = {
         "batch": config.batch.replace(**{each.key: each.value for each in batch}),
@@ -176,47 +146,24 @@ def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Sh
     if wanted is not None:
         changes["precision"] = config.precision.replace(dtype=wanted)
     if config.optimizer is not None:
-        changes["optimizer"] = _completed(config.optimizer, args)
+        policy, adam = config.optimizer, config.optimizer.type.lower() in _ADAMS
+        params = {each.key: each.value for each in _optimizer(args) if adam or each.key == "lr"}
+        changes["optimizer"] = policy.replace(params={**params, **policy.params})
     return config.replace(**changes)
 
 
-def _completed(policy: OptimizerConfig, args: TrainingArguments) -> OptimizerConfig:
-    adam = policy.type.lower() in _ADAMS
-    params = {each.key: each.value for each in _optimizer(args) if adam or each.key == "lr"}
-    return policy.replace(params={**params, **policy.params})
-
-
-def _from_deepspeed(
-    source: ConfigSource, values: dict[str, Any], args: TrainingArguments, shared: list[_Shared]
-) -> tuple[ZeroConfig, tuple[Note, ...]]:
-    values = copy.deepcopy(values)
-    written = {path.replace("bfloat16.", "bf16."): value for path, value in _flat(values)}
-    problems = [_contradiction(each, each.deepspeed, written.get(each.deepspeed)) for each in shared]
-    wanted = _wanted_dtype(args)
-    for dtype, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        said = written.get(f"{dtype}.enabled")
-        if (said is False and wanted == dtype) or (said is True and wanted == other):
-            problems.append(_disagree(f"{dtype}.enabled", said, wanted, True))
-    _refuse(problems)
-    for each in _always(args):
-        values.setdefault(each.deepspeed, AUTO)
-    if wanted is not None and f"{wanted}.enabled" not in written:
-        values[wanted] = {**values.get(wanted, {}), "enabled": True}
-    optimizer = values.get("optimizer")
-    if isinstance(optimizer, Mapping) and str(optimizer.get("type", "")).lower() in _ADAMS:
-        params = {each.key: AUTO for each in _optimizer(args)}
-        values["optimizer"] = {**optimizer, "params": {**params, **optimizer.get("params", {})}}
-    resolve = {each.deepspeed: each.value for each in shared if each.value is not None}
-    # The number of steps may be unknown as yet: any will do to check the rest.
-    resolve.setdefault("scheduler.params.total_num_steps", 1)
-    warm_up = resolve.get("scheduler.params.warmup_num_steps", 1)
-    resolve["scheduler.params.warmup_num_steps"] = max(1, warm_up)
-    resolve |= {"fp16.enabled": bool(args.fp16), "bf16.enabled": bool(args.bf16)}
-    try:
-        translation = load_deepspeed_config(values, resolve)
-    except ConfigError as error:
-        raise (error.within(str(source)) if isinstance(source, str | Path) else error) from None
-    return translation.config, translation.notes
+def _other_dtypes(written: WrittenConfig, config: ZeroConfig, wanted: str | None) -> Iterator[Problem]:
+    """Yield what the configuration says about dtypes against the arguments."""
+    if not written.deepspeed:
+        seen = written_value(config, "precision.dtype")
+        if wanted is not None and seen is not None and seen != wanted:
+            yield _disagree("precision.dtype", seen, wanted, True)
+        return
+    said = {path.replace("bfloat16.", "bf16."): value for path, value in written.flat().items()}
+    for dtype in ("fp16", "bf16"):
+        enabled = said.get(f"{dtype}.enabled")
+        if wanted is not None and enabled is (wanted != dtype):
+            yield _disagree(f"{dtype}.enabled", enabled, wanted, True)
 
 
 def _wanted_dtype(args: TrainingArguments) -> str | None:
