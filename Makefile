@@ -27,6 +27,8 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 # Ranks wait for each other much of the time, so two workers a core; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 4 ? 2 * jobs : 8)))
+# Scopes in the order that tests/conftest.py gives them.
+PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder --durations=20
 
 CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
 OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)
@@ -79,7 +81,7 @@ $(INTEGRATIONS): $(EXTENSION) requirements-integrations.txt benchmarks/requireme
 test: test-cpp test-python
 
 test-python: setup
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 # The pages that the program writes are looked at in a browser.
 $(BROWSER): scripts/system_packages.sh
@@ -87,7 +89,7 @@ $(BROWSER): scripts/system_packages.sh
 	touch $@
 
 test-integrations: $(INTEGRATIONS) $(BROWSER)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope tests/integrations
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS) tests/integrations
 
 zoo: $(INTEGRATIONS)
 	$(BIN)/python -m tests.zoo --report build/zoo.md

@@ -316,7 +316,8 @@ class ModelParallelState:
         buffers = {name: (list(each.shape), str(each.dtype)) for name, each in own.buffers().items()}
         message = {"table": table, "scalars": self._renamed(own.scalar_state()), "buffers": buffers}
         own_bytes = json.dumps(message).encode()
-        states = map(json.loads, bytes_of_all_ranks(self.everyone, own_bytes, "the parts' tables"))
+        gathered = bytes_of_all_ranks(self.everyone, own_bytes, "the parts' tables")
+        states = [json.loads(text) for text in gathered]
         self._table, self._scalars = {}, {}
         for stage_state in states:
             for name, entry in stage_state["table"].items():
