@@ -45,7 +45,8 @@ def test_yaml_has_the_scalars_of_version_1_2(tmp_path: Path, text: str, value: o
         ("a.yml", "a: 1\n---\nb: 2\n", "another document"),
         ("a.yml", "a: \x00\n", "expected YAML, got an error"),
         ("a.yml", "- 1\n", "expected an object at the top level, got a list"),
-        ("a.yml", "", "expected an object at the top level, got a NoneType"),
+        ("a.yml", "a: " + "1" * 5000, "expected YAML, got an error"),
+        ("a.toml", "a = " + "1" * 5000, "expected TOML, got an error"),
         ("a.yml", "a: " + "[" * 40 + "]" * 40, "at most 32 nested levels"),
         ("a.yml", "a: " + "[" * 3000 + "]" * 3000, "at most 32 nested levels"),
         ("a.toml", "a = 1\na = 2\n", "expected TOML, got an error"),
@@ -60,6 +61,11 @@ def test_refused(tmp_path: Path, name: str, text: str, fragment: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, name, text)
     assert str(caught.value).startswith(str(tmp_path / name)) and fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
+def test_a_file_of_comments_is_empty(tmp_path: Path, name: str) -> None:
+    assert _read(tmp_path, name, "# nothing\n") == {}
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.yaml", "PyYAML"), ("a.toml", "tomli")])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from zero_ext.zero.api.engine_lookup import engine_of
 
 # What they know about an "auto" they are told, or they have no use for it.
 RESOLVE = {"batch.train_batch_size": 4}
+BF16 = {"bf16.enabled": True}
 
 
 def _prepare(config: Any) -> ZeroConfig:
@@ -83,6 +85,11 @@ def test_the_environment_changes_what_is_read(
     [
         ("stag=1", ("configuration with ZERO_EXT_CONFIG", "stag: unknown key. Did you mean stage?")),
         ("stage=4", ("stage: expected an integer from 0 to 3, got 4",)),
+        ("stage=1 stage=1", ("expected every key once, got 'stage' twice",)),
+        ('units={"a":1,"a":2}', ("'a': it occurs twice",)),
+        ("bogus=null", ("bogus: unknown key",)),
+        ("stage=true", ("stage: expected an integer from 0 to 3, got True",)),
+        ("stage.real=2", ("stage: expected an integer from 0 to 3",)),
         ("stage=NaN", ("stage: expected an integer from 0 to 3, got nan",)),
         ("stage.=4", ("ZERO_EXT_CONFIG: expected key=value", "'stage.=4'")),
         ("=4", ("ZERO_EXT_CONFIG: expected key=value",)),
@@ -90,7 +97,7 @@ def test_the_environment_changes_what_is_read(
         ("'stage=2", ("expected words", "No closing quotation")),
         (
             "zero_optimization.stage=1",
-            ("ZERO_EXT_CONFIG: zero_optimization: is DeepSpeed's key, and 'stage'",),
+            ("zero_optimization: unknown key",),
         ),
         ("stage.x=1", ("stage: expected an integer from 0 to 3, got {'x': 1}",)),
     ],
@@ -105,6 +112,28 @@ def test_what_the_environment_cannot_say(
         assert fragment in str(caught.value)
 
 
+def test_settings_are_applied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, 'stage=2 optimizer={"type":"SGD"}')
+    config = zero_ext.load_config({"zero_optimization": {"stage": 1}})
+    assert config.stage == 2 and zero_ext.load_config(config) is config
+    assert zero_ext.load_config(config.replace(stage=3)).stage == _prepare(config.replace(stage=3)).stage == 3
+    monkeypatch.delenv(VARIABLE)
+    assert config == zero_ext.load_config(
+        {"stage": 2, "gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {}}}
+    )
+
+
+def test_settings_have_their_own_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        VARIABLE,
+        'offload.optimizer=nvme \'offload.nvme_paths=["/a b", "/c"]\' units.leaf_modules=["Block"] '
+        "aio.queue_depth=8 gradient_clipping=1e-1",
+    )
+    config = zero_ext.load_config({"stage": 1})
+    assert config.offload.nvme_paths == ("/a b", "/c") and config.units.leaf_modules == ("Block",)
+    assert (config.aio.queue_depth, config.gradient_clipping) == (8, 0.1)
+
+
 def test_values_of_auto() -> None:
     config = zero_ext.load_config(
         {"stage": 1, "gradient_clipping": "auto", "optimizer": {"type": "SGD", "params": {"lr": "auto"}}},
@@ -117,6 +146,35 @@ def test_values_of_auto() -> None:
     with pytest.raises(ConfigError) as caught:
         zero_ext.load_config({"stage": "auto", "units": {"bucket_elements": "auto"}})
     assert set(caught.value.paths) == {"stage", "units.bucket_elements"}
+    for source, resolve, paths in (
+        ({"stage": 7, "gradient_clipping": "auto"}, {}, {"stage", "gradient_clipping"}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, {}, {"optimizer.params.lr"}),
+        ({"stage": 1, "precision.dtype": "auto"}, {"precision.dtype": "bf16"}, {"precision.dtype"}),
+        ({"stage": 1}, {"gradient_cliping": 1.0}, {"gradient_cliping"}),
+        ({"bf16": {"enabled": "auto"}}, {"precision.dtype": "bfloat16"}, {"precision.dtype"}),
+        (
+            {"bfloat16": {"enabled": "auto"}, "bf16": {"enabled": True}},
+            {"bf16.enabled": True},
+            {"bf16.enabled"},
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            zero_ext.load_config(source, resolve)
+        assert set(caught.value.paths) == paths
+    assert zero_ext.load_config({"monitor": {"csv": "auto"}}).monitor is not None
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 2.0]), torch.ones(2)])
+def test_arrays_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="gradient_clipping: expected a finite number"):
+        zero_ext.load_config({"gradient_clipping": value})
+
+
+def test_a_mapping_that_holds_itself_is_refused_at_once() -> None:
+    values: dict[str, Any] = {}
+    values["a"] = values["b"] = values
+    with pytest.raises(ConfigError, match="expected at most 100000 values"):
+        zero_ext.load_config(values)
 
 
 def test_the_json_schema_may_be_named() -> None:

@@ -127,7 +127,7 @@ def _space(options: TuneOptions) -> Space:
         )
     if is_stored(*tiers) and not options.nvme_path:
         raise ValueError("--nvme-path: expected a folder for the tier nvme, got none. Name at least one.")
-    base = {} if options.config is None else load_config(options.config).model_dump(exclude_unset=True)
+    base = load_config(options.config).model_dump(exclude_unset=True)
     return Space(
         placements_of(stages, tiers),
         _counts(options.micro_batches, "--micro-batches", 1),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from typing_extensions import Self
 
 from zero_ext.config.activation_checkpointing import ActivationCheckpointingConfig
 from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Positive, as_integer
@@ -95,6 +96,29 @@ class ZeroConfig(ConfigSection):
     steps_per_print: Positive | None = None
     monitor: MonitorConfig | None = None
     seed: Count = 0
+
+    # Whether the environment's settings are in it, which are not applied again.
+    _in_force: bool = PrivateAttr(default=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZeroConfig) and self.__dict__ == other.__dict__
+
+    def replace(self, **changes: object) -> Self:
+        """Return a copy with some settings changed, checked as a new one would be."""
+        found = super().replace(**changes)
+        found._in_force = self._in_force
+        return found
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the environment's settings are in it."""
+        return self._in_force
+
+    def put_in_force(self) -> Self:
+        """Return a copy that counts as having the environment's settings."""
+        found = self.model_copy()
+        found._in_force = True
+        return found
 
     @model_validator(mode="after")
     def _loss_scale_has_a_use(self) -> ZeroConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 import zero_ext
@@ -150,6 +150,10 @@ def test_forms(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     check(ZeroStrategy(config=source).config)
     monkeypatch.setenv("ZERO_EXT_CONFIG", "gradient_clipping=0.5")
     assert ZeroStrategy(config=source).config.gradient_clipping == 0.5
+    scale = {"enabled": "auto", "initial_scale_power": 20}
+    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 1}, "fp16": scale})
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
+    assert strategy.config.precision.dtype == "fp16" and strategy.config.loss_scale.initial_power == 20
 
 
 def test_contradictions_show_both_sides() -> None:

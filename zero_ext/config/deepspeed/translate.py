@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.base_section import key_paths
+from zero_ext.config.base_section import key_paths, one_of
 from zero_ext.config.config_errors import (
     SUGGESTIONS,
     ConfigError,
@@ -45,7 +45,8 @@ for _key in TABLE:
 
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _CLIPPING = 1.0
-_DTYPE, _DTYPE_SWITCHES = "precision.dtype", ("fp16.enabled", "bf16.enabled")
+_DTYPE, _DTYPES = "precision.dtype", ("keep", "fp32", "bf16", "fp16")
+_DTYPE_SWITCHES = ("fp16.enabled", "bf16.enabled")
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
 _CONNECTION_PARAMS = ("cuda_aware", "comm_backend_name")
 _TRUE_PARAMS = {
@@ -157,6 +158,8 @@ def _walk(
 ) -> None:
     for name, value in section.items():
         path = join_path(prefix, name)
+        if path == "$schema":
+            continue
         if isinstance(name, str) and "." in name and not prefix:
             # TRL writes such keys when it means the nested ones. DeepSpeed ignores them.
             resolved.note(path, "a key with dots is ignored, as in DeepSpeed. Nest it to set it")
@@ -183,15 +186,17 @@ def _unknown(path: str, resolved: ResolvedKeys) -> Problem:
 def _resolve_value(
     key: Key, path: str, value: object, resolve: Mapping[str, object], resolved: ResolvedKeys
 ) -> None:
-    if value == AUTO and AUTO not in key.harmless:
+    if isinstance(value, str) and value == AUTO and AUTO not in key.harmless:
         names = (path, key.path, *key.aliases, key.native)
         known = [resolve[name] for name in names if resolve.get(name, AUTO) != AUTO]
         if key.path in _DTYPE_SWITCHES and not known and _DTYPE in resolve:
-            dtype = resolve[_DTYPE]
-            known = [dtype if dtype is LEFT_OUT else f"{dtype}.enabled" == key.path]
+            if resolve[_DTYPE] not in _DTYPES:
+                resolved.add_problem(_DTYPE, wrong_value(one_of(_DTYPES), resolve[_DTYPE]))
+            known = [f"{resolve[_DTYPE]}.enabled" == key.path]
         if not known and not key.auto:
             resolved.problems.append(_unresolved(path))
         if not known or known[0] is LEFT_OUT:
+            resolved.written.setdefault(key.path, path)
             return
         value = known[0]
     elif path in OPEN_SECTIONS and isinstance(value, Mapping):
@@ -212,7 +217,7 @@ def _resolve_params(
     found: dict[str, object] = {}
     for name, value in params.items():
         inner = join_path(path, name)
-        if value == AUTO:
+        if isinstance(value, str) and value == AUTO:
             if resolve.get(inner, AUTO) == AUTO:
                 resolved.problems.append(_unresolved(inner))
                 continue

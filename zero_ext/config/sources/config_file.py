@@ -33,18 +33,18 @@ def _parse_yaml(text: str, source: str) -> dict[str, object]:
         mark = error.problem_mark or error.context_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise refusal(f"expected YAML, got an error{where}: {error.problem}. Correct it.", source) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise refusal(f"expected YAML, got an error: {error}. Correct it.", source) from None
     except RecursionError:
         raise refusal(TOO_DEEP, source) from None
-    return checked_object(value, source)
+    return checked_object({} if value is None else value, source)
 
 
 def _parse_toml(text: str, source: str) -> dict[str, object]:
     toml = _installed(("tomllib", "tomli"), "tomli", "TOML", source)
     try:
         value = toml.loads(text)
-    except toml.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError is one
         raise refusal(f"expected TOML, got an error: {error}. Correct it.", source) from None
     except RecursionError:
         raise refusal(TOO_DEEP, source) from None
@@ -88,16 +88,16 @@ def _yaml_loader(yaml: Any) -> type[Any]:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for number, (key, _) in enumerate(node.value):
-                if not isinstance(names[number], str):
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {names[number]!r}, which is no text", key.start_mark
-                    )
-                if names[number] in names[:number]:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {names[number]!r} twice in one mapping", key.start_mark
-                    )
+            names: set[str] = set()
+            for key, _ in node.value:
+                name = self.construct_object(key, deep=True)
+                if not isinstance(name, str):
+                    problem = f"key {name!r}, which is no text"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                if name in names:
+                    problem = f"key {name!r} twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                names.add(name)
             return dict(super().construct_mapping(node, deep=deep))
 
     for name, pattern, first in _SCALARS:

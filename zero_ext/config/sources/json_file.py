@@ -27,7 +27,7 @@ def read_json_object(path: str | Path) -> dict[str, object]:
 def parse_json_object(text: str, source: str) -> dict[str, object]:
     """Parse one JSON object from text; `source` names it in errors, which are those of `read_json_object`."""
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
         where = f"line {error.lineno}, column {error.colno}"
@@ -74,7 +74,8 @@ def read_text(path: Path) -> str:
         raise refusal(problem, str(path)) from None
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the pairs of a JSON object as a dict. Raises ``ValueError`` for a key that occurs twice."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

@@ -13,6 +13,7 @@ from transformers import Trainer
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
 from zero_ext.config import ZeroConfig
+from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.transformers.model_patches import (
     checkpoint_by_configuration,
@@ -25,7 +26,6 @@ from zero_ext.integrations.transformers.trainer_checkpoints import (
     last_complete_checkpoint,
 )
 from zero_ext.integrations.transformers.trainer_config import (
-    ConfigSource,
     refuse_adapters,
     refuse_arguments,
     refuse_duplicates,
@@ -76,21 +76,19 @@ class ZeroTrainerMixin(_Base):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
-        self._zero_source = zero_config
+        self._written = read_config(zero_config)
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
         self._check_adapters()
         refuse_tokenizer(self.model, self.processing_class)
         steps = self.args.max_steps if self.args.max_steps > 0 else None
-        self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
+        self._zero_settings, notes = resolve_settings(self._written, self.args, steps)
         if not isinstance(self.optimizer, ZeroOptimizer):  # that one is what a section has become
             made, schedule = self.optimizer, self.lr_scheduler
             refuse_duplicates(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
             build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, device="cpu", requires_grad=True)])
-        if self.is_world_process_zero():
-            for note in notes:
-                logger.warning("%s", note)
+        log_notes(notes)
 
     def _check_adapters(self) -> None:
         refuse_adapters(self)
@@ -123,7 +121,7 @@ class ZeroTrainerMixin(_Base):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        self._zero_settings, _ = resolve_settings(self._zero_source, self.args, max_steps)
+        self._zero_settings, _ = resolve_settings(self._written, self.args, max_steps)
         self._shard_for_training()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

@@ -3,9 +3,10 @@ sharded Trainer cannot serve."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,6 @@ from zero_ext.integrations.prepare_with_features import written_value
 
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
-_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay")
-_SCHEDULE_PARAMS = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-# Native key paths that TrainingArguments have a value for.
-_FROM_ARGUMENTS = (
-    *("batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.train_batch_size"),
-    *("gradient_clipping", "precision.dtype"),
-    *(f"optimizer.params.{name}" for name in _ADAM_PARAMS),
-    *(f"scheduler.params.{name}" for name in _SCHEDULE_PARAMS),
-)
 
 
 class _Shared(NamedTuple):
@@ -46,35 +38,45 @@ class _Shared(NamedTuple):
 
 
 def resolve_settings(
-    source: ConfigSource, args: TrainingArguments, steps: int | None
+    written: WrittenConfig, args: TrainingArguments, steps: int | None
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
     """Return the configuration in force, and notes on keys of DeepSpeed's JSON without effect.
 
-    What ``source`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
+    What ``written`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
     the number of optimizer steps of the run, None while it is unknown.
 
     Raises:
         ConfigError: lists every contradiction with both sides, and all that the readers of the two formats
             refuse.
-        TypeError: a source of another type.
     """
     shared = [*_always(args), *_optimizer(args), *_scheduler(args, steps)]
-    written, wanted = read_config(source), _wanted_dtype(args)
-    config, notes = written.resolved(_values_of_auto(written, args, shared))
-    problems = [_contradiction(each, *_seen(each, written, config)) for each in shared]
-    _refuse([*problems, *_other_dtypes(written, config, wanted)])
-    config = _completed(config, args, wanted)
+    values: dict[str, Any] = {each.native: each.value for each in shared if each.value is not None}
+    # The number of steps may be unknown as yet: any will do to check the rest.
+    values.setdefault("scheduler.params.total_num_steps", 1)
+    values["scheduler.params.warmup_num_steps"] = max(1, values.get("scheduler.params.warmup_num_steps", 1))
+    values["precision.dtype"] = _wanted_dtype(args) or "keep"
+    if written.deepspeed:
+        config, notes = _from_deepspeed(written, args, shared, values)
+    else:
+        config, notes = _from_native(written, args, shared, values), ()
     _refuse_savers(config)
     _refuse_other_makers(config, args)
     return config, notes
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
-    """Return the configuration without TrainingArguments: what is "auto" has its default.
+    """Return the configuration without TrainingArguments: what is "auto" has its default, or some value.
 
-    Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
+    Right for what concerns loading: stage, tiers, storage. Raises what `load_config` does.
     """
-    return read_config(source).resolved(dict.fromkeys(_FROM_ARGUMENTS, LEFT_OUT))[0]
+    written = read_config(source)
+    resolve: dict[str, object] = {}
+    for path, value in written.flat().items():
+        if value == AUTO and path.endswith(".betas"):
+            resolve[path] = [0.9, 0.999]
+        elif value == AUTO and not path.startswith(("zero_optimization.", "stage", "offload.")):
+            resolve[path] = False if path.endswith(".enabled") else LEFT_OUT
+    return written.resolved(resolve)[0]
 
 
 def _always(args: TrainingArguments) -> list[_Shared]:
@@ -115,29 +117,15 @@ def _params_of(section: str, **params: tuple[str, Any]) -> list[_Shared]:
     return [_Shared(path := f"{section}.params.{key}", path, *pair) for key, pair in params.items()]
 
 
-def _values_of_auto(
-    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared]
-) -> dict[str, object]:
-    """Return values by native key path. What :func:`_completed` sets is left out until then."""
-    values: dict[str, Any] = {each.native: each.value for each in shared if each.value is not None}
-    # The number of steps may be unknown as yet: any will do to check the rest.
-    values.setdefault("scheduler.params.total_num_steps", 1)
-    values["scheduler.params.warmup_num_steps"] = max(1, values.get("scheduler.params.warmup_num_steps", 1))
-    completed = [*_always(args)]
-    if str(written.flat().get("optimizer.type", "")).lower() in _ADAMS:
-        completed += _optimizer(args)
-    return values | dict.fromkeys(["precision.dtype", *(each.native for each in completed)], LEFT_OUT)
-
-
-def _seen(each: _Shared, written: WrittenConfig, config: ZeroConfig) -> tuple[str, object]:
-    """Return what the configuration says about a setting, after its key path."""
-    if written.deepspeed and each.native not in written.overrides:
-        return each.deepspeed, written.flat().get(each.deepspeed)
-    return each.native, written_value(config, each.native)
-
-
-def _completed(config: ZeroConfig, args: TrainingArguments, wanted: str | None) -> ZeroConfig:
-    """Return the configuration with what it leaves out."""
+def _from_native(
+    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared], values: dict[str, Any]
+) -> ZeroConfig:
+    config, _ = written.resolved(values)
+    problems = [_contradiction(each, each.native, written_value(config, each.native)) for each in shared]
+    wanted, seen = _wanted_dtype(args), written_value(config, "precision.dtype")
+    if wanted is not None and seen is not None and seen != wanted:
+        problems.append(_disagree("precision.dtype", seen, wanted, True))
+    _refuse(problems)
     *batch, clipping = _always(args)
     changes: dict[str, Any] = {
         "batch": config.batch.replace(**{each.key: each.value for each in batch}),
@@ -152,18 +140,27 @@ def _completed(config: ZeroConfig, args: TrainingArguments, wanted: str | None) 
     return config.replace(**changes)
 
 
-def _other_dtypes(written: WrittenConfig, config: ZeroConfig, wanted: str | None) -> Iterator[Problem]:
-    """Yield what the configuration says about dtypes against the arguments."""
-    if not written.deepspeed:
-        seen = written_value(config, "precision.dtype")
-        if wanted is not None and seen is not None and seen != wanted:
-            yield _disagree("precision.dtype", seen, wanted, True)
-        return
+def _from_deepspeed(
+    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared], values: dict[str, Any]
+) -> tuple[ZeroConfig, tuple[Note, ...]]:
     said = {path.replace("bfloat16.", "bf16."): value for path, value in written.flat().items()}
-    for dtype in ("fp16", "bf16"):
+    problems = [_contradiction(each, each.deepspeed, said.get(each.deepspeed)) for each in shared]
+    problems += [_contradiction(each, each.native, written.overrides.get(each.native)) for each in shared]
+    wanted, changed = _wanted_dtype(args), written.overrides.get("precision.dtype")
+    if wanted is not None and changed not in (None, wanted):
+        problems.append(_disagree("precision.dtype", changed, wanted, True))
+    for dtype, other in (("fp16", "bf16"), ("bf16", "fp16")):
         enabled = said.get(f"{dtype}.enabled")
-        if wanted is not None and enabled is (wanted != dtype):
-            yield _disagree(f"{dtype}.enabled", enabled, wanted, True)
+        if (enabled is False and wanted == dtype) or (enabled is True and wanted == other):
+            problems.append(_disagree(f"{dtype}.enabled", enabled, wanted, True))
+    _refuse(problems)
+    left_out = {each.deepspeed: AUTO for each in _always(args)}
+    keys: dict[str, Any] = {**left_out, **written.values}
+    optimizer = keys.get("optimizer")
+    if isinstance(optimizer, Mapping) and str(optimizer.get("type", "")).lower() in _ADAMS:
+        params = {each.key: AUTO for each in _optimizer(args)}
+        keys["optimizer"] = {**optimizer, "params": {**params, **(optimizer.get("params") or {})}}
+    return dataclasses.replace(written, values=keys).with_dtype(wanted).resolved(values)
 
 
 def _wanted_dtype(args: TrainingArguments) -> str | None:
