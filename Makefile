@@ -27,8 +27,7 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 # Ranks wait for each other much of the time, so two workers a core; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 4 ? 2 * jobs : 8)))
-# Scopes in the order that tests/conftest.py gives them.
-PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder --durations=20
+PYTEST_OPTIONS := -n $(TEST_WORKERS) --dist loadscope --durations=20
 
 CORE_SOURCES := $(shell find csrc/core -name "*.cpp" | sort)
 OP_SOURCES := $(shell find csrc/ops -name "*.cpp" | sort)

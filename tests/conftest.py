@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import secrets
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -22,13 +21,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("any machine")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules of few tests come first. Those tests take long, and the short ones of the others, at the end,
-    keep all workers busy."""
-    counts = Counter(item.path for item in items)
-    items.sort(key=lambda item: counts[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 MODULE = Path(__file__).resolve().parent
 
@@ -20,3 +22,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args
     )
     return None if any(path == MODULE or MODULE in path.parents for path in named) else True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_for_other_modules() -> Iterator[None]:
+    """Libraries that begin a group in this very process leave it behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -77,6 +77,9 @@ class Fingerprint:
 def sums(memory: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Return an int64, on its device, of the bytes ``memory``, uint8 [n], and their positions; n is a
     multiple of ``itemsize``.
+
+    Blocks of rows with equal sums of rows and of columns have the same number: a few masks, and hardly any
+    tensors of numbers.
     """
     words = memory.view(_WORDS.get(itemsize, torch.int64))
     full_rows = words.numel() // _COLUMNS * _COLUMNS

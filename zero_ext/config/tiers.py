@@ -83,6 +83,11 @@ def is_stored(*tiers: Tier) -> bool:
     return any(TIERS[tier].memory is None for tier in tiers)
 
 
+def share_memory(one: Tier, other: Tier) -> bool:
+    """Return whether steps use the values of both tiers in the same memory, or both only copied."""
+    return TIERS[one].memory == TIERS[other].memory
+
+
 def other_tiers() -> str:
     """Return the names of all tiers but the device, as errors list them."""
     return one_of(tuple(TIERS)[1:])

@@ -13,7 +13,7 @@ import torch
 from zero_ext import ops
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.tiers import TIERS, Tier
+from zero_ext.config.tiers import Tier, share_memory
 from zero_ext.offload.bounce_buffer import DeviceTransferPath
 from zero_ext.offload.device_memory import CPU, Device
 from zero_ext.offload.nvme.nvme_store import NvmeStore
@@ -217,7 +217,7 @@ class MemoryShard(ShardStorage):
         return MemoryShard(self.tier, self._tensor[begin:end], self._transfers, self._device)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
-        return self._tensor if TIERS[tier].memory == TIERS[self.tier].memory else None
+        return self._tensor if share_memory(tier, self.tier) else None
 
 
 def put(shard: ShardStorage, begin: int, values: torch.Tensor, source: Tier) -> None:

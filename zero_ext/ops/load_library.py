@@ -211,12 +211,12 @@ def inplace(name: str) -> Any:
 
     Ops that still write after they return do not use it.
     """
-    op(name)
+    call = op(name)
     arguments = getattr(getattr(torch.ops, NAMESPACE), name).default._schema.arguments
     written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
 
     def write(*values: Any) -> None:
-        op(name)(*values)
+        call(*values)
         torch.autograd.graph.increment_version([*_tensors_of(compress(values, written))])
 
     return write

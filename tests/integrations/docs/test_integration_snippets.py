@@ -90,7 +90,8 @@ def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
     batches = list(torch.randn(8, 3, 4))
     module = Square()
     with snippets_of("how_to/lightning.md") as page:
-        page.run_next({"devices=8": "devices=1"}, module=module, loader=DataLoader(batches, batch_size=None))
+        one_epoch = {"devices=8": "devices=1, max_epochs=1"}  # 1000 without a number
+        page.run_next(one_epoch, module=module, loader=DataLoader(batches, batch_size=None))
         assert len(module.losses) >= 8 and module.losses[-1] < module.losses[0]
 
         configure = page.run_next(BigModel=lambda size: nn.Linear(size, size))["configure_model"]

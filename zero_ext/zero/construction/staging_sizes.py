@@ -23,7 +23,7 @@ from zero_ext.config.buffer_sizes import (
     stream_chunk_elements,
 )
 from zero_ext.config.offload import StatePlacement
-from zero_ext.config.tiers import TIERS, Tier, is_stored
+from zero_ext.config.tiers import TIERS, Tier, is_stored, share_memory
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.unshard.pool_replay import demands_of_a_step
@@ -213,16 +213,12 @@ def _gradient_bytes(unit: UnitSpec, config: ZeroConfig, chunk: int, far: bool) -
         return _chunk_bytes(unit, config, max(width, summed), 2) if tier == "device" else 0
     if is_stored(placement.optimizer_tier):
         return extent_bytes(min(unit.owned_numel, chunk) * width) if is_stored(tier) else 0
-    return 0 if _same_memory(tier, placement.optimizer_tier) else _chunk_bytes(unit, config, width)
+    return 0 if share_memory(tier, placement.optimizer_tier) else _chunk_bytes(unit, config, width)
 
 
 def _is_far(placement: StatePlacement) -> bool:
     """Return whether state is on NVMe, and gradients or parameters on the device."""
     return is_stored(placement.optimizer_tier) and "device" in (placement.params_tier, placement.grads_tier)
-
-
-def _same_memory(one: Tier, other: Tier) -> bool:
-    return TIERS[one].memory == TIERS[other].memory
 
 
 def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
@@ -231,7 +227,7 @@ def _output_bytes(unit: UnitSpec, config: ZeroConfig, fused: bool, accelerated: 
     delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
         return _chunk_bytes(unit, config, unit.itemsize, 2) if tier == "device" else 0
-    in_place = is_stored(placement.optimizer_tier) or _same_memory(tier, placement.optimizer_tier)
+    in_place = is_stored(placement.optimizer_tier) or share_memory(tier, placement.optimizer_tier)
     if in_place or ((delayed or not fused) and not is_stored(tier)):
         return 0
     return _chunk_bytes(unit, config, unit.itemsize)

@@ -35,10 +35,6 @@ struct Bf16DotUnit {
     const __m512i high = _mm512_slli_epi32(widened(rounded(second)), 16);
     _mm512_storeu_si512(target, _mm512_or_si512(high, widened(rounded(first))));
   }
-  // Consecutive lanes as elements.
-  static void store_across(BFloat16* target, __m512 values) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), rounded(values));
-  }
 
   // `count` is a multiple of the vector's width.
   static void interleave(const BFloat16* first, const BFloat16* second, std::int64_t count,
