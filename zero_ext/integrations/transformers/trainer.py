@@ -11,15 +11,16 @@ from torch import nn
 from transformers import Trainer
 
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
 from zero_ext.config import ZeroConfig
 from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
+from zero_ext.integrations.load_weights import load_weights
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.transformers.model_patches import (
     checkpoint_by_configuration,
     is_prepared,
     mark_prepared,
 )
+from zero_ext.integrations.transformers.streamed_saving import can_stream, write_weights_of
 from zero_ext.integrations.transformers.trainer_checkpoints import (
     STATE_FOLDER,
     check_resume,
@@ -243,9 +244,14 @@ class ZeroTrainerMixin(_Base):
     # -- saving -------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and is_prepared(self.model):
+        streams = state_dict is None and is_prepared(self.model) and can_stream(self.model)
+        if streams:
+            state_dict = {}  # all but the weights is written
+        elif state_dict is None and is_prepared(self.model):
             state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         super()._save(output_dir, state_dict=state_dict)
+        if streams:
+            write_weights_of(self.model, Path(output_dir or self.args.output_dir), self.args.should_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `from_pretrained` reads it; all ranks call it.
@@ -307,7 +313,7 @@ class ZeroTrainerMixin(_Base):
         return True
 
     def _load_weights(self, folder: str) -> None:
-        load_safetensors(self.model, folder, strict=False)
+        load_weights(self.model, folder, strict=False)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load nothing: the loss scale comes with the optimizer."""

@@ -48,6 +48,14 @@ class CheckpointSources(NamedTuple):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the engine out of a copy: a copied model is an ordinary module."""
 
+    def of_all_parts(self, include_frozen: bool = True) -> EngineState | ModelParallelState:
+        """Return the state of the model of which ranks have parts, or of this engine; a collective of all
+        ranks."""
+        source = self.full if include_frozen else self.trained
+        if isinstance(source, ModelParallelState):
+            source.meet()
+        return source
+
     @property
     def own(self) -> EngineState:
         """The state of this rank's engine, which is a part of the model's under model parallelism."""

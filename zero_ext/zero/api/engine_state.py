@@ -202,13 +202,13 @@ class EngineState:
         if state["optimizer"] is None:
             raise ValueError(
                 "checkpoint: expected one with optimizer state, as this model has an optimizer, got "
-                "one that was saved without. Load its weights by zero_ext.load_safetensors after "
-                "zero-ext export, or prepare without an optimizer."
+                "one that was saved without. Load its weights by load_checkpoint(..., optimizer=False)."
             )
         if not resumes_from(own["optimizer_class"], state["optimizer_class"]):
             raise ValueError(
                 f"checkpoint: expected state of {own['optimizer_class']}, got that of "
-                f"{state['optimizer_class']}. Prepare with the optimizer that it was saved with."
+                f"{state['optimizer_class']}. Prepare with the optimizer that it was saved with, or load the "
+                "weights alone by load_checkpoint(..., optimizer=False)."
             )
         same = state["optimizer_class"] == own["optimizer_class"]
         if same and state["optimizer"].keys() != own["optimizer"].keys():

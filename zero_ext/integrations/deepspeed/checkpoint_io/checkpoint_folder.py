@@ -75,6 +75,13 @@ def is_own(folder: Path) -> bool:
     return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
 
 
+def holds_deepspeed(folder: Path) -> bool:
+    """Return whether DeepSpeed wrote a checkpoint to ``folder``, or to a folder inside."""
+    return (folder / LATEST).is_file() or any(
+        _FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*"))
+    )
+
+
 def _folders(folder: Path) -> str:
     return ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:10]) or "none"
 
