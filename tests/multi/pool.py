@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -39,9 +40,10 @@ class RankPool:
     when their tests have left many process groups.
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
-    runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
-    ``stand_in`` every process has the stand-in accelerator (tests/accelerator). ``preload`` names modules
-    that all processes share if this is the first pool to start.
+    runs on the first ``world_size`` ranks, which form a group of their own. Whoever has no work is stopped,
+    threads of gloo included, so that many idle pools cost nothing. With ``stand_in`` every process has the
+    stand-in accelerator (tests/accelerator). ``preload`` names modules that all processes share if this is
+    the first pool to start.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class RankPool:
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tasks = 0
+        # Before multiprocessing's own end, which waits for processes that may be stopped.
+        atexit.register(self.close)
 
     def run(
         self,
@@ -79,7 +83,8 @@ class RankPool:
         task = RankTask(target, arguments, world_size, seed, self._tasks)
         message = json.dumps(task._asdict()).encode()
         pending = {self._connections[rank]: rank for rank in range(world_size)}
-        for connection in pending:
+        for connection, rank in pending.items():
+            self._signal(rank, signal.SIGCONT)
             connection.send_bytes(message)
         results, failures = self._collect(pending, timeout)
         if failures:
@@ -90,6 +95,8 @@ class RankPool:
             )
         if max(answer["groups"] for answer in results.values()) > MOST_GROUPS:
             self.close()
+        for rank in range(world_size if self._processes else 0):
+            self._signal(rank, signal.SIGSTOP)
         return [results[rank]["result"] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -121,6 +128,12 @@ class RankPool:
             if not connection.poll(LIMIT_SECONDS):
                 raise RankFailure(f"rank {rank} of the pool did not start within {LIMIT_SECONDS} s")
             connection.recv_bytes()
+        for rank in range(self.size):
+            self._signal(rank, signal.SIGSTOP)
+
+    def _signal(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[rank]._popen._send_signal(number)
 
     def _collect(
         self, pending: dict[Connection, int], timeout: float
@@ -159,8 +172,7 @@ class RankPool:
 
     def _where(self, rank: int) -> str:
         """Python stacks of a rank that does not answer."""
-        with contextlib.suppress(ProcessLookupError):
-            self._processes[rank]._popen._send_signal(signal.SIGUSR1)
+        self._signal(rank, signal.SIGUSR1)
         time.sleep(0.2)
         return self._stacks(rank)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import faulthandler
 import gc
 import importlib
 import io
 import json
+import os
 import signal
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ from torch.distributed.distributed_c10d import _world
 from tests.accelerator.stand_in import enable, is_enabled
 
 _GROUPS_PER_TASK = 1000
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class RankTask(NamedTuple):
@@ -58,7 +62,12 @@ class World(NamedTuple):
 def serve(
     rank: int, size: int, folder: str, connection: Connection, stand_in: bool, backend: str = "gloo"
 ) -> None:
-    """Runs tasks from ``connection`` until it closes."""
+    """Runs tasks from ``connection`` until it closes, or the pool's process has ended."""
+    # Stopped, it would not see its pipe close. The server of forks, its parent, lives as long as somebody has
+    # this end of a pipe.
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     if stand_in:
         enable()
@@ -88,8 +97,8 @@ def serve(
             buffer = io.BytesIO()
             answer = _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed))
             torch.save(answer | {"groups": len(_world.pg_map)}, buffer)
-            connection.send_bytes(buffer.getvalue())
             gc.collect()
+            connection.send_bytes(buffer.getvalue())  # after which this process is stopped
 
 
 def _answer(task: RankTask, world: World) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +66,47 @@ def test_results_of_every_rank(rank_pool: RankPool, world_size: int) -> None:
 def test_processes_are_reused(rank_pool: RankPool) -> None:
     first, second = (rank_pool.run(4, f"{THIS_MODULE}:sum_of_ranks", {"factor": 1}) for _ in range(2))
     assert [one["pid"] for one in first] == [one["pid"] for one in second]
+
+
+def reaches(pid: int, states: str) -> bool:
+    """Whether a process comes to one of these states, as /proc names them; "X" if it has ended."""
+    state, deadline = "", time.monotonic() + 60
+    while state not in states or not state:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        except (FileNotFoundError, ProcessLookupError):
+            state = "X"
+    return True
+
+
+def test_ranks_without_work_are_stopped(small_pool: RankPool) -> None:
+    for _ in range(2):
+        found = small_pool.run(2, f"{THIS_MODULE}:sum_of_ranks", {"factor": 1})
+        assert all(reaches(rank["pid"], "T") for rank in found)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from tests.multi.pool import RankPool
+
+if __name__ == "__main__":
+    found = RankPool(2).run(2, "tests.multi.test_pool:sum_of_ranks", {"factor": 1})
+    pathlib.Path(sys.argv[1]).write_text(" ".join(str(rank["pid"]) for rank in found))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_ranks_end_with_a_killed_run(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script, tmp_path / "ranks"], env=environment, check=False)
+    ranks = [int(pid) for pid in (tmp_path / "ranks").read_text().split()]
+    assert done.returncode == -signal.SIGKILL and len(ranks) == 2
+    assert all(reaches(rank, "XZ") for rank in ranks)
 
 
 def test_failures_name_the_rank_and_the_pool_comes_back(small_pool: RankPool) -> None:
