@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
-    from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.initialize import initialize
+    from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
     from zero_ext.optim.fused_optimizers import Lamb, Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam

@@ -138,7 +138,7 @@ def plan_fills(manifest: Manifest, wanted: Iterable[CheckpointSlice]) -> list[Fi
         if records is None:
             raise ValueError(
                 f"{target.label}: it is not in the checkpoint, which may be of another optimizer. Use the "
-                "optimizer that it was saved with."
+                "optimizer that it was saved with, or optimizer=False for the weights alone."
             )
         _check_fit(target, records)
         for record in records:
@@ -173,7 +173,8 @@ def check_requests(
             asked = "nothing of it" if end == 0 else f"only its first {end} elements"
             raise ValueError(
                 f"{kind} of {name!r}: the checkpoint holds it, but the model asks for {asked}. Use the "
-                "optimizer that it was saved with, and make the parameter trainable if it was trained."
+                "optimizer that it was saved with (or optimizer=False for the weights alone), and make the "
+                "parameter trainable if it was trained."
             )
 
 

@@ -149,7 +149,9 @@ class _Load:
         """Return whether the source may leave stored state of this kind where it is."""
         if kind in (MASTER, BUFFER):
             return False
-        if not self.optimizer or isinstance(self.source, OptimizerlessStateSource) and not self.source.trains:
+        if not self.optimizer or (
+            isinstance(self.source, OptimizerlessStateSource) and not self.source.trains
+        ):
             return True
         return isinstance(self.source, SelectiveStateSource) and self.source.leaves(kind)
 

@@ -10,13 +10,9 @@ from torch import nn
 
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.tensor_files import WEIGHT_NAMES, find_weights
+from zero_ext.checkpoint.inspection import holds_checkpoints
 from zero_ext.checkpoint.weights.fill_weights import Rename, fill_weights
 from zero_ext.checkpoint.weights.weight_sources import CheckpointWeights, SafetensorsWeights, WeightSource
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
-    holds_deepspeed,
-    is_own,
-    tag_folder,
-)
 
 
 def load_weights(
@@ -35,11 +31,10 @@ def load_weights(
     gradients are dropped. A tensor of a parameter that is not stored in the order that it has in memory is
     read in full by every rank that has a slice of it, one at a time.
 
-    | format | `path` |
-    | --- | --- |
-    | Hugging Face | a folder as `save_pretrained` writes it (`model.safetensors`, or several files with `model.safetensors.index.json`), an index, or a single file |
-    | zero_ext | a folder of checkpoints, or one of them |
-    | DeepSpeed, ZeRO stages 1 to 3 | what its `save_checkpoint` was given, or the folder of one tag |
+    `path` is a folder as `save_pretrained` writes it, with `model.safetensors` or several files and their
+    index, that index or a single file; or a folder of checkpoints that
+    [`save_checkpoint`][zero_ext.save_checkpoint] wrote, or one of these; or what DeepSpeed's
+    `save_checkpoint` was given (ZeRO stages 1 to 3), or the folder of one tag.
 
     Args:
         model: what [`prepare`][zero_ext.prepare] returned.
@@ -77,14 +72,15 @@ def open_weights(path: Path, step: int | str | None) -> WeightSource:
     path = path.absolute()
     if not path.is_dir() or (step is None and any((path / name).exists() for name in WEIGHT_NAMES)):
         return SafetensorsWeights(find_weights(path))
-    if is_own(path):
+    if holds_checkpoints(path):
         if step is not None and type(step) is not int:
             raise ValueError(f"step: expected the number of a checkpoint, got {step!r}. Pass a number.")
         return CheckpointWeights(path, step)
-    if holds_deepspeed(path):
-        # Reading them takes a second of imports.
-        from zero_ext.integrations.deepspeed.checkpoint_io.deepspeed_weights import DeepSpeedWeights
+    # A package that takes a second to import, and that loops of this package's own have no use for.
+    from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import holds_deepspeed, tag_folder
+    from zero_ext.integrations.deepspeed.checkpoint_io.deepspeed_weights import DeepSpeedWeights
 
+    if holds_deepspeed(path):
         return DeepSpeedWeights(tag_folder(path, None if step is None else str(step)))
     seen = sorted(entry.name for entry in path.iterdir())[:8]
     raise CheckpointError(

@@ -78,7 +78,7 @@ def test_tiles_are_one_tensor(world: World) -> None:
 def test_a_failed_write_is_an_error_on_all_ranks_and_leaves_what_was_there(world: World) -> None:
     with folders(world) as (folder, storage):
         torch.manual_seed(world.seed)
-        model, optimizer = prepared(world, TinyModel(), storage)
+        model, _ = prepared(world, TinyModel(), storage)
         zero_ext.save_weights(model, folder)
         world.barrier()
         before = {path.name: path.read_bytes() for path in folder.iterdir()}

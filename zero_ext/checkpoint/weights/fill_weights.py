@@ -173,9 +173,7 @@ def _tensor_specs(state: StateSource, names: Mapping[str, str]) -> dict[str, Sto
 def _names(state: StateSource) -> dict[str, str]:
     """Return the first name of every parameter and buffer, by each of its names."""
     found = {
-        alias: name
-        for name, entry in state.parameter_table().items()
-        for alias in (name, *entry.aliases)
+        alias: name for name, entry in state.parameter_table().items() for alias in (name, *entry.aliases)
     }
     first: dict[int, str] = {}
     for name, buffer in state.buffers().items():

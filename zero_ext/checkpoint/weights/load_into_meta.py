@@ -47,12 +47,12 @@ def load_into_meta(
     and on one rank that keeps parameters on the device, they are full tensors. Floating-point tensors are
     converted to the parameters' dtypes.
 
-    ``path`` is a path of safetensors that :func:`zero_ext.load_weights` takes, ``config`` what ``prepare`` will get, ``naming``
-    leads from the files found to names in the model by names in the files. Returns the first names of the
-    parameters and buffers without values in the files, still on the meta device, and what the files have
-    besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if shapes or
-    dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or storage failed.
-    The model is to be built again then.
+    ``path`` has safetensors as :func:`zero_ext.load_weights` takes them, ``config`` is for ``prepare``,
+    ``naming`` leads from the files found to names in the model by names in the files. Returns the first
+    names of the parameters and buffers without values in the files, still on the meta device, and what the
+    files have besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if
+    shapes or dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or
+    storage failed. The model is to be built again then.
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)

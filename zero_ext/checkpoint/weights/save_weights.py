@@ -17,6 +17,7 @@ from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.engine_state import ModelParallelState
 from zero_ext.zero.api.full_parameters import FullSource, full_sources, full_values
 from zero_ext.zero.construction.module_tensors import persistent_buffers
+from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 Convert = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
@@ -78,12 +79,14 @@ def write_full_weights(
             "or tensor parallel ranks have. Save a checkpoint, and write its weights with zero-ext export."
         )
     engine.finish_updates()
-    plan = _Plan.of(model, convert, frozenset(ignored))
+    plan = _Plan.of(engine, convert, frozenset(ignored))
     values = _Values(plan, full_values(engine, [each.source for each in plan.parameters]))
 
     def write() -> list[Path]:
         try:
-            return write_weights(values.lazy(), folder.absolute(), most_bytes, replaces=True) if writes else []
+            return (
+                write_weights(values.lazy(), folder.absolute(), most_bytes, replaces=True) if writes else []
+            )
         finally:
             values.finish()  # other ranks wait for this one in every gather
 
@@ -105,8 +108,7 @@ class _Plan(NamedTuple):
     convert: Convert
 
     @classmethod
-    def of(cls, model: nn.Module, convert: Convert, ignored: frozenset[str]) -> _Plan:
-        engine = engine_of(model)
+    def of(cls, engine: Engine, convert: Convert, ignored: frozenset[str]) -> _Plan:
         saved = []
         for source in full_sources(engine):
             if not ignored.issuperset(source.names):
@@ -115,7 +117,7 @@ class _Plan(NamedTuple):
                 saved.append(_Saved(source._replace(names=(name,)), convert(name, meta)))
         saved.sort(key=lambda each: -max(one.dtype.itemsize for one in each.made.values()))
         buffers: dict[str, torch.Tensor] = {}
-        for name, buffer in persistent_buffers(model).items():
+        for name, buffer in persistent_buffers(engine.model).items():
             if name not in ignored:
                 buffers |= convert(name, buffer.detach())
         return cls(saved, buffers, convert)
@@ -130,7 +132,7 @@ class _Values:
         self._made: Mapping[str, torch.Tensor] = {}
 
     def lazy(self) -> dict[str, torch.Tensor | LazyTensor]:
-        """Return the tensors of the files; those of parameters have their values once, one after the other."""
+        """Return the tensors of the files; those of parameters have their values once, in this order."""
         found: dict[str, torch.Tensor | LazyTensor] = {}
         for number, saved in enumerate(self._plan.parameters):
             for name, meta in saved.made.items():

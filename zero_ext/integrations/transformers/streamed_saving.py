@@ -51,8 +51,6 @@ def write_weights_of(model: nn.Module, folder: Path, writes: bool, most_bytes: i
     write_full_weights(model, folder, most_bytes, writes, partial(_named_as_in_files, model), ignored)
 
 
-def _named_as_in_files(
-    model: PreTrainedModel, name: str, value: torch.Tensor
-) -> Mapping[str, torch.Tensor]:
+def _named_as_in_files(model: PreTrainedModel, name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
     found: Mapping[str, torch.Tensor] = revert_weight_conversion(model, {name: value})
     return found

@@ -94,9 +94,7 @@ def load(
     if tag is None and not (root / LATEST).is_file():
         return None, {}, {}
     path = tag_folder(root, None if tag is None else str(tag))
-    loaded = load_checkpoint(
-        path, model, scheduler=_stateful(scheduler), loader=loader, optimizer=optimizer
-    )
+    loaded = load_checkpoint(path, model, scheduler=_stateful(scheduler), loader=loader, optimizer=optimizer)
     state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
     counters = state.get(_COUNTERS, {})
     numbers = {key: int(value) for key, value in counters.items()}

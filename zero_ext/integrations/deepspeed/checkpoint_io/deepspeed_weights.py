@@ -18,9 +18,9 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import Frag
 
 
 class DeepSpeedWeights:
-    """Implements ``WeightSource`` for the checkpoint of ZeRO stages 1 to 3 that DeepSpeed wrote to ``folder``.
+    """Implements ``WeightSource`` for what DeepSpeed wrote to ``folder``, of ZeRO stages 1 to 3.
 
-    Trained parameters are in float32, as their optimizer had them. The files of one rank at a time are mapped.
+    Trained parameters are in float32, as their optimizer had them. One rank's files are mapped at a time.
     ``CheckpointError`` says what is wrong with it.
     """
 
@@ -73,9 +73,7 @@ def _overlap(target: CheckpointSlice, start: int, numel: int) -> range:
     return range(max(target.start, start), min(target.start + target.numel, start + numel))
 
 
-def _put(
-    slices: Sequence[CheckpointSlice], start: int, values: torch.Tensor, staging: DeviceStaging
-) -> None:
+def _put(slices: Sequence[CheckpointSlice], start: int, values: torch.Tensor, staging: DeviceStaging) -> None:
     """Fill what ``slices`` have of a tensor's elements from ``start`` on, the 1-D ``values``."""
     step = CHUNK_BYTES // values.element_size()
     for target in slices:
