@@ -94,7 +94,7 @@ def save_checkpoint(
     policy = engine.config.checkpoint
     return saving.save_state(
         directory,
-        checkpoint_sources(engine).of_all_parts(include_frozen),
+        checkpoint_sources(engine).of_all_ranks(include_frozen),
         step=step,
         client_state=client_state,
         keep_last=policy.keep_last if keep_last is None else keep_last,
@@ -162,7 +162,8 @@ def load_checkpoint(
     }
     if not optimizer:
         engine.optimizer_step.refuse_damage()
-    source = checkpoint_sources(engine).of_all_parts(include_frozen)
+        engine.updates.refuse_drift("a load of weights alone")
+    source = checkpoint_sources(engine).of_all_ranks(include_frozen)
     states = _saved_states(directory, source, step, statefuls) if statefuls else {}
     before = {name: copy.deepcopy(statefuls[name].state_dict()) for name in states}
     try:

@@ -126,7 +126,7 @@ class _Load:
             if self.optimizer:
                 stage(lambda: self.source.load_scalar_state(plan.scalar_state), _UNCHANGED)
             stage(lambda: _fill(reader, plan), _HALF_LOADED)
-        self.source.finish_load()
+        self.source.finish_load(self.optimizer)
         self.consensus.raise_interrupt()
         return LoadedCheckpoint(plan.manifest.step, plan.client_state, plan.extra)
 

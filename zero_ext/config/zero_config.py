@@ -104,18 +104,29 @@ class ZeroConfig(ConfigSection):
         return isinstance(other, ZeroConfig) and self.__dict__ == other.__dict__
 
     def replace(self, **changes: object) -> Self:
-        """Return a copy with some settings changed, checked as a new one would be."""
+        """Return a copy with some settings changed, checked as a new one would be.
+
+        Args:
+            **changes: new values of fields.
+
+        Returns:
+            The copy.
+        """
         found = super().replace(**changes)
         found._in_force = self._in_force
         return found
 
     @property
     def in_force(self) -> bool:
-        """Whether the environment's settings are in it."""
+        """True if the environment's settings are in it."""
         return self._in_force
 
     def put_in_force(self) -> Self:
-        """Return a copy that counts as having the environment's settings."""
+        """Mark a copy as having the environment's settings.
+
+        Returns:
+            The copy.
+        """
         found = self.model_copy()
         found._in_force = True
         return found

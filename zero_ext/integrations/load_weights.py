@@ -64,13 +64,17 @@ def load_weights(
         >>> zero_ext.full_state_dict(model)["bias"]
         tensor([1., 1.])
     """
-    return fill_weights(model, os.fspath(path), partial(open_weights, Path(path), step), strict, rename)
+    return fill_weights(model, f"{path}", partial(open_weights, path, step), strict, rename)
 
 
-def open_weights(path: Path, step: int | str | None) -> WeightSource:
+def open_weights(path: str | os.PathLike[str], step: int | str | None) -> WeightSource:
     """Return the weights in ``path``; ``CheckpointError`` if they are damaged or of another format."""
-    path = path.absolute()
+    path = Path(path).absolute()
     if not path.is_dir() or (step is None and any((path / name).exists() for name in WEIGHT_NAMES)):
+        if step is not None:
+            raise ValueError(
+                f"step: expected None for a file, which has no steps, got {step!r}. Leave it out."
+            )
         return SafetensorsWeights(find_weights(path))
     if holds_checkpoints(path):
         if step is not None and type(step) is not int:
@@ -83,8 +87,9 @@ def open_weights(path: Path, step: int | str | None) -> WeightSource:
     if holds_deepspeed(path):
         return DeepSpeedWeights(tag_folder(path, None if step is None else str(step)))
     seen = sorted(entry.name for entry in path.iterdir())[:8]
+    asked = "" if step is None else f" and step {step!r}, which only checkpoints have"
     raise CheckpointError(
         f"{path}: expected {' or '.join(WEIGHT_NAMES)}, checkpoints of zero_ext, or one of DeepSpeed's ZeRO "
-        f"stages 1 to 3, got {seen}. Convert other formats with the library that wrote them: "
-        "model.save_pretrained(folder)."
+        f"stages 1 to 3, got {seen}{asked}. Convert other formats with the library that wrote "
+        "them: model.save_pretrained(folder)."
     )

@@ -182,6 +182,48 @@ def test_ranks_that_name_different_steps(world: World) -> None:
         assert zero_ext.load_weights(model, folder, step=1) == ([], [])
 
 
+@on_ranks(2)
+def test_ranks_that_rename_otherwise(world: World) -> None:
+    with folders(world) as (folder, storage):
+        model, _ = prepared(world, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), storage)
+        zero_ext.save_checkpoint(folder, model).wait()
+        swap = {"0.weight": "1.weight", "1.weight": "0.weight"}
+        with pytest.raises(CheckpointError, match="different arguments"):
+            zero_ext.load_weights(model, folder, rename=swap if world.rank else None)
+        assert zero_ext.load_weights(model, folder, rename=swap) == ([], [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["load_weights", "load_checkpoint"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_compressed_optimizers_follow_the_weights(world: World, call: str, stage: int) -> None:
+    with folders(world) as (folder, _):
+        torch.manual_seed(world.seed)
+        model = nn.Linear(40, 40)
+        made = zero_ext.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2)
+        model, optimizer = zero_ext.prepare(model, made, {"stage": stage}, process_group=world.group)
+
+        def train(steps: int) -> None:
+            for step in range(steps):
+                torch.manual_seed(world.seed + 10 * step + world.rank)
+                model(torch.randn(4, 40)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        zero_ext.save_checkpoint(folder, model).wait()
+        wanted = zero_ext.full_state_dict(model)
+        train(6)
+        if call == "load_weights":
+            zero_ext.load_weights(model, folder)
+        else:
+            zero_ext.load_checkpoint(folder, model, optimizer=False)
+        found = zero_ext.full_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        train(1)
+        moved = zero_ext.full_state_dict(model)
+        assert all(0 < (moved[name] - value).abs().max() < 0.05 for name, value in wanted.items())
+
+
 @on_ranks(1, 2)
 def test_a_checkpoint_without_its_optimizer(world: World) -> None:
     with folders(world) as (folder, storage):
@@ -223,7 +265,7 @@ def test_a_checkpoint_without_its_optimizer(world: World) -> None:
         ),
         ([], None, CheckpointError, r"checkpoints of zero_ext, or one of DeepSpeed's .* got \[\]"),
         (["latest"], None, CheckpointError, "latest: expected the name of a folder"),
-        (["model.safetensors"], 3, CheckpointError, r"got \['model.safetensors'\]"),
+        (["model.safetensors"], 3, CheckpointError, r"got \['model.safetensors'\] and step 3, which only"),
     ],
 )
 def test_what_is_no_folder_of_weights(

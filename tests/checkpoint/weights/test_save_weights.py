@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_tiles_are_one_tensor(world: World) -> None:
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def fails_the_second_time() -> Any:
+    plain, calls = Filesystem.rename, itertools.count()
+
+    def rename(self: Filesystem, path: Path, target: Path) -> None:
+        if next(calls) == 1:
+            raise OSError(5, "Input/output error")
+        plain(self, path, target)
+
+    return rename
+
+
 @on_ranks(1, 2)
 def test_a_failed_write_is_an_error_on_all_ranks_and_leaves_what_was_there(world: World) -> None:
     with folders(world) as (folder, storage):
@@ -84,21 +96,23 @@ def test_a_failed_write_is_an_error_on_all_ranks_and_leaves_what_was_there(world
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         world.barrier()
         full = OSError(28, "No space left on device")
+        for broken in ("make_directory", "write_file"):
+            with (
+                mock.patch.object(Filesystem, broken, side_effect=full),
+                pytest.raises(CollectiveError, match=r"writing weights to .* failed on ranks \[0\]"),
+            ):
+                zero_ext.save_weights(model, folder, max_file_bytes=500)
+            world.barrier()
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+            world.barrier()
         with (
-            mock.patch.object(Filesystem, "rename", side_effect=full),
-            pytest.raises(CollectiveError, match=r"writing weights to .* failed on ranks \[0\]"),
+            mock.patch.object(Filesystem, "rename", fails_the_second_time()),
+            pytest.raises(CollectiveError, match="failed on ranks"),
         ):
             zero_ext.save_weights(model, folder, max_file_bytes=500)
         world.barrier()
-        with (
-            mock.patch.object(module.LazyTensor, "nbytes", 1 << 20),
-            mock.patch.object(Filesystem, "make_directory", side_effect=full),
-            pytest.raises(CollectiveError, match="failed on ranks"),
-        ):
-            zero_ext.save_weights(model, folder)
-        world.barrier()
-        names = {path.name for path in folder.iterdir()}
-        assert names <= before.keys() and all((folder / name).read_bytes() == before[name] for name in names)
+        left = {path.name.removeprefix(".partial-") for path in folder.iterdir()}
+        assert left > before.keys() and "model.safetensors.index.json" in left  # all that is new, and the old
         world.barrier()
         zero_ext.save_weights(model, folder)  # and the ranks are still in step
 
@@ -120,6 +134,43 @@ def test_nobody_holds_more_than_a_tensor(world: World) -> None:
         with mock.patch.object(module._Values, "_chunks", counting):
             zero_ext.save_weights(model, folder)
         assert set(live) == ({64 * 64} if world.rank == 0 else set())
+
+
+def test_what_is_written_to_while_it_is_streamed() -> None:
+    model, _ = zero_ext.prepare(nn.Linear(2, 2), None, {"stage": 3})
+    with pytest.raises(RuntimeError, match="'weight': expected that it is only read, got a write"):
+        for _, value in zero_ext.stream_weights(model):
+            value.mul_(2)
+    with pytest.raises(ValueError, match="expected a prepared one"):
+        zero_ext.stream_weights(nn.Linear(2, 2))  # before the first is asked for
+
+
+@pytest.mark.parametrize("most_bytes", [0, -1, "5GB", 1.5])
+def test_sizes_of_files_are_checked_first(tmp_path: Path, most_bytes: Any) -> None:
+    model, _ = zero_ext.prepare(nn.Linear(2, 2), None, {"stage": 3})
+    with pytest.raises(ValueError, match="max_file_bytes: expected a number from 1"):
+        zero_ext.save_weights(model, tmp_path / "new", max_file_bytes=most_bytes)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_does_not_fit_into_files(tmp_path: Path) -> None:
+    odd = nn.Linear(2, 2)
+    odd.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    model, _ = zero_ext.prepare(odd, None, {"stage": 3})
+    with pytest.raises(ValueError, match=r"phase: expected a dtype of safetensors, got torch.complex64"):
+        zero_ext.save_weights(model, tmp_path)
+    model, _ = zero_ext.prepare(nn.Linear(2, 2), None, {"stage": 3})
+    (tmp_path / "file").touch()
+    with pytest.raises(CollectiveError, match="expected a folder, got a file"):
+        zero_ext.save_weights(model, tmp_path / "file")
+
+
+def test_a_module_that_was_removed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    zero_ext.prepare(model, None, {"stage": 3}, wrap=False)
+    del model[1]
+    zero_ext.save_weights(model, tmp_path)
+    assert read(tmp_path).keys() == zero_ext.full_state_dict(model).keys() == {"0.weight", "0.bias"}
 
 
 def test_other_files_stay(tmp_path: Path) -> None:

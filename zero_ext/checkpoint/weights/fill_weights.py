@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +35,7 @@ def fill_weights(
     engine = engine_of(model)
     if engine.updates.in_progress:
         engine.finish_updates()
-    state = checkpoint_sources(engine).of_all_parts()
+    state = checkpoint_sources(engine).of_all_ranks()
     session = session_of(state)
     consensus = RankConsensus(
         state.rank, state.world_size, session.group_of(state), f"loading weights from {name}"
@@ -47,20 +49,22 @@ def fill_weights(
                 f"optimizer: its state is damaged: {clause_of(engine.optimizer_step.damage)}. Load a "
                 "checkpoint first."
             )
+        engine.updates.refuse_drift("a load of weights alone")
         source = open_source()
         plans.append(plan_weights(state, source, strict, rename))
-        return source.digest()
+        return f"{source.digest()} {plans[0].digest()}"
 
     if len(set(consensus.stage(plan, _UNCHANGED))) > 1:
         raise CheckpointError(
-            f"{name}: the ranks see different files there. Copy the same files to all machines. {_UNCHANGED}"
+            f"{name}: the ranks see different files there, or were given different arguments. Copy the same "
+            f"files to all machines, and pass the same path, step and rename on all ranks. {_UNCHANGED}"
         )
     (planned,) = plans
     consensus.stage(lambda: planned.verify(state.rank, state.world_size), _UNCHANGED)
     consensus.stage(engine.follow_writes, _UNCHANGED)
     before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
     consensus.stage(planned.fill, _REMEDY)
-    state.finish_load()
+    state.finish_load(optimizer=False)
     engine.optimizer_step.damage = before if planned.missing else None
     consensus.raise_interrupt()
     return planned.missing, planned.unexpected
@@ -81,9 +85,22 @@ class WeightsPlan:
     missing: list[str]
     unexpected: list[str]
 
+    def digest(self) -> str:
+        """Return a hash of what is read to where."""
+        text = repr((sorted(self.keys.items()), self.missing, self.unexpected))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
     def verify(self, rank: int, world_size: int) -> None:
         """Compare what is to be read with the checksums that the files have."""
-        self.source.verify({self.keys[name]: each for name, each in self.targets.items()}, rank, world_size)
+        wanted = {}
+        for name, targets in self.targets.items():
+            key = self.keys[name]
+            if targets and not self._is_in_order(name):
+                shape, _, dtype = self.source.tensors[key]
+                full = torch.empty(math.prod(shape), dtype=dtype, device="meta")
+                targets = [CheckpointSlice("weights", name, 0, full)]
+            wanted[key] = targets
+        self.source.verify(wanted, rank, world_size)
 
     def fill(self) -> None:
         """Read everything to where it belongs."""

@@ -189,6 +189,7 @@ def write_weights(
     filesystem = Filesystem()
     filesystem.make_directory(out)
     written: list[Path] = []
+    replacing = False
     try:
         for name, shard in zip(names, shards, strict=True):
             written.append(out / (_PARTIAL + name))
@@ -197,13 +198,17 @@ def write_weights(
             written.append(out / (_PARTIAL + index))
             filesystem.remove(written[-1])
             filesystem.write_file(written[-1], _index(names, shards))
-        for path in reversed(found):  # what is there until all is renamed is no whole set
-            if re.fullmatch(_OWN_NAMES, path.name):
-                filesystem.remove(path)
-        return _publish(filesystem, written)
-    finally:
-        for partial in written:
+        replacing = bool(found)
+        published = _publish(filesystem, written)
+    except BaseException:
+        # Once old files may be gone, new ones stay, those without their final name too.
+        for partial in () if replacing else written:
             filesystem.remove(partial)
+        raise
+    for path in found:
+        if path not in published and re.fullmatch(_OWN_NAMES, path.name):
+            filesystem.remove(path)
+    return published
 
 
 def write_file(filesystem: Filesystem, path: Path, weights: Weights, pickled: bool) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
+from zero_ext.checkpoint.format.tensor_files import SAFETENSORS_CODES
 from zero_ext.checkpoint.weights.hf_export import LazyTensor, write_weights
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 from zero_ext.zero.api.engine_state import ModelParallelState
-from zero_ext.zero.api.full_parameters import FullSource, full_sources, full_values
-from zero_ext.zero.construction.module_tensors import persistent_buffers
+from zero_ext.zero.api.full_parameters import FullSource, first_buffers, full_sources, full_values
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
@@ -44,8 +44,8 @@ def save_weights(
         The files, on rank 0; none on the others.
 
     Raises:
-        ValueError: `model` is not prepared, has a dtype that safetensors lack, or is spread over pipeline or
-            tensor parallel ranks.
+        ValueError: `max_file_bytes` is no number of bytes, or `model` is not prepared, has a dtype that
+            safetensors lack, or is spread over pipeline or tensor parallel ranks.
         CollectiveError: on every rank, if writing fails.
 
     Examples:
@@ -72,6 +72,8 @@ def write_full_weights(
     """Write the weights of ``model``, but those ``ignored``, as ``convert`` makes them, on ranks where
     ``writes``; a collective. See :func:`save_weights`."""
     engine = engine_of(model)
+    if type(most_bytes) is not int or most_bytes < 1:
+        raise ValueError(f"max_file_bytes: expected a number from 1, got {most_bytes!r}. Pass such a number.")
     full = checkpoint_sources(engine).full
     if isinstance(full, ModelParallelState):
         raise ValueError(
@@ -84,6 +86,8 @@ def write_full_weights(
 
     def write() -> list[Path]:
         try:
+            if writes and folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder}: expected a folder, got a file. Pass another path.")
             return (
                 write_weights(values.lazy(), folder.absolute(), most_bytes, replaces=True) if writes else []
             )
@@ -101,7 +105,7 @@ class _Saved(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is written in which order: readers of safetensors want the widest elements first."""
+    """The tensors in the order of writing: readers of safetensors want the widest elements first."""
 
     parameters: list[_Saved]
     buffers: Mapping[str, torch.Tensor]
@@ -115,11 +119,18 @@ class _Plan(NamedTuple):
                 name = next(each for each in source.names if each not in ignored)
                 meta = torch.empty(source.shape, dtype=source.parameters[0].dtype, device="meta")
                 saved.append(_Saved(source._replace(names=(name,)), convert(name, meta)))
+        saved = [each for each in saved if each.made]
         saved.sort(key=lambda each: -max(one.dtype.itemsize for one in each.made.values()))
         buffers: dict[str, torch.Tensor] = {}
-        for name, buffer in persistent_buffers(engine.model).items():
+        for name, buffer in first_buffers(engine.model).items():
             if name not in ignored:
                 buffers |= convert(name, buffer.detach())
+        for each in (*(one.made for one in saved), buffers):
+            for name, value in each.items():
+                if value.dtype not in SAFETENSORS_CODES:
+                    raise ValueError(
+                        f"{name}: expected a dtype of safetensors, got {value.dtype}. Save a checkpoint."
+                    )
         return cls(saved, buffers, convert)
 
 
@@ -128,7 +139,7 @@ class _Values:
 
     def __init__(self, plan: _Plan, values: Iterator[torch.Tensor]) -> None:
         self._plan, self._values = plan, values
-        self._taken = 0
+        self._next = 0
         self._made: Mapping[str, torch.Tensor] = {}
 
     def lazy(self) -> dict[str, torch.Tensor | LazyTensor]:
@@ -140,11 +151,11 @@ class _Values:
         return {**found, **self._plan.buffers}
 
     def _chunks(self, number: int, name: str) -> Iterator[torch.Tensor]:
-        while self._taken <= number:
+        while self._next <= number:
             self._made = {}
-            source = self._plan.parameters[self._taken].source
+            source = self._plan.parameters[self._next].source
             self._made = self._plan.convert(source.names[0], next(self._values))
-            self._taken += 1
+            self._next += 1
         value = self._made[name]
         for chunk in value.reshape(-1).split(CHUNK_BYTES // value.element_size()):
             yield chunk.cpu()

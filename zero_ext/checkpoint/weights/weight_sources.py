@@ -37,7 +37,7 @@ class StoredWeight(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Files of weights, the tables of which have been checked."""
+    """Files of weights with tables that have been checked."""
 
     @property
     def tensors(self) -> Mapping[str, StoredWeight]:

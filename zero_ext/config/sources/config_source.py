@@ -269,7 +269,9 @@ def _plain(source: Mapping[str, object]) -> dict[str, object]:
         nonlocal count
         count += 1
         if count > MOST_VALUES:
-            text = f"expected at most {MOST_VALUES} values, got more. Does a mapping contain itself?"
+            text = (
+                f"expected at most {MOST_VALUES} values, got more. Look for a mapping that contains itself."
+            )
             raise ConfigError(Problem("", text))
         if isinstance(value, Mapping) and depth <= DEEPEST_NESTING:
             return {key: copied(item, depth + 1) for key, item in value.items()}

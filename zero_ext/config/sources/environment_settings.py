@@ -86,7 +86,7 @@ def _value(path: str, text: str) -> object:
     except (json.JSONDecodeError, RecursionError):
         return text
     except ValueError as error:
-        raise _refused(f"{path}: {error}") from None
+        raise _refused(f"{path}: {error} Write each key of an object once.") from None
     return found
 
 

@@ -201,8 +201,8 @@ def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], Zer
     """Return the JSON as given and what it means here."""
     values = json_values("deepspeed.initialize", source)
     own = values.get(_MANAGED) is False  # the engine's own: the native configuration has no such key
-    kept = {name: value for name, value in values.items() if not (own and name == _MANAGED)}
-    written = dataclasses.replace(read_config(kept), deepspeed=True)
+    others = {name: value for name, value in values.items() if not (own and name == _MANAGED)}
+    written = dataclasses.replace(read_config(others), deepspeed=True)
     config, notes = written.resolved()
     join_world(config.timeout_seconds)
     for note in notes:

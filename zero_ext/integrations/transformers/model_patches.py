@@ -112,11 +112,11 @@ def _save_full(model: nn.Module, name: str, plain: Any, folder: Any, *args: Any,
         return plain(folder, *args, **kwargs)
     kwargs = {"is_main_process": engine_of(model).rank == 0, **kwargs}
     # With transformers, which this module does not import: PEFT's models come here too.
-    from zero_ext.integrations.transformers.streamed_saving import can_stream, write_weights_of
+    from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
 
     if kwargs.keys() <= _STREAMED and can_stream(model):
-        plain(folder, state_dict={}, **kwargs)  # all but the weights
-        write_weights_of(model, Path(folder), kwargs["is_main_process"])
+        writes = bool(kwargs["is_main_process"]) and engine_of(model).rank == 0
+        save_streamed(model, Path(folder), writes, partial(plain, state_dict={}))
         return None
     kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
     return plain(folder, *args, **kwargs)

@@ -20,7 +20,7 @@ from zero_ext.integrations.transformers.model_patches import (
     is_prepared,
     mark_prepared,
 )
-from zero_ext.integrations.transformers.streamed_saving import can_stream, write_weights_of
+from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
 from zero_ext.integrations.transformers.trainer_checkpoints import (
     STATE_FOLDER,
     check_resume,
@@ -244,14 +244,16 @@ class ZeroTrainerMixin(_Base):
     # -- saving -------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        streams = state_dict is None and is_prepared(self.model) and can_stream(self.model)
-        if streams:
-            state_dict = {}  # all but the weights is written
-        elif state_dict is None and is_prepared(self.model):
+        if state_dict is None and is_prepared(self.model):
+            if can_stream(self.model):
+                folder = Path(output_dir or str(self.args.output_dir))
+                save = super()._save
+                save_streamed(
+                    self.model, folder, self.args.should_save, lambda others: save(str(others), state_dict={})
+                )
+                return
             state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         super()._save(output_dir, state_dict=state_dict)
-        if streams:
-            write_weights_of(self.model, Path(output_dir or self.args.output_dir), self.args.should_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `from_pretrained` reads it; all ranks call it.

@@ -48,9 +48,8 @@ class CheckpointSources(NamedTuple):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the engine out of a copy: a copied model is an ordinary module."""
 
-    def of_all_parts(self, include_frozen: bool = True) -> EngineState | ModelParallelState:
-        """Return the state of the model of which ranks have parts, or of this engine; a collective of all
-        ranks."""
+    def of_all_ranks(self, include_frozen: bool = True) -> EngineState | ModelParallelState:
+        """Return the state of this engine, or of all parts that ranks have of one model; a collective."""
         source = self.full if include_frozen else self.trained
         if isinstance(source, ModelParallelState):
             source.meet()

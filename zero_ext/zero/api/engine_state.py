@@ -248,12 +248,14 @@ class EngineState:
         """Return the module's persistent buffers."""
         return persistent_buffers(self._engine.model)
 
-    def finish_load(self) -> None:
-        """Parameters follow the loaded master weights, on all ranks."""
+    def finish_load(self, optimizer: bool = True) -> None:
+        """Parameters follow the loaded master weights, on all ranks, and without ``optimizer`` its state
+        follows them."""
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
-        self._engine.updates.restore()
+        if optimizer:
+            self._engine.updates.restore()
 
 
 class TrainedState(EngineState):

@@ -80,7 +80,7 @@ def full_state_dict(
 
 
 class FullSource(NamedTuple):
-    """What one full tensor of the state dict is made of: a parameter, or those of all its tiles."""
+    """The parameter that has one full tensor of the state dict, or those of all its tiles."""
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -93,7 +93,9 @@ def full_sources(engine: Engine) -> list[FullSource]:
     own = _names_of(engine)
     for unit in engine.units:
         for parameter in unit.parameters:
-            names = tuple(dict.fromkeys(map(engine.full_tensors.name, own[parameter])))
+            names = tuple(dict.fromkeys(map(engine.full_tensors.name, own.get(parameter, ()))))
+            if not names:
+                continue  # its module was removed from the model
             if names[0] not in found:
                 tile = engine.full_tensors.tile_slice(engine.names[parameter][0])
                 shape = parameter.shape if tile is None or is_split(parameter) else torch.Size(tile.shape)
@@ -133,18 +135,21 @@ def full_values(engine: Engine, sources: Iterable[FullSource]) -> Iterator[torch
 def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of a prepared model one by one, as engines for generation take them; a collective.
 
-    One unit of parameters is gathered at a time. Every rank iterates to the end.
+    One unit of parameters is gathered at a time. Every rank iterates to the end. Under pipeline parallelism
+    a rank has the weights of its stages.
 
     Args:
         model: what [`prepare`][zero_ext.prepare] returned.
 
     Yields:
-        Name and full tensor on the engine's device, in compute precision, of every parameter and persistent
-        buffer, valid until the next one. What has several names has the first of them.
+        Name and full tensor, in compute precision, of every parameter and persistent buffer, to be read until
+        the next one. It is on the engine's device, of tiled layers on the CPU. What has several names has the
+        first of them.
 
     Raises:
         TypeError: `model` is not a module.
         ValueError: `model` is not prepared.
+        RuntimeError: a tensor was written to.
 
     Examples:
         >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
@@ -153,10 +158,33 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     engine = engine_of(model)
     engine.finish_updates()
+    return _read_only(_named_values(engine))
+
+
+def _named_values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     sources = full_sources(engine)
     for source, value in zip(sources, full_values(engine, sources), strict=True):
         yield source.names[0], value
-    yield from persistent_buffers(engine.model).items()
+    for name, buffer in first_buffers(engine.model).items():
+        yield name, buffer.detach()
+
+
+def first_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of ``model``, each under the first of its names."""
+    first: dict[int, str] = {}
+    buffers = persistent_buffers(model)
+    return {name: value for name, value in buffers.items() if first.setdefault(id(value), name) == name}
+
+
+def _read_only(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values:
+        before = value._version
+        yield name, value
+        if value._version != before:
+            raise RuntimeError(
+                f"stream_weights: '{name}': expected that it is only read, got a write, which may have "
+                "reached the model on this rank alone. Write inside zero_ext.gathered(..., modifier_rank=0)."
+            )
 
 
 def load_full_state_dict(
