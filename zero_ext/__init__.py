@@ -9,12 +9,18 @@ from zero_ext.config.optimizer_traits import OPTIMIZERS, TORCH
 if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
-    from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
+    from zero_ext.checkpoint.weights.save_weights import save_weights
     from zero_ext.integrations.initialize import initialize
+    from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
     from zero_ext.optim.fused_optimizers import Lamb, Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-    from zero_ext.zero.api.full_parameters import full_gradient, full_state_dict, load_full_state_dict
+    from zero_ext.zero.api.full_parameters import (
+        full_gradient,
+        full_state_dict,
+        load_full_state_dict,
+        stream_weights,
+    )
     from zero_ext.zero.api.gathered import double_backward, gathered
     from zero_ext.zero.api.zero_module import ZeroModule
     from zero_ext.zero.construction.sharded_init import Init
@@ -41,9 +47,11 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_full_state_dict",
-    "load_safetensors",
+    "load_weights",
     "prepare",
     "save_checkpoint",
+    "save_weights",
+    "stream_weights",
 ]
 
 _PACKAGES = (
@@ -78,9 +86,11 @@ __getattr__ = lazy_getattr(
         "initialize": "zero_ext.integrations.initialize",
         "load_checkpoint": "zero_ext.checkpoint.api",
         "load_full_state_dict": "zero_ext.zero.api.full_parameters",
-        "load_safetensors": "zero_ext.checkpoint.weights.safetensors_load",
+        "load_weights": "zero_ext.integrations.load_weights",
         "prepare": "zero_ext.integrations.prepare_with_features",
         "save_checkpoint": "zero_ext.checkpoint.api",
+        "save_weights": "zero_ext.checkpoint.weights.save_weights",
+        "stream_weights": "zero_ext.zero.api.full_parameters",
     }
     | {each.name: each.module for each in OPTIMIZERS.values() if each.module != TORCH}
     | dict.fromkeys(_PACKAGES, ""),

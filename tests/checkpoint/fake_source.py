@@ -141,7 +141,7 @@ class FakeSource:
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return self.live_buffers
 
-    def finish_load(self) -> None:
+    def finish_load(self, optimizer: bool = True) -> None:
         self.finished += 1
 
     def poison(self) -> None:

@@ -197,7 +197,7 @@ def load_weights(world: World, path: str, folder: str, tiers: dict[str, str]) ->
     config = {"stage": 3, "timeout_seconds": 120.0, "offload": offload}
     model, _ = zero_ext.prepare(model, optimizer, config, process_group=world.group, init="skip")
     assert engine_of(model).device == torch.device(DEVICE)
-    zero_ext.load_safetensors(model, path)
+    zero_ext.load_weights(model, path)
     assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
     for round_trip in (False, True):
         state = zero_ext.full_state_dict(model)

@@ -13,7 +13,7 @@ import torch
 
 from zero_ext.config import ConfigError, load_config, load_deepspeed_config
 from zero_ext.config.config_errors import Problem
-from zero_ext.config.json_file import LARGEST_FILE_BYTES, parse_json_object, read_json_object
+from zero_ext.config.sources.json_file import LARGEST_FILE_BYTES, parse_json_object, read_json_object
 from zero_ext.config.training import OptimizerConfig
 from zero_ext.optim.optimizer_builder import build_optimizer
 

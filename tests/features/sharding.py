@@ -106,7 +106,7 @@ def sharded_init(world: World, device: str, offload: dict[str, Any], loads: bool
             model, adamw(model.parameters()), config, device=device, init="skip" if loads else "broadcast"
         )
         if loads:
-            zero_ext.load_safetensors(prepared, folder)
+            zero_ext.load_weights(prepared, folder)
         losses = steps(world, device, prepared, optimizer, 0, 2)
         return {"losses": losses, **on_host(zero_ext.full_state_dict(prepared, rank0_only=False))}
 

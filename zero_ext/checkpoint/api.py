@@ -94,7 +94,7 @@ def save_checkpoint(
     policy = engine.config.checkpoint
     return saving.save_state(
         directory,
-        _state_of(engine, include_frozen),
+        checkpoint_sources(engine).of_all_ranks(include_frozen),
         step=step,
         client_state=client_state,
         keep_last=policy.keep_last if keep_last is None else keep_last,
@@ -112,11 +112,15 @@ def load_checkpoint(
     scheduler: Stateful | None = None,
     loader: Stateful | None = None,
     include_frozen: bool = True,
+    optimizer: bool = True,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into a prepared model; a collective of all ranks.
 
     The checkpoint may come from any world size, stage and device. Random states are restored where the world
     size is the same, the device's where it is of the same type.
+
+    Weights of other formats, or of a model with other parameters, are for
+    [`load_weights`][zero_ext.load_weights].
 
     Args:
         directory: holds the checkpoints.
@@ -126,6 +130,8 @@ def load_checkpoint(
         loader: restored too; anything with `load_state_dict`.
         include_frozen: False for a checkpoint that was saved with it, into a model if its frozen parameters
             are those it was trained with.
+        optimizer: False leaves the optimizer's state, its step count, the loss scale and the random states as
+            they are, and takes weights, buffers and what is named above.
 
     Returns:
         Step and client state.
@@ -134,6 +140,7 @@ def load_checkpoint(
         ValueError: the state of a `scheduler` or `loader` was not saved or does not fit, or parameters do not
             fit; nothing was changed.
         CheckpointError: the checkpoint is missing, damaged or foreign; nothing was changed.
+        RuntimeError: the optimizer's state is damaged, and would stay.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)
@@ -153,29 +160,26 @@ def load_checkpoint(
         for name, stateful in (("scheduler", scheduler), ("loader", loader))
         if stateful is not None
     }
-    source = _state_of(engine, include_frozen)
+    if not optimizer:
+        engine.optimizer_step.refuse_damage()
+        engine.updates.refuse_drift("a load of weights alone")
+    source = checkpoint_sources(engine).of_all_ranks(include_frozen)
     states = _saved_states(directory, source, step, statefuls) if statefuls else {}
     before = {name: copy.deepcopy(statefuls[name].state_dict()) for name in states}
     try:
         for name, state in states.items():
             statefuls[name].load_state_dict(state)
-        loaded = loading.load_state(directory, source, step="latest" if step is None else step)
+        loaded = loading.load_state(
+            directory, source, step="latest" if step is None else step, optimizer=optimizer
+        )
     except Exception:
         source.abandon_load()
         for name, state in before.items():
             statefuls[name].load_state_dict(state)
         raise
-    _restore_random_states(engine, loaded.extra)
+    if optimizer:
+        _restore_random_states(engine, loaded.extra)
     return loaded
-
-
-def _state_of(engine: Engine, include_frozen: bool) -> EngineState | ModelParallelState:
-    """Return what is saved and loaded: the engine's state, or that of all model-parallel engines."""
-    sources = checkpoint_sources(engine)
-    source = sources.full if include_frozen else sources.trained
-    if isinstance(source, ModelParallelState):
-        source.meet()
-    return source
 
 
 def _saved_states(

@@ -69,6 +69,13 @@ def checkpoint_path(directory: str | os.PathLike[str], step: int | None = None) 
     return root.committed(root.resolve(step))
 
 
+def holds_checkpoints(folder: Path) -> bool:
+    """Return whether ``folder`` is a checkpoint, or holds several."""
+    directory = CheckpointDirectory(folder)
+    steps = [directory.committed(step) for step in directory.steps()]
+    return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
+
+
 def open_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> tuple[Path, Manifest]:
     """Path and checked manifest of a checkpoint; CheckpointError says what is wrong with it."""
     path = checkpoint_path(directory, step)

@@ -21,7 +21,13 @@ from zero_ext.checkpoint.format.manifest import (
     slices_by_tensor,
     tensor_elements,
 )
-from zero_ext.checkpoint.format.state_source import BUFFER, LazyStateSource, ParameterDescription, StateSource
+from zero_ext.checkpoint.format.state_source import (
+    BUFFER,
+    MASTER,
+    LazyStateSource,
+    ParameterDescription,
+    StateSource,
+)
 from zero_ext.checkpoint.format.tensor_files import converts, dtype_named, memory_order
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
 
@@ -89,8 +95,10 @@ class LoadPlan:
     buffers: BufferCopies
 
 
-def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
-    """Return the plan for ``source``; ValueError or CheckpointError names what does not fit or is damaged."""
+def plan_load(source: StateSource, manifest: Manifest, path: Path, optimizer: bool) -> LoadPlan:
+    """Return the plan for ``source``, without ``optimizer`` for its weights and buffers; ValueError or
+    CheckpointError names what does not fit or is damaged.
+    """
     try:
         scalar_state = decode(manifest.scalar_state, "scalar_state")
         client_state = decode(manifest.client_state, "client_state")
@@ -101,13 +109,14 @@ def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
     live_buffers = source.buffers()
     _match_buffers(manifest, live_buffers, path)
     stored_tensors = sorted(slices_by_tensor(manifest))
-    if isinstance(source, LazyStateSource):
+    if optimizer and isinstance(source, LazyStateSource):
         kinds: dict[str, list[str]] = defaultdict(list)
         for kind, name in stored_tensors:
             if kind != BUFFER:
                 kinds[name].append(kind)
         source.prepare_load({name: tuple(kinds[stored]) for name, stored in stored_names.items()})
-    targets = [_by_stored_name(CheckpointSlice.of(needed), stored_names) for needed in source.load_slices()]
+    needed = (each for each in source.load_slices() if optimizer or each.kind == MASTER)
+    targets = [_by_stored_name(CheckpointSlice.of(each), stored_names) for each in needed]
     buffers = BufferCopies()
     targets += [buffers.target(name, buffer) for name, buffer in live_buffers.items()]
     targets = [target for target in targets if target.numel]
@@ -129,7 +138,7 @@ def plan_fills(manifest: Manifest, wanted: Iterable[CheckpointSlice]) -> list[Fi
         if records is None:
             raise ValueError(
                 f"{target.label}: it is not in the checkpoint, which may be of another optimizer. Use the "
-                "optimizer that it was saved with."
+                "optimizer that it was saved with, or optimizer=False for the weights alone."
             )
         _check_fit(target, records)
         for record in records:
@@ -164,7 +173,8 @@ def check_requests(
             asked = "nothing of it" if end == 0 else f"only its first {end} elements"
             raise ValueError(
                 f"{kind} of {name!r}: the checkpoint holds it, but the model asks for {asked}. Use the "
-                "optimizer that it was saved with, and make the parameter trainable if it was trained."
+                "optimizer that it was saved with (or optimizer=False for the weights alone), and make the "
+                "parameter trainable if it was trained."
             )
 
 
@@ -232,8 +242,8 @@ def _match_buffers(manifest: Manifest, buffers: Mapping[str, torch.Tensor], path
 
 def _refuse(problems: Sequence[str], path: Path) -> None:
     advice = (
-        "Build the model as it was saved, with the same names, ties, shapes and memory formats, or load "
-        "another checkpoint."
+        "Build the model as it was saved, with the same names, ties, shapes and memory formats, load "
+        "another checkpoint, or load what fits of its weights by zero_ext.load_weights(..., strict=False)."
     )
     refuse_misfits(f"{path}: it does not fit this model", problems, advice)
 

@@ -47,7 +47,11 @@ class LoadedCheckpoint:
 
 
 def load_state(
-    directory: str | os.PathLike[str], source: StateSource, *, step: int | str | None = "latest"
+    directory: str | os.PathLike[str],
+    source: StateSource,
+    *,
+    step: int | str | None = "latest",
+    optimizer: bool = True,
 ) -> LoadedCheckpoint:
     """Fill `source` from `directory/step-000123`, saved at any world size and ZeRO stage; a collective.
 
@@ -64,6 +68,7 @@ def load_state(
         directory: holds the checkpoints.
         source: the state to fill.
         step: number of the checkpoint, or "latest" (None means the same), equal on all ranks.
+        optimizer: False fills weights and buffers alone; the scalar state stays as it is too.
 
     Returns:
         Step, client state and named states.
@@ -93,7 +98,7 @@ def load_state(
                 f"{consensus.purpose}: step: expected the same on all ranks, got {_step(first)} on rank 0 "
                 f"and {_step(asked)} on rank {rank}. Pass the same step on all ranks. {_UNCHANGED}"
             )
-    return _Load(source, consensus, root.committed(found)).run()
+    return _Load(source, consensus, root.committed(found), optimizer).run()
 
 
 def _step(step: int | None) -> object:
@@ -107,6 +112,7 @@ class _Load:
     source: StateSource
     consensus: RankConsensus
     path: Path
+    optimizer: bool
 
     def run(self) -> LoadedCheckpoint:
         plans: list[LoadPlan] = []
@@ -117,16 +123,17 @@ class _Load:
         stage(lambda: self._check_ranks_agree(plan, checksums, requests), _UNCHANGED)
         with ChunkReader(shard_paths(self.path, plan.manifest)) as reader:
             stage(lambda: self._verify(reader, plan), _UNCHANGED)
-            stage(lambda: self.source.load_scalar_state(plan.scalar_state), _UNCHANGED)
+            if self.optimizer:
+                stage(lambda: self.source.load_scalar_state(plan.scalar_state), _UNCHANGED)
             stage(lambda: _fill(reader, plan), _HALF_LOADED)
-        self.source.finish_load()
+        self.source.finish_load(self.optimizer)
         self.consensus.raise_interrupt()
         return LoadedCheckpoint(plan.manifest.step, plan.client_state, plan.extra)
 
     def _plan(self, plans: list[LoadPlan]) -> int:
         manifest, checksum = read_manifest(self.path)
         check_manifest(manifest, self.path)
-        plans.append(plan_load(self.source, manifest, self.path))
+        plans.append(plan_load(self.source, manifest, self.path, self.optimizer))
         return checksum
 
     def _check_ranks_agree(self, plan: LoadPlan, checksums: list[int], requests: list[bytes]) -> None:
@@ -142,7 +149,9 @@ class _Load:
         """Return whether the source may leave stored state of this kind where it is."""
         if kind in (MASTER, BUFFER):
             return False
-        if isinstance(self.source, OptimizerlessStateSource) and not self.source.trains:
+        if not self.optimizer or (
+            isinstance(self.source, OptimizerlessStateSource) and not self.source.trains
+        ):
             return True
         return isinstance(self.source, SelectiveStateSource) and self.source.leaves(kind)
 

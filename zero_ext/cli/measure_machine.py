@@ -24,7 +24,7 @@ from zero_ext.cli.nvme_sweep import Setting, buffer_bytes, device_file, engine_p
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import AioConfig
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.json_file import read_json_object
 from zero_ext.plan.parse_sizes import short_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_ext import ops
 from zero_ext.checkpoint.files import raw_view
-from zero_ext.config import load_config
+from zero_ext.config import ZeroConfig
 from zero_ext.offload import NvmeStore
 from zero_ext.plan.parse_sizes import size_text
 
@@ -281,7 +281,7 @@ class Grid:
             Setting(*values) for values in product(self.backends, self.blocks, self.depths, self.io_threads)
         ]
         for setting in every:
-            load_config({"aio": setting.section()})
+            ZeroConfig.from_mapping({"aio": setting.section()})
         settings = [setting for setting in every if setting.in_flight_bytes <= nbytes]
         if not settings:
             least = min((setting.in_flight_bytes for setting in every), default=0)

@@ -34,7 +34,7 @@ Machine = Annotated[
 ]
 NvmePath = Annotated[list[str] | None, typer.Option(help="Folder on NVMe. Repeat it for several devices.")]
 Sequence = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens per sample.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="JSON file with a configuration.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="File with a configuration.")]
 
 CheckpointFolder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="A checkpoint, or the folder that holds several.")

@@ -21,7 +21,7 @@ from zero_ext.cli.console import (
     write_json,
 )
 from zero_ext.cli.options import AsJson, ConfigFile, Machine, NvmePath, Sequence, output, taking
-from zero_ext.config import load_config
+from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.tiers import CAPACITIES, is_stored
 from zero_ext.plan.models import model_named
 from zero_ext.plan.parse_sizes import bytes_of, count_of
@@ -127,7 +127,7 @@ def _space(options: TuneOptions) -> Space:
         )
     if is_stored(*tiers) and not options.nvme_path:
         raise ValueError("--nvme-path: expected a folder for the tier nvme, got none. Name at least one.")
-    base = {} if options.config is None else load_config(options.config).model_dump(exclude_unset=True)
+    base = load_config(options.config).model_dump(exclude_unset=True)
     return Space(
         placements_of(stages, tiers),
         _counts(options.micro_batches, "--micro-batches", 1),
@@ -170,7 +170,7 @@ def _section(text: str) -> AioSection:
         )
     values = [bytes_of(fields[0], "--aio"), *(count_of(item) or 0 for item in fields[1:])]
     section = tuple(zip(_AIO_KEYS, values, strict=True))
-    load_config({"aio": dict(section)})
+    ZeroConfig.from_mapping({"aio": dict(section)})
     return section
 
 

@@ -1,10 +1,11 @@
-"""Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
+"""Typed configuration, its readers, and the translation of DeepSpeed's JSON."""
 
 from zero_ext.config.activation_checkpointing import ActivationCheckpointingConfig
 from zero_ext.config.communication import CommunicationConfig
 from zero_ext.config.config_errors import ConfigError
 from zero_ext.config.monitoring import FlopsConfig, MonitorConfig, ProgressConfig, TraceConfig, WandbConfig
 from zero_ext.config.offload import AioConfig, OffloadConfig
+from zero_ext.config.sources.config_source import load_config
 from zero_ext.config.sparse_attention import SparseAttentionConfig
 from zero_ext.config.tiers import Tier
 from zero_ext.config.training import (
@@ -16,7 +17,6 @@ from zero_ext.config.training import (
     SchedulerConfig,
     UnitConfig,
 )
-from zero_ext.config.zero_config import load_config
 
 from .deepspeed import Note, Translation, load_deepspeed_config
 from .zero_config import ZeroConfig

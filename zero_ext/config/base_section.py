@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MultipleOf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from typing_extensions import Self, TypeIs
@@ -57,6 +65,11 @@ class KeyOf:
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, source: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, object]:
+        return {**handler(source), "enum": list(self.table)}
 
     def _known(self, value: object) -> object:
         if not isinstance(value, str) or value not in self.table:

@@ -1,18 +1,16 @@
-"""The whole configuration of one engine, and the reading of it."""
+"""The whole configuration of one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from typing_extensions import Self
 
 from zero_ext.config.activation_checkpointing import ActivationCheckpointingConfig
 from zero_ext.config.base_section import ConfigSection, Count, KeyProblem, Positive, as_integer
 from zero_ext.config.communication import CommunicationConfig
-from zero_ext.config.config_errors import ConfigError, Problem, show
-from zero_ext.config.json_file import DEEPEST_NESTING, read_json_object
+from zero_ext.config.config_errors import show
 from zero_ext.config.monitoring import MonitorConfig
 from zero_ext.config.offload import AioConfig, OffloadConfig
 from zero_ext.config.optimizer_traits import OPTIMIZERS
@@ -27,12 +25,6 @@ from zero_ext.config.training import (
     UnitConfig,
 )
 
-_ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
-_IS_DEEPSPEED = Problem(
-    "",
-    "expected native keys, got DeepSpeed's JSON. Pass it to zero_ext.initialize, or use "
-    "zero_ext.config.load_deepspeed_config(...).config.",
-)
 # Keys that act on shards: section, key, the first stage that has these shards, and why.
 _ACT_ON_SHARDS = (
     ("communication", "quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
@@ -105,6 +97,40 @@ class ZeroConfig(ConfigSection):
     monitor: MonitorConfig | None = None
     seed: Count = 0
 
+    # Whether the environment's settings are in it, which are not applied again.
+    _in_force: bool = PrivateAttr(default=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZeroConfig) and self.__dict__ == other.__dict__
+
+    def replace(self, **changes: object) -> Self:
+        """Return a copy with some settings changed, checked as a new one would be.
+
+        Args:
+            **changes: new values of fields.
+
+        Returns:
+            The copy.
+        """
+        found = super().replace(**changes)
+        found._in_force = self._in_force
+        return found
+
+    @property
+    def in_force(self) -> bool:
+        """True if the environment's settings are in it."""
+        return self._in_force
+
+    def put_in_force(self) -> Self:
+        """Mark a copy as having the environment's settings.
+
+        Returns:
+            The copy.
+        """
+        found = self.model_copy()
+        found._in_force = True
+        return found
+
     @model_validator(mode="after")
     def _loss_scale_has_a_use(self) -> ZeroConfig:
         if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScaleConfig():
@@ -166,54 +192,3 @@ def check_one_bit(name: str, stage: int, offload: OffloadConfig, precision: Prec
                 f"expected {wanted!r} with {name}, got {value!r}. It compresses float32 state on the "
                 f"device once all gradients are ready. Set it to {wanted!r}, or use AdamW.",
             )
-
-
-ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
-
-
-def load_config(source: ConfigSource) -> ZeroConfig:
-    """Read a native configuration.
-
-    Args:
-        source: a `ZeroConfig`, a mapping, the path of a JSON file, or None for the defaults.
-
-    Returns:
-        The configuration; `source` itself if it is one.
-
-    Raises:
-        ConfigError: lists every unknown key, wrong value and contradiction by key path.
-        TypeError: `source` is of another type.
-
-    Examples:
-        >>> config = zero_ext.load_config({"stage": 2, "precision": {"dtype": "bf16"}})
-        >>> config.stage, config.precision.dtype
-        (2, 'bf16')
-    """
-    if source is None:
-        return ZeroConfig()
-    if isinstance(source, ZeroConfig):
-        return source
-    if isinstance(source, Mapping):
-        return _native(_plain(source, 0), None)
-    if isinstance(source, str | Path):
-        return _native(read_json_object(source), str(source))
-    raise TypeError(
-        f"configuration: expected a ZeroConfig, a mapping, a path or None, got {show(source)}. Pass one of "
-        "them."
-    )
-
-
-def _native(values: object, file: str | None) -> ZeroConfig:
-    """Errors name the ``file``, and say so where the keys are DeepSpeed's."""
-    try:
-        return ZeroConfig.from_mapping(values)
-    except ConfigError as error:
-        foreign = (_IS_DEEPSPEED,) if _ONLY_IN_DEEPSPEED.intersection(error.paths) else ()
-        raise ConfigError((*error.problems, *foreign), file or error.source) from None
-
-
-def _plain(value: object, depth: int) -> object:
-    """Return mappings of any class as dicts, as far down as a configuration can reach."""
-    if isinstance(value, Mapping) and depth < DEEPEST_NESTING:
-        return {key: _plain(item, depth + 1) for key, item in value.items()}
-    return value

@@ -3,10 +3,8 @@ the ``engine(batch); engine.backward(loss); engine.step()`` loop that it returns
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.save_session import SaveHandle
 from zero_ext.comm.process_group import join_world
-from zero_ext.config import OptimizerConfig, ZeroConfig
-from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.config import OptimizerConfig, ZeroConfig, load_config
+from zero_ext.config.sources.config_source import ConfigSource, log_on_rank_0
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
@@ -27,8 +25,6 @@ from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.zero_module import ZeroModule
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
-
-logger = logging.getLogger("zero_ext")
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -188,7 +184,7 @@ class TrainingModule(ZeroModule):
 def initialize(
     *,
     model: nn.Module,
-    config: ZeroConfig | Mapping[str, Any] | str | Path,
+    config: ConfigSource = None,
     optimizer: Optimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
@@ -202,8 +198,7 @@ def initialize(
     Args:
         model: the module to train, also one that is prepared already, see [`prepare`][zero_ext.prepare]. It
             moves to the accelerator if there is one.
-        config: DeepSpeed's JSON (mapping or path), unchanged, or a [`ZeroConfig`][zero_ext.ZeroConfig]. Keys
-            that have no effect here are reported once.
+        config: as for [`load_config`][zero_ext.load_config].
         optimizer: over the model's parameters, or a callable that makes one from `model_parameters`.
             Without it the configuration's `optimizer` section counts, else AdamW with its defaults.
         model_parameters: what the built optimizer updates: parameters or param groups; default all that
@@ -214,7 +209,7 @@ def initialize(
             configuration's `scheduler` section.
         collate_fn: makes a micro-batch from samples.
         process_group: the data-parallel ranks.
-        resolve: values for keys that DeepSpeed's JSON leaves at "auto", by key path.
+        resolve: values for keys that are "auto", by key path.
 
     Returns:
         Engine, optimizer, loader (None without `training_data`), scheduler (None without one).
@@ -235,7 +230,8 @@ def initialize(
         >>> engine.global_steps
         4
     """
-    settings = _settings(config, resolve)
+    settings = load_config(config, resolve)
+    join_world(settings.timeout_seconds)
     # All that may be refused comes before the model is sharded.
     loader = (
         None if training_data is None else make_loader(training_data, settings, process_group, collate_fn)
@@ -248,25 +244,6 @@ def initialize(
     )
     scheduler = make_scheduler(lr_scheduler, settings, prepared)
     return TrainingModule(inner, prepared, scheduler, loader), prepared, loader, scheduler
-
-
-def _settings(
-    config: ZeroConfig | Mapping[str, Any] | str | Path, resolve: Mapping[str, object] | None
-) -> ZeroConfig:
-    if isinstance(config, ZeroConfig):
-        join_world(config.timeout_seconds)
-        return config
-    translation = load_deepspeed_config(config, resolve)
-    join_world(translation.config.timeout_seconds)
-    for note in translation.notes:
-        say(str(note))
-    return translation.config
-
-
-def say(message: str) -> None:
-    """Write a warning to rank 0's log."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("%s", message)
 
 
 def make_optimizer(
@@ -283,7 +260,7 @@ def make_optimizer(
     if optimizer is not None:
         return optimizer(model_parameters)
     if settings.optimizer is None:
-        say("no optimizer given and no 'optimizer' section: AdamW with torch's defaults is used")
+        log_on_rank_0("no optimizer given and no 'optimizer' section: AdamW with torch's defaults is used")
     return build_optimizer(settings.optimizer or OptimizerConfig(type="AdamW"), model_parameters)
 
 

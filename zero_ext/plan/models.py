@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config.config_errors import ConfigError, Problem, show
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.json_file import read_json_object
 from zero_ext.plan.parse_sizes import COUNTS, count_of, short_number
 from zero_ext.plan.simulation.transformer_cost import (
     TRANSFORMERS,

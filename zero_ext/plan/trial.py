@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeVar
 
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.config_errors import ConfigError
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.config_source import VARIABLE
+from zero_ext.config.sources.json_file import read_json_object
 
 CONFIG = "ZERO_EXT_TRIAL_CONFIG"
 STEPS = "ZERO_EXT_TRIAL_STEPS"
@@ -73,7 +74,9 @@ class Trial:
                 f"{STEPS}: expected an integer of at least 1, got {steps!r}. Let zero-ext tune set it."
             )
         result = os.environ.get(RESULT)
-        return cls(load_config(path), int(steps), Path(result) if result else None)
+        return cls(
+            ZeroConfig.from_mapping(read_json_object(path)), int(steps), Path(result) if result else None
+        )
 
     def steps(self, batches: Iterable[Item], samples: int | None = None) -> Iterator[Item]:
         """Yield `batches`, one per micro-batch; in a trial as many as it takes, timed, and no more.
@@ -173,7 +176,7 @@ def run_trial(launch: Launch, config: ZeroConfig) -> TrialOutcome:
         path, result, log = folder / "config.json", folder / "result.json", folder / "log"
         path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != VARIABLE},  # part of the base
             CONFIG: str(path),
             STEPS: str(launch.steps),
             RESULT: str(result),

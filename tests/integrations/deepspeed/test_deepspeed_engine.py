@@ -222,8 +222,16 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
     assert sorted(item.name for item in folder.iterdir()) == before
     with pytest.raises(Exception, match=r"tag: .* got 'global_step7'.* best model, elsewhere, global_step1"):
         engine.load_checkpoint(folder, tag="global_step7")
-    with pytest.raises(deepspeed.DeepSpeedFeatureError, match="zero-ext export"):
-        engine.load_checkpoint(folder, load_module_only=True)
+    saved, rates = engine.module_state_dict(), engine.get_lr()
+    for keep in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        fresh = engine_of(world, 1)
+        train(fresh, 0)
+        before_load = fresh.get_lr()
+        path, client = fresh.load_checkpoint(folder, tag="best model", **keep)
+        assert path == str(folder / "best model") and client == {}
+        assert all(torch.equal(value, saved[name]) for name, value in fresh.module_state_dict().items())
+        assert fresh.global_steps == 1
+        assert fresh.get_lr() == (before_load if "load_module_only" in keep else rates)
     engine.save_16bit_model(folder / "bin")
     engine.save_16bit_model(folder / "safe", "model.safetensors")
     wanted = engine.module_state_dict()

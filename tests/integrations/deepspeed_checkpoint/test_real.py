@@ -120,6 +120,40 @@ def test_training_goes_on(name: str, written: Path, tmp_path: Path, rank_pool: R
     assert result["losses"] == pytest.approx(seen["losses"], rel=tolerance)
 
 
+def load_weights_on_rank(world: World, folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    model, optimizer = subject_of(seed=3)
+    config = {"stage": stage, "precision": {"dtype": dtype}, "units": {"bucket_elements": 200}}
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+    missing_and_unexpected = zero_ext.load_weights(model, folder)
+    state = checkpoint_sources(engine_of(model)).own
+    mine = [(p.name, p.start, p.tensor.float().tolist()) for p in state.save_slices() if p.kind == "master"]
+    return {
+        "slices": list(itertools.chain(*world.everyone(mine))),
+        "buffers": {name: value.clone() for name, value in state.buffers().items()},
+        "found": missing_and_unexpected,
+        "steps": engine_of(model).steps,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_alone(name: str, written: Path, rank_pool: RankPool) -> None:
+    folder, (ranks, stage), dtype = written / name, GOES_ON[name], CASES[name]["dtype"]
+    arguments = {"folder": str(folder), "stage": stage, "dtype": dtype}
+    result = rank_pool.run(ranks, f"{MODULE}:load_weights_on_rank", arguments)[0]
+    assert result["found"] == ([], []) and result["steps"] == 0
+    values: dict[str, list[tuple[int, list[float]]]] = {}
+    for parameter, start, numbers in result["slices"]:
+        values.setdefault(parameter, []).append((start, numbers))
+    held = held_by(folder)
+    masters = {key.removeprefix("master "): value for key, value in held.items() if key.startswith("master ")}
+    assert values.keys() == masters.keys()
+    for key, value in masters.items():
+        found = torch.tensor(list(itertools.chain(*(numbers for _, numbers in sorted(values[key])))))
+        assert torch.equal(found, value.float().flatten()), key
+    for key, value in result["buffers"].items():
+        assert torch.equal(value.float(), held[f"buffer {key}"].float()), key
+
+
 def read_back(paths: list[Path]) -> dict[str, torch.Tensor]:
     """The tensors of several files, as their index says."""
     *files, index = paths

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 import zero_ext
+from tests.config.written import FORMS, check
 from tests.integrations.lightning.modules import Language, enter, largest_difference, loader, trainer
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -140,6 +142,18 @@ def test_precisions_train_in_their_dtype_with_fp32_masters(world: World) -> None
         assert engine.optimizer_step.scales_loss == (precision == "16-true")
         assert largest_difference(module.losses, reference.losses) < 0.05, precision
         assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FORMS[form](tmp_path)
+    check(ZeroStrategy(config=source).config)
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "gradient_clipping=0.5")
+    assert ZeroStrategy(config=source).config.gradient_clipping == 0.5
+    scale = {"enabled": "auto", "initial_scale_power": 20}
+    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 1}, "fp16": scale})
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
+    assert strategy.config.precision.dtype == "fp16" and strategy.config.loss_scale.initial_power == 20
 
 
 def test_contradictions_show_both_sides() -> None:

@@ -12,11 +12,14 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer
 from transformers.training_args import OptimizerNames
 
+from tests.config.written import FORMS, check
 from tests.integrations.transformers.models import Sentences, arguments, llama
 from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.config.sources.config_source import read_config
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.integrations.transformers.trainer_config import load_settings, resolve_settings
 from zero_ext.optim.fused_optimizers import Lion
+from zero_ext.zero.api.engine_lookup import engine_of
 
 DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -34,7 +37,7 @@ def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
     typed = ZeroConfig.from_mapping({"stage": 1, "optimizer": {"type": "AdamW"}})
     sources = {3: (None,), 0: ({"stage": 0},), 1: (typed, path), 2: (str(deepspeed), DEEPSPEED)}
     for stage, source in ((stage, each) for stage, several in sources.items() for each in several):
-        config, _ = resolve_settings(source, args, None)
+        config, _ = resolve_settings(read_config(source), args, None)
         assert config.stage == stage and config.gradient_clipping == 0.3
         assert config.precision.dtype == "bf16"
         batch = config.batch
@@ -49,6 +52,78 @@ def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
             assert list(params["betas"]) == [0.9, 0.999]
     assert load_settings(DEEPSPEED).offload.optimizer == "host"
     assert load_settings(str(path)).stage == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, args = FORMS[form](tmp_path), arguments(tmp_path, max_grad_norm=0.25)
+    check(resolve_settings(read_config(source), args, None)[0])
+    check(load_settings(source))
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "stage=1")
+    assert resolve_settings(read_config(source), args, None)[0].stage == load_settings(source).stage == 1
+    # Held against the arguments like all else.
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "batch.train_batch_size=6")
+    with pytest.raises(ConfigError, match=r"train_batch_size.*6.*ranks = 2"):
+        resolve_settings(read_config(source), args, None)
+
+
+SCALE = {"loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 500, "hysteresis": 3}
+
+
+@pytest.mark.parametrize("enabled", [{}, {"enabled": "auto"}, {"enabled": True}], ids=str)
+def test_a_dtype_of_the_arguments_enables_the_rest_of_its_section(
+    tmp_path: Path, enabled: dict[str, Any]
+) -> None:
+    def resolved(name: str, keys: dict[str, Any], **more: Any) -> ZeroConfig:
+        values = {**STAGE_1, name: {**enabled, **keys}, **more}
+        return resolve_settings(read_config(values), arguments(tmp_path, **{name: True}), None)[0]
+
+    scale = resolved("fp16", SCALE).loss_scale
+    assert (scale.initial_power, scale.window, scale.hysteresis) == (20, 500, 3)
+    assert resolved("bf16", {"bf16_optimizer_states": True}).precision.moments_dtype == "bf16"
+    assert resolved("bf16", {}, data_types={"grad_accum_dtype": "fp32"}).precision.dtype == "bf16"
+    with pytest.raises(ConfigError, match="bf16_master_weights_and_grads"):
+        resolved("bf16", {"bf16_master_weights_and_grads": True})
+
+
+CHANGES: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("gradient_clipping=0", ZeroConfig(stage=2), {}, "gradient_clipping: .*0"),
+    ("gradient_clipping=0", {"stage": 2}, {}, "gradient_clipping: .*0"),
+    ('batch={"micro_batch_size":3}', {"zero_optimization": {"stage": 2}}, {}, "micro_batch_size: .*3"),
+    ("precision.dtype=fp32", {"zero_optimization": {"stage": 2}}, {"bf16": True}, "precision.dtype: .*fp32"),
+    ("precision.dtype=keep", ZeroConfig(stage=2), {"bf16": True}, "precision.dtype: .*keep"),
+]
+
+
+@pytest.mark.parametrize(("text", "source", "settings", "words"), CHANGES)
+def test_the_environment_is_held_against_the_arguments(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    source: Any,
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setenv("ZERO_EXT_CONFIG", text)
+    with pytest.raises(ConfigError, match=words):
+        resolve_settings(read_config(source), arguments(tmp_path, **settings), None)
+
+
+@pytest.mark.parametrize("source", [{"stage": 2}, {"zero_optimization": {"stage": 2}}, ZeroConfig(stage=2)])
+def test_the_engine_has_the_trainers_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any
+) -> None:
+    monkeypatch.setenv(
+        "ZERO_EXT_CONFIG",
+        'precision={"reduction":"rank_order"} batch={"drop_last":true} check_finite=false',
+    )
+    args = arguments(tmp_path, max_steps=1, bf16=True, gradient_accumulation_steps=2)
+    trainer = ZeroTrainer(model=llama(0), args=args, train_dataset=Sentences(8, 0), zero_config=source)
+    trainer.train()
+    config = engine_of(trainer.model).config
+    assert config.precision == trainer.zero_config.precision and config.precision.dtype == "bf16"
+    assert config.batch.gradient_accumulation_steps == 2 and config.batch.drop_last
+    assert (config.stage, config.check_finite) == (2, False)
 
 
 def section(name: str, kind: str, **params: Any) -> dict[str, Any]:
@@ -88,11 +163,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         ("scheduler.type", "'WarmupLR'", "lr_scheduler_type = 'cosine'"),
     ),
     # Two formats in one configuration, and "auto" where nothing can say what it is.
-    ({**DEEPSPEED, "stage": 3}, {}, ("zero_config: ", "zero_optimization: is DeepSpeed's", "'stage'")),
+    ({**DEEPSPEED, "stage": 3}, {}, ("configuration: ", "zero_optimization: is DeepSpeed's", "'stage'")),
     (
-        {"stage": 3, "gradient_clipping": "auto"},
+        {"stage": 3, "units": {"bucket_elements": "auto"}},
         {},
-        ("gradient_clipping: expected a value", "Leave the key out"),
+        ("units.bucket_elements: expected a value", "leave the key out"),
     ),
     (
         {"zero_optimization": {"stage": "auto"}},
@@ -138,7 +213,10 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str | No
     path = tmp_path / "own.json"
     if text is not None:
         path.write_text(text)
-    for read in (lambda: resolve_settings(path, arguments(tmp_path), None), lambda: load_settings(path)):
+    for read in (
+        lambda: resolve_settings(read_config(path), arguments(tmp_path), None),
+        lambda: load_settings(path),
+    ):
         with pytest.raises(ConfigError, match=rf"(?s)own\.json.*{words}"):
             read()
 
@@ -164,7 +242,7 @@ def test_a_second_optimizer_besides_the_configured_one_is_refused(tmp_path: Path
 def test_every_contradiction_is_listed_at_once(tmp_path: Path) -> None:
     config = {"gradient_clipping": 0.5, "batch": {"micro_batch_size": 3}}
     with pytest.raises(ConfigError) as caught:
-        resolve_settings(config, arguments(tmp_path), None)
+        resolve_settings(read_config(config), arguments(tmp_path), None)
     assert set(caught.value.paths) == {"gradient_clipping", "batch.micro_batch_size"}
 
 

@@ -162,8 +162,12 @@ class StateSource(Protocol):
             Tensors by name.
         """
 
-    def finish_load(self) -> None:
-        """Run after every slice is filled; may use collectives."""
+    def finish_load(self, optimizer: bool = True) -> None:
+        """Run after every slice is filled; may use collectives.
+
+        Args:
+            optimizer: False if only weights and buffers were loaded.
+        """
 
 
 @runtime_checkable

@@ -33,7 +33,7 @@ LARGEST_HEADER_BYTES = 100_000_000
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64  # torch's; the size of a shape of millions of numbers would take hours to multiply
-_WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json")
+WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json")
 _REPLACE = "Replace it with an intact copy."
 
 
@@ -236,11 +236,11 @@ def find_weights(path: str | os.PathLike[str]) -> WeightFiles:
     """
     root = Path(path).absolute()
     if root.is_dir():
-        names = [name for name in _WEIGHT_NAMES if (root / name).exists()]
+        names = [name for name in WEIGHT_NAMES if (root / name).exists()]
         if not names:
             seen = sorted(entry.name for entry in root.iterdir())[:8]
             raise CheckpointError(
-                f"{root}: expected {' or '.join(_WEIGHT_NAMES)} in it, got {seen}. Convert other formats "
+                f"{root}: expected {' or '.join(WEIGHT_NAMES)} in it, got {seen}. Convert other formats "
                 "with transformers: model.save_pretrained(folder)."
             )
         root = root / names[0]

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.checkpoint.shard_file import StreamWriter
 
 _PARTIAL = ".partial-"
+_OWN_NAMES = r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 
 
 def export_huggingface(
@@ -162,19 +164,21 @@ class LazyTensor:
 Weights = Mapping[str, torch.Tensor | LazyTensor]
 
 
-def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = False) -> list[Path]:
+def write_weights(
+    weights: Weights, out: Path, most_bytes: int, pickled: bool = False, replaces: bool = False
+) -> list[Path]:
     """Write weights to a folder as Hugging Face's libraries read them, and return the new files.
 
     A file holds ``most_bytes`` of tensors, but one tensor at least. One tensor is in memory at a time, or one
     chunk of a lazy one. ``pickled`` writes ``pytorch_model.bin``, for ``torch.load``, and else
     ``model.safetensors``, which hold what has several names under the first of them. Several files get an
     index. ValueError for values beyond float16's range or a dtype that safetensors lack, CheckpointError if
-    ``out`` holds weights already.
+    ``out`` holds weights already, unless these are to replace them.
     """
     stem, suffix = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
     index = f"{stem}{suffix}.index.json"
     found = sorted(out.glob(f"{stem}*{suffix}")) + sorted(out.glob(index))
-    if found:
+    if found and not replaces:
         raise CheckpointError(
             f"{found[0]}: it exists already. Remove the exported weights there, or pass another directory."
         )
@@ -185,6 +189,7 @@ def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = 
     filesystem = Filesystem()
     filesystem.make_directory(out)
     written: list[Path] = []
+    replacing = False
     try:
         for name, shard in zip(names, shards, strict=True):
             written.append(out / (_PARTIAL + name))
@@ -193,10 +198,17 @@ def write_weights(weights: Weights, out: Path, most_bytes: int, pickled: bool = 
             written.append(out / (_PARTIAL + index))
             filesystem.remove(written[-1])
             filesystem.write_file(written[-1], _index(names, shards))
-        return _publish(filesystem, written)
-    finally:
-        for partial in written:
+        replacing = bool(found)
+        published = _publish(filesystem, written)
+    except BaseException:
+        # Once old files may be gone, new ones stay, those without their final name too.
+        for partial in () if replacing else written:
             filesystem.remove(partial)
+        raise
+    for path in found:
+        if path not in published and re.fullmatch(_OWN_NAMES, path.name):
+            filesystem.remove(path)
+    return published
 
 
 def write_file(filesystem: Filesystem, path: Path, weights: Weights, pickled: bool) -> None:

@@ -14,7 +14,7 @@ from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, ChunkRequest
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.tensor_files import WeightFiles, find_weights
 from zero_ext.checkpoint.load_plan import refuse_misfits
-from zero_ext.checkpoint.weights.safetensors_load import misfits
+from zero_ext.checkpoint.weights.fill_weights import misfits
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
@@ -47,12 +47,12 @@ def load_into_meta(
     and on one rank that keeps parameters on the device, they are full tensors. Floating-point tensors are
     converted to the parameters' dtypes.
 
-    ``path`` is what :func:`zero_ext.load_safetensors` takes, ``config`` what ``prepare`` will get, ``naming``
-    leads from the files found to names in the model by names in the files. Returns the first names of the
-    parameters and buffers without values in the files, still on the meta device, and what the files have
-    besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if shapes or
-    dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or storage failed.
-    The model is to be built again then.
+    ``path`` has safetensors as :func:`zero_ext.load_weights` takes them, ``config`` is for ``prepare``,
+    ``naming`` leads from the files found to names in the model by names in the files. Returns the first
+    names of the parameters and buffers without values in the files, still on the meta device, and what the
+    files have besides the model's. CheckpointError if a file is missing, damaged or hostile, ValueError if
+    shapes or dtypes do not fit or the files have nothing of the model, RuntimeError if another rank or
+    storage failed. The model is to be built again then.
     """
     with torch.device("cpu"):
         join_world(config.timeout_seconds)
@@ -134,7 +134,8 @@ class _Plan:
         problems = [
             problem
             for tensor, key in self._keys.items()
-            for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, files.tensors[key][1])
+            for entry in [files.tensors[key][1].entry]
+            for problem in misfits(firsts[tensor], tensor.shape, tensor.dtype, entry.shape, entry.dtype)
         ]
         refuse_misfits("weights: they do not fit the model", problems, "Load the files of this model.")
 

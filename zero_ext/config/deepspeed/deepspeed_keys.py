@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from zero_ext.config.base_section import LARGEST_COUNT, is_number, one_of
 from zero_ext.config.config_errors import Problem
 
 Fate = Literal["supported", "no effect", "unsupported"]
+
+AUTO = "auto"
+
+
+class LeftOut(enum.Enum):
+    """The type of ``LEFT_OUT``."""
+
+    LEFT_OUT = "left out"
+
+
+# The value of an "auto" that counts as not written, because whoever reads the configuration sets the key.
+LEFT_OUT: Final = LeftOut.LEFT_OUT
 
 
 @dataclass(frozen=True)
@@ -158,13 +171,14 @@ class Note:
 
 @dataclass
 class ResolvedKeys:
-    """Values by the key's own path (aliases and "auto" resolved), the paths as written, what was wrong, and
-    notes."""
+    """Values by the key's own path (aliases and "auto" resolved), the paths as written, what was wrong,
+    notes, and the values that the caller has for "auto"."""
 
     values: dict[str, Any] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    resolve: Mapping[str, object] = field(default_factory=dict)
 
     def add_problem(self, path: str, text: str) -> None:
         """Add a problem."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_ext.config.base_section import key_paths, one_of
 from zero_ext.config.config_errors import (
     SUGGESTIONS,
     ConfigError,
@@ -18,11 +19,11 @@ from zero_ext.config.config_errors import (
     unknown_key,
     wrong_value,
 )
-from zero_ext.config.json_file import read_json_object
 from zero_ext.config.optimizer_traits import traits_of
+from zero_ext.config.sources.config_file import read_config_file
 from zero_ext.config.zero_config import ZeroConfig
 
-from .deepspeed_keys import Key, Note, ResolvedKeys
+from .deepspeed_keys import AUTO, LEFT_OUT, Key, Note, ResolvedKeys
 from .feature_keys import FEATURE_KEYS, set_communication, set_monitors, set_sparse_attention
 from .offload_keys import TIER_KEYS, normalize_tiers, set_tiers
 from .training_keys import TRAINING_KEYS
@@ -42,9 +43,10 @@ def register_key(key: Key) -> None:
 for _key in TABLE:
     register_key(_key)
 
-AUTO = "auto"
-_OPEN = ("optimizer.params", "scheduler.params")
+OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _CLIPPING = 1.0
+_DTYPE, _DTYPES = "precision.dtype", ("keep", "fp32", "bf16", "fp16")
+_DTYPE_SWITCHES = ("fp16.enabled", "bf16.enabled")
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
 _CONNECTION_PARAMS = ("cuda_aware", "comm_backend_name")
 _TRUE_PARAMS = {
@@ -93,12 +95,27 @@ def load_deepspeed_config(
     """
     name = "DeepSpeed configuration"
     if isinstance(source, str | Path):
-        name, values = str(source), read_json_object(source)
+        name, values = str(source), read_config_file(source)
     elif isinstance(source, Mapping):
         values = dict(source)
     else:
         raise TypeError(f"configuration: expected a mapping or a path, got {show(source)}. Pass one of them.")
-    resolved = resolve_keys(values, resolve or {})
+    try:
+        return Translation(*translate(values, resolve or {}))
+    except ConfigError as error:
+        raise error.within(name) from None
+
+
+def translate(
+    values: Mapping[str, object], resolve: Mapping[str, object]
+) -> tuple[ZeroConfig, tuple[Note, ...]]:
+    """Return the native configuration and the notes of what a JSON holds.
+
+    As :func:`load_deepspeed_config`, with native key paths in ``resolve`` too. ``LEFT_OUT`` there leaves out
+    the key if it is "auto", and the default of DeepSpeed's if it is not written.
+    """
+    name = "DeepSpeed configuration"
+    resolved = resolve_keys(values, resolve)
     normalize_tiers(resolved)
     native = _apply_keys(resolved)
     for set_values in (
@@ -113,13 +130,13 @@ def load_deepspeed_config(
         set_values(resolved, native)
     if resolved.problems:
         raise ConfigError(resolved.problems, name)
-    if "gradient_clipping" not in resolved.values:
+    if "gradient_clipping" not in resolved.values and resolve.get("gradient_clipping") is not LEFT_OUT:
         native["gradient_clipping"] = _CLIPPING
         resolved.note(
             "gradient_clipping", "not set, so 1.0 as in DeepSpeed 0.19. Write 0 for none", "default"
         )
     try:
-        return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(resolved.notes))
+        return ZeroConfig.from_mapping(_nested(native)), tuple(resolved.notes)
     except ConfigError as error:
         raise ConfigError(
             [_in_deepspeed_words(problem, resolved) for problem in error.problems], name
@@ -128,9 +145,9 @@ def load_deepspeed_config(
 
 def resolve_keys(source: Mapping[str, object], resolve: Mapping[str, object]) -> ResolvedKeys:
     """Check every key and value of `source`; replace "auto" by `resolve`, which maps key paths to values."""
-    resolved = ResolvedKeys()
+    resolved, native = ResolvedKeys(resolve=resolve), key_paths(ZeroConfig)
     for path in resolve:
-        if path not in KEYS and path.rpartition(".")[0] not in _OPEN:
+        if path not in KEYS and path.rpartition(".")[0] not in OPEN_SECTIONS and path not in native:
             resolved.add_problem(path, f"{_unknown(path, resolved).text} Correct the argument resolve.")
     _walk("", source, resolve, resolved)
     return resolved
@@ -141,6 +158,8 @@ def _walk(
 ) -> None:
     for name, value in section.items():
         path = join_path(prefix, name)
+        if path == "$schema":
+            continue
         if isinstance(name, str) and "." in name and not prefix:
             # TRL writes such keys when it means the nested ones. DeepSpeed ignores them.
             resolved.note(path, "a key with dots is ignored, as in DeepSpeed. Nest it to set it")
@@ -167,14 +186,20 @@ def _unknown(path: str, resolved: ResolvedKeys) -> Problem:
 def _resolve_value(
     key: Key, path: str, value: object, resolve: Mapping[str, object], resolved: ResolvedKeys
 ) -> None:
-    if value == AUTO and AUTO not in key.harmless:
-        known = [name for name in (path, key.path, *key.aliases) if resolve.get(name, AUTO) != AUTO]
-        if not known:
-            if not key.auto:
-                resolved.problems.append(_unresolved(path))
+    if isinstance(value, str) and value == AUTO and AUTO not in key.harmless:
+        names = (path, key.path, *key.aliases, key.native)
+        known = [resolve[name] for name in names if resolve.get(name, AUTO) != AUTO]
+        if key.path in _DTYPE_SWITCHES and not known and _DTYPE in resolve:
+            if resolve[_DTYPE] not in _DTYPES:
+                resolved.add_problem(_DTYPE, wrong_value(one_of(_DTYPES), resolve[_DTYPE]))
+            known = [f"{resolve[_DTYPE]}.enabled" == key.path]
+        if not known and not key.auto:
+            resolved.problems.append(_unresolved(path))
+        if not known or known[0] is LEFT_OUT:
+            resolved.written.setdefault(key.path, path)
             return
-        value = resolve[known[0]]
-    elif path in _OPEN and isinstance(value, Mapping):
+        value = known[0]
+    elif path in OPEN_SECTIONS and isinstance(value, Mapping):
         value = _resolve_params(path, value, resolve, resolved)
     if not key.value_type.fits(value):
         resolved.add_problem(path, wrong_value(key.value_type.words, value))
@@ -192,12 +217,13 @@ def _resolve_params(
     found: dict[str, object] = {}
     for name, value in params.items():
         inner = join_path(path, name)
-        if value == AUTO:
+        if isinstance(value, str) and value == AUTO:
             if resolve.get(inner, AUTO) == AUTO:
                 resolved.problems.append(_unresolved(inner))
                 continue
             value = resolve[inner]
-        found[name] = value
+        if value is not LEFT_OUT:
+            found[name] = value
     return found
 
 
@@ -305,7 +331,8 @@ def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys) -> N
         return
     if settings.get("torch_adam") is not True:
         for name, value in traits.deepspeed_defaults.items():
-            settings.setdefault(name, value)
+            if resolved.resolve.get(f"optimizer.params.{name}") is not LEFT_OUT:
+                settings.setdefault(name, value)
     _ignore_params(_NO_EFFECT_PARAMS, f"there is one implementation of {kind}", settings, resolved)
     for name, why in _TRUE_PARAMS.items():
         value = settings.pop(name, True)

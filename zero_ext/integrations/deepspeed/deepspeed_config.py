@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.config_file import read_config_file
 from zero_ext.config.training import OptimizerConfig, SchedulerConfig
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.zero.api.engine_lookup import engine_of
@@ -287,7 +287,7 @@ def json_values(what: str, source: Any) -> dict[str, Any]:
         TypeError: something else was given; ``what`` names it.
     """
     if isinstance(source, str | Path):
-        return read_json_object(source)
+        return read_config_file(source)
     found = source if isinstance(source, Mapping) else getattr(source, "values", None)
     if not isinstance(found, Mapping):
         raise TypeError(

@@ -292,24 +292,23 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: the latest), saved at any world size and stage.
 
-        Returns its path and the client state; (None, {}) if ``load_dir`` has no ``latest`` file. A checkpoint
-        of other parameters is refused whatever ``load_module_strict`` says.
+        Without ``load_optimizer_states`` its weights, scheduler and loader are loaded, with
+        ``load_module_only`` its weights alone; the engine goes on to count its steps. Returns its path and
+        the client state; (None, {}) if ``load_dir`` has no ``latest`` file. A checkpoint of other parameters
+        is refused whatever ``load_module_strict`` says.
         """
         if custom_load_fn is not None:
             raise DeepSpeedFeatureError(
                 "load_checkpoint(custom_load_fn=...): it is not supported. Load with "
                 "zero_ext.load_full_state_dict."
             )
-        if load_module_only or not load_optimizer_states:
-            raise DeepSpeedFeatureError(
-                "load_checkpoint(load_optimizer_states=False): it is not supported. Export the weights with "
-                "'zero-ext export' and load them with zero_ext.load_safetensors."
-            )
-        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        loader = None if load_module_only else self.training_dataloader
+        optimizer = load_optimizer_states and not load_module_only
         path, client_state, counters = checkpoint_tags.load(
-            self, Path(load_dir), tag, scheduler, self.training_dataloader
+            self, Path(load_dir), tag, scheduler, loader, optimizer
         )
-        if path is not None:
+        if path is not None and optimizer:
             self.micro_steps = counters.get("micro_steps", 0)
             self._unmanaged_samples = counters.get("samples", 0)
         return path, client_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
-from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.config.sources.config_source import read_config
 from zero_ext.integrations.deepspeed import lr_schedules
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others, json_values
 from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
@@ -199,13 +200,14 @@ def _source(args: Any, *value: Mapping[str, Any] | str | Path | None) -> Mapping
 def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], ZeroConfig]:
     """Return the JSON as given and what it means here."""
     values = json_values("deepspeed.initialize", source)
-    if values.get(_MANAGED) is False:  # the engine's own: the native configuration has no such key
-        source = {name: value for name, value in values.items() if name != _MANAGED}
-    translation = load_deepspeed_config(source)
-    join_world(translation.config.timeout_seconds)
-    for note in translation.notes:
+    own = values.get(_MANAGED) is False  # the engine's own: the native configuration has no such key
+    others = {name: value for name, value in values.items() if not (own and name == _MANAGED)}
+    written = dataclasses.replace(read_config(others), deepspeed=True)
+    config, notes = written.resolved()
+    join_world(config.timeout_seconds)
+    for note in notes:
         log_dist_once(str(note), ranks=[0])
-    return values, translation.config
+    return values, config
 
 
 def _with_leaf_modules(settings: ZeroConfig, model: nn.Module) -> ZeroConfig:

@@ -65,8 +65,8 @@ DIFFERENCES: dict[str, str] = {
     f"{_ENGINE}.coalesce_grad_reduction": "allowed at every stage",
     f"{_ENGINE}.save_checkpoint": "writes zero_ext's format under global_step{N} and commits it with "
     "one rename. client_state may contain JSON values and tensors. Frozen parameters are always saved",
-    f"{_ENGINE}.load_checkpoint": "loads at any world size and stage. custom_load_fn and a load without "
-    "optimizer states raise",
+    f"{_ENGINE}.load_checkpoint": "loads at any world size and stage. custom_load_fn raises. Counts "
+    "of steps stay where optimizer states do",
     f"{_ENGINE}.save_*_model": _FULL_STATE,
     f"{_ENGINE}.*module_state_dict": _FULL_STATE,
     f"{_ENGINE}.get_global_grad_norm": "returns None before the first step, and without clipping or fp16",

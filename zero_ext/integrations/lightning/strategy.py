@@ -19,9 +19,9 @@ from torchmetrics import Metric
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.internal_error import zero_ext_bug
+from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
 from zero_ext.integrations.lightning import lightning_checkpoints
 from zero_ext.integrations.lightning.strategy_config import (
-    ConfigSource,
     ZeroPrecision,
     completed,
     own_settings,
@@ -43,7 +43,8 @@ class ZeroStrategy(DDPStrategy):
 
     Args:
         stage: ZeRO stage; default the configuration's, else 3.
-        config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, or the path of a JSON file.
+        config: as for [`load_config`][zero_ext.load_config]. Batch sizes, clipping and precision may be
+            "auto".
         accelerator: as in `DDPStrategy`.
         parallel_devices: as in `DDPStrategy`.
         cluster_environment: as in `DDPStrategy`.
@@ -69,20 +70,22 @@ class ZeroStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
     ) -> None:
-        self._config = own_settings(stage, config)
+        self._stage, self._written = stage, read_config(config)
+        settings, notes = own_settings(stage, self._written)
+        log_notes(notes)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=datetime.timedelta(seconds=self._config.timeout_seconds),
+            timeout=datetime.timedelta(seconds=settings.timeout_seconds),
         )
 
     @property
     def config(self) -> ZeroConfig:
         """The configuration in force: the strategy's own, completed from the Trainer's arguments."""
-        settings = with_dtype(self._config, self.precision_plugin.precision, self.precision_plugin.dtype)
+        settings = self._in_precision_of(self.precision_plugin)
         module = self.lightning_module
         return settings if module is None else completed(settings, module.trainer, module)
 
@@ -96,8 +99,12 @@ class ZeroStrategy(DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         made = plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin or Precision())
-        made.computes_in(with_dtype(self._config, made.precision, made.dtype).precision.dtype)
+        made.computes_in(self._in_precision_of(made).precision.dtype)
         self._precision_plugin, self._zero_precision = plugin, made
+
+    def _in_precision_of(self, plugin: ZeroPrecision) -> ZeroConfig:
+        settings, _ = own_settings(self._stage, self._written, plugin.dtype)
+        return with_dtype(settings, plugin.precision, plugin.dtype)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

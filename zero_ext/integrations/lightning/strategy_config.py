@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +13,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from zero_ext.config import ConfigError, ZeroConfig, load_config
+from zero_ext.config import ConfigError, Note, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
+from zero_ext.config.deepspeed.deepspeed_keys import LEFT_OUT
+from zero_ext.config.sources.config_source import WrittenConfig
 from zero_ext.integrations.prepare_with_features import written_value
 from zero_ext.zero.api.engine_lookup import engine_of
-
-ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
 _OWN = "ZeroStrategy(stage, config)"
 _BOTH = "ZeroStrategy's config and Trainer"
@@ -32,19 +30,27 @@ _LIGHTNINGS = {
     "checkpoint.keep_last": "Lightning counts its own checkpoints: ModelCheckpoint(save_top_k=...)",
     "checkpoint.async_save": "Lightning removes older checkpoints as soon as a save returns",
 }
+# Keys that may be "auto", since the Trainer and its loaders have the values.
+_FROM_TRAINER = (
+    *("batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.train_batch_size"),
+    "gradient_clipping",
+)
 # Lightning's names, and the dtype of parameters that each asks for; the Trainer's default asks for none.
 _DTYPES = {"32-true": None, "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def own_settings(stage: int | None, source: ConfigSource) -> ZeroConfig:
-    """Return what the strategy's own arguments say, stage 3 by default.
+def own_settings(
+    stage: int | None, written: WrittenConfig, dtype: str | None = None
+) -> tuple[ZeroConfig, tuple[Note, ...]]:
+    """Return what the strategy's own arguments say, stage 3 by default, and notes on DeepSpeed's keys.
 
-    Raises:
-        ConfigError: ``stage`` and the configuration's differ, or a key is set for work that Lightning does.
-        TypeError: a source of another type.
+    ``dtype`` is what ``Trainer(precision=...)`` asks for.
+
+    Raises ``ConfigError`` if ``stage`` and the configuration's differ, or for keys of what Lightning does.
     """
-    config = load_config(source)
+    resolve = {**dict.fromkeys(_FROM_TRAINER, LEFT_OUT), "precision.dtype": dtype or "keep"}
+    config, notes = written.with_dtype(dtype).resolved(resolve)
     problems = [
         Problem(path, f"got {show(written_value(config, path))}: {why}. Remove the key.")
         for path, why in _LIGHTNINGS.items()
@@ -55,7 +61,7 @@ def own_settings(stage: int | None, source: ConfigSource) -> ZeroConfig:
         problems.append(Problem("stage", f"config has {show(said)}, stage={show(stage)} was given. {_AGREE}"))
     if problems:
         raise ConfigError(problems, _OWN)
-    return config if stage is None else config.replace(stage=stage)
+    return (config if stage is None else config.replace(stage=stage)), notes
 
 
 def with_dtype(config: ZeroConfig, precision: str, dtype: str | None) -> ZeroConfig:

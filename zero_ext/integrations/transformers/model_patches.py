@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ from zero_ext.zero.api.full_parameters import full_state_dict
 # generate(), layer dropping and Seq2SeqTrainer keep the ranks of a model in step that carries this name.
 _RANKS_IN_STEP = "_is_fsdp_managed_module"
 _LEFT_ALONE = "_is_accelerate_prepared"
+# What a call of save_pretrained may ask for to have its weights written a tensor at a time.
+_STREAMED = {"is_main_process"}
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -105,9 +108,17 @@ def _save_full(model: nn.Module, name: str, plain: Any, folder: Any, *args: Any,
     """Save the whole weights; all ranks call it, rank 0 writes."""
     if another_rank_saves(kwargs):
         return None
-    if not args and kwargs.get("state_dict") is None:
-        kwargs = {"is_main_process": engine_of(model).rank == 0, **kwargs}
-        kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
+    if args or kwargs.get("state_dict") is not None:
+        return plain(folder, *args, **kwargs)
+    kwargs = {"is_main_process": engine_of(model).rank == 0, **kwargs}
+    # With transformers, which this module does not import: PEFT's models come here too.
+    from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
+
+    if kwargs.keys() <= _STREAMED and can_stream(model):
+        writes = bool(kwargs["is_main_process"]) and engine_of(model).rank == 0
+        save_streamed(model, Path(folder), writes, partial(plain, state_dict={}))
+        return None
+    kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
     return plain(folder, *args, **kwargs)
 
 

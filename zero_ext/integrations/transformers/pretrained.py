@@ -23,7 +23,8 @@ from zero_ext.checkpoint.format.tensor_files import WeightFiles
 from zero_ext.checkpoint.weights.load_into_meta import load_into_meta
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
-from zero_ext.integrations.transformers.trainer_config import ConfigSource, load_settings
+from zero_ext.config.sources.config_source import ConfigSource
+from zero_ext.integrations.transformers.trainer_config import load_settings
 from zero_ext.zero.construction.sharded_init import Init
 
 logger = logging.getLogger("zero_ext")

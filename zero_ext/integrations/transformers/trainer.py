@@ -11,21 +11,22 @@ from torch import nn
 from transformers import Trainer
 
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
 from zero_ext.config import ZeroConfig
+from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
+from zero_ext.integrations.load_weights import load_weights
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.transformers.model_patches import (
     checkpoint_by_configuration,
     is_prepared,
     mark_prepared,
 )
+from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
 from zero_ext.integrations.transformers.trainer_checkpoints import (
     STATE_FOLDER,
     check_resume,
     last_complete_checkpoint,
 )
 from zero_ext.integrations.transformers.trainer_config import (
-    ConfigSource,
     refuse_adapters,
     refuse_arguments,
     refuse_duplicates,
@@ -55,10 +56,9 @@ class ZeroTrainerMixin(_Base):
 
     Args:
         *args: passed on to the Trainer.
-        zero_config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, the path of a JSON file, or DeepSpeed's
-            JSON (mapping or path) with "auto" values; default ZeRO-3. What it leaves out comes from
-            TrainingArguments: batch sizes, accumulation, clipping, precision, and an optimizer's or
-            scheduler's settings.
+        zero_config: as for [`load_config`][zero_ext.load_config]; default ZeRO-3. What it leaves out or calls
+            "auto" comes from TrainingArguments: batch sizes, accumulation, clipping, precision, and an
+            optimizer's or scheduler's settings.
         **kwargs: passed on to the Trainer.
 
     Attributes:
@@ -77,21 +77,19 @@ class ZeroTrainerMixin(_Base):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
-        self._zero_source = zero_config
+        self._written = read_config(zero_config)
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
         self._check_adapters()
         refuse_tokenizer(self.model, self.processing_class)
         steps = self.args.max_steps if self.args.max_steps > 0 else None
-        self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
+        self._zero_settings, notes = resolve_settings(self._written, self.args, steps)
         if not isinstance(self.optimizer, ZeroOptimizer):  # that one is what a section has become
             made, schedule = self.optimizer, self.lr_scheduler
             refuse_duplicates(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
             build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, device="cpu", requires_grad=True)])
-        if self.is_world_process_zero():
-            for note in notes:
-                logger.warning("%s", note)
+        log_notes(notes)
 
     def _check_adapters(self) -> None:
         refuse_adapters(self)
@@ -124,7 +122,7 @@ class ZeroTrainerMixin(_Base):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        self._zero_settings, _ = resolve_settings(self._zero_source, self.args, max_steps)
+        self._zero_settings, _ = resolve_settings(self._written, self.args, max_steps)
         self._shard_for_training()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -247,6 +245,13 @@ class ZeroTrainerMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_prepared(self.model):
+            if can_stream(self.model):
+                folder = Path(output_dir or str(self.args.output_dir))
+                save = super()._save
+                save_streamed(
+                    self.model, folder, self.args.should_save, lambda others: save(str(others), state_dict={})
+                )
+                return
             state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         super()._save(output_dir, state_dict=state_dict)
 
@@ -310,7 +315,7 @@ class ZeroTrainerMixin(_Base):
         return True
 
     def _load_weights(self, folder: str) -> None:
-        load_safetensors(self.model, folder, strict=False)
+        load_weights(self.model, folder, strict=False)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load nothing: the loss scale comes with the optimizer."""

@@ -3,30 +3,24 @@ sharded Trainer cannot serve."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from zero_ext.config import ConfigError, Note, OptimizerConfig, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config import ConfigError, Note, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
-from zero_ext.config.deepspeed.translate import KEYS
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.deepspeed.deepspeed_keys import AUTO, LEFT_OUT
+from zero_ext.config.sources.config_source import ConfigSource, WrittenConfig, read_config
 from zero_ext.integrations.prepare_with_features import written_value
-
-ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
-AUTO = "auto"
-_NATIVE = frozenset(ZeroConfig.model_fields)
-_DEEPSPEED = frozenset(path.partition(".")[0] for path in KEYS)
 
 
 class _Shared(NamedTuple):
@@ -44,43 +38,45 @@ class _Shared(NamedTuple):
 
 
 def resolve_settings(
-    source: ConfigSource, args: TrainingArguments, steps: int | None
+    written: WrittenConfig, args: TrainingArguments, steps: int | None
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
     """Return the configuration in force, and notes on keys of DeepSpeed's JSON without effect.
 
-    What ``source`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
+    What ``written`` leaves out, or calls "auto", comes from ``args``; what both say must agree. ``steps`` is
     the number of optimizer steps of the run, None while it is unknown.
 
     Raises:
         ConfigError: lists every contradiction with both sides, and all that the readers of the two formats
             refuse.
-        TypeError: a source of another type.
     """
     shared = [*_always(args), *_optimizer(args), *_scheduler(args, steps)]
-    values = _read(source)
-    if values is not None and _is_deepspeed(values):
-        config, notes = _from_deepspeed(source, values, args, shared)
+    values: dict[str, Any] = {each.native: each.value for each in shared if each.value is not None}
+    # The number of steps may be unknown as yet: any will do to check the rest.
+    values.setdefault("scheduler.params.total_num_steps", 1)
+    values["scheduler.params.warmup_num_steps"] = max(1, values.get("scheduler.params.warmup_num_steps", 1))
+    values["precision.dtype"] = _wanted_dtype(args) or "keep"
+    if written.deepspeed:
+        config, notes = _from_deepspeed(written, args, shared, values)
     else:
-        config, notes = _from_native(source, args, shared), ()
+        config, notes = _from_native(written, args, shared, values), ()
     _refuse_savers(config)
     _refuse_other_makers(config, args)
     return config, notes
 
 
 def load_settings(source: ConfigSource) -> ZeroConfig:
-    """Return the configuration without TrainingArguments: "auto" of DeepSpeed's JSON becomes some value.
+    """Return the configuration without TrainingArguments: what is "auto" has its default, or some value.
 
-    Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
+    Right for what concerns loading: stage, tiers, storage. Raises what `load_config` does.
     """
-    values = _read(source)
-    if values is None or not _is_deepspeed(values):
-        return load_config(source)
+    written = read_config(source)
     resolve: dict[str, object] = {}
-    for path, value in _flat(values):
-        if value == AUTO and not path.startswith("zero_optimization."):
-            betas = [0.9, 0.999] if path.endswith(".betas") else 1
-            resolve[path] = False if path.endswith(".enabled") else betas
-    return load_deepspeed_config(values, resolve).config
+    for path, value in written.flat().items():
+        if value == AUTO and path.endswith(".betas"):
+            resolve[path] = [0.9, 0.999]
+        elif value == AUTO and not path.startswith(("zero_optimization.", "stage", "offload.")):
+            resolve[path] = False if path.endswith(".enabled") else LEFT_OUT
+    return written.resolved(resolve)[0]
 
 
 def _always(args: TrainingArguments) -> list[_Shared]:
@@ -121,48 +117,10 @@ def _params_of(section: str, **params: tuple[str, Any]) -> list[_Shared]:
     return [_Shared(path := f"{section}.params.{key}", path, *pair) for key, pair in params.items()]
 
 
-def _is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Return whether this is DeepSpeed's JSON: it has top-level keys that are DeepSpeed's alone, or says
-    "auto" and has none that is zero_ext's alone.
-
-    Raises ConfigError for keys of both formats, and for "auto" where only zero_ext's are.
-    """
-    native = sorted(key for key in values if key in _NATIVE and key not in _DEEPSPEED)
-    foreign = sorted(key for key in values if key in _DEEPSPEED and key not in _NATIVE)
-    if native and foreign:
-        text = (
-            f"is DeepSpeed's key, and {native[0]!r} in the same configuration is zero_ext's. Write all keys "
-            "in one of the two formats (docs/how_to/transformers.md has them side by side)."
-        )
-        raise ConfigError([Problem(key, text) for key in foreign], "zero_config")
-    automatic = [path for path, value in _flat(values) if value == AUTO]
-    if native and automatic:
-        text = (
-            "expected a value, got 'auto', which only DeepSpeed's JSON may have. Leave the key out to take "
-            "TrainingArguments' value or the default."
-        )
-        raise ConfigError([Problem(path, text) for path in automatic], "zero_config")
-    return bool(foreign or automatic)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by key path."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _read(source: ConfigSource) -> dict[str, Any] | None:
-    """Return the keys as they were written; None for a typed configuration or none."""
-    if isinstance(source, str | Path):
-        return read_json_object(source)
-    return dict(source) if isinstance(source, Mapping) else None
-
-
-def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Shared]) -> ZeroConfig:
-    config = load_config(source)
+def _from_native(
+    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared], values: dict[str, Any]
+) -> ZeroConfig:
+    config, _ = written.resolved(values)
     problems = [_contradiction(each, each.native, written_value(config, each.native)) for each in shared]
     wanted, seen = _wanted_dtype(args), written_value(config, "precision.dtype")
     if wanted is not None and seen is not None and seen != wanted:
@@ -176,47 +134,33 @@ def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Sh
     if wanted is not None:
         changes["precision"] = config.precision.replace(dtype=wanted)
     if config.optimizer is not None:
-        changes["optimizer"] = _completed(config.optimizer, args)
+        policy, adam = config.optimizer, config.optimizer.type.lower() in _ADAMS
+        params = {each.key: each.value for each in _optimizer(args) if adam or each.key == "lr"}
+        changes["optimizer"] = policy.replace(params={**params, **policy.params})
     return config.replace(**changes)
 
 
-def _completed(policy: OptimizerConfig, args: TrainingArguments) -> OptimizerConfig:
-    adam = policy.type.lower() in _ADAMS
-    params = {each.key: each.value for each in _optimizer(args) if adam or each.key == "lr"}
-    return policy.replace(params={**params, **policy.params})
-
-
 def _from_deepspeed(
-    source: ConfigSource, values: dict[str, Any], args: TrainingArguments, shared: list[_Shared]
+    written: WrittenConfig, args: TrainingArguments, shared: list[_Shared], values: dict[str, Any]
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
-    values = copy.deepcopy(values)
-    written = {path.replace("bfloat16.", "bf16."): value for path, value in _flat(values)}
-    problems = [_contradiction(each, each.deepspeed, written.get(each.deepspeed)) for each in shared]
-    wanted = _wanted_dtype(args)
+    said = {path.replace("bfloat16.", "bf16."): value for path, value in written.flat().items()}
+    problems = [_contradiction(each, each.deepspeed, said.get(each.deepspeed)) for each in shared]
+    problems += [_contradiction(each, each.native, written.overrides.get(each.native)) for each in shared]
+    wanted, changed = _wanted_dtype(args), written.overrides.get("precision.dtype")
+    if wanted is not None and changed not in (None, wanted):
+        problems.append(_disagree("precision.dtype", changed, wanted, True))
     for dtype, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        said = written.get(f"{dtype}.enabled")
-        if (said is False and wanted == dtype) or (said is True and wanted == other):
-            problems.append(_disagree(f"{dtype}.enabled", said, wanted, True))
+        enabled = said.get(f"{dtype}.enabled")
+        if (enabled is False and wanted == dtype) or (enabled is True and wanted == other):
+            problems.append(_disagree(f"{dtype}.enabled", enabled, wanted, True))
     _refuse(problems)
-    for each in _always(args):
-        values.setdefault(each.deepspeed, AUTO)
-    if wanted is not None and f"{wanted}.enabled" not in written:
-        values[wanted] = {**values.get(wanted, {}), "enabled": True}
-    optimizer = values.get("optimizer")
+    left_out = {each.deepspeed: AUTO for each in _always(args)}
+    keys: dict[str, Any] = {**left_out, **written.values}
+    optimizer = keys.get("optimizer")
     if isinstance(optimizer, Mapping) and str(optimizer.get("type", "")).lower() in _ADAMS:
         params = {each.key: AUTO for each in _optimizer(args)}
-        values["optimizer"] = {**optimizer, "params": {**params, **optimizer.get("params", {})}}
-    resolve = {each.deepspeed: each.value for each in shared if each.value is not None}
-    # The number of steps may be unknown as yet: any will do to check the rest.
-    resolve.setdefault("scheduler.params.total_num_steps", 1)
-    warm_up = resolve.get("scheduler.params.warmup_num_steps", 1)
-    resolve["scheduler.params.warmup_num_steps"] = max(1, warm_up)
-    resolve |= {"fp16.enabled": bool(args.fp16), "bf16.enabled": bool(args.bf16)}
-    try:
-        translation = load_deepspeed_config(values, resolve)
-    except ConfigError as error:
-        raise (error.within(str(source)) if isinstance(source, str | Path) else error) from None
-    return translation.config, translation.notes
+        keys["optimizer"] = {**optimizer, "params": {**params, **(optimizer.get("params") or {})}}
+    return dataclasses.replace(written, values=keys).with_dtype(wanted).resolved(values)
 
 
 def _wanted_dtype(args: TrainingArguments) -> str | None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from zero_ext.config.base_section import ConfigSection, Positive
 from zero_ext.config.config_errors import ConfigError
-from zero_ext.config.json_file import read_json_object
+from zero_ext.config.sources.json_file import read_json_object
 
 Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]

@@ -144,7 +144,7 @@ class Training(StateTiers):
         Raises:
             ValueError: the configuration does not fit.
         """
-        config = load_config(source)
+        config = source if isinstance(source, ZeroConfig) else load_config(source)
         batch, offload = config.batch.resolve(world_size), config.offload
         tiers: dict[str, Any] = {kind: TIERS[getattr(offload, kind)].capacity for kind in FIRST_STAGE}
         return cls(

@@ -48,6 +48,13 @@ class CheckpointSources(NamedTuple):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave the engine out of a copy: a copied model is an ordinary module."""
 
+    def of_all_ranks(self, include_frozen: bool = True) -> EngineState | ModelParallelState:
+        """Return the state of this engine, or of all parts that ranks have of one model; a collective."""
+        source = self.full if include_frozen else self.trained
+        if isinstance(source, ModelParallelState):
+            source.meet()
+        return source
+
     @property
     def own(self) -> EngineState:
         """The state of this rank's engine, which is a part of the model's under model parallelism."""

@@ -202,13 +202,13 @@ class EngineState:
         if state["optimizer"] is None:
             raise ValueError(
                 "checkpoint: expected one with optimizer state, as this model has an optimizer, got "
-                "one that was saved without. Load its weights by zero_ext.load_safetensors after "
-                "zero-ext export, or prepare without an optimizer."
+                "one that was saved without. Load its weights by load_checkpoint(..., optimizer=False)."
             )
         if not resumes_from(own["optimizer_class"], state["optimizer_class"]):
             raise ValueError(
                 f"checkpoint: expected state of {own['optimizer_class']}, got that of "
-                f"{state['optimizer_class']}. Prepare with the optimizer that it was saved with."
+                f"{state['optimizer_class']}. Prepare with the optimizer that it was saved with, or load the "
+                "weights alone by load_checkpoint(..., optimizer=False)."
             )
         same = state["optimizer_class"] == own["optimizer_class"]
         if same and state["optimizer"].keys() != own["optimizer"].keys():
@@ -248,12 +248,14 @@ class EngineState:
         """Return the module's persistent buffers."""
         return persistent_buffers(self._engine.model)
 
-    def finish_load(self) -> None:
-        """Parameters follow the loaded master weights, on all ranks."""
+    def finish_load(self, optimizer: bool = True) -> None:
+        """Parameters follow the loaded master weights, on all ranks, and without ``optimizer`` its state
+        follows them."""
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
-        self._engine.updates.restore()
+        if optimizer:
+            self._engine.updates.restore()
 
 
 class TrainedState(EngineState):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import Values, copy_of, count, replace, subrange_of
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
@@ -60,40 +63,128 @@ def full_state_dict(
     engine = engine_of(model)
     engine.finish_updates()
     selects = key_filter or (lambda _: True)
-    chosen = {
-        parameter
-        for parameter, names in _names_of(engine).items()
-        if any(selects(engine.full_tensors.name(name)) for name in names)
-    }
     keep = not rank0_only or engine.rank == 0
-    full: dict[nn.Parameter, torch.Tensor] = {}
-    tiled: dict[str, torch.Tensor] = {}
-    for unit in engine.units:
-        if chosen.isdisjoint(unit.parameters):
-            continue
-        with gathered(unit.parameters):
-            for number, parameter in enumerate(unit.parameters if keep else ()):
-                if parameter not in chosen:
-                    continue
-                tile = engine.full_tensors.tile_slice(engine.names[parameter][0])
-                value = unit.view_of(number).detach()
-                if tile is None or is_split(parameter):
-                    full[parameter] = full_tensor_of(parameter, value).to("cpu", copy=True)
-                    continue
-                if tile.name not in tiled:
-                    tiled[tile.name] = value.new_empty(tile.shape, device="cpu")
-                tile.view_in(tiled[tile.name]).copy_(value)
-                full[parameter] = tiled[tile.name]
+    chosen = [each for each in full_sources(engine) if any(map(selects, each.names))]
+    full: dict[str, torch.Tensor] = {}
+    for source, value in zip(chosen, full_values(engine, chosen), strict=True):
+        if keep:
+            full.update(dict.fromkeys(source.names, value.to("cpu", copy=True)))
     if not keep:
         return {}
-    named = engine.model.named_parameters(remove_duplicate=False)
-    values = {
-        engine.full_tensors.name(name): full[parameter] for name, parameter in named if parameter in chosen
-    }
+    names = dict.fromkeys(name for own in _names_of(engine).values() for name in own)
+    in_order = dict.fromkeys(engine.full_tensors.name(name) for name in names)
+    values = {name: full[name] for name in in_order if name in full}
     for name, buffer in persistent_buffers(engine.model).items():
-        if selects(name):
-            values[name] = buffer.detach().to("cpu", copy=True)
+        values[name] = buffer.detach().to("cpu", copy=True)
     return {name: value for name, value in values.items() if selects(name)}
+
+
+class FullSource(NamedTuple):
+    """The parameter that has one full tensor of the state dict, or those of all its tiles."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    parameters: list[nn.Parameter]
+
+
+def full_sources(engine: Engine) -> list[FullSource]:
+    """Return a source for every parameter, with all its names, in the order of the units."""
+    found: dict[str, FullSource] = {}
+    own = _names_of(engine)
+    for unit in engine.units:
+        for parameter in unit.parameters:
+            names = tuple(dict.fromkeys(map(engine.full_tensors.name, own.get(parameter, ()))))
+            if not names:
+                continue  # its module was removed from the model
+            if names[0] not in found:
+                tile = engine.full_tensors.tile_slice(engine.names[parameter][0])
+                shape = parameter.shape if tile is None or is_split(parameter) else torch.Size(tile.shape)
+                found[names[0]] = FullSource(names, shape, [])
+            found[names[0]].parameters.append(parameter)
+    return list(found.values())
+
+
+def full_values(engine: Engine, sources: Iterable[FullSource]) -> Iterator[torch.Tensor]:
+    """Yield the value of each of ``sources``, valid until the next one; a collective.
+
+    The units of parameters are gathered one at a time, once for sources of one unit that follow each other.
+    """
+    with contextlib.ExitStack() as gathering:
+        current: Unit | None = None
+        for source in sources:
+            full: torch.Tensor | None = None
+            for parameter in source.parameters:
+                unit, number = engine.index[parameter]
+                if unit is not current:
+                    gathering.close()
+                    gathering.enter_context(gathered(unit.parameters))
+                    current = unit
+                value = unit.view_of(number).detach()
+                tile = engine.full_tensors.tile_slice(engine.names[parameter][0])
+                if tile is None or is_split(parameter):
+                    full = full_tensor_of(parameter, value)
+                    continue
+                if full is None:
+                    full = value.new_empty(tile.shape, device="cpu")
+                tile.view_in(full).copy_(value)
+            if full is None:
+                raise zero_ext_bug(f"{source.names[0]}: no parameter makes it up")
+            yield full
+
+
+def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a prepared model one by one, as engines for generation take them; a collective.
+
+    One unit of parameters is gathered at a time. Every rank iterates to the end. Under pipeline parallelism
+    a rank has the weights of its stages.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+
+    Yields:
+        Name and full tensor, in compute precision, of every parameter and persistent buffer, to be read until
+        the next one. It is on the engine's device, of tiled layers on the CPU. What has several names has the
+        first of them.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `model` is not prepared.
+        RuntimeError: a tensor was written to.
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> {name: tuple(value.shape) for name, value in zero_ext.stream_weights(model)}
+        {'weight': (2, 4), 'bias': (2,)}
+    """
+    engine = engine_of(model)
+    engine.finish_updates()
+    return _read_only(_named_values(engine))
+
+
+def _named_values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    sources = full_sources(engine)
+    for source, value in zip(sources, full_values(engine, sources), strict=True):
+        yield source.names[0], value
+    for name, buffer in first_buffers(engine.model).items():
+        yield name, buffer.detach()
+
+
+def first_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of ``model``, each under the first of its names."""
+    first: dict[int, str] = {}
+    buffers = persistent_buffers(model)
+    return {name: value for name, value in buffers.items() if first.setdefault(id(value), name) == name}
+
+
+def _read_only(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values:
+        before = value._version
+        yield name, value
+        if value._version != before:
+            raise RuntimeError(
+                f"stream_weights: '{name}': expected that it is only read, got a write, which may have "
+                "reached the model on this rank alone. Write inside zero_ext.gathered(..., modifier_rank=0)."
+            )
 
 
 def load_full_state_dict(

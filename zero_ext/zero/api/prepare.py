@@ -99,7 +99,7 @@ def prepare(
         optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
             torch's other element-wise optimizers run unchanged on the fp32 shards. One that `prepare`
             returned stands for the one it was made of.
-        config: a [`ZeroConfig`][zero_ext.ZeroConfig], a mapping, or the path of a JSON file; default ZeRO-3.
+        config: as for [`load_config`][zero_ext.load_config]; default ZeRO-3.
         process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
             [`make_mesh`][zero_ext.parallel.make_mesh], where `model` is this rank's part of the whole: ranks
             along "dp", "ep" and "cp" share its state, but for experts, which differ along "ep"; norms,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files import read_limited
-from zero_ext.checkpoint.format.directory import CheckpointDirectory
-from zero_ext.checkpoint.format.manifest import MANIFEST_NAME
+from zero_ext.checkpoint.inspection import holds_checkpoints
 
 LATEST = "latest"
 CLIENT_STATE = "client"  # its key in the client_state of checkpoints that this API saves
@@ -44,7 +43,7 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
         raise CheckpointError(f"{folder}: no such folder. Check the path.")
     source = "tag"
     if tag is None:
-        if is_own(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        if holds_checkpoints(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
             return folder
         latest = folder / LATEST
         source = str(latest)
@@ -68,11 +67,11 @@ def is_tag(tag: str) -> bool:
     return _TAG.fullmatch(tag) is not None and tag not in (".", "..")
 
 
-def is_own(folder: Path) -> bool:
-    """Return whether ``folder`` is a checkpoint in zero_ext's format, or holds its steps."""
-    directory = CheckpointDirectory(folder)
-    steps = [directory.committed(step) for step in directory.steps()]
-    return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
+def holds_deepspeed(folder: Path) -> bool:
+    """Return whether DeepSpeed wrote a checkpoint to ``folder``, or to a folder inside."""
+    return (folder / LATEST).is_file() or any(
+        _FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*"))
+    )
 
 
 def _folders(folder: Path) -> str:

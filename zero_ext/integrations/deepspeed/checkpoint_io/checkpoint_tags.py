@@ -81,10 +81,10 @@ def save(
 
 
 def load(
-    model: nn.Module, root: Path, tag: object, scheduler: Any, loader: Any
+    model: nn.Module, root: Path, tag: object, scheduler: Any, loader: Any, optimizer: bool = True
 ) -> tuple[str | None, dict[str, Any], dict[str, int]]:
-    """Load ``root/tag``, by default the one that ``latest`` names; its path, client state and counters. A
-    collective.
+    """Load ``root/tag``, by default the one that ``latest`` names, with the optimizer's state if
+    ``optimizer``; its path, client state and counters. A collective.
 
     (None, {}, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing,
     damaged or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
@@ -94,7 +94,7 @@ def load(
     if tag is None and not (root / LATEST).is_file():
         return None, {}, {}
     path = tag_folder(root, None if tag is None else str(tag))
-    loaded = load_checkpoint(path, model, scheduler=_stateful(scheduler), loader=loader)
+    loaded = load_checkpoint(path, model, scheduler=_stateful(scheduler), loader=loader, optimizer=optimizer)
     state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
     counters = state.get(_COUNTERS, {})
     numbers = {key: int(value) for key, value in counters.items()}

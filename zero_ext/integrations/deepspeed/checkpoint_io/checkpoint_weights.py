@@ -20,12 +20,11 @@ from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files import shortened
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.tensor_files import dtype_named
-from zero_ext.checkpoint.inspection import open_checkpoint
+from zero_ext.checkpoint.inspection import holds_checkpoints, open_checkpoint
 from zero_ext.checkpoint.weights.hf_export import LazyTensor, stored_weights, write_weights
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import (
     CLIENT_STATE,
     find_files,
-    is_own,
     tag_folder,
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import read_checkpoint
@@ -148,7 +147,7 @@ def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
     Of zero_ext's checkpoints they are in memory and say the stage and the number of ranks, no more.
     """
     path = Path(checkpoint_dir).absolute()
-    if not is_own(path):
+    if not holds_checkpoints(path):
         return [str(file) for file in find_files(path).optimizer]
     _, manifest = open_checkpoint(path)
     # The format is the same at every stage.
@@ -163,7 +162,7 @@ def get_model_state_file(checkpoint_dir: Checkpoint, zero_stage: int) -> str | i
     not matter: the folder says it.
     """
     path = Path(checkpoint_dir).absolute()
-    if not is_own(path):
+    if not holds_checkpoints(path):
         return str(find_files(path).model[0])
     path, manifest = open_checkpoint(path)
     try:
@@ -211,7 +210,7 @@ def _weights(
     path: Path, exclude_frozen: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, LazyTensor]:
     """Return every parameter and buffer by each of its names; floating-point ones become ``dtype``."""
-    if is_own(path):
+    if holds_checkpoints(path):
         path, manifest = open_checkpoint(path)
         weights = stored_weights(path, manifest)
         aliases = {name: entry.aliases for name, entry in manifest.parameters.items()}

@@ -29,7 +29,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext import ops
 from zero_ext.checkpoint import CheckpointError, chunk_reader
 from zero_ext.checkpoint.format.tensor_files import find_weights, read_header
-from zero_ext.checkpoint.weights import safetensors_load
+from zero_ext.checkpoint.weights import weight_sources
 from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.units import master_weights
@@ -122,10 +122,10 @@ def check_loaded(world: World, stage: int, offload: dict[str, Any], stored: str,
         torch.manual_seed(world.seed + 1)
         model, optimizer = prepared(world, Mixture(), storage, stage, offload=offload, config=config)
         with (
-            mock.patch.object(safetensors_load, "CHUNK_BYTES", 64),
+            mock.patch.object(weight_sources, "CHUNK_BYTES", 64),
             mock.patch.object(master_weights, "_CHUNK_ELEMENTS", 100),
         ):
-            assert zero_ext.load_safetensors(model, folder, strict=False) == ([], [])
+            assert zero_ext.load_weights(model, folder, strict=False) == ([], [])
         assert masters(model) == masters(wanted)
         found, expected = zero_ext.full_state_dict(model), zero_ext.full_state_dict(wanted)
         assert found.keys() == expected.keys()
@@ -162,7 +162,7 @@ def test_from_the_meta_device(world: World, tiles: dict[str, int]) -> None:
             with torch.device("meta"):
                 meta = TinyModel(tied=True)
             model, optimizer = prepared(world, meta, storage, init="skip", **more)
-            assert zero_ext.load_safetensors(model, folder) == ([], [])
+            assert zero_ext.load_weights(model, folder) == ([], [])
             torch.manual_seed(world.seed)
             plain = TinyModel(tied=True)
             plain.load_state_dict(source.state_dict())
@@ -192,16 +192,16 @@ def test_without_optimizer_and_with_other_names(world: World) -> None:
             )
             before = zero_ext.full_state_dict(model)
             with pytest.raises(ValueError, match=r"lack \['embedding.weight'.*have \['model.blocks"):
-                zero_ext.load_safetensors(model, folder)
+                zero_ext.load_weights(model, folder)
             with pytest.raises(ValueError, match=r"rename: .* got 'x' for both"):
-                zero_ext.load_safetensors(model, folder, rename=lambda name: "x")
+                zero_ext.load_weights(model, folder, rename=lambda name: "x")
             for name, value in zero_ext.full_state_dict(model).items():
                 assert torch.equal(value, before[name])
-            assert zero_ext.load_safetensors(model, folder, rename=lambda name: name[6:]) == ([], [])
+            assert zero_ext.load_weights(model, folder, rename=lambda name: name[6:]) == ([], [])
             for name, value in zero_ext.full_state_dict(model).items():
                 assert torch.equal(value, tensors[name]), name
             table = {f"model.{name}": name for name in tensors if "norm" not in name}
-            missing, unexpected = zero_ext.load_safetensors(
+            missing, unexpected = zero_ext.load_weights(
                 model, folder / "model.safetensors", strict=False, rename=table
             )
             assert "norm.weight" in missing and "model.norm.weight" in unexpected
@@ -222,10 +222,10 @@ def test_each_rank_reads_its_own_bytes_in_bounded_chunks(world: World) -> None:
 
         with (
             mock.patch.object(chunk_reader.ChunkReader, "_read_some", counting),
-            mock.patch.object(safetensors_load, "CHUNK_BYTES", 1 << 16),
+            mock.patch.object(weight_sources, "CHUNK_BYTES", 1 << 16),
             mock.patch.object(chunk_reader, "_BATCH_BYTES", 1 << 16),
         ):
-            zero_ext.load_safetensors(model, folder)
+            zero_ext.load_weights(model, folder)
         assert sum(world.everyone(sum(sizes))) == content
         assert sum(sizes) <= content // 2 + 4 * 8192 and max(sizes) <= 1 << 16
 
@@ -246,7 +246,7 @@ def test_what_does_not_fit_changes_nothing(world: World) -> None:
             model, _ = prepared(world, TinyModel(), storage)
             before = zero_ext.full_state_dict(model)
             with pytest.raises(ValueError, match=pattern):
-                zero_ext.load_safetensors(model, folder)
+                zero_ext.load_weights(model, folder)
             for name, value in zero_ext.full_state_dict(model).items():
                 assert torch.equal(value, before[name])
 
@@ -258,11 +258,11 @@ def test_one_rank_that_cannot_read_the_table(world: World) -> None:
         if world.rank == 1:
             folder = Path(storage) / "elsewhere"
         with pytest.raises(CheckpointError, match=r"rank 1: .*elsewhere.*No such file.*Nothing of the model"):
-            zero_ext.load_safetensors(model, folder)
+            zero_ext.load_weights(model, folder)
         own = Path(storage)
         write_weights(own, values_of(TinyModel(layers=3 + world.rank), torch.float32))
         with pytest.raises((CheckpointError, ValueError), match=r"different files|have .*'blocks.3"):
-            zero_ext.load_safetensors(model, own, strict=bool(world.rank))
+            zero_ext.load_weights(model, own, strict=bool(world.rank))
         language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
         optimizer.step()
 
@@ -280,13 +280,13 @@ def test_a_failure_after_partial_loading_is_raised_on_all_ranks(world: World, fa
         elif world.rank == 0:
             ops.store_inject_fault(engine_of(model).tiers.store.handle, True, 1, -errno.EIO, 1)
         with broken, pytest.raises(CheckpointError, match=r"rank 0: .*Input/output error.*only in part"):
-            zero_ext.load_safetensors(model, folder)
+            zero_ext.load_weights(model, folder)
         with pytest.raises(RuntimeError, match="loaded only in part"):
             model(language_batch(world.seed, 0, 0, world.rank))
-        zero_ext.load_safetensors(model, folder, strict=False, rename={"norm.bias": "elsewhere"})
+        zero_ext.load_weights(model, folder, strict=False, rename={"norm.bias": "elsewhere"})
         with pytest.raises(RuntimeError, match="loaded only in part"):
             model(language_batch(world.seed, 0, 0, world.rank))
-        assert zero_ext.load_safetensors(model, folder) == ([], [])
+        assert zero_ext.load_weights(model, folder) == ([], [])
         assert language_loss(model, language_batch(world.seed, 0, 0, world.rank)).isfinite()
 
 
@@ -296,7 +296,7 @@ def test_after_a_failed_step_weights_alone_do_not_do(world: World) -> None:
         model, _ = prepared(world, TinyModel(), storage)
         engine_of(model).optimizer_step.damage = "the step broke off"
         with pytest.raises(CheckpointError, match=r"damaged: the step broke off.* Load a checkpoint first"):
-            zero_ext.load_safetensors(model, folder)
+            zero_ext.load_weights(model, folder)
 
 
 # -- files that others wrote ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from zero_ext.config.config_errors import ConfigError, Problem
 
 LARGEST_FILE_BYTES = 1 << 20
 DEEPEST_NESTING = 32
-_TOO_DEEP = f"expected at most {DEEPEST_NESTING} nested levels, got more. Flatten the value."
+TOO_DEEP = f"expected at most {DEEPEST_NESTING} nested levels, got more. Flatten the value."
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
@@ -21,53 +21,61 @@ def read_json_object(path: str | Path) -> dict[str, object]:
     deeper than 32 levels, or a top level that is not an object.
     """
     path = Path(path)
-    return parse_json_object(_read_text(path), str(path))
+    return parse_json_object(read_text(path), str(path))
 
 
 def parse_json_object(text: str, source: str) -> dict[str, object]:
     """Parse one JSON object from text; `source` names it in errors, which are those of `read_json_object`."""
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
         where = f"line {error.lineno}, column {error.colno}"
         problem = f"expected JSON, got {error.msg} at {where}. Correct the line: {line[:80]!r}"
-        raise _refusal(problem, source) from None
+        raise refusal(problem, source) from None
     except RecursionError:
-        raise _refusal(_TOO_DEEP, source) from None
+        raise refusal(TOO_DEEP, source) from None
     except ValueError as error:
-        raise _refusal(str(error), source) from None
+        raise refusal(str(error), source) from None
+    return checked_object(value, source)
+
+
+def checked_object(value: object, source: str) -> dict[str, object]:
+    """Return the value of a file. Raises ConfigError for one that is no mapping, or that is nested deeply."""
     if not isinstance(value, dict):
         problem = f"expected an object at the top level, got a {type(value).__name__}. Write {{...}}."
-        raise _refusal(problem, source)
+        raise refusal(problem, source)
     if _depth(value) > DEEPEST_NESTING:
-        raise _refusal(_TOO_DEEP, source)
+        raise refusal(TOO_DEEP, source)
     return value
 
 
-def _refusal(problem: str, source: str) -> ConfigError:
+def refusal(problem: str, source: str) -> ConfigError:
+    """Return the error for a file that cannot be read."""
     return ConfigError(Problem("", problem), source)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ConfigError for one that is unreadable, too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or error
         problem = f"the file cannot be read: {reason}. Name a file that this user may read."
-        raise _refusal(problem, str(path)) from None
+        raise refusal(problem, str(path)) from None
     if len(data) > LARGEST_FILE_BYTES:
         problem = f"expected at most {LARGEST_FILE_BYTES} bytes, got more. Name a configuration file."
-        raise _refusal(problem, str(path))
+        raise refusal(problem, str(path))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"expected UTF-8, got byte {error.start} that cannot be decoded. Save it as UTF-8."
-        raise _refusal(problem, str(path)) from None
+        raise refusal(problem, str(path)) from None
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the pairs of a JSON object as a dict. Raises ``ValueError`` for a key that occurs twice."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
@@ -82,7 +90,7 @@ def _no_constant(name: str) -> object:
 
 def _depth(value: object) -> int:
     deepest, level = 0, [value]
-    while level:
+    while level and deepest <= DEEPEST_NESTING:
         deepest += 1
         level = [
             inner

@@ -1,0 +1,1 @@
+"""Readers of configurations: files, mappings and the environment."""
