@@ -31,18 +31,19 @@ def load_by_path(path: Path) -> ModuleType:
 
 
 toolchain = load_by_path(ROOT / "zero_ext" / "ops" / "jit" / "toolchain.py")
-finder = load_by_path(ROOT / "zero_ext_deepspeed_finder.py")
+hooks = load_by_path(ROOT / "zero_ext_import_hooks.py")
 
 
 class BuildPython(build_py):
     """Adds to what is installed the sources of what is compiled at first use, as zero_ext/csrc, and the file
-    that has Python call zero_ext_deepspeed_finder.start when it starts, if its variable is set."""
+    that has Python call zero_ext_import_hooks.start when it starts, if a variable of it is set."""
 
     def run(self) -> None:
         super().run()
-        name = Path(finder.__file__ or "").stem
+        name = Path(hooks.__file__ or "").stem
         folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
-        line = f"import os; os.environ.get({finder.VARIABLE!r}) and __import__({name!r}).start()\n"
+        variables = {hooks.VARIABLE, hooks.TRAINERS_VARIABLE}
+        line = f"import os; {variables!r} & os.environ.keys() and __import__({name!r}).start()\n"
         Path(folder, f"{name}.pth").write_text(line)
         if self.editable_mode:
             return

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from zero_ext.ops.jit import toolchain
-from zero_ext_deepspeed_finder import VARIABLE
+from zero_ext_import_hooks import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,7 +41,7 @@ def test_a_wheel_holds_what_is_compiled_at_first_use_and_all_it_includes(
     # Where that is a folder whose .pth files Python reads, and nowhere else is zero_ext.
     code = (
         f"import os, site, sys; site.addsitedir({str(library)!r}); "
-        "print('zero_ext_deepspeed_finder' in sys.modules)"
+        "print('zero_ext_import_hooks' in sys.modules)"
     )
     for value, starts in (("", "False"), ("1", "True")):
         command = [sys.executable, "-I", "-S", "-c", code]

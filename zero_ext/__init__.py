@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
+    from zero_ext.integrations.transformers import shard_trainer
     from zero_ext.optim.fused_optimizers import Lamb, Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
     from zero_ext.zero.api.full_parameters import (
@@ -51,6 +52,7 @@ __all__ = [
     "prepare",
     "save_checkpoint",
     "save_weights",
+    "shard_trainer",
     "stream_weights",
 ]
 
@@ -90,6 +92,7 @@ __getattr__ = lazy_getattr(
         "prepare": "zero_ext.integrations.prepare_with_features",
         "save_checkpoint": "zero_ext.checkpoint.api",
         "save_weights": "zero_ext.checkpoint.weights.save_weights",
+        "shard_trainer": "zero_ext.integrations.transformers",
         "stream_weights": "zero_ext.zero.api.full_parameters",
     }
     | {each.name: each.module for each in OPTIMIZERS.values() if each.module != TORCH}

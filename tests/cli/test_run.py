@@ -15,7 +15,7 @@ from torch.distributed import run as torchrun
 
 from tests.cli.command import run
 from zero_ext.cli.run import COMPAT, launch
-from zero_ext_deepspeed_finder import API_VERSION, VARIABLE
+from zero_ext_import_hooks import API_VERSION, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "zero_ext.cli", "run"]
@@ -67,7 +67,7 @@ def test_a_python_that_does_not_start_with_the_finder(
     without.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(without))
     for program in (["train.py"], ["--", "true"]):
-        with pytest.raises(SystemExit, match=r"zero_ext_deepspeed_finder.pth .* got none. Install"):
+        with pytest.raises(SystemExit, match=r"zero_ext_import_hooks.pth .* got none. Install"):
             launch([COMPAT, *program])
     assert started == []
 
@@ -153,13 +153,13 @@ def test_nothing_else_is_imported_when_python_starts() -> None:
     """A file in the working folder, which accelerate launch puts on PYTHONPATH, could stand in for it."""
     code = (
         f"import os, sys; before = set(sys.modules); sys.path.append({str(ROOT)!r}); "
-        "import zero_ext_deepspeed_finder as finder; finder.start(); finder.start(); "
+        "import zero_ext_import_hooks as finder; finder.start(); finder.start(); "
         "print(set(sys.modules) - before, sum(type(each) is finder.Finder for each in sys.meta_path))"
     )
     command = [sys.executable, "-I", "-S", "-c", code]
     environment = {**os.environ, VARIABLE: "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "{'zero_ext_deepspeed_finder'} 1"
+    assert done.stdout.strip() == "{'zero_ext_import_hooks'} 1"
 
 
 PLANTED = ("zero_ext", "torch", "json", "runpy", "pathlib", "typing", "importlib")

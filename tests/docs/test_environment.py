@@ -14,7 +14,7 @@ PAGE = next((ROOT / "docs").rglob("environment.md"))
 SOURCES = [
     *sorted((ROOT / "zero_ext").rglob("*.py")),
     ROOT / "setup.py",
-    ROOT / "zero_ext_deepspeed_finder.py",
+    ROOT / "zero_ext_import_hooks.py",
 ]
 ENVIRONMENT = "os.environ"
 

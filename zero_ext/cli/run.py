@@ -1,22 +1,28 @@
-"""``zero-ext run``: torchrun, and on request scripts written for DeepSpeed on zero_ext."""
+"""``zero-ext run``: torchrun, and on request scripts on zero_ext that were written without it."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-import zero_ext_deepspeed_finder as finder
+import zero_ext_import_hooks as hooks
 from zero_ext.cli.console import NEGATIVE, WRONG_USAGE
+from zero_ext.config import ConfigError
+from zero_ext.config.sources.config_file import read_config_file
+from zero_ext.config.sources.environment_settings import VARIABLE, environment_settings
 
 COMPAT = "--deepspeed-compat"
+CONFIG = "--config"
 EXAMPLES = """Examples:
   zero-ext run --standalone --nproc-per-node 2 train.py --lr 0.1
+  zero-ext run --standalone --nproc-per-node 2 --config zero3.json train.py --lr 0.1
   zero-ext run --standalone --nproc-per-node 2 --deepspeed-compat train.py --lr 0.1
 """
 
@@ -25,24 +31,30 @@ def launch(arguments: list[str]) -> None:
     """Start ranks as torchrun does, with all of its arguments.
 
     ``--deepspeed-compat`` before the script makes ``import deepspeed`` mean zero_ext in these processes and
-    in those that they start. ``--deepspeed-compat -- COMMAND`` runs a launcher so instead, once.
+    in those that they start, ``--config FILE`` every Trainer of transformers shard its model as it says.
+    ``--deepspeed-compat -- COMMAND`` and ``--config FILE -- COMMAND`` run a launcher so instead, once.
 
     Raises:
         SystemExit: a rank failed, after torchrun's report of it (1), or the arguments are wrong (2).
     """
     if arguments[:2] == [COMPAT, "--"]:
-        _export_look_alike()
-        _become(arguments[2:])
+        _export(hooks.VARIABLE, COMPAT)
+        _become(arguments[2:], COMPAT)
+    if arguments[:1] == [CONFIG] and arguments[2:3] == ["--"]:
+        _export_config(arguments[1])
+        _become(arguments[3:], f"{CONFIG} {arguments[1]}")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parsed = _parser(torchrun.get_args_parser()).parse_args(arguments)
-    compat = parsed.deepspeed_compat
-    del parsed.deepspeed_compat
+    compat, config = parsed.deepspeed_compat, parsed.config
+    del parsed.deepspeed_compat, parsed.config
     _check_ranks(parsed.nproc_per_node)
     _check_program(parsed)
     if compat:
-        _export_look_alike()
+        _export(hooks.VARIABLE, COMPAT)
+    if config is not None:
+        _export_config(config)
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
@@ -68,6 +80,13 @@ def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="In these processes 'import deepspeed' gives zero_ext under DeepSpeed's names, so that "
         "unmodified scripts with a DeepSpeed JSON run. A DeepSpeed that is installed is left alone. "
         f"'{COMPAT} -- accelerate launch script.py' does the same for the ranks of another launcher.",
+    )
+    parser.add_argument(
+        CONFIG,
+        metavar="FILE",
+        help="In these processes every Trainer of transformers (TRL's too) shards its model as this "
+        "configuration says, in zero_ext's keys or DeepSpeed's, so that unmodified scripts train sharded. "
+        f"'{CONFIG} FILE -- accelerate launch script.py' does the same for the ranks of another launcher.",
     )
     return parser
 
@@ -110,25 +129,41 @@ def _check_program(parsed: argparse.Namespace) -> None:
         raise _wrong_usage(f"{name}: a folder without __main__.py; name the script in it")
 
 
-def _export_look_alike() -> None:
-    """Have ``import deepspeed`` give zero_ext in all processes that this one starts. ``SystemExit`` where
-    Python does not start with the finder, which would go unnoticed."""
-    os.environ[finder.VARIABLE] = "1"
-    code = f"import sys; sys.exit({finder.__name__!r} not in sys.modules)"
+def _export(variable: str, option: str) -> None:
+    """Have the import hook of ``variable`` act in all processes that this one starts. ``SystemExit`` where
+    Python does not start with it, which would go unnoticed."""
+    os.environ[variable] = "1"
+    code = f"import sys; sys.exit({hooks.__name__!r} not in sys.modules)"
     if subprocess.run([sys.executable, "-c", code], check=False).returncode:
         raise SystemExit(
-            f"zero-ext run: {COMPAT}: expected {finder.__name__}.pth in a site folder of {sys.executable}, "
+            f"zero-ext run: {option}: expected {hooks.__name__}.pth in a site folder of {sys.executable}, "
             "got none. Install zero_ext with pip ('pip install -e .' in a checkout)."
         )
 
 
-def _become(command: list[str]) -> NoReturn:
+def _export_config(path: str) -> None:
+    """Have every Trainer shard its model as the file ``path`` says. ``SystemExit`` if it cannot be read, or
+    the environment names another one."""
+    file = Path(path).absolute()
+    try:
+        known = environment_settings().file
+        if known is not None and Path(known).absolute() != file:
+            raise _wrong_usage(f"{CONFIG}: expected one file, got {path}, and {known} in {VARIABLE}")
+        read_config_file(file)
+    except ConfigError as error:
+        raise _wrong_usage(f"{CONFIG}: {error}") from None
+    if known is None:
+        os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '')} {shlex.quote(str(file))}".strip()
+    _export(hooks.TRAINERS_VARIABLE, CONFIG)
+
+
+def _become(command: list[str], option: str) -> NoReturn:
     """Run a command that starts its ranks itself in the place of this process."""
     program = shutil.which(command[0]) if command else None
     if program is None:
         got = repr(command[0]) if command else "nothing"
         raise _wrong_usage(
-            f"{COMPAT} --: expected a command such as 'accelerate launch script.py', got "
+            f"{option} --: expected a command such as 'accelerate launch script.py', got "
             f"{got}. Leave '--' out to start ranks of a Python script."
         )
     sys.stdout.flush()

@@ -273,6 +273,7 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
         keep_packing(self.model)  # also of one that was prepared elsewhere
         if self._adapters is not None:
             mark_adapters(self._adapters)
+        super()._finish_sharding()
 
     @property
     def _includes_frozen(self) -> bool:

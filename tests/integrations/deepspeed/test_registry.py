@@ -17,7 +17,7 @@ from tests.integrations.launch import ROOT, printed_by
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.name_registry import DIFFERENCES, FILE, REASONS, names
-from zero_ext_deepspeed_finder import API_VERSION
+from zero_ext_import_hooks import API_VERSION
 
 PAGE = ROOT / "docs" / "reference" / "deepspeed_api.md"
 ACTIVATE = "from zero_ext.integrations.deepspeed import import_alias; import_alias.activate()"

@@ -3,7 +3,7 @@
 Every name of DeepSpeed can be imported and asked for. One that is not served raises
 :class:`DeepSpeedFeatureError` when it is used.
 
-A process asks for ``import deepspeed`` by the environment variable that ``zero_ext_deepspeed_finder`` reads
+A process asks for ``import deepspeed`` by the environment variable that ``zero_ext_import_hooks`` reads
 when Python starts, or by :func:`activate`. A DeepSpeed that is installed stays as it is and is what every
 other process imports.
 """
@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from zero_ext.integrations.deepspeed.name_registry import ROOT, Definition, mirrors_of, names, reason_of
-from zero_ext_deepspeed_finder import VARIABLE, Finder
+from zero_ext_import_hooks import VARIABLE, Finder
 
 
 class DeepSpeedFeatureError(RuntimeError):

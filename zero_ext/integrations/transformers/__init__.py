@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         sparsify_attention,
     )
     from zero_ext.integrations.transformers.pretrained import from_pretrained
+    from zero_ext.integrations.transformers.shard_trainers import shard_all_trainers, shard_trainer
     from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "ZeroTrainerMixin",
     "extend_position_embedding",
     "from_pretrained",
+    "shard_all_trainers",
+    "shard_trainer",
     "sparsify_attention",
 ]
 
@@ -30,13 +33,15 @@ _MODULES = {
     "ZeroTrainerMixin": f"{_PACKAGE}.trainer",
     "extend_position_embedding": f"{_PACKAGE}.attention_interface",
     "from_pretrained": f"{_PACKAGE}.pretrained",
+    "shard_all_trainers": f"{_PACKAGE}.shard_trainers",
+    "shard_trainer": f"{_PACKAGE}.shard_trainers",
     "sparsify_attention": f"{_PACKAGE}.attention_interface",
 }
 _find = lazy_getattr(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> object:
-    wanted = ("transformers", "accelerate") if name.startswith("ZeroTrainer") else ("transformers",)
+    wanted = ("transformers", "accelerate") if "rainer" in name else ("transformers",)
     missing = [package for package in wanted if find_spec(package) is None]
     if missing and name in _MODULES:
         raise ImportError(

@@ -79,6 +79,10 @@ class ZeroTrainerMixin(_Base):
     def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
         self._written = read_config(zero_config)
         super().__init__(*args, **kwargs)
+        self._check_configuration()
+
+    def _check_configuration(self) -> None:
+        """Complete the configuration from the arguments of the Trainer, which has them now, or raise."""
         refuse_arguments(self)
         self._check_adapters()
         refuse_tokenizer(self.model, self.processing_class)
@@ -141,7 +145,11 @@ class ZeroTrainerMixin(_Base):
         self._finish_sharding()
 
     def _finish_sharding(self) -> None:
-        """Do nothing: for subclasses, before each training and evaluation."""
+        """Shard the reference model, if there is one, as the model; before each training and evaluation."""
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module) and not is_prepared(reference):
+            self._prepare(reference, None)
+            mark_prepared(reference, None)
 
     def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
         return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]

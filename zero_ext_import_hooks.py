@@ -1,7 +1,9 @@
-"""``import deepspeed`` gives zero_ext in processes whose environment has ``ZERO_EXT_DEEPSPEED_COMPAT=1``.
+"""What zero_ext changes for other libraries in processes that never import it themselves.
 
-Where the variable is set, a ``.pth`` file that is installed with zero_ext calls :func:`start` when Python
-starts. So the API reaches processes that a launcher starts, which never import zero_ext themselves.
+With ``ZERO_EXT_DEEPSPEED_COMPAT=1`` in the environment ``import deepspeed`` gives zero_ext, and with
+``ZERO_EXT_SHARD_TRAINERS=1`` every Trainer of transformers shards its model. Where one of them is set, a
+``.pth`` file that is installed with zero_ext calls :func:`start` when Python starts. So they reach processes
+that a launcher starts.
 
 This module lies outside the package, whose import takes time. It imports nothing at the start that a file of
 the working folder could stand in for: ``accelerate launch`` puts that folder on PYTHONPATH.
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "ZERO_EXT_DEEPSPEED_COMPAT"
+TRAINERS_VARIABLE = "ZERO_EXT_SHARD_TRAINERS"
 NAME = "deepspeed"
 # The release of DeepSpeed whose names and signatures zero_ext has.
 API_VERSION = "0.19.8"
@@ -48,6 +51,44 @@ class Finder:
         name = getattr(context, "name", None)
         if name is None or name.lower() == NAME:
             yield _distribution()
+
+
+_TRAINER = "transformers.trainer"
+
+
+class TrainerFinder:
+    """Has the module of the Trainer, once it is imported, call ``shard_all_trainers``."""
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """The spec that the other finders have; None for all other modules."""
+        if fullname != _TRAINER:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _TrainerLoader(spec.loader)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _TrainerLoader:
+    def __init__(self, plain: "Loader") -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._plain, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        return self._plain.create_module(spec)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        self._plain.exec_module(module)
+        _import_package()
+        from zero_ext.integrations.transformers.shard_trainers import shard_all_trainers
+
+        shard_all_trainers()
 
 
 class _First:
@@ -116,14 +157,15 @@ def _distribution() -> "Distribution":
 
 
 def start() -> None:
-    """Insert the finder if the variable is 1.
+    """Insert the finders with a variable that is 1.
 
     Raises:
-        ValueError: it is neither 1 nor 0 nor empty. Python prints that and starts without the finder.
+        ValueError: one is neither 1 nor 0 nor empty. Python prints that and starts without its finder.
     """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}: expected 1 or 0, got {value!r}. Set it to 1, or unset it.")
-    # Python reads the file twice in a virtual environment.
-    if value == "1" and not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    for variable, kind in ((VARIABLE, Finder), (TRAINERS_VARIABLE, TrainerFinder)):
+        value = os.environ.get(variable, "")
+        if value not in ("", "0", "1"):
+            raise ValueError(f"{variable}: expected 1 or 0, got {value!r}. Set it to 1, or unset it.")
+        # Python reads the file twice in a virtual environment.
+        if value == "1" and not any(isinstance(finder, kind) for finder in sys.meta_path):
+            sys.meta_path.insert(0, kind())
