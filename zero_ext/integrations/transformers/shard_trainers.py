@@ -36,11 +36,7 @@ def shard_trainer(trainer: AnyTrainer, config: ConfigSource = None) -> AnyTraine
     """
     if isinstance(trainer, ZeroTrainerMixin):
         raise ValueError(f"{type(trainer).__name__}: it shards its model already. Pass its own zero_config.")
-    if (
-        trainer.state.global_step
-        or (trainer.optimizer is not None
-        and trainer.model_wrapped is not trainer.model)
-    ):
+    if trainer.state.global_step:
         raise ValueError(f"{type(trainer).__name__}: expected one that has not trained yet. Build it anew.")
     written, own = read_config(config), type(trainer)
     trainer.__class__ = sharded_class(own)
