@@ -101,7 +101,7 @@ class State:
     def buffers(self) -> Mapping[str, Tensor]:
         return {}
 
-    def finish_load(self) -> None:
+    def finish_load(self, optimizer: bool = True) -> None:
         pass
 
 
