@@ -95,8 +95,8 @@ class RankPool:
             )
         if max(answer["groups"] for answer in results.values()) > MOST_GROUPS:
             self.close()
-        for rank in range(world_size if self._processes else 0):
-            self._signal(rank, signal.SIGSTOP)
+        else:
+            self._stop(world_size)
         return [results[rank]["result"] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -128,7 +128,11 @@ class RankPool:
             if not connection.poll(LIMIT_SECONDS):
                 raise RankFailure(f"rank {rank} of the pool did not start within {LIMIT_SECONDS} s")
             connection.recv_bytes()
-        for rank in range(self.size):
+        self._stop(self.size)
+
+    def _stop(self, count: int) -> None:
+        """Stop the first ``count`` ranks until they have work again."""
+        for rank in range(count):
             self._signal(rank, signal.SIGSTOP)
 
     def _signal(self, rank: int, number: int) -> None:

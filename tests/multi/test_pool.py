@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import MOST_GROUPS, RankFailure, RankPool
+from tests.multi.process_states import reaches
 from tests.multi.rank import World
 
 THIS_MODULE = "tests.multi.test_pool"
@@ -66,20 +67,6 @@ def test_results_of_every_rank(rank_pool: RankPool, world_size: int) -> None:
 def test_processes_are_reused(rank_pool: RankPool) -> None:
     first, second = (rank_pool.run(4, f"{THIS_MODULE}:sum_of_ranks", {"factor": 1}) for _ in range(2))
     assert [one["pid"] for one in first] == [one["pid"] for one in second]
-
-
-def reaches(pid: int, states: str) -> bool:
-    """Whether a process comes to one of these states, as /proc names them; "X" if it has ended."""
-    state, deadline = "", time.monotonic() + 60
-    while state not in states or not state:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        except (FileNotFoundError, ProcessLookupError):
-            state = "X"
-    return True
 
 
 def test_ranks_without_work_are_stopped(small_pool: RankPool) -> None:

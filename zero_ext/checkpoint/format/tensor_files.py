@@ -89,6 +89,11 @@ def is_logical_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return list(order) == sorted(order)
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def to_logical_order(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """Return a row-major tensor of ``shape`` from its elements in memory order (``flat``, 1-D)."""
     return torch.as_strided(flat, tuple(shape), tuple(stride)).contiguous()

@@ -12,12 +12,12 @@ from torch import nn
 
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.state_source import MASTER, StateSource
-from zero_ext.checkpoint.format.tensor_files import converts, memory_order
+from zero_ext.checkpoint.format.tensor_files import converts, memory_order, row_major
 from zero_ext.checkpoint.load_plan import BufferCopies, refuse_misfits
 from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_session import session_of
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
-from zero_ext.checkpoint.weights.weight_sources import StoredWeight, WeightSource, row_major
+from zero_ext.checkpoint.weights.weight_sources import StoredWeight, WeightSource
 from zero_ext.config.config_errors import clause_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 

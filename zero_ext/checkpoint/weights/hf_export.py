@@ -24,6 +24,7 @@ from zero_ext.checkpoint.format.tensor_files import (
     encode_header,
     is_logical_order,
     read_header,
+    row_major,
     to_logical_order,
 )
 from zero_ext.checkpoint.inspection import open_checkpoint
@@ -88,8 +89,7 @@ def stored_weights(path: Path, manifest: Manifest) -> dict[str, LazyTensor]:
     found = {}
     for kind, name, entry in manifest.tensors():
         shape = torch.Size(entry.shape)
-        in_order = torch.empty(shape, device="meta").stride()
-        stride = entry.stride if isinstance(entry, ParameterRecord) else in_order
+        stride = entry.stride if isinstance(entry, ParameterRecord) else row_major(shape)
         chunks = partial(_logical_chunks, path, manifest, records.get((kind, name), ()), shape, stride)
         found[name] = LazyTensor(shape, dtype_named(entry.dtype), chunks)
     return found

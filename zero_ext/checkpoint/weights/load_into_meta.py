@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, ChunkRequest
 from zero_ext.checkpoint.files import CheckpointError
-from zero_ext.checkpoint.format.tensor_files import WeightFiles, find_weights
+from zero_ext.checkpoint.format.tensor_files import WeightFiles, find_weights, row_major
 from zero_ext.checkpoint.load_plan import refuse_misfits
 from zero_ext.checkpoint.weights.fill_weights import misfits
 from zero_ext.comm import Collectives
@@ -177,8 +177,7 @@ def _allocate(
         if not isinstance(tensor, nn.Parameter):
             return full, target
         return nn.Parameter(full, requires_grad=tensor.requires_grad), target
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    spec = ParameterSpec("", tuple(tensor.shape), stride, tensor.dtype)
+    spec = ParameterSpec("", tuple(tensor.shape), row_major(tensor.shape), tensor.dtype)
     alignment = TIERS[init_storage.tier].alignment
     layout = FlatLayout.build([spec], collectives.world_size, alignment)
     begin, end = layout.shard_range(collectives.rank)

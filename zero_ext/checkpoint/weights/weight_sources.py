@@ -16,7 +16,7 @@ from zero_ext.checkpoint.format.manifest import (
     read_manifest,
     slices_by_tensor,
 )
-from zero_ext.checkpoint.format.tensor_files import WeightFiles, dtype_named
+from zero_ext.checkpoint.format.tensor_files import WeightFiles, dtype_named, row_major
 from zero_ext.checkpoint.inspection import checkpoint_path
 from zero_ext.checkpoint.load_plan import Fill, plan_fills, read_fills
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
@@ -135,8 +135,3 @@ class CheckpointWeights:
             kind, name = self._stored[key]
             targets += [each._replace(kind=kind, name=name) for each in slices if each.numel]
         return plan_fills(self._manifest, targets)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return torch.empty(tuple(shape), device="meta").stride()

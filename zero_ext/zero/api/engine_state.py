@@ -249,8 +249,8 @@ class EngineState:
         return persistent_buffers(self._engine.model)
 
     def finish_load(self, optimizer: bool = True) -> None:
-        """Parameters follow the loaded master weights, on all ranks, and without ``optimizer`` its state
-        follows them."""
+        """Parameters follow the loaded master weights, on all ranks, and after a load with the ``optimizer``
+        also what its updates keep besides them."""
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()

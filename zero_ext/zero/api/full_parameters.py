@@ -71,12 +71,13 @@ def full_state_dict(
             full.update(dict.fromkeys(source.names, value.to("cpu", copy=True)))
     if not keep:
         return {}
-    names = dict.fromkeys(name for own in _names_of(engine).values() for name in own)
-    in_order = dict.fromkeys(engine.full_tensors.name(name) for name in names)
-    values = {name: full[name] for name in in_order if name in full}
+    named = engine.model.named_parameters(remove_duplicate=False)
+    names = map(engine.full_tensors.name, (name for name, _ in named))
+    values = {name: full[name] for name in names if selects(name)}
     for name, buffer in persistent_buffers(engine.model).items():
-        values[name] = buffer.detach().to("cpu", copy=True)
-    return {name: value for name, value in values.items() if selects(name)}
+        if selects(name):
+            values[name] = buffer.detach().to("cpu", copy=True)
+    return values
 
 
 class FullSource(NamedTuple):

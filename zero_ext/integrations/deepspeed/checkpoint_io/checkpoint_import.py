@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.files import Filesystem
 from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
@@ -31,7 +29,7 @@ from zero_ext.checkpoint.format.manifest import (
     check_disjoint_bytes,
     encode_manifest,
 )
-from zero_ext.checkpoint.format.tensor_files import dtype_name
+from zero_ext.checkpoint.format.tensor_files import dtype_name, row_major
 from zero_ext.checkpoint.shard_file import saved_slices, write_shard
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import RankState, one_number
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import find_files, tag_folder
@@ -159,7 +157,7 @@ def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manif
     parameters = {
         name: ParameterRecord(
             shape=list(entry.shape),
-            stride=list(torch.empty(entry.shape, device="meta").stride()),
+            stride=list(row_major(entry.shape)),
             dtype=dtype_name(entry.dtype),
             aliases=list(checkpoint.aliases.get(name, ())),
             trainable=entry.group is not None,

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
+from zero_ext.checkpoint.format.tensor_files import row_major
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
-from zero_ext.checkpoint.weights.weight_sources import StoredWeight, Wanted, row_major
+from zero_ext.checkpoint.weights.weight_sources import StoredWeight, Wanted
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import read_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import verify_pickled
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_source import Fragment
