@@ -42,8 +42,8 @@ class BuildPython(build_py):
         super().run()
         name = Path(hooks.__file__ or "").stem
         folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
-        variables = {hooks.VARIABLE, hooks.TRAINERS_VARIABLE}
-        line = f"import os; {variables!r} & os.environ.keys() and __import__({name!r}).start()\n"
+        either = f"{{{hooks.VARIABLE!r}, {hooks.TRAINERS_VARIABLE!r}}} & os.environ.keys()"
+        line = f"import os; {either} and __import__({name!r}).start()\n"
         Path(folder, f"{name}.pth").write_text(line)
         if self.editable_mode:
             return
