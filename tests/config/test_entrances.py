@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import zero_ext
 from tests.config.written import FORMS, Write, check
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.sources.config_source import VARIABLE
+from zero_ext.integrations import deepspeed
 from zero_ext.zero.api.engine_lookup import engine_of
 
 # What they know about an "auto" they are told, or they have no use for it.
@@ -29,7 +31,12 @@ def _prepare(config: Any) -> ZeroConfig:
 
 
 def _initialize(config: Any) -> ZeroConfig:
-    return zero_ext.initialize(model=nn.Linear(3, 2), config=config, resolve=RESOLVE)[0].config
+    return zero_ext.initialize(model=nn.Linear(3, 2), config=config, resolve=RESOLVE)[0].zero_config
+
+
+def _deepspeed(config: Any) -> ZeroConfig:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return deepspeed.initialize(model=nn.Linear(3, 2), optimizer=optimizer, config=config)[0].zero_config
 
 
 ENTRANCES: dict[str, Callable[[Any], ZeroConfig]] = {
@@ -45,13 +52,16 @@ def test_forms(entrance: Callable[[Any], ZeroConfig], write: Write, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_prepare_names_what_nobody_resolves(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entrance", [_prepare, _deepspeed], ids=["prepare", "deepspeed"])
+def test_what_nobody_resolves_is_named(
+    entrance: Callable[[Any], ZeroConfig], form: str, tmp_path: Path
+) -> None:
     source = FORMS[form](tmp_path)
     if "DeepSpeed" not in form:
-        check(_prepare(source))
+        check(entrance(source))
         return
     with pytest.raises(ConfigError, match="train_batch_size: expected a value, got 'auto'"):
-        _prepare(source)
+        entrance(source)
 
 
 @pytest.mark.parametrize("entrance", [*ENTRANCES.values(), _prepare], ids=[*ENTRANCES, "prepare"])

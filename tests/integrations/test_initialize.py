@@ -147,7 +147,7 @@ def test_the_introductory_loop(world: World, fp16: dict[str, int]) -> None:
     found = zero_ext.full_state_dict(engine)
     assert all(value.dtype is torch.float16 for value in found.values())
     assert distance(found, plain.model.state_dict()) < 1e-3
-    assert engine.gradient_accumulation_steps() == 2 and engine.config.batch.train_batch_size == 16
+    assert engine.gradient_accumulation_steps() == 2 and engine.train_batch_size() == 16
     assert engine.device.type == "cpu" and engine.get_lr() == [1e-3]
 
 
@@ -329,8 +329,9 @@ def consume(world: World, directory: str, steps: int, resume: bool, seed: int, s
     )
     assert loader is not None and engine.training_dataloader is loader
     if resume:
-        step, client = engine.load_checkpoint(directory)
-        assert step == engine.global_steps and client == {"note": "hello"}
+        path, client = engine.load_checkpoint(directory)
+        assert path == str(Path(directory) / f"global_step{engine.global_steps}")
+        assert client == {"note": "hello"}
     done = engine.global_steps
     for batch in loader:
         engine.backward(engine(**batch).loss)

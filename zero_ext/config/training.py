@@ -201,12 +201,15 @@ class BatchConfig(ConfigSection):
         gradient_accumulation_steps: number of micro-batches per optimizer step.
         drop_last: whether to leave out the samples at the end of an epoch that do not fill a micro-batch of
             all ranks. False fills that micro-batch with the first samples of the next epoch.
+        managed_gradient_accumulation: whether `step()` of the engine of `zero_ext.initialize` counts
+            micro-batches and updates at the last one of a step. False: it updates at every call.
     """
 
     train_batch_size: Positive | None = None
     micro_batch_size: Positive | None = None
     gradient_accumulation_steps: Positive = 1
     drop_last: bool = False
+    managed_gradient_accumulation: bool = True
 
     @model_serializer(mode="wrap")
     def _omit_implicit_steps(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

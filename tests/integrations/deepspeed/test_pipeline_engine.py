@@ -59,6 +59,12 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
     assert (engine.micro_batches, engine.micro_batch_size) == (MICRO_BATCHES, SAMPLES)
     assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (world.rank, ALL, 2)
     assert engine.get_data_parallel_rank() == world.rank % 2
+    groups = deepspeed.utils.groups
+    assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, world.rank % 2)
+    assert torch.distributed.get_process_group_ranks(groups.get_data_parallel_group()) == [
+        engine.stage_id * 2,
+        engine.stage_id * 2 + 1,
+    ]
     for refused in (engine, engine.forward, engine.backward, engine.step, engine.coalesce_grad_reduction):
         with pytest.raises(RuntimeError, match=r"full batches\. Call engine\.train_batch"):
             refused()

@@ -163,6 +163,10 @@ _CHECKPOINT_KEYS = (
 # fmt: on
 
 _NOT_YET = "This feature does not exist here. Remove it"
+_EXPERTS = (
+    "Remove it. For experts on different ranks use zero_ext.parallel.experts.MixtureOfExperts, on the axis "
+    "'ep' of zero_ext.parallel.make_mesh"
+)
 _AT_CALLS = "calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
 
 
@@ -192,15 +196,17 @@ _ACTIVATION_KEYS = section(
 _NOTHING: tuple[object, ...] = (None, False, {})
 _MISSING_SECTIONS = (
     "amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency", "eigenvalue",
-    "elasticity", "expert_parallel", "hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training",
+    "elasticity", "hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training",
     "weight_quantization",
 )  # fmt: skip
 # fmt: off
 _ABSENT_KEYS = (
-    unsupported("sequence_parallel_size", integer(1), _NOT_YET, 1),
+    unsupported("sequence_parallel_size", integer(1),
+        "Remove it. Call zero_ext.integrations.apply_sequence_parallel in the script", 1),
     no_effect("seq_parallel_communication_data_type", or_null(choice("fp32", "fp16", "bf16")),
         "sequence parallelism sends tensors in their own dtype", None),
-    unsupported("use_data_before_expert_parallelism", FLAG, _NOT_YET, False),
+    unsupported("use_data_before_expert_parallelism", FLAG, _EXPERTS, False),
+    unsupported("expert_parallel", ANYTHING, _EXPERTS, *_NOTHING),
     unsupported("graph_harvesting", FLAG, _NOT_YET, False),
     *(unsupported(name, ANYTHING, _NOT_YET, *_NOTHING) for name in _MISSING_SECTIONS),
     unsupported("compile", ANYTHING,

@@ -41,9 +41,9 @@ _BATCH_KEYS = (
         "batch.micro_batch_size"),
     supported("gradient_accumulation_steps", integer(1), "number of micro-batches per step",
         "batch.gradient_accumulation_steps"),
-    unsupported("managed_gradient_accumulation", FLAG,
-        "The engine of zero_ext.initialize counts micro-batches itself. Use deepspeed.initialize. Its engine "
-        "accepts false and then updates at every step()", True),
+    supported("managed_gradient_accumulation", FLAG,
+        "whether step() of the engine updates at the last micro-batch of a step, or at every call",
+        "batch.managed_gradient_accumulation"),
     supported("dataloader_drop_last", FLAG, "whether to drop the last incomplete batch of an epoch",
         "batch.drop_last"),
     supported("steps_per_print", _PRINT, "number of steps between progress lines", "steps_per_print"),

@@ -55,6 +55,11 @@ class WrittenConfig:
         """Return the values as written, by key path."""
         return dict(flattened(self.values))
 
+    def of_deepspeed_unless_native(self) -> WrittenConfig:
+        """Return it as DeepSpeed's, where that is in doubt: no key is this package's alone."""
+        native = self.typed is not None or any(_is_native(key) for key in self.values)
+        return self if native else dataclasses.replace(self, deepspeed=True)
+
     def with_dtype(self, dtype: str | None) -> WrittenConfig:
         """Return it with DeepSpeed's section of a ``dtype`` enabled, if the section does not say."""
         if not self.deepspeed or dtype is None or f"{dtype}.enabled" in self._dtype_switches():
@@ -188,7 +193,7 @@ def log_on_rank_0(text: str) -> None:
 def _is_deepspeed(values: Mapping[str, object], name: str) -> bool:
     """Return whether there are top-level keys that are DeepSpeed's alone; ``ConfigError`` if there are keys
     of this package alone too."""
-    native = sorted(key for key in values if key in _NATIVE and key not in _DEEPSPEED)
+    native = sorted(filter(_is_native, values))
     foreign = sorted(key for key in values if key in _DEEPSPEED and key not in _NATIVE)
     if native and foreign:
         text = (
@@ -197,6 +202,10 @@ def _is_deepspeed(values: Mapping[str, object], name: str) -> bool:
         )
         raise ConfigError([Problem(key, text) for key in foreign], name or "configuration")
     return bool(foreign)
+
+
+def _is_native(key: str) -> bool:
+    return key in _NATIVE and key not in _DEEPSPEED
 
 
 def _exists(path: str) -> bool:

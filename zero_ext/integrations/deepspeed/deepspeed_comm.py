@@ -1,6 +1,6 @@
 """``deepspeed.comm``: torch.distributed under DeepSpeed's names and with its arguments.
 
-``deepspeed.utils.groups``: with data parallelism alone, every question has a plain answer.
+``deepspeed.utils.groups``: the data-parallel ranks are those of the newest pipeline, or all without one.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import (
     P2POp,
     ProcessGroup,
@@ -24,9 +26,11 @@ from torch.distributed import (
     is_initialized,
     new_group,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.comm.process_group import join_world
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others
+from zero_ext.zero.units.rank_groups import data_group
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "get_global_rank", "get_rank", "get_world_size", "new_group"]
 __all__ += ["is_available", "is_initialized"]
@@ -132,19 +136,29 @@ def has_all_gather_into_tensor() -> bool:
 has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
+# The meshes of the pipelines that live, the newest last.
+_PIPELINE_MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def add_pipeline(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Have ``deepspeed.utils.groups`` answer for the ranks of a pipeline as long as it lives."""
+    _PIPELINE_MESHES[module] = mesh
+
+
 def _get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Return all ranks."""
-    return dist.group.WORLD
+    """Return the ranks with other samples than this one."""
+    meshes = list(_PIPELINE_MESHES.values())
+    return data_group(meshes[-1]) if meshes else dist.group.WORLD
 
 
 def _get_data_parallel_world_size() -> int:
     """Their number."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size(_get_data_parallel_group()) if dist.is_initialized() else 1
 
 
 def _get_data_parallel_rank() -> int:
     """Return this process's rank among them."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank(_get_data_parallel_group()) if dist.is_initialized() else 0
 
 
 def _get_model_parallel_world_size() -> int:

@@ -104,6 +104,10 @@ class DeepSpeedZeroConfig(_Section):
     leaf_module: Any = None
 
 
+# What DeepSpeed calls the tiers of a native configuration.
+_DEVICES = {"host": "cpu"}
+
+
 def _question(doc: str, answer: str | Callable[[ZeroConfig], Any]) -> Callable[[Any], Any]:
     """Return a method without arguments that returns a value of the native configuration, or what is at a
     path of it."""
@@ -205,14 +209,17 @@ class SettingsQuestions:
 
     def zero_offload_optimizer(self) -> dict[str, Any] | None:
         """Return the JSON's ``offload_optimizer`` section."""
-        return self._section("offload_optimizer")
+        return self._offload_section("offload_optimizer", self.native.offload.optimizer)
 
     def zero_offload_param(self) -> dict[str, Any] | None:
         """Return the JSON's ``offload_param`` section."""
-        return self._section("offload_param")
+        return self._offload_section("offload_param", self.native.offload.params)
 
-    def _section(self, name: str) -> dict[str, Any] | None:
+    def _offload_section(self, name: str, tier: str) -> dict[str, Any] | None:
+        """Return a section of the JSON as given; of other configurations the device of ``tier``."""
         found = (self.config.get("zero_optimization") or {}).get(name)
+        if found is None and tier != "device":
+            return {"device": _DEVICES.get(tier, tier)}
         return None if found is None else dict(found)
 
 

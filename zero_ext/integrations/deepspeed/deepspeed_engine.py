@@ -42,7 +42,6 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     micro_steps: int
     inside_no_sync_ctxt: bool
     _boundary: bool | None
-    _managed: bool
     _unmanaged_passes: int
     _unmanaged_samples: int
     _applied: bool
@@ -65,13 +64,16 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             micro_steps=0,
             inside_no_sync_ctxt=False,
             _boundary=None,
-            _managed=config.get("managed_gradient_accumulation", True),
             _unmanaged_passes=0,
             _unmanaged_samples=0,
             _applied=False,
         )
         if self.zero_config.stage == 3:
             bind_methods(module)
+
+    @property
+    def _managed(self) -> bool:
+        return self.zero_config.batch.managed_gradient_accumulation
 
     @property
     def global_steps(self) -> int:

@@ -96,8 +96,7 @@ DIFFERENCES: dict[str, str] = {
     "deepspeed.utils.safe_?et_full_*": _COLLECTIVE,
     "deepspeed.utils.safe_?et_local_*": "the values are the flat shard of this rank",
     "deepspeed.utils.*z3_leaf*": "call it before initialize",
-    "deepspeed.utils.get_*parallel*": "all ranks are data-parallel. The groups of a pipeline are in "
-    "module.mesh",
+    "deepspeed.utils.get_*parallel*": "answers for the newest pipeline, or for all ranks without one",
     "deepspeed.checkpointing.configure": "inputs can be stored on the CPU or in one buffer without "
     "partitioning. Partitioning requires mpu",
     "deepspeed.checkpointing.*checkpoint": "calls zero_ext.checkpoint_activations, which is never reentrant",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.integrations.deepspeed import deepspeed_checkpointing as checkpointing
+from zero_ext.integrations.deepspeed.deepspeed_comm import add_pipeline
 from zero_ext.integrations.deepspeed.deepspeed_config import check_others
 from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
 from zero_ext.parallel import make_mesh, pipeline, rank_mapping
@@ -226,6 +227,7 @@ class PipelineModule(pipeline.PipelineModule):
         check_others("PipelineModule", options, _REFUSED, _WITHOUT_EFFECT)
         mesh, listed = _mesh(num_stages, topology), list(layers)
         super().__init__(listed, mesh, loss=loss_fn or _returned, split=weights_by(partition_method, listed))
+        add_pipeline(self, mesh)
         self.loss_fn, self.checkpointable_layers = loss_fn, checkpointable_layers
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.num_stages, self.stage_id = len(self.ranges), self.stages[0]
