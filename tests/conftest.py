@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.multi.garbage import collect_garbage
 from tests.multi.pool import RankPool
 
 STAND_IN_RANKS = 3
@@ -26,7 +26,7 @@ settings.load_profile("any machine")
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_of_other_modules() -> None:
     """What earlier tests left in cycles must not be freed while a test measures memory."""
-    gc.collect()
+    collect_garbage()
 
 
 @pytest.fixture(scope="session")

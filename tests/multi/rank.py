@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import datetime
 import faulthandler
-import gc
 import importlib
 import io
 import json
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from tests.accelerator.stand_in import enable, is_enabled
+from tests.multi.garbage import collect_garbage
 
 _GROUPS_PER_TASK = 1000
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -82,9 +82,7 @@ def serve(
             timeout=datetime.timedelta(seconds=300),
         )
         groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
-        # What exists now stays for good, so that the collection after each task is quick.
-        gc.collect()
-        gc.freeze()
+        collect_garbage()
         connection.send_bytes(b"ready")
         while True:
             try:
@@ -97,7 +95,7 @@ def serve(
             buffer = io.BytesIO()
             answer = _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed))
             torch.save(answer | {"groups": len(_world.pg_map)}, buffer)
-            gc.collect()
+            collect_garbage()
             connection.send_bytes(buffer.getvalue())  # after which this process is stopped
 
 
