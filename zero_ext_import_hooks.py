@@ -162,10 +162,13 @@ def start() -> None:
     Raises:
         ValueError: one is neither 1 nor 0 nor empty. Python prints that and starts without its finder.
     """
-    for variable, kind in ((VARIABLE, Finder), (TRAINERS_VARIABLE, TrainerFinder)):
-        value = os.environ.get(variable, "")
-        if value not in ("", "0", "1"):
-            raise ValueError(f"{variable}: expected 1 or 0, got {value!r}. Set it to 1, or unset it.")
-        # Python reads the file twice in a virtual environment.
-        if value == "1" and not any(isinstance(finder, kind) for finder in sys.meta_path):
-            sys.meta_path.insert(0, kind())
+    _insert(Finder, VARIABLE, os.environ.get(VARIABLE, ""))
+    _insert(TrainerFinder, TRAINERS_VARIABLE, os.environ.get(TRAINERS_VARIABLE, ""))
+
+
+def _insert(kind: "type[Finder | TrainerFinder]", variable: str, value: str) -> None:
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{variable}: expected 1 or 0, got {value!r}. Set it to 1, or unset it.")
+    # Python reads the file twice in a virtual environment.
+    if value == "1" and not any(isinstance(finder, kind) for finder in sys.meta_path):
+        sys.meta_path.insert(0, kind())

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
+    from zero_ext.integrations.generation import unsharded_for_generation
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         stream_weights,
     )
     from zero_ext.zero.api.gathered import double_backward, gathered
+    from zero_ext.zero.api.sleep import sleep, wake
     from zero_ext.zero.api.zero_module import ZeroModule
     from zero_ext.zero.construction.sharded_init import Init
     from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
@@ -53,7 +55,10 @@ __all__ = [
     "save_checkpoint",
     "save_weights",
     "shard_trainer",
+    "sleep",
     "stream_weights",
+    "unsharded_for_generation",
+    "wake",
 ]
 
 _PACKAGES = (
@@ -93,7 +98,10 @@ __getattr__ = lazy_getattr(
         "save_checkpoint": "zero_ext.checkpoint.api",
         "save_weights": "zero_ext.checkpoint.weights.save_weights",
         "shard_trainer": "zero_ext.integrations.transformers",
+        "sleep": "zero_ext.zero.api.sleep",
         "stream_weights": "zero_ext.zero.api.full_parameters",
+        "unsharded_for_generation": "zero_ext.integrations.generation",
+        "wake": "zero_ext.zero.api.sleep",
     }
     | {each.name: each.module for each in OPTIMIZERS.values() if each.module != TORCH}
     | dict.fromkeys(_PACKAGES, ""),

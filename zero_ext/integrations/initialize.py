@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +14,10 @@ from zero_ext.comm.process_group import join_world
 from zero_ext.config import OptimizerConfig
 from zero_ext.config.sources.config_source import ConfigSource, log_notes, log_on_rank_0, read_config
 from zero_ext.data import ShardedLoader
-from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
-from zero_ext.integrations.deepspeed.deepspeed_initialize import Scheduler, build_engine
+
+if TYPE_CHECKING:
+    from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+    from zero_ext.integrations.deepspeed.deepspeed_initialize import Scheduler
 
 
 def initialize(
@@ -68,6 +70,9 @@ def initialize(
         >>> engine.global_steps
         4
     """
+    # All of DeepSpeed's names come along, which takes a second.
+    from zero_ext.integrations.deepspeed.deepspeed_initialize import build_engine
+
     written = read_config(config)
     settings, notes = written.resolved(resolve)
     log_notes(notes)

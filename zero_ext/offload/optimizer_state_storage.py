@@ -14,6 +14,14 @@ from zero_ext.offload.device_memory import Device
 from zero_ext.offload.shard_storage import Values
 
 MASTER = "master"
+ASLEEP = "the optimizer state sleeps in host memory. Call zero_ext.wake(model) first."
+
+
+def awake(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values``. ``RuntimeError`` if their memory was moved away."""
+    if values.numel() and not values.untyped_storage().nbytes():
+        raise RuntimeError(f"optimizer state: {ASLEEP}")
+    return values
 
 
 class StateField(NamedTuple):
@@ -104,7 +112,7 @@ class MemoryState(OptimizerStateStorage):
             raise zero_ext_bug(
                 f"elements [{begin}, {end}) cut the entries of '{kind}', one for every {field.elements}"
             )
-        return self.values[kind][field.entries(begin) : field.entries(end)]
+        return awake(self.values[kind])[field.entries(begin) : field.entries(end)]
 
     def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
         return [self.read(kind, begin, end) for kind in kinds]

@@ -17,7 +17,7 @@ from zero_ext.comm import Collectives, TrafficStats
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.config.tiers import is_stored
-from zero_ext.offload import TierManager
+from zero_ext.offload import ASLEEP, TierManager
 from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -69,7 +69,10 @@ class Engine(Ending):
         masters: the master weights of the units that are trained.
         names: all names of each parameter.
         wrappers: the wrappers that act for the engine.
+        asleep: memory of optimizer state that was moved away, and its content.
     """
+
+    asleep: list[tuple[torch.UntypedStorage, torch.Tensor]]
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class Engine(Ending):
         self.views = GradientViews(self.reducer, self.norms, collectives, updates, defers)
         moved = (self.index, self._gradients, self.reducer, self._generation, self.backward_pass, updates)
         self.collector = GradientCollector(*moved, config.batch.gradient_accumulation_steps, scales_loss)
-        self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.wrappers, self.asleep = weakref.WeakSet[nn.Module](), []
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
 
@@ -219,7 +222,7 @@ class Engine(Ending):
         """
         if wait:
             self.optimizer_step.wait()
-        return memory_by_tier(
+        held = memory_by_tier(
             self.units,
             self.masters,
             self.reducer.gradients,
@@ -228,6 +231,10 @@ class Engine(Ending):
             self.tiers,
             {"device": self.pool, "host": self.gradient_staging},
         )
+        moved = sum(copy.nbytes for _, copy in self.asleep)
+        held["device"]["optimizer"] -= moved
+        held["host"]["optimizer"] += moved
+        return held
 
     def gradients_of(self, unit: Unit) -> UnitGradients:
         """Return the gradient buffers of `unit`.
@@ -414,6 +421,8 @@ class Engine(Ending):
 
     def _refuse_early_step(self) -> None:
         self.optimizer_step.refuse_damage()
+        if self.asleep:
+            raise RuntimeError(f"optimizer.step(): {ASLEEP}")
         if self.backward_pass.running:
             raise RuntimeError(
                 "optimizer.step(): expected no backward pass around it, got one. Call it after "

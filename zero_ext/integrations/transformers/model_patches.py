@@ -18,7 +18,7 @@ from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
 
 # generate(), layer dropping and Seq2SeqTrainer keep the ranks of a model in step that carries this name.
-_RANKS_IN_STEP = "_is_fsdp_managed_module"
+RANKS_IN_STEP = "_is_fsdp_managed_module"
 _LEFT_ALONE = "_is_accelerate_prepared"
 # What a call of save_pretrained may ask for to have its weights written a tensor at a time.
 _STREAMED = {"is_main_process"}
@@ -38,7 +38,7 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
     engine = engine_of(model)
     if engine.config.stage == 3 and engine.world_size > 1:
         for module in model.modules():  # each asks for itself
-            setattr(module, _RANKS_IN_STEP, True)
+            setattr(module, RANKS_IN_STEP, True)
     bind_methods(model)
 
 

@@ -154,6 +154,11 @@ class OverflowBuffers:
         # Most recently used last, so that the size used longest ago is freed first.
         self._idle[nbytes] = [*self._idle.pop(nbytes, []), (buffer, reader)]
 
+    def release_idle(self) -> None:
+        """Free what is not in use, and forget the peak."""
+        self._shrink(0)
+        self._most_live, self._largest = self._live_bytes, 0
+
     def _shrink(self, limit: int) -> None:
         for nbytes, buffers in self._idle.items():
             while buffers and self._idle_bytes > limit:

@@ -166,6 +166,8 @@ class ForwardHooks(Ending):
         self._began: Beginning | None = None
         self._checkpointing = checkpointing
         self._inside = ExitStack()
+        # While everything is gathered, forward passes without gradients need no hooks.
+        self.paused = False
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
         self._prefetcher, self._backward, self._check = prefetcher, backward, check
         self._forward_order = prefetcher.forward_order

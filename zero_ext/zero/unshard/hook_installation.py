@@ -121,7 +121,7 @@ def _install_owner_hooks(
     def before(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal ends_alone
         alive = weak()
-        if alive is None or weak_owner() is not owner:
+        if alive is None or alive.paused or weak_owner() is not owner:
             return
         if not alive.calls:
             if not ends_alone:
@@ -199,7 +199,16 @@ def _install_block_hooks(
 
     def own_hooks(block: nn.Module) -> ForwardHooks | None:
         # A deep copy of the model has these hooks, too, but no engine that they could serve.
-        return weak() if weak_block() is block else None
+        alive = weak() if weak_block() is block else None
+        if alive is None or not alive.paused:
+            return alive
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"block '{name}': expected no gradients inside 'with "
+                "zero_ext.unsharded_for_generation(...)', got a forward pass with gradients. Run it outside "
+                "the block."
+            )
+        return None
 
     @torch._dynamo.disable
     def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

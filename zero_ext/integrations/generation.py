@@ -1,0 +1,86 @@
+"""Generation inside training: parameters gathered once for many forward passes, or ranks in step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.config.config_errors import show
+from zero_ext.integrations.transformers.model_patches import RANKS_IN_STEP
+from zero_ext.plan.parse_sizes import bytes_of
+from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.gathered import gathered
+from zero_ext.zero.api.zero_module import unwrapped
+
+
+@contextlib.contextmanager
+def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) -> Iterator[bool]:
+    """Gather all parameters once for the forward passes inside the block, if they fit; a collective.
+
+    Inside, gradients are off. With all parameters in memory a forward pass is the plain module's: ranks need
+    not make equally many, and `model.generate` ends on each rank by itself. Otherwise every forward pass
+    gathers as in training, and `generate` of transformers goes on until all ranks are done, which it does
+    only if the model's ranks are all of the job.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+        budget: bytes of device memory for the full parameters, as a number or like "20GB". None: no limit.
+
+    Yields:
+        Whether the parameters are in memory.
+
+    Raises:
+        ValueError: `budget` is no number of bytes.
+        RuntimeError: a forward pass with gradients inside the block, or as [`gathered`][zero_ext.gathered].
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> with zero_ext.unsharded_for_generation(model, budget="1MB") as unsharded:
+        ...     unsharded, model(torch.ones(3, 4)).shape
+        (True, torch.Size([3, 2]))
+    """
+    engine, limit = engine_of(model), _bytes_of(budget)
+    sharded = [unit for unit in engine.units if unit.placement.params]
+    fits = limit is None or sum(unit.layout.nbytes for unit in sharded) <= limit
+    if not fits:
+        with torch.no_grad(), _in_step(model, 1 < engine.world_size == dist.get_world_size()):
+            yield False
+        return
+    with torch.no_grad(), gathered(model.parameters()), _in_step(model, False):
+        engine.hooks.paused = True
+        try:
+            yield True
+        finally:
+            engine.hooks.paused = False
+    engine.pool.overflow.release_idle()
+
+
+def _bytes_of(budget: str | int | None) -> int | None:
+    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0):
+        return budget
+    if not isinstance(budget, str):
+        raise ValueError(
+            f"budget: expected a number of bytes, text such as '20GB' or None, got {show(budget)}. Pass one "
+            "of these."
+        )
+    return bytes_of(budget, "budget")
+
+
+@contextlib.contextmanager
+def _in_step(model: nn.Module, value: bool) -> Iterator[None]:
+    """Have ``generate`` of transformers keep all ranks in step inside, or not."""
+    before = {module: vars(module).get(RANKS_IN_STEP) for module in unwrapped(model).modules()}
+    try:
+        for module in before:
+            setattr(module, RANKS_IN_STEP, value)
+        yield
+    finally:
+        for module, mark in before.items():
+            if mark is None:
+                delattr(module, RANKS_IN_STEP)
+            else:
+                setattr(module, RANKS_IN_STEP, mark)
