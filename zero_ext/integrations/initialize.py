@@ -65,7 +65,7 @@ def initialize(
         ...     model=torch.nn.Linear(4, 1), config=config, training_data=data
         ... )
         >>> for batch in loader:
-        ...     engine.backward(engine(batch).square().mean())
+        ...     loss = engine.backward(engine(batch).square().mean())
         ...     engine.step()
         >>> engine.global_steps
         4

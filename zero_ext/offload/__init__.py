@@ -4,7 +4,13 @@ from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, StagingSizes, stagin
 from zero_ext.offload.device_memory import CPU, Device
 from zero_ext.offload.nvme.nvme_state_stream import AdamWork, NvmeState, StateChunk, stream_adam, visit_chunks
 from zero_ext.offload.nvme.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.optimizer_state_storage import ASLEEP, MASTER, OptimizerStateStorage, StateField
+from zero_ext.offload.optimizer_state_storage import (
+    MASTER,
+    MemoryState,
+    OptimizerStateStorage,
+    StateField,
+    asleep_error,
+)
 from zero_ext.offload.shard_storage import (
     MemoryShard,
     NvmeShard,
@@ -24,7 +30,6 @@ from zero_ext.offload.step_buffers import StepChunk, StepStaging
 from zero_ext.offload.tier_manager import InitStorage, TierManager
 
 __all__ = [
-    "ASLEEP",
     "COMPLETED",
     "CPU",
     "MASTER",
@@ -34,6 +39,7 @@ __all__ = [
     "Device",
     "InitStorage",
     "MemoryShard",
+    "MemoryState",
     "NvmeShard",
     "NvmeState",
     "NvmeStore",
@@ -51,6 +57,7 @@ __all__ = [
     "TransferStats",
     "Values",
     "allocate",
+    "asleep_error",
     "copy_of",
     "count",
     "put",

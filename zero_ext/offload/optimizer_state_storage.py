@@ -14,14 +14,21 @@ from zero_ext.offload.device_memory import Device
 from zero_ext.offload.shard_storage import Values
 
 MASTER = "master"
-ASLEEP = "the optimizer state sleeps in host memory. Call zero_ext.wake(model) first."
 
 
 def awake(values: torch.Tensor) -> torch.Tensor:
     """Return ``values``. ``RuntimeError`` if their memory was moved away."""
     if values.numel() and not values.untyped_storage().nbytes():
-        raise RuntimeError(f"optimizer state: {ASLEEP}")
+        raise asleep_error("optimizer state")
     return values
+
+
+def asleep_error(what: str) -> RuntimeError:
+    """Return the error of ``what``, which needs optimizer state that was moved away."""
+    return RuntimeError(
+        f"{what}: expected optimizer state that is awake, got state that sleeps in host memory. Call "
+        "zero_ext.wake(model) first."
+    )
 
 
 class StateField(NamedTuple):

@@ -17,7 +17,7 @@ from zero_ext.comm import Collectives, TrafficStats
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.config.tiers import is_stored
-from zero_ext.offload import ASLEEP, TierManager
+from zero_ext.offload import TierManager, asleep_error
 from zero_ext.zero.construction.grouping import OwnedParameter, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -422,7 +422,7 @@ class Engine(Ending):
     def _refuse_early_step(self) -> None:
         self.optimizer_step.refuse_damage()
         if self.asleep:
-            raise RuntimeError(f"optimizer.step(): {ASLEEP}")
+            raise asleep_error("optimizer.step()")
         if self.backward_pass.running:
             raise RuntimeError(
                 "optimizer.step(): expected no backward pass around it, got one. Call it after "

@@ -144,9 +144,17 @@ def test_transformers(folder: Path) -> None:
         mixed = page.run_next(Seq2SeqTrainer=Seq2SeqTrainer)["MyTrainer"]
         assert issubclass(mixed, ZeroTrainerMixin) and issubclass(mixed, Trainer)
 
+        plain = Trainer(llama(0), TrainingArguments("built", report_to=[], use_cpu=True))
+        page.run_next({"SomeTrainer(...)": "plain"}, zero_ext=zero_ext, plain=plain)
+        assert isinstance(plain, ZeroTrainerMixin) and page.names["trainer"] is plain
+
         names = {"AutoModelForCausalLM": AutoModelForCausalLM, "zero_config": {"stage": 3}}
         arguments = TrainingArguments("out", report_to=[], use_cpu=True, max_steps=1, learning_rate=0.0)
         page.run_next({"folder/with/safetensors": "out/model"}, **names, args=arguments)
         page.names["trainer"].train()
         loaded = zero_ext.full_state_dict(page.names["model"])
+
+        prompts = {"input_ids": torch.arange(3, 6)[None]}
+        page.run_next({"=128": "=4"}, prompts=prompts)
+        assert page.names["samples"].shape == (1, 7)
     assert all(torch.equal(value, loaded[name].to(value.dtype)) for name, value in read.state_dict().items())

@@ -16,7 +16,7 @@ from tests.zero.test_accelerator import tiny_model
 from tests.zero.training import adamw
 from zero_ext.zero import engine_of
 
-ASLEEP = "sleeps in host memory"
+ASLEEP = "got state that sleeps in host memory"
 
 
 def lion(parameters: Any) -> torch.optim.Optimizer:

@@ -30,9 +30,6 @@ def shard_trainer(trainer: AnyTrainer, config: ConfigSource = None) -> AnyTraine
 
     Raises:
         ValueError: it is sharded already, or has trained. Else as the mixin, and nothing was changed.
-
-    Examples:
-        >>> trainer = zero_ext.shard_trainer(transformers.Trainer(model, arguments), {"stage": 3})
     """
     if isinstance(trainer, ZeroTrainerMixin):
         raise ValueError(f"{type(trainer).__name__}: it shards its model already. Pass its own zero_config.")

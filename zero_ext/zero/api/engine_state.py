@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import ASLEEP, Values, count, subrange_of
+from zero_ext.offload import Values, asleep_error, count, subrange_of
 from zero_ext.optim import Segment
 from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
@@ -52,7 +52,7 @@ def owned_state(
     """Yield this rank's master weights and optimizer state, of one ``unit`` or of all, where they lie: their
     kind, master shard, and segment of it."""
     if engine.asleep:
-        raise RuntimeError(f"optimizer state: {ASLEEP}")
+        raise asleep_error("optimizer state")
     stepper = engine.optimizer_step.stepper
     for number, master in enumerate(engine.masters):
         if unit is None or master.unit is unit:

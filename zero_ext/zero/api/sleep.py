@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from zero_ext.config.config_errors import show
-from zero_ext.offload import ASLEEP
-from zero_ext.offload.optimizer_state_storage import MemoryState
+from zero_ext.offload import MemoryState, asleep_error
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.engine_state import owned_state
 from zero_ext.zero.engine import Engine
@@ -29,14 +28,9 @@ def sleep(model: nn.Module, what: str = "optimizer", tier: str = "host") -> int:
         Bytes of device memory that are free now. 0 if the state is in another tier already.
 
     Raises:
-        ValueError: another `what` or `tier`, a model on the CPU, whose memory is the host's, or updates that
-            run during backward or after the step.
+        ValueError: another `what` or `tier`, a model on the CPU, or updates that run during backward or
+            after the step.
         RuntimeError: the state sleeps already, or the host lacks the memory; nothing has changed then.
-
-    Examples:
-        >>> freed = zero_ext.sleep(model)
-        >>> samples = other_engine.generate(prompts)
-        >>> zero_ext.wake(model)
     """
     engine = engine_of(model)
     _check(engine, what, tier)
@@ -100,17 +94,17 @@ def _check(engine: Engine, what: str, tier: str) -> None:
         raise ValueError(f"sleep: tier: expected 'host', got {show(tier)}. Leave it out.")
     if not engine.tiers.device.is_accelerator:
         raise ValueError(
-            "sleep: expected a model on an accelerator, got one on the CPU, whose memory is the host's. "
+            "sleep: expected a model on an accelerator, got one on the CPU, where no memory would be free. "
             "Leave the call out."
         )
     mode = engine.config.offload.update_mode
     if mode != "after_backward":
         raise ValueError(
-            f"sleep: offload.update_mode: expected 'after_backward', got {mode!r}, where updates run beside "
+            f"sleep: offload.update_mode: expected 'after_backward', got {mode!r}, where updates run during "
             "forward and backward. Change it."
         )
     if engine.asleep:
-        raise RuntimeError(f"sleep: {ASLEEP}")
+        raise asleep_error("sleep")
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
