@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from safetensors.torch import save_file
 from torch import nn
@@ -24,6 +27,7 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import distance
 from zero_ext.checkpoint import inspect_checkpoint
+from zero_ext.config.events import Event, ReduceEvent
 from zero_ext.integrations.lightning import ZeroFabricStrategy, ZeroStrategy
 from zero_ext.zero import engine_of
 
@@ -93,7 +97,11 @@ def test_a_loop_is_that_of_ddp_in_every_stage_and_tier(world: World) -> None:
             made = fabric(world, strategy)
             loop = Loop(made, world.seed, **arguments)
             module, engine = loop.model.module, engine_of(loop.model.module)
-            assert type(module) is TinyModel and engine.world_size == 2 and loop.train(4)
+            assert type(module) is TinyModel and engine.world_size == 2
+            reductions: Counter[str] = Counter()
+            engine.subscribe(partial(count_reductions, reductions))
+            loop.train(4)
+            assert set(reductions.values()) == {4}  # once a step of two micro-batches
             assert largest_difference(loop.found, plain.found) < 1e-5, engine.config
             assert distance(zero_ext.full_state_dict(module), plain.model.module.state_dict()) < 1e-4
             assert all(unit.placement.params == (engine.config.stage == 3) for unit in engine.units)
@@ -103,6 +111,11 @@ def test_a_loop_is_that_of_ddp_in_every_stage_and_tier(world: World) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     assert held < sum(parameter.nbytes for parameter in model.parameters()) / 10
+
+
+def count_reductions(found: Counter[str], event: Event) -> None:
+    if isinstance(event, ReduceEvent):
+        found[event.unit] += 1
 
 
 class Scorer(nn.Module):
@@ -190,6 +203,16 @@ def test_a_lightning_module_and_a_model_without_an_optimizer(world: World) -> No
     assert engine_of(alone.module).optimizer_step.stepper is None
 
 
+@on_ranks(1)
+def test_evaluation_sees_delayed_updates(world: World) -> None:
+    delayed = {"offload": {**HOST, "update_mode": "delayed"}}
+    loop = Loop(fabric(world, ZeroFabricStrategy(3, delayed)), world.seed).train(2)
+    updates = engine_of(loop.model.module).updates
+    assert updates.in_progress
+    loop.model.eval()(language_batch(world.seed, 0, 0, 0))
+    assert not updates.in_progress
+
+
 def save(world: World, folder: str) -> list[float]:
     """Two steps, a checkpoint that replaces one of more steps, two steps more."""
     loop = Loop(fabric(world, ZeroFabricStrategy(3)), world.seed)
@@ -197,9 +220,9 @@ def save(world: World, folder: str) -> list[float]:
     state = {"model": loop.model, "optimizer": loop.optimizer, "scorer": scorer, "schedule": loop.schedule}
     loop.train(2).fabric.save(path, {"model": loop.model, "old": 1})
     loop.fabric.save(path, {**state, "epoch": 3, "seen": {"a": 1, "b": torch.ones(2)}})
-    keeps = {"model": lambda name, value: "norm" in name, "seen": lambda name, value: name == "a"}
-    part = {"model": loop.model, "seen": {"a": 1, "b": 2}}
-    loop.fabric.save(Path(folder) / "part", part, filter=keeps)
+    filters = {"model": lambda name, value: "norm" in name, "seen": lambda name, value: name == "a"}
+    other = {"model": loop.model, "seen": {"a": 1, "b": 2}}
+    loop.fabric.save(Path(folder) / "filtered", other, filter=filters)
     return loop.train(2, first=2).found[6:]
 
 
@@ -213,18 +236,18 @@ def go_on(world: World, folder: str, seed: int, stage: int) -> list[float]:
     rest = made.load(Path(folder) / "run", state)
     assert state["epoch"] == 3 and list(rest) == ["seen"] and torch.equal(rest["seen"]["b"], torch.ones(2))
     assert loop.schedule.last_epoch == engine_of(loop.model.module).steps == 2
-    check_parts(made, folder, zero_ext.full_state_dict(loop.model.module))
+    check_weights_alone(made, folder, zero_ext.full_state_dict(loop.model.module))
     return loop.train(2, first=2).found
 
 
-def check_parts(made: Fabric, folder: str, weights: dict[str, torch.Tensor]) -> None:
+def check_weights_alone(made: Fabric, folder: str, weights: dict[str, torch.Tensor]) -> None:
     """Weights alone: of a filtered checkpoint, into a model that was built empty, and of a raw file."""
-    assert made.load(Path(folder) / "part") == {"seen": {"a": 1}}
+    assert made.load(Path(folder) / "filtered") == {"seen": {"a": 1}}
     with made.init_module(empty_init=True):
         empty = TinyModel(tied=True)
     model = made.setup_module(empty)
     state = {"model": model, "missing": 5}
-    made.load(Path(folder) / "part", state, strict=False)
+    made.load(Path(folder) / "filtered", state, strict=False)
     assert state["missing"] == 5
     for name, value in zero_ext.full_state_dict(empty).items():
         assert torch.equal(value, weights[name] if "norm" in name else torch.zeros_like(value)), name
@@ -278,6 +301,7 @@ def test_bad_input_is_refused(world: World) -> None:
             ),
             (r"state\.bad", made.save, (path, {"model": model, "bad": object()}), {}),
             (r"expected \['optimizer'\]", made.load, (path, {"model": model, "optimizer": optimizer}), {}),
+            ("models that were set up", made.load, (path, {"model": plain}), {}),
             ("got none", made.load, (Path(folder) / "none",), {}),
             ("pickle", made.load, (Path(folder) / "file",), {}),
             ("without Lightning's state", made.load, (path.parent,), {}),
@@ -289,6 +313,9 @@ def test_bad_input_is_refused(world: World) -> None:
             with pytest.raises((ValueError, TypeError, zero_ext.checkpoint.CheckpointError), match=message):
                 call(*arguments, **keywords)
         assert made.load(path, {"model": model}) == {}  # nothing of it was replaced
+    made.backward(language_loss(model, language_batch(world.seed, 0, 0, 0)) * float("inf"))
+    with pytest.raises(RuntimeError, match="expected a finite norm"):
+        made.clip_gradients(model, optimizer, max_norm=1.0)
     fp16 = {"precision": {"dtype": "fp16"}}
     for message, config, more in (
         ("config has 'fp16'.*precision='bf16-mixed' means 'bf16'", fp16, {"precision": "bf16-mixed"}),
@@ -304,7 +331,8 @@ def test_strategies_have_names_for_the_trainer_and_for_fabric(monkeypatch: pytes
     for registry, kind in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
         for name, stage in (("zero_ext", 3), *((f"zero_ext_stage_{each}", each) for each in (1, 2, 3))):
             assert type(registry.get(name)) is kind and registry.get(name).config.stage == stage
-        monkeypatch.setenv("ZERO_EXT_CONFIG", "stage=1 gradient_clipping=0.5")
-        config = registry.get("zero_ext").config
+    assert type(Trainer(strategy="zero_ext", accelerator="cpu", logger=False).strategy) is ZeroStrategy
+    monkeypatch.setenv("ZERO_EXT_CONFIG", "stage=1 gradient_clipping=0.5")
+    for name in ("zero_ext", "zero_ext_stage_3"):
+        config = Fabric(strategy=name, accelerator="cpu").strategy.config
         assert (config.stage, config.gradient_clipping) == (1, 0.5)
-        monkeypatch.delenv("ZERO_EXT_CONFIG")

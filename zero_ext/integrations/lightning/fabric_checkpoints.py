@@ -56,21 +56,23 @@ def save(
         remove(written)
     barrier()
     for key, module in models.items():
-        keeps = filters.get(key)
-        kept = (
+        selects = filters.get(key)
+        names = (
             None
-            if keeps is None
-            else {name for name, value in module.state_dict().items() if keeps(name, value)}
+            if selects is None
+            else {name for name, value in module.state_dict().items() if selects(name, value)}
         )
-        save_model(written / key, module, record, key in optimizers.values(), kept=kept)
+        save_model(written / key, module, record, key in optimizers.values(), names=names)
     barrier()
     if first_rank:
         remove(folder)
         written.rename(folder)
 
 
-def load(folder: Path, state: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """Load ``folder`` into what ``state`` names and return the rest; a collective.
+def load(
+    folder: Path, state: dict[str, Any], models: Mapping[str, nn.Module], strict: bool
+) -> dict[str, Any]:
+    """Load ``folder`` into ``state``, with its prepared ``models``, and return the rest; a collective.
 
     Every name is checked before anything is changed.
     """
@@ -87,7 +89,12 @@ def load(folder: Path, state: dict[str, Any], strict: bool) -> dict[str, Any]:
             f"{folder}: expected {missing}, got {sorted({*saved, *rest, *trained})}. Load only these "
             "names, or pass strict=False."
         )
-    models = {key: state[key].module for key in saved if key in state}
+    others = sorted((state.keys() & saved) - models.keys())
+    if others:
+        raise ValueError(
+            f"{folder}: {others}: expected models that were set up, got others. Set them up first."
+        )
+    models = {key: module for key, module in models.items() if key in saved}
     optimizers = _optimizers({key: value for key, value in state.items() if key in trained}, models)
     for key, module in models.items():
         if key in optimizers.values():
@@ -113,8 +120,8 @@ def _optimizers(state: Mapping[str, Any], models: Mapping[str, nn.Module]) -> di
         if isinstance(value, ZeroOptimizer):
             if value.engine not in owners:
                 raise ValueError(
-                    f"state: expected the model of the optimizer {key!r} as well, got {sorted(models)}. Its "
-                    "state goes with its model's shards: add the model."
+                    f"state: expected the model of the optimizer {key!r} as well, got {sorted(models)}. Add "
+                    "the model, since shards of both are saved as one."
                 )
             found[key] = owners[value.engine]
     return found
@@ -124,7 +131,7 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _filtered(value: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
-    if keeps is None or not isinstance(value, Mapping):
+def _filtered(value: Any, selects: Callable[[str, Any], bool] | None) -> Any:
+    if selects is None or not isinstance(value, Mapping):
         return value
-    return {key: item for key, item in value.items() if keeps(key, item)}
+    return {key: item for key, item in value.items() if selects(key, item)}

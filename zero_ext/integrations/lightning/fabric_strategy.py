@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
         return made
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Shard the module whose parameters `optimizer` has.
+        """Shard the module with the parameters that `optimizer` has.
 
         Args:
             optimizer: given to Fabric.
@@ -155,7 +155,7 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
         Args:
             module: given to Fabric.
             optimizers: one optimizer.
-            scheduler: of the optimizer, whose param groups the prepared one shares.
+            scheduler: of the optimizer. The prepared one shares its param groups.
 
         Returns:
             The wrapper that Fabric calls, the prepared optimizer in a list, and `scheduler`.
@@ -184,7 +184,7 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
 
         Args:
             tensor: the loss.
-            module: whose loss scale counts; may be None unless several modules have one.
+            module: the one with the loss scale to apply; may be None unless several modules have one.
             *args: passed on to `Tensor.backward`.
             **kwargs: passed on to `Tensor.backward`.
 
@@ -195,7 +195,7 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
         if len(scaling) > 1:
             raise ValueError(
                 f"fabric.backward: expected the argument model, as {len(scaling)} models in fp16 have loss "
-                "scales of their own, got none. Pass the model whose optimizer makes the next step."
+                "scales of their own, got none. Pass the model that the next step updates."
             )
         for each in scaling:
             tensor = engine_of(each).scale_loss(tensor)
@@ -280,11 +280,8 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
                 "all ranks. Leave it out."
             )
         folder = Path(self.broadcast(str(path)))
-        models = {key: each for key, each in state.items() if isinstance(each, ModuleUnderFabric)}
-        for each in models.values():
-            each.shard_alone()
-        modules = {key: each.module for key, each in models.items()}
-        fabric_checkpoints.save(folder, state, modules, filter or {}, self.is_global_zero, self.barrier)
+        models = _sharded_modules(state)
+        fabric_checkpoints.save(folder, state, models, filter or {}, self.is_global_zero, self.barrier)
 
     def load_checkpoint(
         self,
@@ -312,11 +309,8 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
             CheckpointError: the checkpoint is missing or damaged.
         """
         folder = Path(self.broadcast(str(path)))
-        models = state.values() if isinstance(state, dict) else [state]
-        for each in models:
-            if isinstance(each, ModuleUnderFabric):
-                each.shard_alone()
         if isinstance(state, ModuleUnderFabric):
+            state.shard_alone()
             fabric_checkpoints.load_weights(state.module, folder, strict=strict)
             return {}
         if isinstance(state, nn.Module | torch.optim.Optimizer):
@@ -324,7 +318,8 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
                 f"fabric.load_raw: expected a module that was set up, got {type(state).__name__}. Load a "
                 "module's weights, or an optimizer together with its module by fabric.load."
             )
-        return fabric_checkpoints.load(folder, state or {}, strict)
+        state = state or {}
+        return fabric_checkpoints.load(folder, state, _sharded_modules(state), strict)
 
 
 class ModuleUnderFabric(nn.Module):
@@ -344,8 +339,10 @@ class ModuleUnderFabric(nn.Module):
             self._shard_alone(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module, in evaluation with the newest parameters."""
         self.shard_alone()
+        if not self.training:
+            engine_of(self.module).finish_updates()
         return self.module(*args, **kwargs)
 
 
@@ -357,6 +354,14 @@ class _NoSync(_BackwardSyncControl):
 _ONE_OPTIMIZER = (
     "optimizer: expected one for a module, got {}. Put parameters with other settings into its param groups."
 )
+
+
+def _sharded_modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the modules in ``state`` that were set up, after those without an optimizer were sharded."""
+    found = {key: each for key, each in state.items() if isinstance(each, ModuleUnderFabric)}
+    for each in found.values():
+        each.shard_alone()
+    return {key: each.module for key, each in found.items()}
 
 
 def _scales_loss(wrapper: nn.Module) -> bool:

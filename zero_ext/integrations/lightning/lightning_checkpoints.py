@@ -50,11 +50,11 @@ def save_model(
     state: Mapping[str, Any],
     optimizer: bool,
     step: int | None = None,
-    kept: Collection[str] | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Save the prepared ``module``, with its ``optimizer`` or without, and ``state``; a collective.
 
-    Without an optimizer ``kept`` may name the parameters and buffers to save. Errors as for :func:`save`.
+    Without an optimizer ``names`` may select parameters and buffers. Errors as for :func:`save`.
     """
     client_state = _plain(state)
     if optimizer:
@@ -62,7 +62,7 @@ def save_model(
         return
     engine = engine_of(module)
     engine.finish_updates()
-    weights = WeightsAlone(engine, kept)
+    weights = WeightsAlone(engine, names)
     saving.save_state(folder, weights, step=step, client_state=client_state, keep_last=1)
 
 
@@ -97,28 +97,28 @@ def remove(folder: Path) -> None:
 
 
 class WeightsAlone(EngineState):
-    """An engine's state without its optimizer's, to be saved: all weights, or those named in ``kept``."""
+    """An engine's state without its optimizer's, to be saved: all weights, or those in ``names``."""
 
     trains = False
 
-    def __init__(self, engine: Engine, kept: Collection[str] | None = None) -> None:
+    def __init__(self, engine: Engine, names: Collection[str] | None = None) -> None:
         super().__init__(engine, checkpoint_sources(engine).own.group, None)
-        self._kept = kept
+        self._names = names
 
-    def _keeps(self, name: str) -> bool:
-        return self._kept is None or name in self._kept
+    def _selects(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
         """Return the parameters by first name."""
-        return {name: entry for name, entry in super().parameter_table().items() if self._keeps(name)}
+        return {name: entry for name, entry in super().parameter_table().items() if self._selects(name)}
 
     def save_slices(self) -> Iterator[StateSlice]:
         """Return this rank's shard of the weights."""
-        return (each for each in super().save_slices() if each.kind == MASTER and self._keeps(each.name))
+        return (each for each in super().save_slices() if each.kind == MASTER and self._selects(each.name))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the module's persistent buffers."""
-        return {name: buffer for name, buffer in super().buffers().items() if self._keeps(name)}
+        return {name: buffer for name, buffer in super().buffers().items() if self._selects(name)}
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the engine's, without an optimizer."""

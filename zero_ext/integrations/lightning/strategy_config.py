@@ -1,4 +1,4 @@
-"""What Lightning's strategies share: a configuration, held against Lightning's arguments, and a precision."""
+"""Configuration and precision of Lightning's strategies, held against Lightning's own arguments."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def own_settings(
         if written_value(config, path) not in (None, False)
     ]
     said = written_value(config, "stage")
+    if "stage" in written.overrides:
+        stage = None  # the environment changes what a program says
     if stage is not None and said is not None and said != stage:
         problems.append(Problem("stage", f"config has {show(said)}, stage={show(stage)} was given. {_AGREE}"))
     if problems:
@@ -155,8 +157,8 @@ class EnginePrecision(fabric_precision.Precision):
     def convert_output(self, data: Any) -> Any:
         """Return what a model returns to Fabric's loop in the default dtype, so that losses are in it."""
         # Parameters of a "32-true" without precision.dtype keep their dtype, and so do outputs.
-        kept = self._inputs is None and not isinstance(self._plugin, _MIXED)
-        return data if kept else _converted(data, torch.get_default_dtype())
+        unchanged = self._inputs is None and not isinstance(self._plugin, _MIXED)
+        return data if unchanged else _converted(data, torch.get_default_dtype())
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast, or the default dtype, of a step."""
@@ -259,8 +261,10 @@ def shard(
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.to(device)  # their states are no buffers, which prepare moves
-    init = "skip" if any(parameter.is_meta for parameter in module.parameters()) else "broadcast"
-    _, prepared = prepare(module, optimizer, config, wrap=False, device=device, init=init)
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    _, prepared = prepare(
+        module, optimizer, config, wrap=False, device=device, init="skip" if empty else "broadcast"
+    )
     return prepared
 
 
