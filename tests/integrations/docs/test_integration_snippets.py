@@ -101,6 +101,12 @@ def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
         configure(built)
         assert first.weight.shape == (3, 3) and built.model is first
 
+        on_one = {"devices=8": 'devices=1, accelerator="cpu"'}
+        data = DataLoader(batches, batch_size=None)
+        page.run_next(on_one, torch=torch, BigModel=lambda size: nn.Linear(size, size), size=4, loader=data)
+        assert engine_of(page.names["model"].module).steps == 8
+        assert page.names["fabric"].load("run") == {"epoch": 1}
+
         model = Output()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         names: dict[str, Any] = {

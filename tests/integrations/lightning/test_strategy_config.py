@@ -173,7 +173,7 @@ def test_contradictions_show_both_sides() -> None:
 def test_what_the_trainer_cannot_ask_for(world: World) -> None:
     enter(world)
     data = loader(world.seed)
-    with pytest.raises(ConfigError, match=r"config has 'fp16' .*precision='bf16-mixed'\) means 'bf16'"):
+    with pytest.raises(ConfigError, match=r"config has 'fp16' .*precision='bf16-mixed' means 'bf16'"):
         trainer(world, ZeroStrategy(3, {"precision": {"dtype": "fp16"}}), precision="bf16-mixed")
     with pytest.raises(ValueError, match=r"'bf16-mixed'.*DoublePrecision"):
         trainer(world, ZeroStrategy(), precision="64-true")

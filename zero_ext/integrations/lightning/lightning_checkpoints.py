@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import enum
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import loading, saving
+from zero_ext.checkpoint import saving
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.files import CheckpointError
 from zero_ext.checkpoint.format.json_state import decode
 from zero_ext.checkpoint.format.state_source import MASTER
 from zero_ext.checkpoint.inspection import open_checkpoint
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
-from zero_ext.zero.api.engine_state import EngineState, StateSlice
+from zero_ext.zero.api.engine_state import EngineState, ParameterInfo, StateSlice
 from zero_ext.zero.engine import Engine
 
 _LIGHTNING = "lightning"
@@ -39,15 +39,31 @@ def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None
             f"checkpoint['state_dict']: expected nothing from on_save_checkpoint, got {extra[:3]}: sharded "
             "parameters never pass through it. Put them under a key of their own, or register a buffer."
         )
-    rest = {key: _plain(value) for key, value in checkpoint.items() if key not in _STREAMED}
-    state = {_LIGHTNING: rest}
-    step = int(checkpoint["global_step"])
-    if "optimizer_states" in checkpoint:
-        save_checkpoint(folder, module, step=step, client_state=state, keep_last=1, async_save=False)
+    rest = {key: value for key, value in checkpoint.items() if key not in _STREAMED}
+    trains = "optimizer_states" in checkpoint
+    save_model(folder, module, {_LIGHTNING: rest}, trains, step=int(checkpoint["global_step"]))
+
+
+def save_model(
+    folder: Path,
+    module: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: bool,
+    step: int | None = None,
+    names: Collection[str] | None = None,
+) -> None:
+    """Save the prepared ``module``, with its ``optimizer`` or without, and ``state``; a collective.
+
+    Without an optimizer ``names`` may select parameters and buffers. Errors as for :func:`save`.
+    """
+    client_state = _plain(state)
+    if optimizer:
+        save_checkpoint(folder, module, step=step, client_state=client_state, keep_last=1, async_save=False)
         return
     engine = engine_of(module)
     engine.finish_updates()
-    saving.save_state(folder, WeightsAlone(engine), step=step, client_state=state, keep_last=1)
+    weights = WeightsAlone(engine, names)
+    saving.save_state(folder, weights, step=step, client_state=client_state, keep_last=1)
 
 
 def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
@@ -57,19 +73,14 @@ def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
     or ``CheckpointError``, with nothing changed, for what is no checkpoint of a ``ZeroStrategy``, is damaged
     or of another model.
     """
-    state = _lightning_state(folder)
-    engine = engine_of(module)
-    if training:
-        if "optimizer_states" not in state:
-            raise ValueError(
-                f"{folder}: expected a checkpoint with optimizer state, got weights only "
-                "(save_weights_only=True). Resume from a whole checkpoint."
-            )
-        load_checkpoint(folder, module)
-    else:
-        engine.finish_updates(replaced=True)
-        loading.load_state(folder, WeightsAlone(engine))
-    return {"state_dict": {}, **state}
+    state, trains = read_state(folder, _LIGHTNING)
+    if training and not trains:
+        raise ValueError(
+            f"{folder}: expected a checkpoint with optimizer state, got weights only "
+            "(save_weights_only=True). Resume from a whole checkpoint."
+        )
+    load_checkpoint(folder, module, optimizer=training)
+    return {"state_dict": {}, **state, **({"optimizer_states": []} if trains else {})}
 
 
 def remove(folder: Path) -> None:
@@ -86,54 +97,56 @@ def remove(folder: Path) -> None:
 
 
 class WeightsAlone(EngineState):
-    """The state of an engine without its optimizer's: what ``save_weights_only`` stores, and what evaluation
-    loads."""
+    """An engine's state without its optimizer's, to be saved: all weights, or those in ``names``."""
 
     trains = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, names: Collection[str] | None = None) -> None:
         super().__init__(engine, checkpoint_sources(engine).own.group, None)
+        self._names = names
+
+    def _selects(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Return the parameters by first name."""
+        return {name: entry for name, entry in super().parameter_table().items() if self._selects(name)}
 
     def save_slices(self) -> Iterator[StateSlice]:
         """Return this rank's shard of the weights."""
-        return (each for each in super().save_slices() if each.kind == MASTER)
+        return (each for each in super().save_slices() if each.kind == MASTER and self._selects(each.name))
 
-    def load_slices(self) -> Iterator[StateSlice]:
-        """Return the weights that this rank needs."""
-        return (each for each in super().load_slices() if each.kind == MASTER)
-
-    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
-        """Make no state of the optimizer."""
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the module's persistent buffers."""
+        return {name: buffer for name, buffer in super().buffers().items() if self._selects(name)}
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the engine's, without an optimizer."""
         return {**super().scalar_state(), "optimizer": None, "param_groups": []}
 
-    def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Load nothing: steps and loss scale belong to the training."""
 
+def read_state(folder: Path, owner: str) -> tuple[dict[str, Any], bool]:
+    """Return what :func:`save_model` stored under the name ``owner``, and whether with optimizer state.
 
-def _lightning_state(folder: Path) -> dict[str, Any]:
+    Raises ``ValueError`` for a file or a checkpoint of another owner, ``CheckpointError`` for a damaged one.
+    """
     if folder.is_file():
         raise ValueError(
             f"{folder}: is a file that another strategy wrote by pickle, which is never read here. Load its "
-            "weights into the LightningModule with that strategy's tools before fit, and start without "
-            "ckpt_path."
+            "weights into the module with that strategy's tools before it is sharded, and train from there."
         )
     _, manifest = open_checkpoint(folder)
     try:
         state = decode(manifest.client_state, "client_state")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    found = state.get(_LIGHTNING) if isinstance(state, dict) else None
+    found = state.get(owner) if isinstance(state, dict) else None
     if not isinstance(found, dict):
         raise ValueError(
             f"{folder}: expected a checkpoint of a ZeroStrategy, got one without Lightning's state. Load it "
-            "with zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path."
+            "with zero_ext.load_checkpoint(folder, module)."
         )
-    if manifest.scalar_state.get("optimizer") is not None:
-        found["optimizer_states"] = []
-    return found
+    return found, manifest.scalar_state.get("optimizer") is not None
 
 
 def _plain(value: Any) -> Any:

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torchmetrics import Metric
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.internal_error import zero_ext_bug
-from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
+from zero_ext.config.sources.config_source import ConfigSource
 from zero_ext.integrations.lightning import lightning_checkpoints
 from zero_ext.integrations.lightning.strategy_config import (
+    ConfiguredStrategy,
     ZeroPrecision,
     completed,
-    own_settings,
-    with_dtype,
+    shard,
 )
-from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
 from zero_ext.zero.construction.sharded_init import Init
 from zero_ext.zero.engine import Engine
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(ConfiguredStrategy, DDPStrategy):
     """ZeRO under Lightning's Trainer: `Trainer(strategy=ZeroStrategy(stage=3), devices=8)`.
 
     The LightningModule keeps its class and is sharded in place before training or evaluation begins. What
@@ -57,7 +54,7 @@ class ZeroStrategy(DDPStrategy):
         ValueError: a precision that is not supported.
     """
 
-    strategy_name = "zero"
+    strategy_name = "zero_ext"
 
     def __init__(
         self,
@@ -70,16 +67,14 @@ class ZeroStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
     ) -> None:
-        self._stage, self._written = stage, read_config(config)
-        settings, notes = own_settings(stage, self._written)
-        log_notes(notes)
         super().__init__(
+            stage,
+            config,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=datetime.timedelta(seconds=settings.timeout_seconds),
         )
 
     @property
@@ -98,32 +93,7 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        made = plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin or Precision())
-        made.computes_in(self._in_precision_of(made).precision.dtype)
-        self._precision_plugin, self._zero_precision = plugin, made
-
-    def _in_precision_of(self, plugin: ZeroPrecision) -> ZeroConfig:
-        settings, _ = own_settings(self._stage, self._written, plugin.dtype)
-        return with_dtype(settings, plugin.precision, plugin.dtype)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Raise: all ranks write their shards themselves.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "checkpoint_io: ZeroStrategy has none, because all ranks write their own shards. Use "
-            "trainer.save_checkpoint."
-        )
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        raise ValueError(
-            f"checkpoint_io: expected none, got {type(plugin).__name__}: ZeroStrategy writes its checkpoints "
-            "itself. Remove it from the Trainer's plugins."
-        )
+        self._precision_plugin, self._zero_precision = plugin, self._plugin_of(ZeroPrecision, plugin)
 
     # -- sharding -----------------------------------------------------------------------------------------
 
@@ -163,11 +133,8 @@ class ZeroStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, fitting: bool) -> None:
-        settings, made = self.config, self._made_optimizer() if fitting else None
-        for metric in self._module.modules():
-            if isinstance(metric, Metric):
-                metric.to(self.root_device)  # their states are no buffers, which prepare moves
-        _, prepared = prepare(self._module, made, settings, wrap=False, device=self.root_device)
+        made = self._made_optimizer() if fitting else None
+        prepared = shard(self._module, made, self.config, self.root_device)
         if prepared is not None:
             self.optimizers = [prepared]
 
