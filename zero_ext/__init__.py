@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
+    from zero_ext.integrations.accelerate import ZeroAccelerator
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
@@ -35,6 +36,7 @@ __all__ = [
     "OneBitLamb",
     "TiledEmbedding",
     "TiledLinear",
+    "ZeroAccelerator",
     "ZeroConfig",
     "ZeroModule",
     "ZeroOneAdam",
@@ -77,6 +79,7 @@ __getattr__ = lazy_getattr(
         "Init": "zero_ext.zero.construction.sharded_init",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
+        "ZeroAccelerator": "zero_ext.integrations.accelerate",
         "ZeroModule": "zero_ext.zero.api.zero_module",
         "checkpoint_activations": "zero_ext.activation",
         "double_backward": "zero_ext.zero.api.gathered",
