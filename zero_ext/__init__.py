@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
-    from zero_ext.integrations.accelerate import ZeroAccelerator
+
+    # Not in __all__, because it needs another package.
+    from zero_ext.integrations.accelerate import ZeroAccelerator as ZeroAccelerator
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
@@ -36,7 +38,6 @@ __all__ = [
     "OneBitLamb",
     "TiledEmbedding",
     "TiledLinear",
-    "ZeroAccelerator",
     "ZeroConfig",
     "ZeroModule",
     "ZeroOneAdam",

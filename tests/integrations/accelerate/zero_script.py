@@ -37,19 +37,19 @@ class Net(nn.Sequential):
         self[3].bias.requires_grad_(False)
 
 
-def loader() -> DataLoader[Any]:
+def loader(shuffle: bool = True) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(11)
     tensors = (
         torch.randn(SAMPLES, 12, generator=generator),
         torch.randn(SAMPLES, 3, generator=generator),
     )
-    return DataLoader(TensorDataset(*tensors), batch_size=BATCH, shuffle=True)
+    return DataLoader(TensorDataset(*tensors), batch_size=BATCH, shuffle=shuffle)
 
 
-def made(lr: float = 1e-2) -> tuple[Any, ...]:
+def made(shuffle: bool = True) -> tuple[Any, ...]:
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7), loader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7), loader(shuffle)
 
 
 def epoch(accelerator: Any, prepared: Any, batches: Any, found: dict[str, Any], clip: bool = True) -> None:
@@ -163,14 +163,14 @@ def trained_later(accelerator: Any, _: Path) -> dict[str, Any]:
 
 def resume(accelerator: Any, folder: Path) -> dict[str, Any]:
     """Save in the middle of an epoch, go on, load, and go on again."""
-    prepared = accelerator.prepare(*made())
+    prepared = accelerator.prepare(*made(shuffle=False))  # Accelerate does not save an order of samples
     model, _, _, batches = prepared
     custom, calls = torch.optim.swa_utils.SWALR(torch.optim.SGD([torch.ones(1)], 0.5), 0.1), []
     accelerator.register_for_checkpointing(custom)
     accelerator.register_save_state_pre_hook(lambda models, weights, out: calls.append(len(models)))
     accelerator.register_load_state_pre_hook(lambda models, source: calls.append(-len(models)))
     found: dict[str, Any] = {"first": {}, "after": {}, "again": {}}
-    epoch(accelerator, prepared, itertools.islice(batches, 3), found["first"])
+    epoch(accelerator, prepared, itertools.islice(batches, STEPS), found["first"])
     for _ in range(3):
         custom.step()
         accelerator.save_state()
@@ -178,7 +178,7 @@ def resume(accelerator: Any, folder: Path) -> dict[str, Any]:
         if phase == "again":
             accelerator.load_state()
         found[phase]["counts"] = [accelerator.step, custom.last_epoch]
-        rest = accelerator.skip_first_batches(batches, 3)
+        rest = accelerator.skip_first_batches(batches, STEPS)
         epoch(accelerator, prepared, rest, found[phase])
         found[phase]["noise"] = torch.randn(2).tolist()
         custom.step()

@@ -1,4 +1,4 @@
-"""What ``ZeroAccelerator.prepare`` returns: a model and an optimizer with Accelerate's semantics."""
+"""The model and the optimizer that ``ZeroAccelerator.prepare`` returns, with Accelerate's semantics."""
 
 from __future__ import annotations
 

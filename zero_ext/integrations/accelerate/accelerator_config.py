@@ -39,27 +39,30 @@ _PLUGINS = {
     "torch_tp_plugin": "replaces parameters by DTensors. Leave it out",
     "parallelism_config": "starts other kinds of parallelism. Leave it out",
 }
-_SWITCHES = {
-    "ACCELERATE_USE_DEEPSPEED": "starts DeepSpeed. Use accelerate launch without --use_deepspeed",
-    "ACCELERATE_USE_FSDP": "starts FSDP. Use accelerate launch without --use_fsdp",
-    "ACCELERATE_USE_MEGATRON_LM": "starts Megatron-LM. Use accelerate launch without --use_megatron_lm",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "starts other parallelism. Use accelerate launch without it",
-}
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` that lists all arguments of Accelerator, which are ``given``, and environment
-    variables that contradict a sharded model, ``ImportError`` for an accelerate that is too old."""
-    version = tuple(int(part) for part in accelerate.__version__.split(".")[:2])
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` that lists the ``arguments`` of Accelerator and the environment variables
+    that contradict a sharded model, ``ImportError`` for an accelerate that is too old."""
+    version = tuple(map(int, accelerate.__version__.split(".")[:2]))
     if version < _OLDEST:
         raise ImportError(
             f"accelerate: expected version {'.'.join(map(str, _OLDEST))} or newer, got "
             f"{accelerate.__version__}. Run pip install -U accelerate."
         )
-    found = [f"{name}: {why}." for name, why in _PLUGINS.items() if given.get(name) is not None]
-    found += [f"{name}: {why}." for name, why in _SWITCHES.items() if _is_set(name)]
-    found += [text for handler in given.get("kwargs_handlers") or () if (text := _refused_handler(handler))]
-    dynamo = given.get("dynamo_plugin") or given.get("dynamo_backend")
+    found = [f"{name}: {why}." for name, why in _PLUGINS.items() if arguments.get(name) is not None]
+    for switch in (
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+    ):
+        if os.environ.get(switch, "false").lower() in ("true", "1"):
+            found.append(f"{switch}: starts another library's sharding. Use accelerate launch without it.")
+    found += [
+        text for handler in arguments.get("kwargs_handlers") or () if (text := _refused_handler(handler))
+    ]
+    dynamo = arguments.get("dynamo_plugin") or arguments.get("dynamo_backend")
     backend = getattr(dynamo, "backend", dynamo) or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if str(getattr(backend, "value", backend)).lower() != "no":
         found.append(
@@ -67,7 +70,7 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             "for block in model.layers: block.compile()."
         )
     if found:
-        raise ValueError(f"{_NAME}: expected arguments that a sharded model supports, got {' '.join(found)}")
+        raise ValueError(f"{_NAME}: unsupported arguments: {' '.join(found)} Change them.")
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -81,10 +84,6 @@ def refuse_model(model: nn.Module) -> None:
                 f"{got}. Load it without device_map and quantization. Keys offload of config= store what "
                 "exceeds the device."
             )
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("true", "1")
 
 
 def _refused_handler(handler: Any) -> str:
@@ -103,21 +102,21 @@ def _refused_handler(handler: Any) -> str:
 
 
 def resolve_settings(
-    written: WrittenConfig, given: Mapping[str, Any]
+    written: WrittenConfig, arguments: Mapping[str, Any]
 ) -> tuple[ZeroConfig, str, tuple[Note, ...]]:
     """Return the configuration in force, Accelerate's name of its precision, and notes on DeepSpeed's keys.
 
-    Precision and gradient accumulation of ``given``, Accelerator's arguments, and of ``accelerate launch``
+    Precision and gradient accumulation of Accelerator's ``arguments`` and of ``accelerate launch``
     complete what was ``written``. Raises ``ConfigError`` that shows both sides of each contradiction.
     """
-    precision = given.get("mixed_precision")
+    precision = arguments.get("mixed_precision")
     wanted = str(precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
     if wanted not in _PRECISIONS:
         raise ValueError(
             f"mixed_precision: expected one of {', '.join(map(repr, _PRECISIONS))}, got {wanted!r}. Pass one "
             "of them to ZeroAccelerator or accelerate launch."
         )
-    dtype, steps = (None if wanted == "no" else wanted), _accumulation(given)
+    dtype, steps = (None if wanted == "no" else wanted), _accumulation(arguments)
     resolve: dict[str, object] = {
         **dict.fromkeys(_FROM_SCRIPT, LEFT_OUT),
         "batch.gradient_accumulation_steps": steps or LEFT_OUT,
@@ -156,12 +155,12 @@ def with_accumulation(config: ZeroConfig, steps: int) -> ZeroConfig:
     return config.replace(batch=config.batch.replace(gradient_accumulation_steps=steps))
 
 
-def _accumulation(given: Mapping[str, Any]) -> int | None:
+def _accumulation(arguments: Mapping[str, Any]) -> int | None:
     """Return the micro-batches per step that the script or the launcher sets, None if neither does."""
-    plugin = given.get("gradient_accumulation_plugin")
+    plugin = arguments.get("gradient_accumulation_plugin")
     if plugin is not None:
         return int(plugin.num_steps)
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if launched is not None:  # which Accelerator takes before its argument
         return int(launched)
-    return given.get("gradient_accumulation_steps")
+    return arguments.get("gradient_accumulation_steps")

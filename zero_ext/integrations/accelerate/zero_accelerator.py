@@ -29,7 +29,7 @@ from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.full_parameters import full_state_dict
-from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
+from zero_ext.zero.api.zero_module import unwrapped
 from zero_ext.zero.engine import Engine
 
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -57,16 +57,16 @@ class ZeroAccelerator(CheckpointingAccelerator):
     """
 
     def __init__(self, *args: Any, config: ConfigSource = None, **kwargs: Any) -> None:
-        given = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
-        del given["self"]
-        refuse_arguments(given)
-        self._settings, self._precision, notes = resolve_settings(read_config(config), given)
-        if given.get("gradient_accumulation_plugin") is None:
-            given["gradient_accumulation_steps"] = self._settings.batch.gradient_accumulation_steps
+        arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        refuse_arguments(arguments)
+        self._settings, self._precision, notes = resolve_settings(read_config(config), arguments)
+        if arguments.get("gradient_accumulation_plugin") is None:
+            arguments["gradient_accumulation_steps"] = self._settings.batch.gradient_accumulation_steps
         self._pairs: list[tuple[nn.Module, torch.optim.Optimizer]] = []
         self._made: dict[nn.Module, tuple[AcceleratedModule, Any]] = {}
         # Parameters are in compute precision, with fp32 masters: Accelerate casts and scales nothing.
-        super().__init__(**{**given, "mixed_precision": "no"})
+        super().__init__(**{**arguments, "mixed_precision": "no"})
         log_notes(notes)
 
     @property
@@ -195,29 +195,29 @@ class ZeroAccelerator(CheckpointingAccelerator):
         Raises:
             ValueError: as for `prepare`.
         """
-        if not isinstance(optimizer, AcceleratedZeroOptimizer):
-            if not self._pairs:  # called by the script
-                prepared: AcceleratedZeroOptimizer = self.prepare(
-                    optimizer, device_placement=[device_placement]
-                )
-                return prepared
+        prepared: AcceleratedZeroOptimizer
+        if isinstance(optimizer, AcceleratedZeroOptimizer):
+            prepared = optimizer
+        elif not self._pairs:  # called by the script
+            prepared = self.prepare(optimizer, device_placement=[device_placement])
+        else:
             model = next(model for model, each in self._pairs if each is optimizer)
-            optimizer = (self._made.get(model) or self._shard(model, optimizer, device_placement))[1]
-        if not any(each is optimizer for each in self._optimizers):
-            self._optimizers.append(optimizer)
-        return optimizer
+            _, prepared = self._made.get(model) or self._shard(model, optimizer, device_placement)
+        if not any(each is prepared for each in self._optimizers):
+            self._optimizers.append(prepared)
+        return prepared
 
     def _shard(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device_placement: bool | None
     ) -> tuple[AcceleratedModule, Any]:
-        places = self.device_placement if device_placement is None else device_placement
+        moves = self.device_placement if device_placement is None else device_placement
         # A model that was prepared for evaluation gets another engine, and the script keeps its wrapper.
         wrapper = next((each for each in self._models if unwrapped(each) is model), None)
         if wrapper is not None:
             engine_of(model).wrappers.discard(wrapper)
         try:
             _, made = prepare(
-                model, optimizer, self.config, wrap=False, device=self.device if places else None
+                model, optimizer, self.config, wrap=False, device=self.device if moves else None
             )
         finally:
             if wrapper is not None:
@@ -297,8 +297,9 @@ class ZeroAccelerator(CheckpointingAccelerator):
         Yields:
             Nothing.
         """
-        local = isinstance(model, ZeroModule) and engine_of(model).config.stage < 2
-        with model.no_sync() if local else contextlib.nullcontext():
+        engine = engine_of(model) if is_prepared(unwrapped(model)) else None
+        local = engine is not None and engine.config.stage < 2
+        with engine.collector.no_sync() if engine and local else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -373,8 +374,8 @@ class ZeroAccelerator(CheckpointingAccelerator):
             ValueError: in fp16, `parameters` are not all that a model trains, or `norm_type` is not 2 or
                 infinity.
         """
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ids = set(map(id, given))
+        targets = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, targets))
         for each in self._optimizers:
             engine = each.optimizer.engine
             trained = {id(one) for group in each.param_groups for one in group["params"]}
@@ -384,9 +385,9 @@ class ZeroAccelerator(CheckpointingAccelerator):
         if self._scaling:
             raise ValueError(
                 "clip_grad_norm_: expected all parameters that one model trains and norm_type 2 or inf in "
-                f"fp16, got {len(given)} parameters and norm_type {norm_type}. Pass model.parameters()."
+                f"fp16, got {len(targets)} parameters and norm_type {norm_type}. Pass model.parameters()."
             )
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(targets, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of the gradients to `clip_value`; a collective.
@@ -444,7 +445,7 @@ class ZeroAccelerator(CheckpointingAccelerator):
             model: prepared or not.
             save_directory: is made if it is missing.
             max_shard_size: bytes of a file, or text such as "5GB".
-            safe_serialization: False pickles the weights, of which rank 0 then holds all.
+            safe_serialization: False pickles the weights, and rank 0 then holds all of them.
 
         Raises:
             ValueError: `max_shard_size` is no size.
