@@ -61,7 +61,7 @@ class AcceleratedModule(ZeroModule):
 
     def _follow_training(self) -> None:
         """Give an evaluation the newest parameters and rank 0's buffers."""
-        if self.training:
+        if self.module.training:  # the script may have called eval() of the module inside
             self._stale = True
             return
         engine = engine_of(self)
