@@ -10,11 +10,14 @@ if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.weights.save_weights import save_weights
+
+    # Not in __all__, because they need other packages.
+    from zero_ext.integrations.accelerate import ZeroAccelerator as ZeroAccelerator
     from zero_ext.integrations.generation import unsharded_for_generation
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
-    from zero_ext.integrations.transformers import shard_trainer
+    from zero_ext.integrations.transformers import shard_trainer as shard_trainer
     from zero_ext.optim.fused_optimizers import Lamb, Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
     from zero_ext.zero.api.full_parameters import (
@@ -54,7 +57,6 @@ __all__ = [
     "prepare",
     "save_checkpoint",
     "save_weights",
-    "shard_trainer",
     "sleep",
     "stream_weights",
     "unsharded_for_generation",
@@ -84,6 +86,7 @@ __getattr__ = lazy_getattr(
         "Init": "zero_ext.zero.construction.sharded_init",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
+        "ZeroAccelerator": "zero_ext.integrations.accelerate",
         "ZeroModule": "zero_ext.zero.api.zero_module",
         "checkpoint_activations": "zero_ext.activation",
         "double_backward": "zero_ext.zero.api.gathered",

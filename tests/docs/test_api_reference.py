@@ -30,6 +30,7 @@ PACKAGES = (
     "zero_ext.config",
     "zero_ext.data",
     "zero_ext.integrations",
+    "zero_ext.integrations.accelerate",
     "zero_ext.integrations.lightning",
     "zero_ext.integrations.peft",
     "zero_ext.integrations.ray",

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
 import ray
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.state import AcceleratorState
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -43,17 +43,6 @@ class Square(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-class Output(nn.Module):
-    """A model whose output has a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return SimpleNamespace(loss=self.linear(x).square().mean())
 
 
 def build_model() -> nn.Module:
@@ -86,7 +75,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
+def test_lightning_and_ray(folder: Path, cluster: None) -> None:
     batches = list(torch.randn(8, 3, 4))
     module = Square()
     with snippets_of("how_to/lightning.md") as page:
@@ -107,22 +96,33 @@ def test_lightning_accelerate_and_ray(folder: Path, cluster: None) -> None:
         assert engine_of(page.names["model"].module).steps == 8
         assert page.names["fabric"].load("run") == {"epoch": 1}
 
-        model = Output()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        names: dict[str, Any] = {
-            "zero_ext": zero_ext,
-            "Accelerator": lambda **kw: Accelerator(cpu=True, **kw),
-        }
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        loader = DataLoader([{"x": batch[0]} for batch in batches], batch_size=1)
-        page.run_next(**names, model=model, optimizer=optimizer, schedule=schedule, loader=loader)
-        assert engine_of(model).steps == 4 and schedule.last_epoch == 4
-
         sizes = {"num_workers=8, use_gpu=True": "num_workers=2", '"/shared/runs"': repr(str(folder))}
         page.run_next(
             sizes, torch=torch, dist=dist, build_model=build_model, dataset=[each[0] for each in batches]
         )
         assert list((folder / "run").glob("checkpoint-*"))
+
+
+def test_accelerate(folder: Path) -> None:
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader([(torch.randn(4), torch.randn(2)) for _ in range(8)], batch_size=2)
+    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    with snippets_of("how_to/accelerate.md") as page:
+        on_cpu = {'mixed_precision="bf16",': 'mixed_precision="bf16", cpu=True,'}
+        page.run_next(on_cpu, **names, loss_function=nn.functional.mse_loss)
+        assert engine_of(page.names["model"]).steps == 2
+        page.names["accelerator"].load_state("state")
+        saved = build_model()
+        load_checkpoint_in_model(saved, "weights")
+        assert not torch.equal(saved.weight, build_model().weight)
+
+        AcceleratorState._reset_state(True)
+        plain = {"zero_ext": zero_ext, "Accelerator": lambda **kw: Accelerator(cpu=True, **kw)}
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        page.run_next(**plain, model=model, optimizer=optimizer, loader=loader)
 
 
 def test_peft_and_trl(folder: Path) -> None:

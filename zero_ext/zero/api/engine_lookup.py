@@ -175,7 +175,7 @@ class _NoDataParallel:
         raise RuntimeError(
             "DistributedDataParallel: expected a model that is not prepared, got one from "
             "zero_ext.prepare, which reduces its gradients itself. Use the prepared model as it "
-            "is. With Accelerate, pass only the loaders to accelerator.prepare."
+            "is. With Accelerate, use zero_ext.ZeroAccelerator, or pass only the loaders to prepare."
         )
 
 
