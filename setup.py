@@ -42,7 +42,7 @@ class BuildPython(build_py):
         super().run()
         name = Path(hooks.__file__ or "").stem
         folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
-        either = f"{{{hooks.VARIABLE!r}, {hooks.TRAINERS_VARIABLE!r}}} & os.environ.keys()"
+        either = f"any(map(os.environ.get, {(hooks.VARIABLE, hooks.TRAINERS_VARIABLE)!r}))"
         line = f"import os; {either} and __import__({name!r}).start()\n"
         Path(folder, f"{name}.pth").write_text(line)
         if self.editable_mode:

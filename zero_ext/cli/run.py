@@ -21,8 +21,7 @@ from zero_ext.config.sources.environment_settings import VARIABLE, environment_s
 COMPAT = "--deepspeed-compat"
 CONFIG = "--config"
 EXAMPLES = """Examples:
-  zero-ext run --standalone --nproc-per-node 2 train.py --lr 0.1
-  zero-ext run --standalone --nproc-per-node 2 --config zero3.json train.py --lr 0.1
+  zero-ext run --standalone --nproc-per-node 2 --config config.json train.py --lr 0.1
   zero-ext run --standalone --nproc-per-node 2 --deepspeed-compat train.py --lr 0.1
 """
 

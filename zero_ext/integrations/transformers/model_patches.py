@@ -83,9 +83,11 @@ class BoundMethod:
 
 def bind_methods(model: nn.Module) -> None:
     """Give a sharded ``model`` of transformers or PEFT its ``save_pretrained``, which writes whole weights,
-    and its ``resize_token_embeddings``, which is an error that says what to do."""
+    its ``generate``, in which ranks do not leave each other, and its ``resize_token_embeddings``, which is an
+    error that says what to do."""
     for name, parameter, body in (
         ("save_pretrained", "is_main_process", _save_full),
+        ("generate", "synced_gpus", _generate_in_step),
         ("resize_token_embeddings", "new_num_tokens", _refuse_resizing),
     ):
         method = getattr(type(model), name, getattr(model, name, None))
@@ -120,6 +122,15 @@ def _save_full(model: nn.Module, name: str, plain: Any, folder: Any, *args: Any,
         return None
     kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
     return plain(folder, *args, **kwargs)
+
+
+def _generate_in_step(model: nn.Module, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate until all ranks are done, also where the caller asks for no such thing: a rank that ends early
+    would leave the others in a gather. Inside ``gathered`` and the like nothing is gathered."""
+    engine = engine_of(model)
+    if vars(model).get(RANKS_IN_STEP) and not engine.prefetcher.borrowers:
+        kwargs = {**kwargs, "synced_gpus": True}
+    return plain(*args, **kwargs)
 
 
 def _refuse_resizing(model: Any, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
