@@ -300,6 +300,7 @@ def test_bad_input_is_refused_before_the_model_changes(world: World) -> None:
     model = LanguageModel()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     data = Sentences(world.seed, 50)
+    sgd, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"train_batch_size": 15}, {}, "train_batch_size"),
         ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimization"),
@@ -309,6 +310,8 @@ def test_bad_input_is_refused_before_the_model_changes(world: World) -> None:
         ({}, {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ({}, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "parameters of the model"),
         ({"train_batch_size": None}, {"training_data": data}, "batch size"),
+        ({}, {"optimizer": lambda _: None}, "returns an optimizer of torch's, got None"),
+        ({}, {"optimizer": sgd, "lr_scheduler": LambdaLR(other, float)}, "expected one over optimizer="),
         ({}, {"training_data": Sentences(world.seed, 0)}, "dataset: expected a length of at least 1, got 0"),
     ]
     for change, arguments, pattern in cases:

@@ -51,11 +51,11 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
             yield False
         return
     with torch.no_grad(), gathered(model.parameters()), _in_step(model, False):
-        engine.hooks.paused = True
+        before, engine.hooks.paused = engine.hooks.paused, True
         try:
             yield True
         finally:
-            engine.hooks.paused = False
+            engine.hooks.paused = before
     engine.pool.overflow.release_idle()
 
 

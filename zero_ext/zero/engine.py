@@ -421,6 +421,11 @@ class Engine(Ending):
 
     def _refuse_early_step(self) -> None:
         self.optimizer_step.refuse_damage()
+        if self.hooks.paused:
+            raise RuntimeError(
+                "optimizer.step(): expected a call outside 'with zero_ext.unsharded_for_generation(...)', as "
+                "parameters stay the old ones there, got one inside. Leave the block first."
+            )
         if self.asleep:
             raise asleep_error("optimizer.step()")
         if self.backward_pass.running:

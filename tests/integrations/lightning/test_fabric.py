@@ -203,6 +203,21 @@ def test_a_lightning_module_and_a_model_without_an_optimizer(world: World) -> No
     assert engine_of(alone.module).optimizer_step.stepper is None
 
 
+@on_ranks(2)
+def test_ranks_evaluate_with_the_same_buffers(world: World) -> None:
+    made = fabric(world, ZeroFabricStrategy(1))
+    torch.manual_seed(world.seed)
+    own = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, optimizer = made.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(world.rank))
+    made.backward(model(inputs).square().sum())
+    optimizer.step()
+    own.eval()
+    with torch.no_grad():
+        outputs = world.everyone(model(torch.ones(2, 4)).tolist())
+    assert outputs[0] == outputs[1]
+
+
 @on_ranks(1)
 def test_evaluation_sees_delayed_updates(world: World) -> None:
     delayed = {"offload": {**HOST, "update_mode": "delayed"}}
@@ -305,6 +320,7 @@ def test_bad_input_is_refused(world: World) -> None:
             ("got none", made.load, (Path(folder) / "none",), {}),
             ("pickle", made.load, (Path(folder) / "file",), {}),
             ("without Lightning's state", made.load, (path.parent,), {}),
+            ("got something else", made.save, (path.parent, {"model": model}), {}),
             ("got Linear", made.load_raw, (path, plain), {}),
             ("got ZeroOptimizer", made.load_raw, (path, optimizer), {}),
         )
@@ -313,6 +329,7 @@ def test_bad_input_is_refused(world: World) -> None:
             with pytest.raises((ValueError, TypeError, zero_ext.checkpoint.CheckpointError), match=message):
                 call(*arguments, **keywords)
         assert made.load(path, {"model": model}) == {}  # nothing of it was replaced
+        made.save(path, {"model": model})
     made.backward(language_loss(model, language_batch(world.seed, 0, 0, 0)) * float("inf"))
     with pytest.raises(RuntimeError, match="expected a finite norm"):
         made.clip_gradients(model, optimizer, max_norm=1.0)

@@ -54,6 +54,10 @@ def check(world: World, config: dict[str, Any], budget: Any) -> None:
             assert unsharded == (budget != "10KB")
             found = model.generate(**asked)
             if unsharded:
+                with zero_ext.unsharded_for_generation(model, budget):
+                    pass  # and the block around it goes on
+                with pytest.raises(RuntimeError, match=r"optimizer\.step\(\): expected a call outside"):
+                    optimizer.step()
                 with torch.enable_grad(), pytest.raises(RuntimeError, match="expected no gradients inside"):
                     loss_of(model, world, step)
         assert torch.equal(found, plain.generate(**asked))

@@ -28,6 +28,7 @@ from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.zero_module import unwrapped
+from zero_ext.zero.api.zero_optimizer import original_optimizer
 from zero_ext.zero.construction.build_units import accelerator_or_cpu
 from zero_ext.zero.units.rank_groups import data_group
 
@@ -184,7 +185,12 @@ def _make_optimizer(
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make = partial(build_optimizer, section) if optimizer is None and section is not None else optimizer
-    made: Optimizer = make(parameters)
+    made = make(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            "initialize: optimizer: expected a callable that returns an optimizer of torch's, got "
+            f"{show(made)}. Return the optimizer."
+        )
     return made
 
 
@@ -194,7 +200,12 @@ def _make_scheduler(scheduler: Scheduler | None, settings: ZeroConfig, optimizer
     if isinstance(scheduler, LRScheduler):
         return scheduler
     if scheduler is not None:
-        return scheduler(optimizer)
+        made = scheduler(optimizer)
+        if made is None:
+            raise TypeError(
+                "initialize: lr_scheduler: expected a callable that returns a scheduler, got None. Return it."
+            )
+        return made
     return build_scheduler(settings.scheduler, optimizer) if settings.scheduler is not None else None
 
 
@@ -266,6 +277,13 @@ def _check_types(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
         raise ValueError(
             f"initialize: lr_scheduler: expected one over optimizer=, got {show(lr_scheduler)} "
             "without that. Pass its optimizer as well, or a callable that makes the scheduler."
+        )
+    if isinstance(lr_scheduler, LRScheduler) and (
+        original_optimizer(lr_scheduler.optimizer) is not original_optimizer(optimizer)
+    ):
+        raise ValueError(
+            f"initialize: lr_scheduler: expected one over optimizer=, got {show(lr_scheduler)} over another "
+            "one. Make it with that optimizer."
         )
 
 

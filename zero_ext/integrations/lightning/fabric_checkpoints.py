@@ -49,6 +49,7 @@ def save(
         for key, value in state.items()
         if key not in models and key not in optimizers
     }
+    _check_replaceable(folder)
     record = {_FABRIC: {"state": rest, "optimizers": optimizers}}
     # What is there stays complete until all models are written, and then goes with all its folders.
     written = folder.with_name(f".saving-{folder.name}")
@@ -67,6 +68,21 @@ def save(
     if first_rank:
         remove(folder)
         written.rename(folder)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise ``ValueError`` if replacing ``folder`` would remove anything else than such a checkpoint."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    try:
+        inside = [path for path in folder.iterdir() if not path.name.startswith(".saving-")]
+        for path in inside:
+            read_state(path, _FABRIC)
+    except (OSError, CheckpointError, ValueError) as error:
+        raise ValueError(
+            f"fabric.save: {folder}: expected no such folder, an empty one or a checkpoint of fabric.save to "
+            f"replace, got something else ({error}). Choose another path."
+        ) from error
 
 
 def load(

@@ -22,6 +22,7 @@ from zero_ext.config.sources.config_source import ConfigSource
 from zero_ext.integrations.lightning import fabric_checkpoints
 from zero_ext.integrations.lightning.strategy_config import ConfiguredStrategy, EnginePrecision, shard
 from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
+from zero_ext.zero.construction.module_tensors import broadcast_buffers
 from zero_ext.zero.construction.sharded_init import Init
 from zero_ext.zero.engine import Engine
 
@@ -174,8 +175,9 @@ class ZeroFabricStrategy(ConfiguredStrategy, DDPStrategy):
         return made
 
     def _shard(self, wrapper: ModuleUnderFabric, optimizer: Any) -> Any:
+        made = shard(wrapper.module, optimizer, self.config, self.root_device)
         wrapper.has_optimizer = optimizer is not None
-        return shard(wrapper.module, optimizer, self.config, self.root_device)
+        return made
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -332,6 +334,7 @@ class ModuleUnderFabric(nn.Module):
     def __init__(self, module: nn.Module, shard_alone: Callable[[ModuleUnderFabric], Any]) -> None:
         super().__init__()
         self.module, self._shard_alone, self.has_optimizer = module, shard_alone, False
+        self._stale = False
 
     def shard_alone(self) -> None:
         """Shard the module unless it is."""
@@ -339,10 +342,15 @@ class ModuleUnderFabric(nn.Module):
             self._shard_alone(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, in evaluation with the newest parameters."""
+        """Run the module, in evaluation with the newest parameters and rank 0's buffers, which
+        DistributedDataParallel spreads before each forward."""
         self.shard_alone()
-        if not self.training:
-            engine_of(self.module).finish_updates()
+        stale, self._stale = self._stale, self.module.training
+        if not self.module.training:  # the script may have called eval() of its own module
+            engine = engine_of(self.module)
+            engine.finish_updates()
+            if stale and engine.world_size > 1:
+                broadcast_buffers(self.module, engine.collectives)
         return self.module(*args, **kwargs)
 
 

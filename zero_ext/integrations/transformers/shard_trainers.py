@@ -43,6 +43,7 @@ def shard_trainer(trainer: AnyTrainer, config: ConfigSource = None) -> AnyTraine
         sharded._check_configuration()
     except Exception:
         trainer.__class__ = own
+        vars(trainer).pop("_written", None)
         raise
     # The parameters are in compute precision: as the mixin makes the accelerator.
     accelerator = trainer.accelerator
