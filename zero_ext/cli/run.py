@@ -36,30 +36,49 @@ def launch(arguments: list[str]) -> None:
     Raises:
         SystemExit: a rank failed, after torchrun's report of it (1), or the arguments are wrong (2).
     """
-    if arguments[:2] == [COMPAT, "--"]:
-        _export(hooks.VARIABLE, COMPAT)
-        _become(arguments[2:], COMPAT)
-    if arguments[:1] == [CONFIG] and arguments[2:3] == ["--"]:
-        _export_config(arguments[1])
-        _become(arguments[3:], f"{CONFIG} {arguments[1]}")
+    command = _other_launcher(arguments)
+    if command is not None:
+        _become(command)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parsed = _parser(torchrun.get_args_parser()).parse_args(arguments)
-    compat, config = parsed.deepspeed_compat, parsed.config
-    del parsed.deepspeed_compat, parsed.config
+    own = argparse.Namespace(**{name: vars(parsed).pop(name) for name in ("deepspeed_compat", "config")})
     _check_ranks(parsed.nproc_per_node)
     _check_program(parsed)
-    if compat:
-        _export(hooks.VARIABLE, COMPAT)
-    if config is not None:
-        _export_config(config)
+    _export_options(own)
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
         # The ranks have printed their own tracebacks; that of the launcher would only bury them.
         print(error, file=sys.stderr)
         raise SystemExit(NEGATIVE) from None
+
+
+def _other_launcher(arguments: list[str]) -> list[str] | None:
+    """Return what follows "--" where nothing but this command's own options precedes it, after acting on
+    these; else None."""
+    if "--" not in arguments:
+        return None
+    end = arguments.index("--")
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    _add_options(parser)
+    try:
+        own, others = parser.parse_known_args(arguments[:end])
+    except argparse.ArgumentError:
+        return None
+    if others or not (own.deepspeed_compat or own.config):
+        return None
+    _export_options(own)
+    return arguments[end + 1 :]
+
+
+def _export_options(own: argparse.Namespace) -> None:
+    """Have the options act in all processes that this one starts."""
+    if own.deepspeed_compat:
+        _export(hooks.VARIABLE, COMPAT)
+    if own.config is not None:
+        _export_config(own.config)
 
 
 def _wrong_usage(message: str) -> SystemExit:
@@ -73,6 +92,11 @@ def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.description = "How do I start my script on several ranks? All arguments of torchrun work, and:"
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_options(parser)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         COMPAT,
         action="store_true",
@@ -87,7 +111,6 @@ def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "configuration says, in zero_ext's keys or DeepSpeed's, so that unmodified scripts train sharded. "
         f"'{CONFIG} FILE -- accelerate launch script.py' does the same for the ranks of another launcher.",
     )
-    return parser
 
 
 def _check_ranks(wanted: str) -> None:
@@ -156,13 +179,13 @@ def _export_config(path: str) -> None:
     _export(hooks.TRAINERS_VARIABLE, CONFIG)
 
 
-def _become(command: list[str], option: str) -> NoReturn:
+def _become(command: list[str]) -> NoReturn:
     """Run a command that starts its ranks itself in the place of this process."""
     program = shutil.which(command[0]) if command else None
     if program is None:
         got = repr(command[0]) if command else "nothing"
         raise _wrong_usage(
-            f"{option} --: expected a command such as 'accelerate launch script.py', got "
+            "--: expected a command such as 'accelerate launch script.py', got "
             f"{got}. Leave '--' out to start ranks of a Python script."
         )
     sys.stdout.flush()

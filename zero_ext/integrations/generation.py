@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config.config_errors import show
-from zero_ext.integrations.transformers.model_patches import RANKS_IN_STEP
+from zero_ext.integrations.transformers.model_patches import RANKS_IN_STEP, modules_that_ask
 from zero_ext.plan.parse_sizes import bytes_of
 from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.api.gathered import gathered
@@ -73,7 +73,7 @@ def _bytes_of(budget: str | int | None) -> int | None:
 @contextlib.contextmanager
 def _in_step(model: nn.Module, value: bool) -> Iterator[None]:
     """Have ``generate`` of transformers keep all ranks in step inside, or not."""
-    before = {module: vars(module).get(RANKS_IN_STEP) for module in unwrapped(model).modules()}
+    before = {module: vars(module).get(RANKS_IN_STEP) for module in modules_that_ask(unwrapped(model))}
     try:
         for module in before:
             setattr(module, RANKS_IN_STEP, value)

@@ -249,7 +249,6 @@ def test_every_contradiction_is_listed_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"torch_compile": True}, "block.compile"),
         ({"bf16_full_eval": True}, "bf16=True"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import zero_ext
@@ -49,6 +50,37 @@ def assert_alike(trainer: Any, plain: Any, name: str) -> None:
     assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5, name
     assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-4, name
     assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+
+
+@on_ranks(2)
+def test_arguments_that_change_data_and_losses_act_as_in_the_plain_trainer(world: World) -> None:
+    enter(world)
+    settings = {"max_steps": 6, "seed": world.seed % 1000, "gradient_accumulation_steps": 2}
+    settings |= {"train_sampling_strategy": "group_by_length", "average_tokens_across_devices": True}
+    settings |= {"include_num_input_tokens_seen": "all", "neftune_noise_alpha": 5.0}
+    data = Sentences(90, world.seed)
+    with shared_folder(world) as folder:
+        runs = [
+            fitted(kind, llama(world.seed), folder, data, config, **settings)
+            for kind, config in ((Trainer, None), (ZeroTrainer, {"stage": 3}))
+        ]
+    assert_alike(runs[1], runs[0], "arguments")
+    assert column(runs[1], "num_input_tokens_seen") == column(runs[0], "num_input_tokens_seen") != []
+
+
+@on_ranks(2)
+def test_compiled_layers_have_the_losses_of_plain_ones(world: World) -> None:
+    enter(world)
+    settings = {"max_steps": 4, "seed": world.seed % 1000}
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        plain = fitted(ZeroTrainer, llama(world.seed), folder, data, {"stage": 3}, **settings)
+        torch._dynamo.reset()
+        counters.clear()
+        options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        compiled = fitted(ZeroTrainer, llama(world.seed), folder, data, {"stage": 3}, **settings, **options)
+    assert_alike(compiled, plain, "compiled")
+    assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"], counters
 
 
 @on_ranks(2)

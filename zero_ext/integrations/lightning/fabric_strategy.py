@@ -356,6 +356,11 @@ class ModuleUnderFabric(nn.Module):
 
 class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        if vars(module.module).get(MODULE_ATTRIBUTE) is None:
+            raise RuntimeError(
+                "fabric.no_backward_sync: expected a module with an optimizer, got one without. Call "
+                "fabric.setup_optimizers first."
+            )
         return engine_of(module).collector.no_sync() if enabled else contextlib.nullcontext()
 
 

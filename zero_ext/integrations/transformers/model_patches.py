@@ -37,9 +37,17 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
             setattr(each, _LEFT_ALONE, True)
     engine = engine_of(model)
     if engine.config.stage == 3 and engine.world_size > 1:
-        for module in model.modules():  # each asks for itself
+        for module in modules_that_ask(model):
             setattr(module, RANKS_IN_STEP, True)
     bind_methods(model)
+
+
+def modules_that_ask(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to have ``RANKS_IN_STEP``: each asks for itself. Those inside a compiled one do not,
+    because the compiler takes modules with that name for FSDP's, and leaves them out of graphs."""
+    compiled = [each for each in model.modules() if each._compiled_call_impl is not None]
+    inside = {inner for each in compiled for inner in each.modules()}
+    return [module for module in model.modules() if module not in inside]
 
 
 def checkpoint_by_configuration(model: nn.Module) -> None:

@@ -152,6 +152,10 @@ class ZeroTrainerMixin(_Base):
             mark_prepared(reference, None)
 
     def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
+        if self.args.torch_compile:
+            # The blocks will be, with these options. Accelerate, which comes later, leaves the model alone.
+            options = self.accelerator.state.dynamo_plugin.to_kwargs()
+            model = torch.compile(model, **options)  # type: ignore[assignment]
         return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
 
     def _check_own_optimizer(self) -> None:

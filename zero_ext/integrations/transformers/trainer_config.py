@@ -248,11 +248,6 @@ def refuse_arguments(trainer: Any) -> None:
             "TrainingArguments(fsdp=...) shards with FSDP. Remove it: zero_config shards the model.",
         ),
         (
-            args.torch_compile,
-            "torch_compile compiles the whole model around its hooks. Compile the blocks before making the "
-            "trainer: for block in model.model.layers: block.compile().",
-        ),
-        (
             args.fp16_full_eval or args.bf16_full_eval,
             f"{full_eval} would convert sharded parameters, which are evaluated in the precision they train "
             f"in. Set {full_eval[:4]}=True, or precision.dtype in zero_config.",

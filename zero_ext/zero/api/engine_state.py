@@ -117,7 +117,15 @@ class EngineState:
         yield from self._auxiliary_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
-        """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more."""
+        """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more.
+
+        ``RuntimeError`` inside ``unsharded_for_generation``, where the full parameters would stay the old ones.
+        """
+        if self._engine.hooks.paused:
+            raise RuntimeError(
+                "load_checkpoint: expected a call outside 'with zero_ext.unsharded_for_generation(...)', as "
+                "parameters stay the old ones there, got one inside. Leave the block first."
+            )
         self._engine.prefetcher.forget_values()
         for state_slice, _, _ in self._slices():
             if count(state_slice.tensor):

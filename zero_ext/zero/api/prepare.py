@@ -33,6 +33,7 @@ from zero_ext.zero.api.engine_state import EngineState, ModelParallelState, Trai
 from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
 from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, original_optimizer
 from zero_ext.zero.construction.build_units import build_unit, check_values, device_of, reserve_storage
+from zero_ext.zero.construction.compiled_blocks import without_compiler
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,
@@ -138,8 +139,9 @@ def prepare(
         >>> losses[-1] < losses[0]
         True
     """
-    model, optimizer = unwrapped(model), original_optimizer(optimizer)
     settings = load_config(config)
+    plain, optimizer = without_compiler(unwrapped(model), settings), original_optimizer(optimizer)
+    model = unwrapped(plain.model)
     if optimizer is None:
         settings = settings.replace(offload=settings.offload.of_params_alone())
     check_modules(model)
@@ -169,6 +171,7 @@ def prepare(
     _load_storage_swap(settings, collectives)
     # The earlier engine is closed after every check, so that an error leaves it in use.
     close(before, model)
+    plain.compile_blocks()
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)
     if init == "skip":

@@ -23,13 +23,7 @@ from zero_ext.zero.units.rank_groups import RankGroups
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model that is compiled as a whole, and traced or scripted modules, which use their parameters
-    outside Python. Raises ``ValueError``."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError(
-            "model: expected a plain one, got one that is compiled as a whole. Compile its blocks instead "
-            "(for block in model.layers: torch.compile(block)) and prepare the plain model around them."
-        )
+    """Refuse traced or scripted modules, which use their parameters outside Python. Raises ``ValueError``."""
     for name, module in model.named_modules():
         label = f"module '{name}'" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
