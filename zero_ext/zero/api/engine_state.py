@@ -119,7 +119,7 @@ class EngineState:
     def load_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more.
 
-        ``RuntimeError`` inside ``unsharded_for_generation``, where the full parameters would stay the old ones.
+        ``RuntimeError`` inside ``unsharded_for_generation``, where full parameters would stay the old ones.
         """
         if self._engine.hooks.paused:
             raise RuntimeError(
