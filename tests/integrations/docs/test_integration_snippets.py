@@ -98,7 +98,12 @@ def test_lightning_and_ray(folder: Path, cluster: None) -> None:
 
         sizes = {"num_workers=8, use_gpu=True": "num_workers=2", '"/shared/runs"': repr(str(folder))}
         page.run_next(
-            sizes, torch=torch, dist=dist, build_model=build_model, dataset=[each[0] for each in batches]
+            sizes,
+            torch=torch,
+            dist=dist,
+            zero_ext=zero_ext,
+            build_model=build_model,
+            dataset=[each[0] for each in batches],
         )
         assert list((folder / "run").glob("checkpoint-*"))
 

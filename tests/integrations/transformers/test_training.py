@@ -45,11 +45,21 @@ def with_storage(config: dict[str, Any], path: Any) -> dict[str, Any]:
     return {**config, "offload": {**tiers, "nvme_paths": [str(path)]}}
 
 
-def assert_alike(trainer: Any, plain: Any, name: str) -> None:
-    """Losses, norms and rates of the steps are those of the plain trainer."""
+def assert_alike(trainer: Any, plain: Any, name: str, rounding: float = 0.0) -> None:
+    """Losses, norms and rates of the steps are those of the plain trainer, norms within ``rounding`` too."""
     assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5, name
-    assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-4, name
+    norms = largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm"))
+    assert norms < max(1e-4, rounding), name
     assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+
+
+def effect_of_rounding(plain: Any, model: Any, folder: Any, data: Sentences, **settings: Any) -> float:
+    """How much norms of the plain trainer change if one weight does by its last bits. In some steps little
+    else than rounding decides about a sample's gradients."""
+    with torch.no_grad():
+        model.transformer.wte.weight[3:].mul_(1 + 2**-22)
+    shaken = fitted(Trainer, model, folder, data, **settings)
+    return largest_difference(column(shaken, "grad_norm"), column(plain, "grad_norm"))
 
 
 @on_ranks(2)
@@ -93,10 +103,12 @@ def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World
         plain = fitted(Trainer, made, folder, data, **settings)
         wanted = column(plain, "loss")
         assert len(wanted) == 50 and sum(wanted[-10:]) < sum(wanted[:10])
+        rounding = 10 * effect_of_rounding(plain, gpt2(world.seed), folder, data, **settings)
+        assert rounding < 0.1
         for name, config in CASES.items():
             model = gpt2(world.seed)
             trainer = fitted(ZeroTrainer, model, folder, data, with_storage(config, folder), **settings)
-            assert_alike(trainer, plain, name)
+            assert_alike(trainer, plain, name, rounding)
             assert distance(zero_ext.full_state_dict(model), made.state_dict()) < 1e-4, name
 
 
