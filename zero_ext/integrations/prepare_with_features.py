@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from torch import nn
 
 from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig, load_config
-from zero_ext.config.config_errors import Problem
+from zero_ext.config.config_errors import Problem, show
 from zero_ext.zero.api.prepare import prepare as prepare_alone
 
 if TYPE_CHECKING:
@@ -121,3 +121,14 @@ def written_value(config: ZeroConfig, path: str) -> Any:
         else:
             found = getattr(found, name)
     return found
+
+
+def keys_set_elsewhere(config: ZeroConfig, reasons: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each key path of ``reasons`` that the configuration sets, although another library
+    or the script does so: its text says which, and where."""
+    found = {path: written_value(config, path) for path in reasons}
+    return [
+        Problem(path, f"got {show(value)}: {reasons[path]}. Remove the key.")
+        for path, value in found.items()
+        if value not in (None, False)
+    ]

@@ -11,10 +11,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 
 from zero_ext.config import ConfigError, Note, ZeroConfig
-from zero_ext.config.config_errors import Problem, show
+from zero_ext.config.config_errors import Problem
 from zero_ext.config.deepspeed.deepspeed_keys import LEFT_OUT
 from zero_ext.config.sources.config_source import WrittenConfig
-from zero_ext.integrations.prepare_with_features import written_value
+from zero_ext.integrations.prepare_with_features import keys_set_elsewhere, written_value
 
 _NAME = "ZeroAccelerator"
 _SOURCE = "ZeroAccelerator(config=...) and Accelerator's arguments"
@@ -123,11 +123,7 @@ def resolve_settings(
         "precision.dtype": dtype or "keep",
     }
     config, notes = written.with_dtype(dtype).resolved(resolve)
-    problems = [
-        Problem(path, f"got {show(written_value(config, path))}: {why}. Remove the key.")
-        for path, why in _ACCELERATES.items()
-        if written_value(config, path) not in (None, False)
-    ]
+    problems = keys_set_elsewhere(config, _ACCELERATES)
     said = written_value(config, "precision.dtype")
     reduced = said in ("bf16", "fp16")
     if (dtype is not None and said not in (None, dtype)) or (precision is not None and not dtype and reduced):

@@ -22,7 +22,7 @@ from zero_ext.config import ConfigError, Note, ZeroConfig
 from zero_ext.config.config_errors import Problem, show
 from zero_ext.config.deepspeed.deepspeed_keys import LEFT_OUT
 from zero_ext.config.sources.config_source import ConfigSource, WrittenConfig, log_notes, read_config
-from zero_ext.integrations.prepare_with_features import prepare, written_value
+from zero_ext.integrations.prepare_with_features import keys_set_elsewhere, prepare, written_value
 from zero_ext.zero.api.engine_lookup import engine_of
 
 _OWN = "the strategy's arguments stage and config"
@@ -61,11 +61,7 @@ def own_settings(
     """
     resolve = {**dict.fromkeys(_FROM_TRAINER, LEFT_OUT), "precision.dtype": dtype or "keep"}
     config, notes = written.with_dtype(dtype).resolved(resolve)
-    problems = [
-        Problem(path, f"got {show(written_value(config, path))}: {why}. Remove the key.")
-        for path, why in _LIGHTNINGS.items()
-        if written_value(config, path) not in (None, False)
-    ]
+    problems = keys_set_elsewhere(config, _LIGHTNINGS)
     said = written_value(config, "stage")
     if "stage" in written.overrides:
         stage = None  # the environment changes what a program says
