@@ -130,6 +130,7 @@ def main(
     subprocess.run(["git", "worktree", "prune"], check=True)
     if not folder.exists():
         subprocess.run(["git", "worktree", "add", "--detach", str(folder), "HEAD"], check=True)
+    subprocess.run(["git", "-C", str(folder), "checkout", "-q", "."], check=True)  # of an interrupted run
     (folder / "build").mkdir(exist_ok=True)
     if not (folder / ".venv").exists():
         (folder / ".venv").symlink_to(ROOT / ".venv")
