@@ -47,7 +47,8 @@ def plot_plan(plan: Plan, path: Path) -> Path:
         handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         notes = ["bold: recommended"] * (plan.recommendation is not None) + ["pale: more than there is"]
-        figure.suptitle(f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name} ({', '.join(notes)})")
+        gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
+        figure.suptitle(f"{plan.model.name} on {gpus}, {plan.hardware.name} ({', '.join(notes)})")
         figure.savefig(path, dpi=110)
     return path
 
