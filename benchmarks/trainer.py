@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the mixin against zero_ext's own loop: what a step costs more, in one run.
+"""The Trainer and Accelerate with zero_ext against its own loop: what a step costs more, in one run.
 
 Run from the repository root: python -m benchmarks.trainer [--models 34m] [--rounds 9] [--steps 8]
 """
@@ -21,7 +21,7 @@ def main(
     warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "trainer",
 ) -> None:
-    """Time the Trainer's steps, print the ratios, write benchmarks/results/trainer.{json,md}."""
+    """Time their steps, print the ratios, write benchmarks/results/trainer.{json,md}."""
     console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
@@ -30,7 +30,7 @@ def main(
     runs, rows, failures = measure(shapes, list(TRAINER_MATCHES), rounds, steps, warm_up, console)
     tables = [ratios_table(rows, rounds, steps), times_table(runs)]
     data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
-    conclude(console, output, "Trainer against the engine's own loop", tables, data, failures)
+    conclude(console, output, "Trainer and Accelerate against the engine's own loop", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,10 @@ OFFLOAD_MATCHES = (
 )
 
 TRAINER_MATCHES = (
-    Match("trainer3", (("stage3", 1.03),)),
-    Match("trainer2", (("stage2", 1.03),)),
+    Match("trainer3", (("stage3", 1.02),)),
+    Match("trainer2", (("stage2", 1.02),)),
+    Match("accelerate3", (("stage3", 1.02),)),
+    Match("accelerate2", (("stage2", 1.02),)),
 )
 
 MEMORY_MATCHES = (

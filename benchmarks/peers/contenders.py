@@ -98,6 +98,12 @@ CONTENDERS = {
             )
             for stage in (2, 3)
         ),
+        *(
+            Contender(
+                f"accelerate{stage}", f"Accelerate, stage {stage}", "accelerate", {"stage": stage}, 2, 1, 17.0
+            )
+            for stage in (2, 3)
+        ),
         *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
         *(contender for ranks in (1, 2) for contender in _stored(ranks)),
         Contender(
@@ -136,6 +142,7 @@ TRAINERS = {
     "ddp": ("benchmarks.peers.ddp", "DDPTrainer"),
     "fsdp2": ("benchmarks.peers.fsdp2", "FSDP2Trainer"),
     "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),
+    "accelerate": ("benchmarks.peers.accelerate_loop", "AccelerateTrainer"),
     "hugging_face": ("benchmarks.peers.hugging_face", "HuggingFaceTrainer"),
     "zero_ext": ("benchmarks.peers.zero_ext_engine", "ZeroExtTrainer"),
 }
