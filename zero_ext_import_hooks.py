@@ -1,9 +1,9 @@
 """What zero_ext changes for other libraries in processes that never import it themselves.
 
 With ``ZERO_EXT_DEEPSPEED_COMPAT=1`` in the environment ``import deepspeed`` gives zero_ext, and with
-``ZERO_EXT_SHARD_TRAINERS=1`` every Trainer of transformers shards its model. Where one of them is set, a
-``.pth`` file that is installed with zero_ext calls :func:`start` when Python starts. So they reach processes
-that a launcher starts.
+``ZERO_EXT_SHARD_TRAINERS=1`` every Trainer of transformers and every Accelerator shards its models. Where one
+of them is set, a ``.pth`` file that is installed with zero_ext calls :func:`start` when Python starts. So
+they reach processes that a launcher starts.
 
 This module lies outside the package, whose import takes time. It imports nothing at the start that a file of
 the working folder could stand in for: ``accelerate launch`` puts that folder on PYTHONPATH.
@@ -53,17 +53,22 @@ class Finder:
             yield _distribution()
 
 
-_TRAINER = "transformers.trainer"
+_INTEGRATIONS = f"{_PACKAGE}.integrations"
+# Modules of other libraries, and what to call once they are imported.
+_SHARDED = {
+    "transformers.trainer": (f"{_INTEGRATIONS}.transformers.shard_trainers", "shard_all_trainers"),
+    "accelerate": (f"{_INTEGRATIONS}.shard_accelerators", "shard_all_accelerators"),
+}
 
 
 class TrainerFinder:
-    """Has the module of the Trainer, once it is imported, call ``shard_all_trainers``."""
+    """Has the modules of the Trainer and the Accelerator, once imported, call what shards their models."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """The spec that the other finders have; None for all other modules."""
-        if fullname != _TRAINER:
+        if fullname not in _SHARDED:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -86,9 +91,10 @@ class _TrainerLoader:
     def exec_module(self, module: "ModuleType") -> None:
         self._plain.exec_module(module)
         _import_package()
-        from zero_ext.integrations.transformers.shard_trainers import shard_all_trainers
+        from importlib import import_module
 
-        shard_all_trainers()
+        name, function = _SHARDED[module.__name__]
+        getattr(import_module(name), function)()
 
 
 class _First:

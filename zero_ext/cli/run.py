@@ -30,7 +30,7 @@ def launch(arguments: list[str]) -> None:
     """Start ranks as torchrun does, with all of its arguments.
 
     ``--deepspeed-compat`` before the script makes ``import deepspeed`` mean zero_ext in these processes and
-    in those that they start, ``--config FILE`` every Trainer of transformers shard its model as it says.
+    in those that they start, ``--config FILE`` every Trainer and every Accelerator shard their models.
     ``--deepspeed-compat -- COMMAND`` and ``--config FILE -- COMMAND`` run a launcher so instead, once.
 
     Raises:
@@ -107,8 +107,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         CONFIG,
         metavar="FILE",
-        help="In these processes every Trainer of transformers (TRL's too) shards its model as this "
-        "configuration says, in zero_ext's keys or DeepSpeed's, so that unmodified scripts train sharded. "
+        help="In these processes every Trainer of transformers (TRL's too) and every Accelerator shards its "
+        "models as this configuration says, in zero_ext's keys or DeepSpeed's, so that unmodified scripts "
+        "train sharded. "
         f"'{CONFIG} FILE -- accelerate launch script.py' does the same for the ranks of another launcher.",
     )
 
@@ -164,8 +165,8 @@ def _export(variable: str, option: str) -> None:
 
 
 def _export_config(path: str) -> None:
-    """Have every Trainer shard its model as the file ``path`` says. ``SystemExit`` if it cannot be read, or
-    the environment names another one."""
+    """Have every Trainer and Accelerator shard its models as the file ``path`` says. ``SystemExit`` if it
+    cannot be read, or the environment names another one."""
     file = Path(path).absolute()
     try:
         known = environment_settings().file
