@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,12 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
         finally:
             engine.hooks.paused = before
     engine.pool.overflow.release_idle()
+
+
+def generate_unsharded(model: nn.Module, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for ``generate`` of a sharded model: gather its parameters once for all tokens."""
+    with unsharded_for_generation(model):
+        return plain(*args, **kwargs)
 
 
 def _bytes_of(budget: str | int | None) -> int | None:
