@@ -26,8 +26,8 @@ def merged_values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors of ``engine.model`` after PEFT's ``merge_and_unload``, which leaves
     the model as it is; a collective. Each tensor is valid until the next one.
 
-    Raises ``TypeError`` for a model without adapters, and ``ValueError`` for adapters that PEFT cannot merge
-    or whose layers share weights with others.
+    Raises ``TypeError`` for a model without adapters, and ``ValueError`` for adapters that PEFT cannot merge,
+    or cannot merge one layer at a time.
     """
     model: Any = engine.model
     if not isinstance(model, PeftModel):
@@ -74,19 +74,22 @@ def _largest(engine: Engine, layers: dict[str, nn.Module]) -> dict[nn.Parameter,
         user = layer or name
         other = users.setdefault(parameter, user)
         if other != user and (layer is not None or other in layers):
-            raise _unmergeable(name, f"weights that '{other}' uses too. Untie them before adding adapters")
+            raise _unmergeable(name, f"weights that '{other}' uses too")
         if layer is None:
             continue
         if is_packed(parameter):
-            raise _unmergeable(name, "quantized weights. Merge the adapter into the plain base model")
+            raise _unmergeable(name, "quantized weights")
         if is_split(parameter) or engine.full_tensors.tile_slice(name) is not None:
-            raise _unmergeable(name, "a slice of the layer. Merge without tensor parallelism and tiles")
+            raise _unmergeable(name, "a slice of the layer")
         largest[layer] = max(largest.get(layer, parameter), parameter, key=nn.Parameter.numel)
     return {parameter: layer for layer, parameter in largest.items()}
 
 
 def _unmergeable(name: str, got: str) -> ValueError:
-    return ValueError(f"stream_weights: merge_adapters: '{name}': expected one layer's weights, got {got}.")
+    return ValueError(
+        f"stream_weights: merge_adapters: '{name}': expected the weights of one layer, got {got}. Save the "
+        "adapter, and merge it into the plain model."
+    )
 
 
 def _merged_values(

@@ -105,8 +105,8 @@ def test_one_unit_and_its_adapters_are_gathered(world: World) -> None:
         for _ in zero_ext.stream_weights(model, merge_adapters=True):
             assert sum(unit.state is UnitState.GATHERED for unit in engine.units) <= 1
     assert len(held) == 8
-    for kept in held:  # a block's or a layer's base, and its adapters
-        assert sum(not unit.parameters[0].requires_grad for unit in kept) == 1 < len(kept) <= 3
+    for units_held in held:  # a block's or a layer's base, and its adapters
+        assert sum(not unit.parameters[0].requires_grad for unit in units_held) == 1 < len(units_held) <= 3
 
 
 def prompts() -> Any:
