@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     # Not in __all__, because they need other packages.
     from zero_ext.integrations.accelerate import ZeroAccelerator as ZeroAccelerator
-    from zero_ext.integrations.generation import unsharded_for_generation
+    from zero_ext.integrations.generation import stream_weights, unsharded_for_generation
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.load_weights import load_weights
     from zero_ext.integrations.prepare_with_features import prepare
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         full_gradient,
         full_state_dict,
         load_full_state_dict,
-        stream_weights,
     )
     from zero_ext.zero.api.gathered import double_backward, gathered
     from zero_ext.zero.api.sleep import sleep, wake
@@ -102,7 +101,7 @@ __getattr__ = lazy_getattr(
         "save_weights": "zero_ext.checkpoint.weights.save_weights",
         "shard_trainer": "zero_ext.integrations.transformers",
         "sleep": "zero_ext.zero.api.sleep",
-        "stream_weights": "zero_ext.zero.api.full_parameters",
+        "stream_weights": "zero_ext.integrations.generation",
         "unsharded_for_generation": "zero_ext.integrations.generation",
         "wake": "zero_ext.zero.api.sleep",
     }

@@ -1,9 +1,10 @@
-"""Generation inside training: parameters gathered once for many forward passes, or ranks in step."""
+"""Generation inside training: parameters gathered once, ranks in step, weights for other engines."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from zero_ext.config.config_errors import show
 from zero_ext.integrations.transformers.model_patches import RANKS_IN_STEP, modules_that_ask
 from zero_ext.plan.parse_sizes import bytes_of
 from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.full_parameters import named_values
 from zero_ext.zero.api.gathered import gathered
 from zero_ext.zero.api.zero_module import unwrapped
 
@@ -59,6 +61,12 @@ def unsharded_for_generation(model: nn.Module, budget: str | int | None = None) 
     engine.pool.overflow.release_idle()
 
 
+def generate_unsharded(model: nn.Module, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for ``generate`` of a sharded model: gather its parameters once for all tokens."""
+    with unsharded_for_generation(model):
+        return plain(*args, **kwargs)
+
+
 def _bytes_of(budget: str | int | None) -> int | None:
     if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0):
         return budget
@@ -84,3 +92,52 @@ def _in_step(model: nn.Module, value: bool) -> Iterator[None]:
                 delattr(module, RANKS_IN_STEP)
             else:
                 setattr(module, RANKS_IN_STEP, mark)
+
+
+def stream_weights(model: nn.Module, merge_adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a prepared model one by one, as engines for generation take them; a collective.
+
+    One unit of parameters is gathered at a time. Every rank iterates to the end. Under pipeline parallelism
+    a rank has the weights of its stages.
+
+    Args:
+        model: what [`prepare`][zero_ext.prepare] returned.
+        merge_adapters: merge PEFT's active adapters into a copy of each layer, as `merge_and_unload` does,
+            and use the names of the model without adapters. The model itself stays as it is.
+
+    Yields:
+        Name and full tensor, in compute precision, of every parameter and persistent buffer, to be read until
+        the next one. It is on the engine's device, of tiled layers on the CPU. What has several names has the
+        first of them.
+
+    Raises:
+        TypeError: `model` is not a module, or has no adapters to merge.
+        ValueError: `model` is not prepared, or its adapters cannot be merged a layer at a time.
+        RuntimeError: a tensor was written to.
+
+    Examples:
+        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
+        >>> {name: tuple(value.shape) for name, value in zero_ext.stream_weights(model)}
+        {'weight': (2, 4), 'bias': (2,)}
+    """
+    engine = engine_of(model)
+    if merge_adapters:
+        # Imported where it is used: it needs PEFT.
+        from zero_ext.integrations.peft_merging import merged_values
+
+        values = merged_values(engine)
+    else:
+        values = named_values(engine)
+    engine.finish_updates()
+    return _read_only(values)
+
+
+def _read_only(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values:
+        before = value._version
+        yield name, value
+        if value._version != before:
+            raise RuntimeError(
+                f"stream_weights: '{name}': expected that it is only read, got a write, which may have "
+                "reached the model on this rank alone. Write inside zero_ext.gathered(..., modifier_rank=0)."
+            )

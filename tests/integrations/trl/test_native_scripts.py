@@ -12,8 +12,8 @@ from tests.integrations.launch import RUN, found_in, started
 from tests.integrations.trl.test_deepspeed_scripts import SCRIPT, check_alike, inputs_in
 
 CASES = (
-    *("sft-3", "sft-lora-3", "dpo-3", "kto-3", "reward-3"),
-    *("rloo-judge-3", "grpo-3", "grpo-lora-3", "grpo-judge-3"),
+    *("sft-3", "sft-lora-3", "dpo-3", "dpo-sync-3", "kto-3", "reward-3"),
+    *("rloo-judge-3", "grpo-3", "grpo-sync-ungathered-3", "grpo-lora-3", "grpo-judge-3"),
 )
 
 
@@ -34,6 +34,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_trains_alike(found: dict[str, dict[str, Any]], case: str) -> None:
     check_alike(found["sharded"][case], found["plain"][case])
+
+
+@pytest.mark.parametrize("case", ["dpo", "grpo"])
+def test_a_reference_that_follows_changes_the_losses(found: dict[str, dict[str, Any]], case: str) -> None:
+    fixed, follows = (
+        next(value["history"] for name, value in found["sharded"].items() if name.startswith(start))
+        for start in (f"{case}-3", f"{case}-sync")
+    )
+    assert follows[1]["loss"] == pytest.approx(fixed[1]["loss"], rel=1e-5, abs=1e-6)  # mixed after step 2
+    assert follows[2]["loss"] != pytest.approx(fixed[2]["loss"], rel=1e-3)
 
 
 def test_ranks_generate_as_many_tokens_as_they_like(found: dict[str, dict[str, Any]]) -> None:

@@ -9,15 +9,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.integrations.peft.models import base, lora, quantized, shared_folder
 from tests.integrations.transformers.models import column, enter, largest_difference
 from tests.integrations.trl.data import preferences, sentences, tokenizer
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from zero_ext.integrations.transformers import shard_trainer
 from zero_ext.integrations.trl import ZeroDPOTrainer, ZeroSFTTrainer
 from zero_ext.zero import engine_of
+from zero_ext.zero.memory.gathered_unit import UnitState
 
 NVME = {"params": "nvme", "grads": "host", "optimizer": "host"}
 
@@ -138,13 +140,29 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
 
 
 @on_ranks(2)
-def test_a_reference_that_would_be_written_to_is_refused(world: World) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_parameters_are_gathered_once_for_generation(world: World, gathers: bool) -> None:
     enter(world)
-    with shared_folder(world) as folder, pytest.raises(ValueError, match="sync_ref_model"):
-        ZeroDPOTrainer(
-            model=base(world.seed),
-            ref_model=base(world.seed),
-            args=DPOConfig(**settings(folder, sync_ref_model=True)),
-            train_dataset=preferences(8, world.seed),
-            processing_class=tokenizer(),
+    with shared_folder(world) as folder:
+        arguments = settings(folder, max_steps=1, num_generations=2, max_completion_length=4)
+        del arguments["max_length"]
+        trainer = shard_trainer(
+            GRPOTrainer(
+                model=base(world.seed),
+                reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+                args=GRPOConfig(**arguments, ds3_gather_for_generation=gathers),
+                train_dataset=preferences(8, world.seed).select_columns("prompt"),
+                processing_class=tokenizer(),
+            ),
+            zero(3, folder),
         )
+        trainer.train()
+    model, held = trainer.model, []
+    units = engine_of(model).units
+    model.lm_head.register_forward_pre_hook(
+        lambda *_: held.append(all(unit.state is UnitState.GATHERED for unit in units))
+    )
+    model.generate(torch.arange(3, 6)[None], max_new_tokens=2 + world.rank, eos_token_id=None)
+    # Sharded, ranks stay in step. With all parameters in memory each ends by itself.
+    assert held == [True] * (2 + world.rank) if gathers else held == [False] * 3
+    assert not all(unit.state is UnitState.GATHERED for unit in units)

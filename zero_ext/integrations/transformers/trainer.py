@@ -13,13 +13,16 @@ from transformers import Trainer
 from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from zero_ext.config import ZeroConfig
 from zero_ext.config.sources.config_source import ConfigSource, log_notes, read_config
+from zero_ext.integrations.generation import generate_unsharded
 from zero_ext.integrations.load_weights import load_weights
 from zero_ext.integrations.prepare_with_features import prepare
 from zero_ext.integrations.transformers.model_patches import (
+    BoundMethod,
     checkpoint_by_configuration,
     is_prepared,
     mark_prepared,
 )
+from zero_ext.integrations.transformers.reference_model import mix_by_shards
 from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
 from zero_ext.integrations.transformers.trainer_checkpoints import (
     STATE_FOLDER,
@@ -147,9 +150,13 @@ class ZeroTrainerMixin(_Base):
     def _finish_sharding(self) -> None:
         """Shard the reference model, if there is one, as the model; before each training and evaluation."""
         reference = getattr(self, "ref_model", None)
-        if isinstance(reference, nn.Module) and not is_prepared(reference):
-            self._prepare(reference, None)
-            mark_prepared(reference, None)
+        if isinstance(reference, nn.Module):
+            if not is_prepared(reference):
+                self._prepare(reference, None)
+                mark_prepared(reference, None)
+            mix_by_shards(self.model, reference, self.callback_handler.callbacks)
+        if getattr(self.args, "ds3_gather_for_generation", False):  # of TRL's online trainers
+            self.model.generate = BoundMethod(self.model, "generate", generate_unsharded)
 
     def _prepare(self, model: nn.Module, optimizer: Any) -> Any:
         if self.args.torch_compile:

@@ -253,11 +253,6 @@ def refuse_arguments(trainer: Any) -> None:
             f"in. Set {full_eval[:4]}=True, or precision.dtype in zero_config.",
         ),
         (
-            bool(getattr(args, "sync_ref_model", False)),
-            "sync_ref_model writes to the full reference model in place, and each rank has only shards. "
-            "Leave it False.",
-        ),
-        (
             args.auto_find_batch_size,
             "auto_find_batch_size tries again after the model was sharded. Set per_device_train_batch_size.",
         ),

@@ -133,36 +133,9 @@ def full_values(engine: Engine, sources: Iterable[FullSource]) -> Iterator[torch
             yield full
 
 
-def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a prepared model one by one, as engines for generation take them; a collective.
-
-    One unit of parameters is gathered at a time. Every rank iterates to the end. Under pipeline parallelism
-    a rank has the weights of its stages.
-
-    Args:
-        model: what [`prepare`][zero_ext.prepare] returned.
-
-    Yields:
-        Name and full tensor, in compute precision, of every parameter and persistent buffer, to be read until
-        the next one. It is on the engine's device, of tiled layers on the CPU. What has several names has the
-        first of them.
-
-    Raises:
-        TypeError: `model` is not a module.
-        ValueError: `model` is not prepared.
-        RuntimeError: a tensor was written to.
-
-    Examples:
-        >>> model, _ = zero_ext.prepare(torch.nn.Linear(4, 2), None, {"stage": 3})
-        >>> {name: tuple(value.shape) for name, value in zero_ext.stream_weights(model)}
-        {'weight': (2, 4), 'bias': (2,)}
-    """
-    engine = engine_of(model)
-    engine.finish_updates()
-    return _read_only(_named_values(engine))
-
-
-def _named_values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def named_values(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and persistent buffer under the first of its names, valid until the next one; a
+    collective."""
     sources = full_sources(engine)
     for source, value in zip(sources, full_values(engine, sources), strict=True):
         yield source.names[0], value
@@ -175,17 +148,6 @@ def first_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     first: dict[int, str] = {}
     buffers = persistent_buffers(model)
     return {name: value for name, value in buffers.items() if first.setdefault(id(value), name) == name}
-
-
-def _read_only(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in values:
-        before = value._version
-        yield name, value
-        if value._version != before:
-            raise RuntimeError(
-                f"stream_weights: '{name}': expected that it is only read, got a write, which may have "
-                "reached the model on this rank alone. Write inside zero_ext.gathered(..., modifier_rank=0)."
-            )
 
 
 def load_full_state_dict(

@@ -122,7 +122,10 @@ CASES = {
     "grpo-lora": (with_adapters(grpo), {}),
     "grpo-judge": (online(trl.GRPOConfig, trl.GRPOTrainer, reward_model), {}),
     "grpo-ungathered": (grpo, {"ds3_gather_for_generation": False}),
-    "grpo-sync": (grpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "grpo-sync-ungathered": (
+        grpo,
+        {"sync_ref_model": True, "ref_model_sync_steps": 2, "ds3_gather_for_generation": False},
+    ),
     "rloo": (online(trl.RLOOConfig, trl.RLOOTrainer), {}),
     "rloo-judge": (online(trl.RLOOConfig, trl.RLOOTrainer, reward_model), {}),
 }
