@@ -3,6 +3,7 @@ what it held: parameters, moments, losses after resuming, its own fp32 weights."
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import runpy
@@ -78,6 +79,23 @@ def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, 
         sys.argv = ["zero_to_fp32.py", str(folder), str(folder / "converted")]
         runpy.run_path(str(folder / "zero_to_fp32.py"), run_name="__main__")
         (folder / "seen.json").write_text(json.dumps({"losses": losses, "rates": rates}))
+        write_universal(folder)
+
+
+def write_universal(folder: Path) -> None:
+    """``folder/universal``, with one tag, by DeepSpeed's converter."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    tag = f"global_step{SAVED_AFTER}"
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / tag),
+            output_folder=str(folder / "universal" / tag),
+            inject_missing_state=True,
+            **options,
+        )
+    )
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
