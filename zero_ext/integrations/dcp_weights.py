@@ -118,8 +118,8 @@ def _layout_of(archive: zipfile.ZipFile, tensor: DcpTensor, chunk: DcpChunk) -> 
         raise ValueError("expected a tensor")
     storage, offset, sizes, stride = saved.arguments[:4]
     kind, key = storage.arguments[1:3] if isinstance(storage, Record) else (None, None)
-    stored = getattr(vars(torch).get(str(kind).removeprefix("torch.")), "dtype", None)
-    if (sizes, stored) != (chunk.sizes, tensor.dtype):
+    expected = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
+    if (sizes, kind) != (chunk.sizes, f"torch.{expected}"):
         raise ValueError(f"expected {tensor.dtype} of {chunk.sizes}, got {brief(kind)} of {brief(sizes)}")
     numbers = (offset, *stride)
     if len(numbers) != 1 + len(sizes) or any(type(one) is not int or one < 0 for one in numbers):
