@@ -212,7 +212,7 @@ FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no archive": (
         lambda table: vars(stored(table, "a")).update(offset=1),
-        "before the archive. \('a' at \(0, 0\)\)",
+        r"before the archive. \('a' at \(0, 0\)\)",
     ),
     "negative": (
         lambda table: vars(stored(table, "a")).update(offset=-1),

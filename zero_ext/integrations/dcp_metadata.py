@@ -6,6 +6,7 @@ names is imported or called, and a class or function that torch does not write i
 
 from __future__ import annotations
 
+import gc
 import math
 import pickletools
 from collections.abc import Collection
@@ -63,7 +64,7 @@ class Pairs(list[tuple[Any, Any]]):
     """The items of a dict. Keys are not hashed, which a hostile one could make slow."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """An object by what it is made of: a class or function, its arguments, and the state set after it."""
 
@@ -109,12 +110,12 @@ class _Evaluation:
         argument: Any
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
-            if name in _VALUES:
-                self._stack.append(argument)
+            if name == "MEMOIZE":
+                self._memo[len(self._memo)] = self._stack[-1]
             elif name in _GETS:
                 self._stack.append(self._memo[argument])
-            elif name == "MEMOIZE":
-                self._memo[len(self._memo)] = self._stack[-1]
+            elif name in _VALUES:
+                self._stack.append(argument)
             elif name in _PUTS:
                 self._memo[argument] = self._stack[-1]
             else:
@@ -177,6 +178,8 @@ def read_metadata(folder: Path) -> tuple[dict[str, DcpTensor], bytes]:
     that torch does not write, a file outside the folder, boxes that overlap or leave holes.
     """
     path = folder / METADATA
+    collects = gc.isenabled()
+    gc.disable()  # It would take most of the time, over millions of objects that all stay.
     try:
         data = read_limited(path, _LARGEST_BYTES)
         return _tensors(evaluate_pickle(data, _CALLED)), data
@@ -186,6 +189,9 @@ def read_metadata(folder: Path) -> tuple[dict[str, DcpTensor], bytes]:
             f"{shortened(str(error), 500)}. Save again with its HuggingFaceStorageWriter and "
             "enable_consolidation=True, whose files load_weights reads too."
         ) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _tensors(metadata: Any) -> dict[str, DcpTensor]:

@@ -46,10 +46,10 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
         raise CheckpointError(f"{folder}: no such folder. Check the path.")
     source = "tag"
     if tag is None:
-        if holds_checkpoints(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        names = [entry.name for entry in folder.iterdir()]
+        if holds_checkpoints(folder) or is_universal(folder) or any(map(_FILE.fullmatch, names)):
             return folder
-        names = [name for name in (LATEST, _LATEST_UNIVERSAL) if (folder / name).exists()]
-        latest = folder / (names or [LATEST])[0]
+        latest = folder / (LATEST if LATEST in names or _LATEST_UNIVERSAL not in names else _LATEST_UNIVERSAL)
         source = str(latest)
         try:
             tag = read_limited(latest, _LONGEST_TAG + 2).decode("utf-8", "replace").strip()
@@ -73,8 +73,10 @@ def is_tag(tag: str) -> bool:
 
 def holds_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed wrote a checkpoint to ``folder``, or to a folder inside."""
-    return (folder / LATEST).is_file() or any(
-        _FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*"))
+    return (
+        (folder / LATEST).is_file()
+        or is_universal(folder)
+        or any(_FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*")))
     )
 
 
