@@ -134,7 +134,7 @@ class _Evaluation:
         elif name == "GLOBAL":
             stack.append(Global(argument.replace(" ", ".")))
         elif name == "STACK_GLOBAL":
-            stack[-2:] = [Global(f"{stack[-2]}.{stack[-1]}")]
+            stack[-2:] = [Global(".".join(stack[-2:]))]
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = stack[-2:]
             if not isinstance(function, Global) or function not in self._called:
@@ -183,7 +183,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, DcpTensor], bytes]:
     try:
         data = read_limited(path, _LARGEST_BYTES)
         return _tensors(evaluate_pickle(data, _CALLED)), data
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(
             f"{path}: refused: expected the table of torch.distributed.checkpoint.save, got another: "
             f"{shortened(str(error), 500)}. Save again with its HuggingFaceStorageWriter and "
@@ -206,10 +206,10 @@ def _tensors(metadata: Any) -> dict[str, DcpTensor]:
     for name, value in _pairs(fields, "state_dict_metadata"):
         if isinstance(value, Record) and value.function == _CLASSES + "BytesStorageMetadata":
             continue
-        entry = _fields(value, _CLASSES + "TensorStorageMetadata")
+        entry, name = _fields(value, _CLASSES + "TensorStorageMetadata"), _name(name)
         boxes = entry.get("chunks")
         if not isinstance(boxes, list) or len(boxes) > left:
-            raise ValueError(f"{_name(name)!r:.200}: it has more chunks than are stored")
+            raise ValueError(f"{name!r:.200}: it has more chunks than are stored")
         left -= len(boxes)
         if name in tensors:
             raise ValueError(f"{name!r:.200}: it is listed twice")

@@ -114,20 +114,28 @@ def _layout_of(archive: zipfile.ZipFile, tensor: DcpTensor, chunk: DcpChunk) -> 
     if not {"data.pkl", "byteorder"} <= records.keys() or archive.read(records["byteorder"]) != b"little":
         raise ValueError("expected a tensor in little-endian byte order")
     saved = evaluate_pickle(archive.read(records["data.pkl"]), {_REBUILD, "collections.OrderedDict"})
-    if not isinstance(saved, Record) or saved.function != _REBUILD or len(saved.arguments) < 4:
-        raise ValueError("expected a tensor")
-    storage, offset, sizes, stride = saved.arguments[:4]
-    kind, key = storage.arguments[1:3] if isinstance(storage, Record) else (None, None)
+    match saved:
+        case Record(
+            arguments=(
+                Record(function="storage", arguments=(_, str(kind), str(key), *_)),
+                int(offset),
+                tuple(sizes),
+                tuple(stride),
+                *_,
+            ),
+        ):
+            pass
+        case _:
+            raise ValueError("expected a tensor, got another object")
     expected = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
     if (sizes, kind) != (chunk.sizes, f"torch.{expected}"):
         raise ValueError(f"expected {tensor.dtype} of {chunk.sizes}, got {brief(kind)} of {brief(sizes)}")
-    numbers = (offset, *stride)
-    if len(numbers) != 1 + len(sizes) or any(type(one) is not int or one < 0 for one in numbers):
-        raise ValueError(f"expected an offset and strides, got {brief(numbers)}")
+    if any(type(one) is not int or one < 0 for one in (offset, *stride)):
+        raise ValueError(f"expected an offset and strides, got {brief((offset, stride))}")
     memory_order(sizes, stride)  # which refuses one with holes
-    record = records[f"data/{key}"]
-    if (offset + math.prod(sizes)) * tensor.dtype.itemsize > record.file_size:
-        raise ValueError(f"expected {math.prod(sizes)} elements, got a record of {record.file_size} bytes")
+    record = records.get(f"data/{key}")
+    if record is None or (offset + math.prod(sizes)) * tensor.dtype.itemsize > record.file_size:
+        raise ValueError(f"expected {math.prod(sizes)} elements of data/{key:.40}, got fewer bytes")
     # The central directory does not say how long the header before the bytes is.
     file = cast(IO[bytes], archive.fp)
     file.seek(record.header_offset + _LOCAL_HEADER - 4)
