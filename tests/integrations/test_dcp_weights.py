@@ -265,7 +265,7 @@ def test_truncated_tables(size: int, tmp_path: Path) -> None:
         open_weights(tmp_path, None)
 
 
-def test_a_folder_of_it_is_no_checkpoint_here(tmp_path: Path) -> None:
+def test_load_checkpoint_names_load_weights(tmp_path: Path) -> None:
     model, _ = zero_ext.prepare(nn.Linear(3, 3), None, {"stage": 3})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint.*zero_ext.load_weights"):
         zero_ext.load_checkpoint(written(tmp_path), model)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_ext.checkpoint.files import CheckpointError, brief, read_limited, shortened
+from zero_ext.integrations.torch_archive import UnfitContent, first_line
 
 METADATA = ".metadata"
 _LARGEST_BYTES = 1 << 30
@@ -86,7 +87,7 @@ def evaluate_pickle(data: bytes, called: Collection[str]) -> Any:
     try:
         return _Evaluation(called).run(data)
     except (IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its pickle does not fit together: {brief(str(error))}") from error
+        raise UnfitContent(f"its pickle does not fit together: {brief(str(error))}") from error
 
 
 _EMPTY = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": Pairs}
@@ -138,7 +139,7 @@ class _Evaluation:
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = stack[-2:]
             if not isinstance(function, Global) or function not in self._called:
-                raise ValueError(f"it calls {brief(function)}")
+                raise UnfitContent(f"it calls {brief(function)}")
             stack[-2:] = [Record(function, arguments)]
         elif name == "BINPERSID":
             stack[-1] = Record("storage", stack[-1])
@@ -162,7 +163,7 @@ class _Evaluation:
         elif name in ("PROTO", "FRAME", "STOP"):
             return
         else:
-            raise ValueError(f"its pickle has the opcode {name}, which torch does not write")
+            raise UnfitContent(f"its pickle has the opcode {name}, which torch does not write")
         # A state dict may be an OrderedDict, which is an object.
         into = self._stack[-1]
         if name.startswith("APPEND"):
@@ -186,8 +187,8 @@ def read_metadata(folder: Path) -> tuple[dict[str, DcpTensor], bytes]:
     except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(
             f"{path}: refused: expected the table of torch.distributed.checkpoint.save, got another: "
-            f"{shortened(str(error), 500)}. Save again with its HuggingFaceStorageWriter and "
-            "enable_consolidation=True, whose files load_weights reads too."
+            f"{shortened(first_line(error), 500)}. Save again with its HuggingFaceStorageWriter and "
+            "enable_consolidation=True: load_weights reads its files too."
         ) from error
     finally:
         if collects:
@@ -209,10 +210,10 @@ def _tensors(metadata: Any) -> dict[str, DcpTensor]:
         entry, name = _fields(value, _CLASSES + "TensorStorageMetadata"), _name(name)
         boxes = entry.get("chunks")
         if not isinstance(boxes, list) or len(boxes) > left:
-            raise ValueError(f"{name!r:.200}: it has more chunks than are stored")
+            raise UnfitContent(f"{name!r:.200}: it has more chunks than are stored")
         left -= len(boxes)
         if name in tensors:
-            raise ValueError(f"{name!r:.200}: it is listed twice")
+            raise UnfitContent(f"{name!r:.200}: it is listed twice")
         tensors[name] = _tensor(name, entry, boxes, stored)
     return tensors
 
@@ -223,19 +224,19 @@ def _tensor(name: str, entry: dict[str, Any], boxes: list[Any], stored: dict[Any
     dtype = state[0] if isinstance(state, tuple) and state else None
     found = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, Global) else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r:.200}: expected a dtype of torch, got {brief(dtype)}")
+        raise UnfitContent(f"{name!r:.200}: expected a dtype of torch, got {brief(dtype)}")
     for box in boxes:
         fields = _fields(box, _CLASSES + "ChunkStorageMetadata")
         offsets, sizes = _numbers(fields.get("offsets")), _numbers(fields.get("sizes"))
         if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"{name!r:.200}: a chunk has another number of dimensions")
+            raise UnfitContent(f"{name!r:.200}: a chunk has another number of dimensions")
         if 0 in sizes:  # of a rank whose shard is empty
             continue
         if (name, offsets) not in stored:
-            raise ValueError(f"{name!r:.200}: the chunk at {offsets} is stored nowhere")
+            raise UnfitContent(f"{name!r:.200}: the chunk at {offsets} is stored nowhere")
         chunk = DcpChunk(offsets, sizes, *stored[name, offsets])
         if math.prod(sizes) * found.itemsize > chunk.size:
-            raise ValueError(f"{name!r:.200}: the chunk at {offsets} has only {chunk.size} bytes")
+            raise UnfitContent(f"{name!r:.200}: the chunk at {offsets} has only {chunk.size} bytes")
         chunks.append(chunk)
     _check_cover(name, shape, chunks)
     return DcpTensor(shape, found, tuple(chunks))
@@ -249,7 +250,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[DcpChunk]) -> N
     for chunk in sorted(chunks, key=lambda one: 0 if dim is None else one.offsets[dim]):
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > extent for end, extent in zip(ends, shape, strict=True)):
-            raise ValueError(
+            raise UnfitContent(
                 f"{name!r:.200}: the chunk at {chunk.offsets} of {chunk.sizes} reaches outside shape {shape}"
             )
         if dim is not None:
@@ -259,40 +260,40 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[DcpChunk]) -> N
                 low < other + size and other < end
                 for low, end, other, size in zip(chunk.offsets, ends, one.offsets, one.sizes, strict=True)
             ):
-                raise ValueError(f"{name!r:.200}: the chunks at {one.offsets} and {chunk.offsets} overlap")
+                raise UnfitContent(f"{name!r:.200}: the chunks at {one.offsets} and {chunk.offsets} overlap")
         opened.append(chunk)
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
-        raise ValueError(f"{name!r:.200}: its chunks have {covered} of {math.prod(shape)} elements")
+        raise UnfitContent(f"{name!r:.200}: its chunks have {covered} of {math.prod(shape)} elements")
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    """Return the attributes of an object of ``kind``, of which torch's have few."""
+    """Return the attributes of an object of ``kind``. Torch's have few."""
     if not isinstance(value, Record) or value.function != kind:
-        raise ValueError(f"expected a {kind}, got a {type(value).__name__}")
+        raise UnfitContent(f"expected a {kind}, got a {type(value).__name__}")
     if value.state is None:
         return {}
     if not isinstance(value.state, Pairs) or len(value.state) > _MOST_FIELDS:
-        raise ValueError(f"expected the attributes of a {kind}, got others")
+        raise UnfitContent(f"expected the attributes of a {kind}, got others")
     return {key: each for key, each in value.state if isinstance(key, str)}
 
 
 def _pairs(fields: dict[str, Any], name: str) -> Pairs:
     found = fields.get(name)
     if not isinstance(found, Pairs):
-        raise ValueError(f"{name}: expected a dict, got a {type(found).__name__}")
+        raise UnfitContent(f"{name}: expected a dict, got a {type(found).__name__}")
     return found
 
 
 def _name(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"expected a name, got a {type(value).__name__}")
+        raise UnfitContent(f"expected a name, got a {type(value).__name__}")
     return value
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST_NUMBER:
-        raise ValueError(f"expected a number from 0, got {brief(value)}")
+        raise UnfitContent(f"expected a number from 0, got {brief(value)}")
     return value
 
 
@@ -301,14 +302,14 @@ def _numbers(value: Any) -> tuple[int, ...]:
     arguments = value.arguments if isinstance(value, Record) and value.function == "torch.Size" else None
     items = arguments[0] if isinstance(arguments, tuple) and len(arguments) == 1 else None
     if not isinstance(items, tuple) or len(items) > _MOST_DIMENSIONS:
-        raise ValueError(f"expected a torch.Size, got a {type(value).__name__}")
+        raise UnfitContent(f"expected a torch.Size, got a {type(value).__name__}")
     return tuple(map(_number, items))
 
 
 def _address(info: dict[str, Any]) -> tuple[str, int, int]:
     file = _name(info.get("relative_path"))
     if Path(file).name != file or "\0" in file:
-        raise ValueError(f"expected a file of the same folder, got {brief(file)}")
+        raise UnfitContent(f"expected a file of the same folder, got {brief(file)}")
     if info.get("transform_descriptors") is not None:
-        raise ValueError(f"{brief(file)}: it was written through stream transforms")
+        raise UnfitContent(f"{brief(file)}: it was written through stream transforms")
     return file, _number(info.get("offset")), _number(info.get("length"))

@@ -19,7 +19,7 @@ from zero_ext.checkpoint.load_plan import Fill, read_fills
 from zero_ext.checkpoint.state_slices import CheckpointSlice, DeviceStaging
 from zero_ext.checkpoint.weights.weight_sources import CHUNK_BYTES, StoredWeight, Wanted
 from zero_ext.integrations.dcp_metadata import DcpChunk, DcpTensor, Record, evaluate_pickle, read_metadata
-from zero_ext.integrations.torch_archive import torch_archive, verify_records
+from zero_ext.integrations.torch_archive import UnfitContent, torch_archive, verify_records
 
 _ADVICE = "Use another checkpoint."
 _REBUILD = "torch._utils._rebuild_tensor_v2"
@@ -27,7 +27,7 @@ _LOCAL_HEADER = 30  # bytes before the name in a zip archive; the lengths of nam
 
 
 class _Layout(NamedTuple):
-    """Where the first element of a chunk is in its file, and the chunk's stride."""
+    """The byte of its file that a chunk begins at, and its stride."""
 
     begin: int
     stride: tuple[int, ...]
@@ -112,7 +112,7 @@ def _layout_of(archive: zipfile.ZipFile, tensor: DcpTensor, chunk: DcpChunk) -> 
     """Return the layout of the tensor that ``torch.save`` wrote. ``ValueError`` if it is not the chunk."""
     records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
     if not {"data.pkl", "byteorder"} <= records.keys() or archive.read(records["byteorder"]) != b"little":
-        raise ValueError("expected a tensor in little-endian byte order")
+        raise UnfitContent("expected a tensor in little-endian byte order")
     saved = evaluate_pickle(archive.read(records["data.pkl"]), {_REBUILD, "collections.OrderedDict"})
     match saved:
         case Record(
@@ -126,16 +126,16 @@ def _layout_of(archive: zipfile.ZipFile, tensor: DcpTensor, chunk: DcpChunk) -> 
         ):
             pass
         case _:
-            raise ValueError("expected a tensor, got another object")
+            raise UnfitContent("expected a tensor, got another object")
     expected = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
     if (sizes, kind) != (chunk.sizes, f"torch.{expected}"):
-        raise ValueError(f"expected {tensor.dtype} of {chunk.sizes}, got {brief(kind)} of {brief(sizes)}")
+        raise UnfitContent(f"expected {tensor.dtype} of {chunk.sizes}, got {brief(kind)} of {brief(sizes)}")
     if any(type(one) is not int or one < 0 for one in (offset, *stride)):
-        raise ValueError(f"expected an offset and strides, got {brief((offset, stride))}")
+        raise UnfitContent(f"expected an offset and strides, got {brief((offset, stride))}")
     memory_order(sizes, stride)  # which refuses one with holes
     record = records.get(f"data/{key}")
     if record is None or (offset + math.prod(sizes)) * tensor.dtype.itemsize > record.file_size:
-        raise ValueError(f"expected {math.prod(sizes)} elements of data/{key:.40}, got fewer bytes")
+        raise UnfitContent(f"expected {math.prod(sizes)} elements of data/{key:.40}, got fewer bytes")
     # The central directory does not say how long the header before the bytes is.
     file = cast(IO[bytes], archive.fp)
     file.seek(record.header_offset + _LOCAL_HEADER - 4)
@@ -143,7 +143,7 @@ def _layout_of(archive: zipfile.ZipFile, tensor: DcpTensor, chunk: DcpChunk) -> 
     header = _LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
     begin = record.header_offset + header
     if begin + record.file_size > chunk.size:
-        raise ValueError(f"expected a record within {chunk.size} bytes, got one that ends after them")
+        raise UnfitContent(f"expected a record within {chunk.size} bytes, got one that ends after them")
     return _Layout(chunk.begin + begin + offset * tensor.dtype.itemsize, stride)
 
 
@@ -155,8 +155,8 @@ def _fills(
     for skip in range(0, numel, step):
         count = min(step, numel - skip)
         begin, size = chunk.offset + (first + skip) * dtype.itemsize, count * dtype.itemsize
-        part = chunk._replace(offset=begin, size=size)
-        yield Fill(part, dtype, 0, target, at + skip, at + skip + count)
+        own = chunk._replace(offset=begin, size=size)
+        yield Fill(own, dtype, 0, target, at + skip, at + skip + count)
 
 
 def _common_runs(

@@ -37,7 +37,7 @@ def load_weights(
     index, that index or a single file; or a folder of checkpoints that
     [`save_checkpoint`][zero_ext.save_checkpoint] wrote, or one of these; or what DeepSpeed's
     `save_checkpoint` was given (ZeRO stages 1 to 3), or the folder of one tag, or what its `ds_to_universal`
-    wrote; or what `torch.distributed.checkpoint.save` wrote (DCP, as of FSDP2), of which values that are no
+    wrote; or what `torch.distributed.checkpoint.save` wrote (DCP, as of FSDP2). Values in it that are no
     tensors are left out. No code in these files is run.
 
     Args:

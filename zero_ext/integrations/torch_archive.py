@@ -15,6 +15,10 @@ from zero_ext.config.config_errors import clause_of
 _READ_BYTES = 1 << 20
 
 
+class UnfitContent(ValueError):
+    """Part of a file is not what its library writes. The error that names the file completes its text."""
+
+
 def verify_records(archive: zipfile.ZipFile) -> None:
     """Read every byte of ``archive``. ``zipfile.BadZipFile`` if a record has another checksum."""
     for record in archive.infolist():
@@ -36,12 +40,9 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         at = offset + (0, self._at, self._size)[whence]
         if at < 0:
-            raise OSError(f"position {at} is before the archive")
+            raise UnfitContent(f"position {at} is before the archive")
         self._at = at
         return at
-
-    def tell(self) -> int:
-        return self._at
 
     def read(self, size: int = -1, /) -> bytes:
         left = max(self._size - self._at, 0)
@@ -67,14 +68,16 @@ def torch_archive(
             for record in archive.infolist():
                 # One that is compressed can be a thousand times as long as the file.
                 if record.compress_type != zipfile.ZIP_STORED:
-                    raise zipfile.BadZipFile(f"record {record.filename!r:.80} is compressed")
+                    raise UnfitContent(f"record {record.filename!r:.80} is compressed")
             yield archive
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: truncated, damaged or not written by torch.save: {_reason(error)}. {advice}"
+            f"{path}: truncated, damaged or not written by torch.save: {first_line(error)}. {advice}"
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's text as a clause, with its class unless it is ``UnfitContent``."""
     lines = str(error).strip().splitlines() or ["no reason given"]
-    return f"{type(error).__name__}: {clause_of(lines[0])}"
+    name = "" if isinstance(error, UnfitContent) else f"{type(error).__name__}: "
+    return f"{name}{clause_of(lines[0])}"

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.config.config_errors import clause_of
-from zero_ext.integrations.torch_archive import torch_archive, verify_records
+from zero_ext.integrations.torch_archive import UnfitContent, first_line, torch_archive, verify_records
 
 
 class StubScaler:
@@ -106,10 +105,7 @@ def _first_line(error: Exception) -> str:
     for mark in ("Unsupported global", "Trying to"):
         if mark in text:
             return text[text.index(mark) :].split(". ")[0].splitlines()[0]
-    line = text.splitlines()[0] if text else "no reason given"
-    return (
-        clause_of(line) if isinstance(error, UnfitContent) else f"{type(error).__name__}: {clause_of(line)}"
-    )
+    return first_line(error)
 
 
 _REBUILDERS = {
@@ -146,10 +142,6 @@ _DEEPEST = 100
 _EXPANSION = 32
 _ALLOWANCE = 1 << 20
 _BESIDE_TEXT = 8
-
-
-class UnfitContent(ValueError):
-    """Part of a file is not what DeepSpeed writes. The error that names the file completes its text."""
 
 
 def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:

@@ -23,7 +23,8 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import (
     stored_tensor,
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import CheckpointFiles
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import UnfitContent, read_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
+from zero_ext.integrations.torch_archive import UnfitContent
 
 _UNREADABLE = {
     "mp_world_size": "of tensor parallelism",

@@ -121,8 +121,8 @@ def _check_run(files: CheckpointFiles, model: ModelFile) -> None:
     if model.configured("zero_optimization", "round_robin_gradients") is True:
         # It reads fragments at the addresses that they would have without.
         raise CheckpointError(
-            f"{files.path}: expected a run without round_robin_gradients, got one with it, of which "
-            "DeepSpeed's converter mixes up the parameters. Load the checkpoint that was converted."
+            f"{files.path}: expected a run without round_robin_gradients, got one with it: DeepSpeed's "
+            "converter mixes its parameters up. Load the checkpoint that was converted."
         )
     if files.model_by_rank and model.dp_world_size not in (None, len(files.model)):
         raise CheckpointError(
