@@ -13,6 +13,8 @@ from zero_ext.checkpoint.format.tensor_files import WEIGHT_NAMES, find_weights
 from zero_ext.checkpoint.inspection import holds_checkpoints
 from zero_ext.checkpoint.weights.fill_weights import Rename, fill_weights
 from zero_ext.checkpoint.weights.weight_sources import CheckpointWeights, SafetensorsWeights, WeightSource
+from zero_ext.integrations.dcp_metadata import METADATA
+from zero_ext.integrations.dcp_weights import DcpWeights
 
 
 def load_weights(
@@ -34,7 +36,9 @@ def load_weights(
     `path` is a folder as `save_pretrained` writes it, with `model.safetensors` or several files and their
     index, that index or a single file; or a folder of checkpoints that
     [`save_checkpoint`][zero_ext.save_checkpoint] wrote, or one of these; or what DeepSpeed's
-    `save_checkpoint` was given (ZeRO stages 1 to 3), or the folder of one tag.
+    `save_checkpoint` was given (ZeRO stages 1 to 3), or the folder of one tag, or what its `ds_to_universal`
+    wrote; or what `torch.distributed.checkpoint.save` wrote (DCP, as of FSDP2). Values in it that are no
+    tensors are left out. No code in these files is run.
 
     Args:
         model: what [`prepare`][zero_ext.prepare] returned.
@@ -42,7 +46,8 @@ def load_weights(
         step: number of zero_ext's checkpoint, or tag of DeepSpeed's; default the latest.
         strict: raise for tensors that are missing or that the model does not have, instead of leaving them.
             A tied parameter may come under any of its names; the last one counts, as in torch.
-        rename: from names in the files to names in the model: a mapping (others stay) or a function.
+        rename: from names in the files to names in the model: a mapping (others stay) or a function. None
+            leaves the tensor out, as the `optim.` ones of a DCP checkpoint.
 
     Returns:
         The missing and the unexpected names.
@@ -80,16 +85,22 @@ def open_weights(path: str | os.PathLike[str], step: int | str | None) -> Weight
         if step is not None and type(step) is not int:
             raise ValueError(f"step: expected the number of a checkpoint, got {step!r}. Pass a number.")
         return CheckpointWeights(path, step)
+    if (path / METADATA).exists():
+        if step is not None:
+            raise ValueError(f"step: expected None for a torch DCP checkpoint, got {step!r}. Leave it out.")
+        return DcpWeights(path)
     # A package that takes a second to import, and that loops of this package's own have no use for.
-    from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import holds_deepspeed, tag_folder
+    from zero_ext.integrations.deepspeed.checkpoint_io import checkpoint_folder
     from zero_ext.integrations.deepspeed.checkpoint_io.deepspeed_weights import DeepSpeedWeights
+    from zero_ext.integrations.deepspeed.checkpoint_io.universal_weights import UniversalWeights
 
-    if holds_deepspeed(path):
-        return DeepSpeedWeights(tag_folder(path, None if step is None else str(step)))
+    if checkpoint_folder.holds_deepspeed(path):
+        folder = checkpoint_folder.tag_folder(path, None if step is None else str(step))
+        return (UniversalWeights if checkpoint_folder.is_universal(folder) else DeepSpeedWeights)(folder)
     seen = sorted(entry.name for entry in path.iterdir())[:8]
     asked = "" if step is None else f" and step {step!r}, which only checkpoints have"
     raise CheckpointError(
         f"{path}: expected {' or '.join(WEIGHT_NAMES)}, checkpoints of zero_ext, or one of DeepSpeed's ZeRO "
-        f"stages 1 to 3, got {seen}{asked}. Convert other formats with the library that wrote "
-        "them: model.save_pretrained(folder)."
+        f"stages 1 to 3 or of torch DCP, got {seen}{asked}. Convert other formats with the library that "
+        "wrote them: model.save_pretrained(folder)."
     )

@@ -29,13 +29,14 @@ from tests.integrations.deepspeed_checkpoint.subject import (
 from tests.integrations.launch import started
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import inspect_checkpoint
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from zero_ext.integrations.load_weights import open_weights
 from zero_ext.optim.schedulers import WarmupLR
 from zero_ext.zero import engine_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources
@@ -135,10 +136,19 @@ def load_weights_on_rank(world: World, folder: str, stage: int, dtype: str) -> d
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_alone(name: str, written: Path, rank_pool: RankPool) -> None:
+# Cases whose weights are also read from what DeepSpeed's converter made of them, in a folder of this name.
+CONVERTED = [
+    ("stage1-fp32", "universal"),
+    ("stage1-fp32", "universal of tensor parallel ranks"),
+    ("stage3-fp32", "universal"),
+    ("stage3-bf16", "universal"),
+]
+
+
+@pytest.mark.parametrize(("name", "converted"), [*((name, "") for name in CASES), *CONVERTED])
+def test_weights_alone(name: str, converted: str, written: Path, rank_pool: RankPool) -> None:
     folder, (ranks, stage), dtype = written / name, GOES_ON[name], CASES[name]["dtype"]
-    arguments = {"folder": str(folder), "stage": stage, "dtype": dtype}
+    arguments = {"folder": str(folder / converted), "stage": stage, "dtype": dtype}
     result = rank_pool.run(ranks, f"{MODULE}:load_weights_on_rank", arguments)[0]
     assert result["found"] == ([], []) and result["steps"] == 0
     values: dict[str, list[tuple[int, list[float]]]] = {}
@@ -152,6 +162,14 @@ def test_weights_alone(name: str, written: Path, rank_pool: RankPool) -> None:
         assert torch.equal(found, value.float().flatten()), key
     for key, value in result["buffers"].items():
         assert torch.equal(value.float(), held[f"buffer {key}"].float()), key
+
+
+def test_converters_of_round_robin_gradients_mix_parameters_up(written: Path) -> None:
+    folder = written / "stage2-bf16"
+    path = folder / "universal" / f"global_step{SAVED_AFTER}" / "zero" / "out.weight" / "fp32.pt"
+    assert not torch.equal(torch.load(path)["param"], held_by(folder)["master out.weight"])
+    with pytest.raises(CheckpointError, match="expected a run without round_robin_gradients"):
+        open_weights(folder / "universal", None)
 
 
 def read_back(paths: list[Path]) -> dict[str, torch.Tensor]:

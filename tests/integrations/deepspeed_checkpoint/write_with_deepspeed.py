@@ -3,9 +3,11 @@ what it held: parameters, moments, losses after resuming, its own fp32 weights."
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tests.integrations.deepspeed_checkpoint.subject import (
     CASES,
     RESUMED_FOR,
     SAVED_AFTER,
+    WIDTH,
+    WORDS,
     batch_of,
     config_of,
     subject_of,
@@ -78,6 +82,65 @@ def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, 
         sys.argv = ["zero_to_fp32.py", str(folder), str(folder / "converted")]
         runpy.run_path(str(folder / "zero_to_fp32.py"), run_name="__main__")
         (folder / "seen.json").write_text(json.dumps({"losses": losses, "rates": rates}))
+        write_universal(folder)
+        if stage == 1:
+            write_universal_of_tensor_parallel_ranks(folder)
+
+
+def write_universal(folder: Path) -> None:
+    """``folder/universal``, with one tag, by DeepSpeed's converter."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    tag = f"global_step{SAVED_AFTER}"
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / tag),
+            output_folder=str(folder / "universal" / tag),
+            inject_missing_state=True,
+            **options,
+        )
+    )
+
+
+# How the subject's parameters are split over two tensor parallel ranks. The words are padded.
+PADDED_WORDS, ROWS, COLUMNS = 20, ["embedding.weight", "hidden.weight"], ["out.weight"]
+
+
+def write_universal_of_tensor_parallel_ranks(folder: Path) -> None:
+    """What the converter makes of the same values on tensor parallel ranks that split them."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = folder / "universal of tensor parallel ranks" / f"global_step{SAVED_AFTER}"
+    held = {
+        key.removeprefix("master "): value
+        for key, value in torch.load(folder / "held.pt").items()
+        if key.startswith("master ")
+    }
+    information = {
+        "vocabulary_parameter_patterns": ["embedding.weight"],
+        "original_vocab_size": WORDS,
+        "parameter_with_row_parallelism_patterns": COLUMNS,
+        "tp_replicated_parameter_patterns": [f"^{name}$" for name in held if name not in (*ROWS, *COLUMNS)],
+    }
+    for name, value in held.items():
+        slices = [value] * RANKS
+        if name in (*ROWS, *COLUMNS):
+            padding = PADDED_WORDS - WORDS if name == "embedding.weight" else 0
+            padded = torch.cat([value, value.new_full((padding, WIDTH), 7.0)]) if padding else value
+            slices = list(padded.chunk(RANKS, dim=1 if name in COLUMNS else 0))
+        for rank, each in enumerate(slices):
+            for kind in ("fp32", *KINDS):
+                flat = each.detach().reshape(-1)
+                ds_to_universal.dump_param_fragment(tag / "tmp", rank, 0, kind, flat, name, 0, flat.numel())
+        shapes = [each.shape for each in slices]
+        ds_to_universal.merge_tp_slices(information, tag / "zero", tag / "tmp", RANKS, (name, shapes))
+    for rank in range(RANKS):
+        shutil.copy(
+            folder / f"global_step{SAVED_AFTER}" / "mp_rank_00_model_states.pt",
+            tag / f"mp_rank_{rank:02}_model_states.pt",
+        )
+    (tag.parent / "latest_universal").write_text(tag.name)
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:

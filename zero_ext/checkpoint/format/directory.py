@@ -27,6 +27,7 @@ _SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 _NEW_LATEST = ".latest"
 _LOCK = ".lock"
 _LOCK_POLL_SECONDS = 0.05
+_OTHERS = "Weights of another library's checkpoint are for zero_ext.load_weights."
 
 
 def step_name(step: int) -> str:
@@ -82,7 +83,8 @@ class CheckpointDirectory:
             if known:
                 return known[-1]
             raise CheckpointError(
-                f"{self.root}: it holds no checkpoint. Save one first, or pass the directory that holds some."
+                f"{self.root}: it holds no checkpoint. Save one first, or pass the directory that holds "
+                f"some. {_OTHERS}"
             ) from None
         except OSError as error:
             raise CheckpointError(
@@ -92,7 +94,7 @@ class CheckpointDirectory:
         if step is None:
             raise CheckpointError(
                 f"{path}: expected a name like {step_name(123)!r}, got {name!r}. Pass step= to load without "
-                "it."
+                f"it. {_OTHERS}"
             )
         return step
 

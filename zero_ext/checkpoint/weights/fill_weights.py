@@ -21,7 +21,8 @@ from zero_ext.checkpoint.weights.weight_sources import StoredWeight, WeightSourc
 from zero_ext.config.config_errors import clause_of
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 
-Rename = Callable[[str], str] | Mapping[str, str]
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+_MOST_TRIED = 8  # of the missing names, behind every prefix
 _UNCHANGED = "Nothing of the model was changed."
 _DAMAGE = "weights were loaded only in part"
 _REMEDY = f"The {_DAMAGE}. Load them all, or a checkpoint."
@@ -149,7 +150,7 @@ def plan_weights(
     if strict and (missing or unexpected):
         raise ValueError(
             f"weights: they lack {missing} and have {unexpected}, which the model does not. Pass 'rename' if "
-            "they have other names there, or strict=False to leave them."
+            f"they have other names there{_prefix_hint(missing, unexpected)}, or strict=False to leave them."
         )
     targets: dict[str, list[CheckpointSlice]] = {name: [] for name in keys}
     for needed in state.load_slices():
@@ -161,6 +162,15 @@ def plan_weights(
             targets[name].append(buffers.target(name, buffer))
     orders = {name: (spec.shape, spec.stride) for name, spec in specs.items()}
     return WeightsPlan(source, keys, orders, targets, buffers, missing, unexpected)
+
+
+def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:
+    """Return what to say of a prefix before the model's names, as a dict of several states gives it."""
+    for name in missing[:_MOST_TRIED]:
+        for key in unexpected:
+            if key.endswith(f".{name}"):
+                return f", which have the prefix {key.removesuffix(name)!r}"
+    return ""
 
 
 def misfits(
@@ -203,8 +213,12 @@ def _renamed(source: WeightSource, rename: Rename | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for key in source.tensors:
         name = key if rename is None else rename(key) if callable(rename) else rename.get(key, key)
+        if name is None:
+            continue
         if not isinstance(name, str):
-            raise TypeError(f"rename: expected a name for {key!r}, got {name!r}. Let it give text.")
+            raise TypeError(
+                f"rename: expected a name or None for {key!r}, got {name!r}. Let it give one of them."
+            )
         if name in found:
             raise ValueError(
                 f"rename: expected a name of its own for each tensor, got {name!r} for both {found[name]!r} "

@@ -26,9 +26,9 @@ from zero_ext.checkpoint.format.tensor_files import SAFETENSORS_CODES
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import (
     StubFragment,
     StubScaler,
-    UnfitContent,
     read_pickled,
 )
+from zero_ext.integrations.torch_archive import UnfitContent
 
 Check = Callable[[Any], Any]
 _MOST_DIMENSIONS = 64

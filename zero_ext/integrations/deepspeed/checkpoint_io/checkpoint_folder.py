@@ -12,6 +12,8 @@ from zero_ext.checkpoint.files import read_limited
 from zero_ext.checkpoint.inspection import holds_checkpoints
 
 LATEST = "latest"
+PARAMETERS = "zero"  # folder of a universal checkpoint's parameters
+_LATEST_UNIVERSAL = "latest_universal"
 CLIENT_STATE = "client"  # its key in the client_state of checkpoints that this API saves
 _LONGEST_TAG = 255
 _TAG = re.compile(rf"[^/\\\0\n]{{1,{_LONGEST_TAG}}}")
@@ -35,7 +37,8 @@ class CheckpointFiles:
 
 
 def tag_folder(folder: Path, tag: str | None) -> Path:
-    """Return the folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names.
+    """Return the folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names,
+    or ``latest_universal`` where there is no such file.
 
     ``folder`` may also be that of one checkpoint. CheckpointError says what is there if it is not.
     """
@@ -43,9 +46,10 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
         raise CheckpointError(f"{folder}: no such folder. Check the path.")
     source = "tag"
     if tag is None:
-        if holds_checkpoints(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        names = [entry.name for entry in folder.iterdir()]
+        if holds_checkpoints(folder) or is_universal(folder) or any(map(_FILE.fullmatch, names)):
             return folder
-        latest = folder / LATEST
+        latest = folder / (LATEST if LATEST in names or _LATEST_UNIVERSAL not in names else _LATEST_UNIVERSAL)
         source = str(latest)
         try:
             tag = read_limited(latest, _LONGEST_TAG + 2).decode("utf-8", "replace").strip()
@@ -69,8 +73,10 @@ def is_tag(tag: str) -> bool:
 
 def holds_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed wrote a checkpoint to ``folder``, or to a folder inside."""
-    return (folder / LATEST).is_file() or any(
-        _FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*"))
+    return (
+        (folder / LATEST).is_file()
+        or is_universal(folder)
+        or any(_FILE.fullmatch(path.name) for path in (*folder.iterdir(), *folder.glob("*/*mp_rank_*")))
     )
 
 
@@ -78,12 +84,23 @@ def _folders(folder: Path) -> str:
     return ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:10]) or "none"
 
 
-def find_files(path: Path) -> CheckpointFiles:
+def is_universal(path: Path) -> bool:
+    """Return whether ``ds_to_universal`` wrote this folder."""
+    return (path / PARAMETERS).is_dir()
+
+
+def find_files(path: Path, universal: bool = False) -> CheckpointFiles:
     """Return the files that DeepSpeed wrote to the folder of a tag.
 
-    CheckpointError names what is missing, double or of a kind that is not read (tensor, pipeline or expert
-    parallel).
+    A ``universal`` checkpoint has no optimizer's files, and at stages 1 and 2 a model's file for each tensor
+    parallel rank. CheckpointError names what is missing, double or of a kind that is not read (tensor,
+    pipeline or expert parallel).
     """
+    if not universal and is_universal(path):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of DeepSpeed's save_checkpoint, got a universal one. Load its "
+            "weights with zero_ext.load_weights."
+        )
     names = sorted(entry.name for entry in path.iterdir())
     for name in names:
         for prefix, what in _ELSEWHERE.items():
@@ -94,8 +111,8 @@ def find_files(path: Path) -> CheckpointFiles:
                 )
     found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "consolidated model": {}}
     for match in filter(None, map(_FILE.fullmatch, names)):
-        kind, rank = match[3] if match[1] else f"consolidated {match[3]}", int(match[1] or 0)
-        if int(match[2]):
+        kind, rank = match[3] if match[1] else f"consolidated {match[3]}", int(match[1] or match[2])
+        if int(match[2]) and (match[1] or not universal):
             raise CheckpointError(
                 f"{path / match[0]}: expected a data-parallel checkpoint, got one of a tensor-parallel run. "
                 "Use DeepSpeed to export its weights."
@@ -107,19 +124,19 @@ def find_files(path: Path) -> CheckpointFiles:
             )
         found.setdefault(kind, {})[rank] = path / match[0]
     optimizer = _in_order(path, found["optim"])
-    if not optimizer:
+    if not optimizer and not universal:
         raise CheckpointError(
             f"{path}: expected one '*_optim_states.pt' file per rank, got none. Pass a checkpoint of ZeRO "
             "stages 1 to 3."
         )
-    partitioned, consolidated = _in_order(path, found["model"]), tuple(found["consolidated model"].values())
+    partitioned, consolidated = (_in_order(path, found[kind]) for kind in ("model", "consolidated model"))
     if bool(partitioned) == bool(consolidated):
         raise CheckpointError(
             f"{path}: expected model files of one kind, got {len(consolidated)} 'mp_rank_*_model_states.pt' "
             f"(stages 1 and 2) and {len(partitioned)} 'zero_pp_rank_*_model_states.pt' (stage 3). Remove "
             "those of another run, or copy the missing ones."
         )
-    if partitioned and len(partitioned) != len(optimizer):
+    if partitioned and not universal and len(partitioned) != len(optimizer):
         raise CheckpointError(
             f"{path}: expected as many model files as optimizer files, got {len(partitioned)} and "
             f"{len(optimizer)}. Copy the files of all ranks."

@@ -6,10 +6,8 @@ hold are replaced by the inert ones here; any other class or function is refused
 
 from __future__ import annotations
 
-import os
 import pickletools
 import threading
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.files import open_regular
-from zero_ext.config.config_errors import clause_of
-
-_READ_BYTES = 1 << 20
+from zero_ext.integrations.torch_archive import UnfitContent, first_line, torch_archive, verify_records
 
 
 class StubScaler:
@@ -32,6 +27,10 @@ class StubFragment:
     """Stands for the address of a parameter's fragment in a partition: ``numel`` and ``start``."""
 
 
+class StubShape:
+    """Stands for the shape of a parameter that joins several: attributes."""
+
+
 class StubStage(int):
     """Stands for the enumeration of ZeRO stages: the number."""
 
@@ -40,14 +39,16 @@ _STUBS: list[tuple[type, str]] = [
     (StubScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (StubScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (StubFragment, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (StubShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (StubStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 # What torch allows is one list for the whole process.
 _allowing = threading.Lock()
 
 
-def read_pickled(path: Path) -> dict[Any, Any]:
-    """Return the dict that ``torch.save`` wrote to ``path``, tensors mapped from the file and not yet read.
+def read_pickled(path: Path, kinds: tuple[type, ...] = (dict,)) -> Any:
+    """Return the dict, or other one of ``kinds``, that ``torch.save`` wrote to ``path``, tensors mapped from
+    the file and not yet read.
 
     Time and memory are linear in the size of the file. CheckpointError names the file, and the class or
     function if one is neither torch's own nor among the stubs above: nothing of it has been imported or
@@ -55,19 +56,19 @@ def read_pickled(path: Path) -> dict[Any, Any]:
     ``torch.save``, for a tensor that reaches outside its file, and for content that repeats itself so often
     that it is much larger than the file.
     """
-    with _archive(path):
+    with torch_archive(path):
         pass
     try:
         pickle = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
         check_opcodes(pickle, (name for _, name in _STUBS))
         with _only_stubs():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if type(found) is not dict:
-            raise UnfitContent(f"it holds a {type(found).__name__}, not a dict")
-        check_expanded(found, len(pickle), path.stat().st_size)
+        if type(found) not in kinds:
+            raise UnfitContent(f"it holds a {type(found).__name__}, not a {kinds[0].__name__}")
+        check_expanded([found], len(pickle), path.stat().st_size)
     except Exception as error:
         raise CheckpointError(
-            f"{path}: refused: expected what DeepSpeed's save_checkpoint writes, got another pickle: "
+            f"{path}: refused: expected what DeepSpeed writes, got another pickle: "
             f"{_first_line(error)}. Save the checkpoint again without it, as in client_state, or use another "
             "one."
         ) from error
@@ -81,26 +82,8 @@ def verify_pickled(path: Path) -> None:
 
     CheckpointError names the file and the record that is damaged.
     """
-    with _archive(path, "Use another checkpoint, or verify=False if it was saved without.") as archive:
-        for record in archive.infolist():
-            with archive.open(record) as content:
-                while content.read(_READ_BYTES):
-                    pass
-
-
-@contextmanager
-def _archive(path: Path, advice: str = "Use another checkpoint.") -> Iterator[zipfile.ZipFile]:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-            for record in archive.infolist():
-                # One that is compressed can be a thousand times as long as the file.
-                if record.compress_type != zipfile.ZIP_STORED:
-                    raise UnfitContent(f"record {record.filename!r:.80} is compressed")
-            yield archive
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: truncated, damaged or not written by torch.save: {_first_line(error)}. {advice}"
-        ) from error
+    with torch_archive(path, "Use another checkpoint, or verify=False if it was saved without.") as archive:
+        verify_records(archive)
 
 
 @contextmanager
@@ -122,10 +105,7 @@ def _first_line(error: Exception) -> str:
     for mark in ("Unsupported global", "Trying to"):
         if mark in text:
             return text[text.index(mark) :].split(". ")[0].splitlines()[0]
-    line = text.splitlines()[0] if text else "no reason given"
-    return (
-        clause_of(line) if isinstance(error, UnfitContent) else f"{type(error).__name__}: {clause_of(line)}"
-    )
+    return first_line(error)
 
 
 _REBUILDERS = {
@@ -162,10 +142,6 @@ _DEEPEST = 100
 _EXPANSION = 32
 _ALLOWANCE = 1 << 20
 _BESIDE_TEXT = 8
-
-
-class UnfitContent(ValueError):
-    """Part of a file is not what DeepSpeed writes. The error that names the file completes its text."""
 
 
 def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:

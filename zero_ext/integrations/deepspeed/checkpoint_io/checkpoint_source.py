@@ -23,7 +23,8 @@ from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_fields import (
     stored_tensor,
 )
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_folder import CheckpointFiles
-from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import UnfitContent, read_pickled
+from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_pickle import read_pickled
+from zero_ext.integrations.torch_archive import UnfitContent
 
 _UNREADABLE = {
     "mp_world_size": "of tensor parallelism",
@@ -87,32 +88,8 @@ class DeepSpeedCheckpoint:
 
     def rank(self, rank: int) -> RankTensors:
         """Return the tensors of one rank, mapped from its files."""
-        return RankTensors(read_rank(self.files.optimizer[rank]), self.frozen_values(rank))
-
-    def frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out.
-
-        Each rank has one fragment of a parameter at most. CheckpointError if its file is of another step.
-        """
-        if rank >= len(self.files.model):
-            return {}
-        path = self.files.model[rank]
-        model = ModelFile.of(read_pickled(path), path)
-        if model.global_steps != self.model.global_steps:
-            raise CheckpointError(
-                f"{path}: expected step {self.model.global_steps} as in {self.files.model[0].name}, got "
-                f"{model.global_steps}: files of two checkpoints are mixed. Copy the files of one."
-            )
-        table, found = _frozen_table(self.files, model), {}
-        for name, entry in self.parameters.items():
-            for fragment in entry.fragments if entry.group is None else ():
-                if fragment.rank != rank:
-                    continue
-                value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
-                if value.numel() < fragment.numel:
-                    raise damaged(path, name, f"has {value.numel()} elements, expected {fragment.numel}")
-                found[name] = value[: fragment.numel]
-        return found
+        frozen = frozen_values(self.files, self.model, self.parameters, rank)
+        return RankTensors(read_rank(self.files.optimizer[rank]), frozen)
 
 
 @dataclass(frozen=True)
@@ -166,7 +143,7 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
             _check_slices(files, rank, table, trained)
     buffers = {name: stored_tensor(model.module, name, files.model[0]) for name in model.buffer_names}
     shared = model.shared_params or {}
-    frozen = _frozen(files, model, {*trained, *buffers, *shared})
+    frozen = frozen_parameters(files, model, {*trained, *buffers, *shared})
     for name in frozen.keys() & trained.keys():
         raise damaged(files.model[0], "frozen_param_shapes", f"lists {name!r}, which is trained")
     parameters = {**trained, **frozen}
@@ -177,7 +154,7 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
             aliases.setdefault(own, []).append(name)
     found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, model, client_state(content))
     for rank in range(len(files.model)):
-        found.frozen_values(rank)
+        frozen_values(files, model, parameters, rank)
     return found
 
 
@@ -269,7 +246,10 @@ def _frozen_table(files: CheckpointFiles, model: ModelFile) -> Mapping[str, Any]
     return model.frozen_param_fragments or {} if files.model_by_rank else model.module
 
 
-def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[str, StoredParameter]:
+def frozen_parameters(
+    files: CheckpointFiles, model: ModelFile, known: set[str]
+) -> dict[str, StoredParameter]:
+    """Return the parameters in the model's files that are not ``known`` as trained, tied or buffers."""
     table, path = _frozen_table(files, model), files.model[0]
     if files.model_by_rank:
         shapes = model.frozen_param_shapes or {}
@@ -284,6 +264,35 @@ def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[s
             even_fragments(math.prod(shape), len(files.model)),
         )
         found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
+    return found
+
+
+def frozen_values(
+    files: CheckpointFiles, first: ModelFile, parameters: Mapping[str, StoredParameter], rank: int
+) -> dict[str, torch.Tensor]:
+    """Return the elements of the frozen ``parameters`` that lie with ``rank``, each 1-D; padding is left out.
+
+    Each rank has one fragment of a parameter at most. CheckpointError if its file is of another step than the
+    ``first``.
+    """
+    if rank >= len(files.model):
+        return {}
+    path = files.model[rank]
+    model = ModelFile.of(read_pickled(path), path)
+    if model.global_steps != first.global_steps:
+        raise CheckpointError(
+            f"{path}: expected step {first.global_steps} as in {files.model[0].name}, got "
+            f"{model.global_steps}: files of two checkpoints are mixed. Copy the files of one."
+        )
+    table, found = _frozen_table(files, model), {}
+    for name, entry in parameters.items():
+        for fragment in entry.fragments if entry.group is None else ():
+            if fragment.rank != rank:
+                continue
+            value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
+            if value.numel() < fragment.numel:
+                raise damaged(path, name, f"has {value.numel()} elements, expected {fragment.numel}")
+            found[name] = value[: fragment.numel]
     return found
 
 

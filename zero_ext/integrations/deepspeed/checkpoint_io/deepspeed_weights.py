@@ -57,7 +57,7 @@ class DeepSpeedWeights:
         for key, slices in wanted.items():
             name = self._first[key]
             if name in self._checkpoint.buffers:
-                _put(slices, 0, self._checkpoint.buffers[name].reshape(-1), staging)
+                put_values(slices, 0, self._checkpoint.buffers[name].reshape(-1), staging)
                 continue
             for fragment in self._checkpoint.parameters[name].fragments:
                 if any(_overlap(each, fragment.start, fragment.numel) for each in slices):
@@ -66,7 +66,7 @@ class DeepSpeedWeights:
             tensors = self._checkpoint.rank(rank)
             for name, fragment, slices in found:
                 _, values = next(tensors.state_of(name, self._checkpoint.parameters[name], fragment))
-                _put(slices, fragment.start, values, staging)
+                put_values(slices, fragment.start, values, staging)
 
 
 def _overlap(target: CheckpointSlice, start: int, numel: int) -> range:
@@ -74,7 +74,9 @@ def _overlap(target: CheckpointSlice, start: int, numel: int) -> range:
     return range(max(target.start, start), min(target.start + target.numel, start + numel))
 
 
-def _put(slices: Sequence[CheckpointSlice], start: int, values: torch.Tensor, staging: DeviceStaging) -> None:
+def put_values(
+    slices: Sequence[CheckpointSlice], start: int, values: torch.Tensor, staging: DeviceStaging
+) -> None:
     """Fill what ``slices`` have of a tensor's elements from ``start`` on, the 1-D ``values``."""
     step = CHUNK_BYTES // values.element_size()
     for target in slices:
