@@ -1,4 +1,4 @@
-"""List the names of DeepSpeed's modules, and those that other libraries take from it, from their sources.
+"""List the names of DeepSpeed's modules and engines, and those that other libraries take, from their sources.
 
 `python scripts/deepspeed_names.py` rewrites zero_ext/integrations/deepspeed/names.json from the
 installed packages. With `--check` it writes nothing, prints what is new and gone since, and ends with 1 if
@@ -19,6 +19,8 @@ from typing import Any
 from zero_ext.integrations.deepspeed.name_registry import FILE, ROOT, Names
 
 LIBRARIES = ("accelerate", "lightning", "peft", "ray", "transformers", "trl")
+# DeepSpeed's engines and their files.
+ENGINES = {"DeepSpeedEngine": "runtime/engine.py", "PipelineEngine": "runtime/pipe/engine.py"}
 _IGNORED = {"__all__", "__getattr__", "__doc__", "__dir__"}
 # Values that JSON keeps. Longer texts are messages, not constants.
 _LONGEST = 100
@@ -128,7 +130,7 @@ def read_deepspeed(folder: Path) -> dict[str, Any]:
         if all(name.isidentifier() for name in names):
             name = ".".join(names)
             modules[name] = Module(name, path)
-    known = Names({"versions": {ROOT: ""}, "used": {}, "modules": _listed(modules)})
+    known = Names({"versions": {ROOT: ""}, "used": {}, "engines": {}, "modules": _listed(modules)})
     for module in modules.values():
         for origin, pairs in module.reexported.items():
             # Names that others import although the source has none of them: the module makes them.
@@ -136,6 +138,17 @@ def read_deepspeed(folder: Path) -> dict[str, Any]:
             if origin in modules:
                 modules[origin].own |= made
     return _listed(modules)
+
+
+def members_of(name: str, path: Path) -> str:
+    """The public methods of a class, and the attributes that they set on ``self``."""
+    tree = ast.parse(path.read_bytes())
+    [found] = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    members = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(found):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            members |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return " ".join(sorted(each for each in members if not each.startswith("_")))
 
 
 def _listed(modules: dict[str, Module]) -> dict[str, Any]:
@@ -192,7 +205,10 @@ def _dotted(node: ast.AST, bound: dict[str, str]) -> str:
 def collected() -> dict[str, Any]:
     """What the file says of the packages that are installed."""
     versions = {name: importlib.metadata.version(name) for name in (ROOT, *LIBRARIES)}
-    values: dict[str, Any] = {"versions": versions, "used": {}, "modules": read_deepspeed(sources_of(ROOT))}
+    folder = sources_of(ROOT)
+    engines = {name: members_of(name, folder / path) for name, path in ENGINES.items()}
+    values: dict[str, Any] = {"versions": versions, "used": {}, "engines": engines}
+    values["modules"] = read_deepspeed(folder)
     known = Names(values)
     values["used"] = {name: sorted(used_by(sources_of(name), known)) for name in LIBRARIES}
     return values
@@ -202,6 +218,7 @@ def _flat(values: dict[str, Any]) -> set[str]:
     """One line for every fact of the file."""
     lines = {f"version of {name}: {version}" for name, version in values["versions"].items()}
     lines |= {f"{library} uses {path}" for library, paths in values["used"].items() for path in paths}
+    lines |= {f"{engine}.{name}" for engine, text in values["engines"].items() for name in text.split()}
     for module, entry in values["modules"].items():
         lines.add(f"module {module}")
         lines |= {f"{module}.{name}" for name in entry.get("own", "").split()}

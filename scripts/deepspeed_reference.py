@@ -82,6 +82,12 @@ def _members(engine: str) -> Iterator[Entry]:
     for name in sorted(each for each in defined if not each.startswith("_")):
         path = f"deepspeed.{engine}.{name}"
         yield Entry(path, Definition(f"deepspeed.{engine}", name), True, sentence(difference_of(path)))
+    for name in sorted(
+        set(names().engines[engine].split()) - defined - vars(deepspeed.DeepSpeedEngine).keys()
+    ):
+        path = f"deepspeed.{engine}.{name}"
+        if names().member(name) == path and not hasattr(kind, name):
+            yield Entry(path, Definition(f"deepspeed.{engine}", name), False, sentence(reason_of(path)))
 
 
 def _tables() -> str:

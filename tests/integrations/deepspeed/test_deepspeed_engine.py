@@ -367,7 +367,7 @@ def test_leaf_modules_and_overflow(world: World) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 4}
     engine, *_ = deepspeed.initialize(model=model, config=config_of(3, fp16=fp16))
     assert engine.zero_config.units.leaf_modules == ("1",)
-    assert engine.loss_scale == 16 and engine.dynamic_loss_scale()
+    assert engine.optimizer.loss_scale == 16 and engine.dynamic_loss_scale()
     for number in range(2):
         engine.backward(loss_of(engine, world, number, world.rank) * (1e30 if number else 1))
         engine.step()

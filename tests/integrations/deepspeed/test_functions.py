@@ -107,7 +107,7 @@ def test_configuration_models() -> None:
     assert config.bfloat16_enabled and not config.fp16_enabled and config.zero_enabled
     assert config.zero_config.offload_optimizer.device == "cpu" and config.zero_config.sub_group_size == 10**9
     assert config.scheduler_name == "WarmupLR" and config.optimizer_name is None
-    assert DeepSpeedZeroConfig(stage=3).stage3_max_live_parameters == 10**9
+    assert DeepSpeedZeroConfig(stage=3, stage3_max_live_parameters=5).max_live_parameters == 5
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_sise"):
         deepspeed.DeepSpeedConfig({"train_batch_sise": 8})
     assert deepspeed.DeepSpeedConfigError is ConfigError

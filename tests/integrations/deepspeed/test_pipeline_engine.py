@@ -65,6 +65,13 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
         engine.stage_id * 2,
         engine.stage_id * 2 + 1,
     ]
+    assert groups._get_data_parallel_group_ranks() == [engine.stage_id * 2, engine.stage_id * 2 + 1]
+    assert groups._get_broadcast_src_rank() == engine.stage_id * 2
+    assert engine.pipeline_parallelism and not hasattr(engine, "grid")
+    with pytest.raises(
+        deepspeed.DeepSpeedFeatureError, match=r"engine\.grid: .* Use the module's mesh.*module\.mesh"
+    ):
+        engine.grid  # noqa: B018
     for refused in (engine, engine.forward, engine.backward, engine.step, engine.coalesce_grad_reduction):
         with pytest.raises(RuntimeError, match=r"full batches\. Call engine\.train_batch"):
             refused()

@@ -133,7 +133,24 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
+def has_coalescing_manager() -> bool:
+    """Return False: use torch's functions tensor by tensor."""
+    return False
+
+
+def get_world_rank_from_launcher() -> int:
+    """Return this process's rank, as the launcher says."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def get_world_size_from_launcher() -> int:
+    """Return the number of ranks, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 has_reduce_scatter_tensor = has_all_gather_into_tensor
+has_all_reduce_coalesced = has_coalescing_manager
+get_local_rank_from_launcher = get_local_rank
 
 
 # The meshes of the pipelines that live, the newest last.
@@ -161,6 +178,16 @@ def _get_data_parallel_rank() -> int:
     return dist.get_rank(_get_data_parallel_group()) if dist.is_initialized() else 0
 
 
+def _get_data_parallel_group_ranks() -> list[int]:
+    """Return their global ranks."""
+    return get_all_ranks_from_group(_get_data_parallel_group())
+
+
+def _get_broadcast_src_rank() -> int:
+    """Return the global rank of the first of them."""
+    return _get_data_parallel_group_ranks()[0]
+
+
 def _get_model_parallel_world_size() -> int:
     """1: DeepSpeed's own model and sequence parallelism are not served."""
     return 1
@@ -172,7 +199,8 @@ def _get_sequence_parallel_rank() -> int:
 
 
 _get_sequence_parallel_world_size = _get_model_parallel_world_size
-get_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_group = _get_sequence_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.deepspeed.checkpoint_io import checkpoint_tags
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_tags import write_weights
 from zero_ext.integrations.deepspeed.deepspeed_config import SettingsQuestions
-from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.import_alias import DeepSpeedFeatureError, missing_member
 from zero_ext.integrations.deepspeed.optimizer_types import DeepSpeedZeRoOffload
 from zero_ext.integrations.transformers.model_patches import bind_methods
 from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
@@ -115,11 +116,22 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """0: there is no model parallelism."""
         return 0
 
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale in force; 1 unless parameters are fp16."""
-        step = engine_of(self).optimizer_step
-        return step.scaler.scale if step.scales_loss else 1.0
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the JSON's optimizer, in lower case if it is DeepSpeed's own, else the class."""
+        section = self.native.optimizer
+        if section is None:
+            return self.get_type()[0] if isinstance(self.optimizer, ZeroOptimizer) else None
+        traits = OPTIMIZERS[section.type]
+        own = traits.deepspeed_builders or traits.deepspeed_defaults
+        return section.type.lower() if own else section.type
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise missing_member(self, name) from error
 
     # -- the loop -----------------------------------------------------------------------------------------
 
@@ -255,7 +267,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if not isinstance(self.optimizer, ZeroOptimizer):
             raise RuntimeError(
-                f"engine.{what}: this engine has no optimizer. Pass one to deepspeed.initialize, or write an "
+                f"engine.{what}: this engine has no optimizer. Pass one to initialize, or write an "
                 "'optimizer' section in the JSON."
             )
         return self.optimizer
@@ -355,7 +367,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     def compile(self, *_: Any, **__: Any) -> None:
         """Raise ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
         raise DeepSpeedFeatureError(
-            "engine.compile: it is not supported. Compile the model's blocks before deepspeed.initialize "
+            "engine.compile: it is not supported. Compile the model's blocks before initialize "
             "(for block in model.layers: block.compile())."
         )
 

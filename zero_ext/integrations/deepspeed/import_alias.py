@@ -19,12 +19,38 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NoReturn
 
-from zero_ext.integrations.deepspeed.name_registry import ROOT, Definition, mirrors_of, names, reason_of
+from torch import nn
+
+from zero_ext.integrations.deepspeed.name_registry import (
+    ROOT,
+    Definition,
+    fix_of,
+    mirrors_of,
+    names,
+    reason_of,
+)
 from zero_ext_import_hooks import VARIABLE, Finder
 
 
 class DeepSpeedFeatureError(RuntimeError):
     """A feature of DeepSpeed that zero_ext does not offer; the message says what to do instead."""
+
+
+class DeepSpeedMemberError(DeepSpeedFeatureError, AttributeError):
+    """A method or attribute of DeepSpeed's engine that zero_ext does not offer; ``hasattr`` is False."""
+
+
+def missing_member(engine: nn.Module, name: str) -> AttributeError:
+    """Return the error of an attribute that neither ``engine`` nor its model has."""
+    path = names().member(name)
+    if path is not None:
+        return DeepSpeedMemberError(f"engine.{name}: it is not supported. {fix_of(path)}")
+    kind, model = type(engine).__name__, type(vars(engine)["_modules"].get("module")).__name__
+    return AttributeError(
+        f"{name}: expected an attribute of {kind} or of its model, {model}, got neither. Check the name.",
+        name=name,
+        obj=engine,
+    )
 
 
 class _Refused(type):

@@ -71,8 +71,18 @@ DIFFERENCES: dict[str, str] = {
     f"{_ENGINE}.*module_state_dict": _FULL_STATE,
     f"{_ENGINE}.get_global_grad_norm": "returns None before the first step, and without clipping or fp16",
     f"{_ENGINE}.zero_gather_16bit_*": "always returns True, since full weights are always available",
+    f"{_ENGINE}.loss_scale": "that of the JSON. engine.optimizer.loss_scale is the one in force",
+    **dict.fromkeys(
+        (
+            f"{_ENGINE}.zero_{name}"
+            for name in ("[rp]*_bucket_size", "param_*_threshold", "max_reuse_distance")
+        ),
+        "the default is that of zero_ext",
+    ),
     f"{_ENGINE}.destroy": "does nothing, since memory is released with the model",
     f"{_ENGINE}.compile": "raises. Compile the blocks of the model before initialize",
+    "deepspeed.comm.*_from_launcher": "reads the variables of torchrun",
+    "deepspeed.comm.has_*coalesc*": "returns False, since coalesced functions are unsupported",
     "deepspeed.comm.*": "same as in torch.distributed. Functions accept and ignore prof, log_name and debug",
     "deepspeed.zero.Init": 'ignores values "auto" and uses the tier of offload_param',
     "deepspeed.zero.GatheredParameters": "a write without modifier_rank raises instead of being dropped",
@@ -140,12 +150,32 @@ _EXPERTS = (
     "zero_ext.parallel.make_mesh. For a model's own layers use deepspeed.utils.set_z3_leaf_modules"
 )
 _COUNTED = "the engine always counts the bytes that it sends. Read zero_ext.zero.engine_of(engine).traffic"
+_COMPILE = "DeepCompile does not exist here. Compile the blocks of the model before initialize"
+_DATA = "there is no curriculum learning. Choose samples in the data set"
+_GRID = "use the module's mesh, a torch DeviceMesh with groups and ranks, as in module.mesh['dp'].get_group()"
+_LOADER = "pass training_data and collate_fn to initialize"
+_TUNE = "use 'zero-ext plan' and 'zero-ext tune'"
 _CONFIG = "read the attributes of deepspeed.DeepSpeedConfig(json), or the JSON itself"
 
 REASONS: dict[str, str] = {
-    "deepspeed.autotuning*": "use 'zero-ext plan' and 'zero-ext tune'",
-    "deepspeed.compile*": "DeepCompile does not exist here. Compile the blocks of the model before "
-    "initialize",
+    "*autotuning_*": _TUNE,
+    "deepspeed.autotuning*": _TUNE,
+    "deepspeed.compile*": _COMPILE,
+    "*Engine.*compile_*": _COMPILE,
+    "*Engine.get_*_backend": _COMPILE,
+    "*Engine.set_train_*": "batch sizes are part of the set-up. Write managed_gradient_accumulation false in "
+    "the JSON, and call step() where a step ends",
+    "*Engine.*load_states": "use zero_ext.sleep(engine) and zero_ext.wake(engine)",
+    **dict.fromkeys((f"*Engine.{name}" for name in ("deepspeed_io", "*_fn", "*_func", "*ing_data")), _LOADER),
+    **dict.fromkeys((f"*Engine.{name}" for name in ("*curriculum*", "data_*_config", "random_ltd*")), _DATA),
+    "*Engine.a??_config": "read engine.zero_config.aio",
+    "*Engine.*allreduce*": "backward and step reduce gradients. Use torch.distributed for other tensors",
+    "*Engine.*timer*": "set wall_clock_breakdown in the JSON",
+    "*Engine.monitor": "write the section csv_monitor, tensorboard or wandb in the JSON",
+    "*Engine.[bc]*_optimizer": "read engine.optimizer.optimizer",
+    "*Engine.*moe_*": _EXPERTS,
+    "*Engine.torch_autocast*": "put torch.autocast around the forward pass",
+    "*Engine.grid": _GRID,
     "deepspeed.io*": "use deepspeed.ops.aio, or torch.save",
     "deepspeed.launcher*": "start with 'zero-ext run --deepspeed-compat', accelerate launch or torchrun",
     "deepspeed.linear*": "use PEFT's LoRA. Frozen weights are sharded and offloaded in their own dtype",
@@ -156,8 +186,7 @@ REASONS: dict[str, str] = {
     "deepspeed.sequence*": _SEQUENCE,
     "*sequence_parallel*": _SEQUENCE,
     "*[dD]ual[pP]ipe[vV]*": _DUAL,
-    "*.PipelineParallelGrid*": "use the module's mesh, a torch DeviceMesh with groups and ranks, as in "
-    "module.mesh['dp'].get_group()",
+    "*.PipelineParallelGrid*": _GRID,
     "deepspeed.runtime.pipe.schedule*": "pass the name of a schedule to "
     "zero_ext.parallel.pipeline.PipelineModule",
     "deepspeed.comm.*_coalesced": "use torch.distributed's functions tensor by tensor",
@@ -179,18 +208,18 @@ REASONS: dict[str, str] = {
     "deepspeed.model_implementations*": _INFERENCE,
     "deepspeed.runtime.hybrid_engine*": _INFERENCE,
     "*HybridEngine*": _INFERENCE,
-    "deepspeed.runtime.data_pipeline*": "there is no curriculum learning. Choose samples in the data set",
+    "deepspeed.runtime.data_pipeline*": _DATA,
     "deepspeed.runtime.comm*": "its collectives are part of optimizers here. Use zero_ext.OneBitAdam",
     "deepspeed.*tensor_parallel*": _TENSOR,
     "deepspeed.*model_parallel*": _TENSOR,
     "deepspeed.tp_model_init": _TENSOR,
     "deepspeed.runtime.lr_schedules.*": "write the 'scheduler' section in the JSON",
-    "deepspeed.runtime.dataloader.*": "pass training_data to initialize",
+    "deepspeed.runtime.dataloader.*": _LOADER,
     "deepspeed.runtime.config.*Writer": "write the JSON with json.dump. initialize checks it",
     "deepspeed.runtime.*config*": _CONFIG,
     "deepspeed.monitor.comet*": "use csv_monitor, tensorboard or wandb",
     "deepspeed.utils.numa*": "bind ranks with torchrun --numa-binding or numactl",
-    "*.clip_grad_norm_": "gradients are sharded over ranks. Set gradient_clipping in the JSON",
+    "*.clip_*": "gradients are sharded over ranks. Set gradient_clipping in the JSON",
     "deepspeed.utils.tensor_fragment.safe_*": "use safe_get_full_grad and safe_set_full_grad, or param.grad",
     "deepspeed.utils.nvtx*": "use torch.profiler.record_function",
     "*": "internal to DeepSpeed, and replaced by the implementation of zero_ext",
@@ -216,6 +245,12 @@ class Names:
         self.version: str = values["versions"][ROOT]
         self.used: dict[str, list[str]] = values["used"]
         self.modules: dict[str, Any] = values["modules"]
+        self.engines: dict[str, str] = values["engines"]
+
+    def member(self, name: str) -> str | None:
+        """Return the path of a public method or attribute of DeepSpeed's engines; None if they have none."""
+        found = (f"{ROOT}.{kind}.{name}" for kind, listed in self.engines.items() if name in listed.split())
+        return next(found, None)
 
     def constants(self, module: str) -> dict[str, Any]:
         """Return the constants that ``module`` defines, with their values."""
@@ -305,6 +340,12 @@ def difference_of(path: str) -> str:
 def reason_of(path: str) -> str:
     """Return the reason and the alternative for an unsupported name, by the path of its definition."""
     return _first(REASONS, path)
+
+
+def fix_of(path: str) -> str:
+    """Return the same as a sentence."""
+    reason = reason_of(path)
+    return f"{reason[0].upper()}{reason[1:]}."
 
 
 def _first(notes: dict[str, str], path: str) -> str:

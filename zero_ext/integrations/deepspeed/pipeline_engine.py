@@ -74,6 +74,11 @@ class PipelineEngine(DeepSpeedEngine):
         return dist.get_rank()
 
     @property
+    def pipeline_parallelism(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
         return self.gradient_accumulation_steps()

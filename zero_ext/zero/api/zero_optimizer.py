@@ -58,6 +58,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._last_skipped
 
     @property
+    def loss_scale(self) -> float:
+        """The loss scale in force; 1 unless parameters are fp16."""
+        step = self.engine.optimizer_step
+        return step.scaler.scale if step.scales_loss else 1.0
+
+    @property
     def overflow(self) -> bool:
         """`step_was_skipped` by the name that Accelerate reads from DeepSpeed's optimizers."""
         return self._last_skipped
