@@ -62,10 +62,10 @@ def test_the_versions_are_those_that_are_required_and_tested() -> None:
             lambda patch: patch.setattr(private_methods.transformers, "__version__", "6.0.0"),
             r"below 6.*got 6\.0\.0",
         ),
-        (lambda patch: patch.delattr(Trainer, "_save_scaler"), "has no _save_scaler"),
+        (lambda patch: patch.delattr(Trainer, "_save_scaler"), "without Trainer._save_scaler"),
         (
             lambda patch: patch.setattr(Trainer, "_prepare_for_training", Trainer.log),
-            "no _created_lr_scheduler",
+            "without Trainer._created_lr_scheduler",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import inspect
 import transformers
 from transformers import Trainer
 
-# Releases that tests run with. pyproject.toml requires the oldest: before it there is no
+# Releases that tests run with. pyproject.toml requires the oldest. Before it there is no
 # ``_prepare_for_training``.
 OLDEST, NEWEST = "5.3.0", "5.23.0"
 OVERRIDDEN = (
@@ -34,7 +34,7 @@ ATTRIBUTES = {"_created_lr_scheduler": "_prepare_for_training"}
 
 
 def check_transformers() -> None:
-    """Raise ``ImportError`` for a transformers whose Trainer cannot be sharded."""
+    """Raise ``ImportError`` for a transformers release that is not supported."""
     found = transformers.__version__
     missing = [name for name in OVERRIDDEN if not hasattr(Trainer, name)]
     for name, reader in ATTRIBUTES.items():
@@ -42,7 +42,7 @@ def check_transformers() -> None:
             missing.append(name)
     oldest, version = (tuple(map(int, each.split(".")[:2])) for each in (OLDEST, found))
     if missing or not oldest <= version < (6,):
-        lacks = f", whose Trainer has no {', '.join(missing)}" if missing else ""
+        lacks = f" without Trainer.{', Trainer.'.join(missing)}" if missing else ""
         raise ImportError(
             f"transformers: expected {OLDEST} or newer, below 6 (tested up to {NEWEST}), got {found}{lacks}. "
             f"Run pip install transformers=={NEWEST}."
