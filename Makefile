@@ -5,6 +5,7 @@
 #   make demo-compressed  train over two simulated nodes with and without compressed communication
 #   make demo-3d   train with pipelines, tensor parallelism and ZeRO, compared with one process
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
+#   make test-oldest-transformers  the Trainer's tests with the oldest release of transformers that is supported
 #   make zoo       train models that nobody tuned to the library, compared with plain torch; a table in build/zoo.md
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make arm-check cross-compile the C++ tests for 64-bit Arm and run them in an emulator
@@ -42,12 +43,13 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
+OLDEST_TRANSFORMERS := build/transformers-oldest
 BROWSER := $(VENV)/.stamp-browser
 DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
 ARM := $(VENV)/.stamp-arm
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize arm-check cuda-check gpu-check gpu-wheels lint format \
+.PHONY: setup test test-cpp test-python test-integrations test-oldest-transformers demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize arm-check cuda-check gpu-check gpu-wheels lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -89,6 +91,17 @@ $(BROWSER): scripts/system_packages.sh
 
 test-integrations: $(INTEGRATIONS) $(BROWSER)
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS) tests/integrations
+
+# All else that the tests import is in .venv. This release needs an older hub and older tokenizers.
+$(OLDEST_TRANSFORMERS)/.stamp: $(INTEGRATIONS)
+	rm -rf $(OLDEST_TRANSFORMERS)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --target $(OLDEST_TRANSFORMERS) --no-deps \
+	  transformers==5.3.0 huggingface_hub==1.33.0 tokenizers==0.22.2
+	touch $@
+
+test-oldest-transformers: $(OLDEST_TRANSFORMERS)/.stamp
+	PYTHONPATH=$(CURDIR)/$(OLDEST_TRANSFORMERS) $(BIN)/python -m pytest $(PYTEST_OPTIONS) $(addprefix tests/integrations/transformers/test_, \
+	  batch_size_search.py private_methods.py trainer_checkpoints.py training.py)
 
 zoo: $(INTEGRATIONS)
 	$(BIN)/python -m tests.zoo --report build/zoo.md

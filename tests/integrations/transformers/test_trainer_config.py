@@ -246,18 +246,11 @@ def test_every_contradiction_is_listed_at_once(tmp_path: Path) -> None:
     assert set(caught.value.paths) == {"gradient_clipping", "batch.micro_batch_size"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"bf16_full_eval": True}, "bf16=True"),
-        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
-    ],
-)
-def test_arguments_that_cannot_be_served_say_what_to_do(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        ZeroTrainer(model=llama(0), args=arguments(tmp_path, **changes), train_dataset=Sentences(8, 0))
+def test_arguments_that_cannot_be_served_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bf16=True"):
+        ZeroTrainer(
+            model=llama(0), args=arguments(tmp_path, bf16_full_eval=True), train_dataset=Sentences(8, 0)
+        )
 
 
 def test_ranks_that_the_arguments_do_not_see_are_an_error(

@@ -62,20 +62,54 @@ def effect_of_rounding(plain: Any, model: Any, folder: Any, data: Sentences, **s
     return largest_difference(column(shaken, "grad_norm"), column(plain, "grad_norm"))
 
 
+class Ragged(Sentences):
+    """Sentences without what is not to be learnt, so of several lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[: self.lengths[index]] for name, values in super().__getitem__(index).items()}
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of ``Ragged`` samples."""
+    pads = {"input_ids": 0, "labels": -100}
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence([each[name] for each in samples], True, pad)
+        for name, pad in pads.items()
+    }
+    return {**batch, "attention_mask": (batch["labels"] != -100).long()}
+
+
+# Arguments that change the data or the losses, and what is logged because of them.
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"neftune_noise_alpha": 5.0}, "loss"),
+    ({"train_sampling_strategy": "group_by_length"}, "loss"),
+    ({"average_tokens_across_devices": False}, "loss"),
+    ({"include_num_input_tokens_seen": "all"}, "num_input_tokens_seen"),
+    ({"include_num_input_tokens_seen": "non_padding"}, "num_input_tokens_seen"),
+    ({"eval_on_start": True}, "eval_loss"),
+]
+
+
 @on_ranks(2)
 def test_arguments_that_change_data_and_losses_act_as_in_the_plain_trainer(world: World) -> None:
     enter(world)
-    settings = {"max_steps": 6, "seed": world.seed % 1000, "gradient_accumulation_steps": 2}
-    settings |= {"train_sampling_strategy": "group_by_length", "average_tokens_across_devices": True}
-    settings |= {"include_num_input_tokens_seen": "all", "neftune_noise_alpha": 5.0}
-    data = Sentences(90, world.seed)
+    settings = {"max_steps": 3, "seed": world.seed % 1000, "gradient_accumulation_steps": 2}
+    data, more = Ragged(60, world.seed), {"data_collator": padded, "eval_dataset": Ragged(8, world.seed + 1)}
     with shared_folder(world) as folder:
-        runs = [
-            fitted(kind, llama(world.seed), folder, data, config, **settings)
-            for kind, config in ((Trainer, None), (ZeroTrainer, {"stage": 3}))
-        ]
-    assert_alike(runs[1], runs[0], "arguments")
-    assert column(runs[1], "num_input_tokens_seen") == column(runs[0], "num_input_tokens_seen") != []
+
+        def run(kind: Any, changes: dict[str, Any], **zero: Any) -> Any:
+            args = arguments(folder, **settings, **changes)
+            trainer = kind(model=llama(world.seed), args=args, train_dataset=data, **more, **zero)
+            trainer.train()
+            return trainer
+
+        without = run(Trainer, {})
+        for changes, logged in ARGUMENTS:
+            plain, trainer = run(Trainer, changes), run(ZeroTrainer, changes, zero_config={"stage": 3})
+            assert_alike(trainer, plain, str(changes))
+            wanted = column(plain, logged)
+            assert largest_difference(column(trainer, logged), wanted) < 1e-5, changes
+            assert wanted != column(without, logged), changes  # so the argument has had an effect
 
 
 @on_ranks(2)
@@ -118,7 +152,7 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_combined(wor
     settings = {
         "num_train_epochs": 2,
         "gradient_accumulation_steps": 3,
-        "activation_checkpointing": True,
+        "gradient_checkpointing": True,  # its name in every supported release
         "label_smoothing_factor": 0.1,
         "max_grad_norm": 0.7,
         "weight_decay": 0.1,

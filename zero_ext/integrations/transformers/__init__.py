@@ -46,6 +46,6 @@ def __getattr__(name: str) -> object:
     if missing and name in _MODULES:
         raise ImportError(
             f"{_PACKAGE}.{name}: {' and '.join(missing)} not installed. Install it with "
-            "pip install 'zero_ext[integrations]' or pip install 'transformers>=5' accelerate."
+            "pip install 'zero_ext[integrations]' or pip install 'transformers>=5.3' accelerate."
         )
     return _find(name)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from zero_ext.config.sources.config_source import ConfigSource, read_config
+from zero_ext.integrations.transformers.private_methods import check_transformers
 from zero_ext.integrations.transformers.trainer import ZeroTrainerMixin
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -81,6 +82,7 @@ def shard_all_trainers(config: ConfigSource = None) -> None:
 
 def sharded_class(own: type[Trainer]) -> type[Trainer]:
     """Return the class ``own`` with the mixin before it, that for adapters where PEFT is in use."""
+    check_transformers()
     mixin: type = ZeroTrainerMixin
     if "peft" in sys.modules:
         from zero_ext.integrations.peft import ZeroPeftTrainerMixin

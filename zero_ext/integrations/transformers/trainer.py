@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import Trainer
 
@@ -22,6 +23,7 @@ from zero_ext.integrations.transformers.model_patches import (
     is_prepared,
     mark_prepared,
 )
+from zero_ext.integrations.transformers.private_methods import check_transformers
 from zero_ext.integrations.transformers.reference_model import mix_by_shards
 from zero_ext.integrations.transformers.streamed_saving import can_stream, save_streamed
 from zero_ext.integrations.transformers.trainer_checkpoints import (
@@ -71,6 +73,7 @@ class ZeroTrainerMixin(_Base):
 
     Raises:
         ConfigError: arguments contradict `zero_config`; both sides are shown.
+        ImportError: a transformers that is not supported.
         ValueError: arguments that are not supported, a tokenizer that has more tokens than the model, or a
             model with PEFT's adapters, which `ZeroPeftTrainer` is for. Nothing was changed.
     """
@@ -80,6 +83,7 @@ class ZeroTrainerMixin(_Base):
     lr_scheduler: Any
 
     def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
+        check_transformers()
         self._written = read_config(zero_config)
         super().__init__(*args, **kwargs)
         self._check_configuration()
@@ -163,7 +167,12 @@ class ZeroTrainerMixin(_Base):
             # The blocks will be, with these options. Accelerate, which comes later, leaves the model alone.
             options = self.accelerator.state.dynamo_plugin.to_kwargs()
             model = torch.compile(model, **options)  # type: ignore[assignment]
-        return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
+        try:
+            return prepare(model, optimizer, self._zero_settings, wrap=False, device=self.args.device)[1]
+        except RuntimeError as error:
+            if self._asks_for_smaller_batch(error):  # which would not help
+                raise MemoryError(str(error)) from error
+            raise
 
     def _check_own_optimizer(self) -> None:
         name = type(self.model).__name__
@@ -226,6 +235,32 @@ class ZeroTrainerMixin(_Base):
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(batch_size, *args, **kwargs)
+        except RuntimeError as error:
+            if self._asks_for_smaller_batch(error) and is_prepared(self.model):
+                self._end_broken_step(error, batch_size)
+            raise
+
+    def _asks_for_smaller_batch(self, error: RuntimeError) -> bool:
+        return bool(self.args.auto_find_batch_size and should_reduce_batch_size(error))
+
+    def _end_broken_step(self, error: RuntimeError, batch_size: int | None) -> None:
+        """Let one rank begin the loop again, or raise on all of several ranks: the others wait in collectives
+        that this rank cannot join."""
+        collectives = self._engine.collectives
+        if collectives.world_size == 1:
+            self._engine.clear_gradients()  # and count micro-batches from 0
+            return
+        reason = (
+            f"rank {collectives.rank}: expected a batch of {batch_size} to fit, got an out-of-memory error. "
+            "With several ranks auto_find_batch_size cannot try again, because the others are inside this "
+            "step. Start all ranks again with a smaller per_device_train_batch_size."
+        )
+        collectives.abort(reason)
+        raise RuntimeError(reason) from error
+
     # -- the step -----------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -272,7 +307,8 @@ class ZeroTrainerMixin(_Base):
                 )
                 return
             state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
-        super()._save(output_dir, state_dict=state_dict)
+        if self.args.should_save or not is_prepared(self.model):
+            super()._save(output_dir, state_dict=state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `from_pretrained` reads it; all ranks call it.
@@ -281,7 +317,13 @@ class ZeroTrainerMixin(_Base):
             output_dir: as in the Trainer.
             _internal_call: as in the Trainer.
         """
-        super().save_model(output_dir, _internal_call=_internal_call)
+        if self.args.should_save or not is_prepared(self.model):
+            super().save_model(output_dir, _internal_call=_internal_call)
+        else:
+            # Up to transformers 5.21 only ranks that write call `_save`, and all have shards to gather.
+            self._save(output_dir)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

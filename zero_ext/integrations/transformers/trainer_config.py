@@ -253,10 +253,6 @@ def refuse_arguments(trainer: Any) -> None:
             f"in. Set {full_eval[:4]}=True, or precision.dtype in zero_config.",
         ),
         (
-            args.auto_find_batch_size,
-            "auto_find_batch_size tries again after the model was sharded. Set per_device_train_batch_size.",
-        ),
-        (
             args.n_gpu > 1,
             f"one process drives {args.n_gpu} GPUs with DataParallel. Start one process per GPU: torchrun "
             "--nproc-per-node gpu.",
