@@ -71,9 +71,10 @@ class TrainerFinder:
         if fullname not in _SHARDED:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            found = getattr(finder, "find_spec", None)  # which Python does without, too
+            spec = None if finder is self or found is None else found(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _TrainerLoader(spec.loader)  # type: ignore[assignment]
+                spec.loader = _TrainerLoader(spec.loader)
                 return spec
         return None
 
@@ -83,6 +84,8 @@ class _TrainerLoader:
         self._plain = plain
 
     def __getattr__(self, name: str) -> object:
+        if name == "_plain":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._plain, name)
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":

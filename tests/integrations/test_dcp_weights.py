@@ -3,6 +3,7 @@ reads from them, or an error and nothing changed."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import warnings
@@ -255,6 +256,27 @@ def test_no_code_runs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata: refused: .* it calls 'posix.mkdir'.*HuggingFace"):
         open_weights(folder, None)
     assert not made.exists()
+
+
+def test_names_that_grow(tmp_path: Path) -> None:
+    """Each of the steps would double a name."""
+    steps = b"".join(b"h" + bytes([each]) + b"h" + bytes([each]) + b"\x93\x94" for each in range(40))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x08aaaaaaaa\x94" + steps + b".")
+    with pytest.raises(CheckpointError, match="something other than two short strings"):
+        open_weights(tmp_path, None)
+
+
+def test_too_many_boxes_to_compare(tmp_path: Path) -> None:
+    shape, ones = (2,) * 13, (1,) * 13
+    folder = written(tmp_path)
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    entry, info = table.state_dict_metadata["a"], stored(table, "a")
+    offsets = list(itertools.product((0, 1), repeat=13))
+    entry.size, entry.chunks = torch.Size(shape), [box(each, ones) for each in offsets]
+    table.storage_data |= {metadata.MetadataIndex("a", torch.Size(each)): info for each in offsets}
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(CheckpointError, match="'a': it is cut into too many chunks"):
+        open_weights(folder, None)
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, 500, -1])

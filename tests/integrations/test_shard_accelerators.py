@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,21 +37,43 @@ def test_a_script_trains_as_under_ddp(tmp_path: Path) -> None:
     assert distance(*weights) < 1e-5
 
 
-SUBCLASS = """
-import accelerate
+OTHER_USES = """
+import json, sys
+import accelerate, torch
 from zero_ext.integrations.shard_accelerators import shard_all_accelerators
 shard_all_accelerators()
 shard_all_accelerators()
 class Own(accelerate.Accelerator):
     pass
-print(type(accelerate.Accelerator(cpu=True)).__name__)
-Own(cpu=True)
+kind = {"own": Own, "auto": accelerate.Accelerator}[sys.argv[1]]
+accelerator = kind(cpu=True)
+loader = accelerator.prepare(torch.utils.data.DataLoader(range(4)))
+print(json.dumps([type(accelerator).__name__, accelerator.is_main_process, len(loader)]))
+accelerator.prepare(torch.nn.Linear(2, 2))
 """
 
 
-def test_a_class_of_the_script_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "reason"),
+    [
+        ("own", "Own", "TypeError: Own: expected accelerate's own Accelerator, got a subclass"),
+        ("auto", "Accelerator", "optimizer.params.lr"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_a_model(
+    tmp_path: Path, kind: str, name: str, reason: str
+) -> None:
+    """Before that it answers: scripts with a Trainer ask it for the rank."""
+    config = tmp_path / "trainer.json"
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "optimizer": optimizer}))
     done = subprocess.run(
-        [sys.executable, "-c", SUBCLASS], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", OTHER_USES, kind],
+        cwd=ROOT,
+        env={**os.environ, "ZERO_EXT_CONFIG": str(config)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.stdout == "ZeroAccelerator\n" and done.returncode == 1
-    assert "TypeError: Own: expected accelerate's own Accelerator, got a subclass" in done.stderr
+    assert done.stdout == json.dumps([name, True, 4]) + "\n" and done.returncode == 1
+    assert reason in done.stderr

@@ -104,6 +104,8 @@ def test_configurations_that_do_not_exist() -> None:
         StatePlacement.of_stage(4)
     with pytest.raises(ValueError, match="expected one with parameters, got ReLU"):
         zero_ext.prepare(nn.ReLU(), None, {"stage": 3})
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got 5"):
+        zero_ext.prepare(5, None, {"stage": 3})
     zero_ext.prepare(model, None, {"stage": 3})
 
 

@@ -24,6 +24,8 @@ _LARGEST_BYTES = 1 << 30
 _LARGEST_NUMBER = 1 << 62
 _MOST_DIMENSIONS = 64
 _MOST_FIELDS = 16
+_LONGEST_NAME = 200
+_MOST_COMPARED = 64  # other boxes for a box of a tensor; sharding along few dimensions leaves few to compare
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _CALLED = {
@@ -135,6 +137,8 @@ class _Evaluation:
         elif name == "GLOBAL":
             stack.append(Global(argument.replace(" ", ".")))
         elif name == "STACK_GLOBAL":
+            if any(type(each) is not str or len(each) > _LONGEST_NAME for each in stack[-2:]):
+                raise UnfitContent("it names a class by something other than two short strings")
             stack[-2:] = [Global(".".join(stack[-2:]))]
         elif name in ("REDUCE", "NEWOBJ"):
             function, arguments = stack[-2:]
@@ -247,6 +251,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[DcpChunk]) -> N
     # Along the dimension of most shards few boxes are open at a time.
     dim = max(range(len(shape)), key=lambda each: len({one.offsets[each] for one in chunks}), default=None)
     opened: list[DcpChunk] = []
+    left = _MOST_COMPARED * len(chunks) + (1 << 20)
     for chunk in sorted(chunks, key=lambda one: 0 if dim is None else one.offsets[dim]):
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > extent for end, extent in zip(ends, shape, strict=True)):
@@ -255,6 +260,9 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[DcpChunk]) -> N
             )
         if dim is not None:
             opened = [one for one in opened if one.offsets[dim] + one.sizes[dim] > chunk.offsets[dim]]
+        left -= len(opened)
+        if left < 0:
+            raise UnfitContent(f"{name!r:.200}: it is cut into too many chunks along too many dimensions")
         for one in opened:
             if all(
                 low < other + size and other < end

@@ -11,6 +11,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from zero_ext.config.config_errors import clause_of
 from zero_ext.zero.api.full_parameters import first_buffers, full_sources, full_values
 from zero_ext.zero.api.gathered import gathered
 from zero_ext.zero.construction.module_tensors import persistent_buffers
@@ -81,6 +82,11 @@ def _largest(engine: Engine, layers: dict[str, nn.Module]) -> dict[nn.Parameter,
             raise _unmergeable(name, "quantized weights")
         if is_split(parameter) or engine.full_tensors.tile_slice(name) is not None:
             raise _unmergeable(name, "a slice of the layer")
+        if (
+            any(getattr(layers[layer], "lora_bias", {}).values())
+            and layers[layer].get_submodule("base_layer").bias is None
+        ):
+            raise _unmergeable(name, "an adapter with a bias on a layer without")
         largest[layer] = max(largest.get(layer, parameter), parameter, key=nn.Parameter.numel)
     return {parameter: layer for layer, parameter in largest.items()}
 
@@ -120,10 +126,15 @@ def _merged(name: str, layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     # Merging writes to weights of the base, and at times of the adapter, so it gets a copy of the layer.
     with gathered(layer.parameters()), torch.no_grad():
         twin: Any = copy.deepcopy(layer)
-        if hasattr(twin, _UNLOAD):
-            plain = getattr(twin, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
-        else:
-            twin.merge()
-            plain = twin.get_base_layer()
+        try:
+            if hasattr(twin, _UNLOAD):
+                plain = getattr(twin, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                twin.merge()
+                plain = twin.get_base_layer()
+        except (RuntimeError, NotImplementedError) as error:
+            raise _unmergeable(
+                name, f"an adapter that PEFT does not merge: {clause_of(str(error))}"
+            ) from error
     for key, tensor in (*plain.named_parameters(), *persistent_buffers(plain).items()):
         yield f"{name}.{key}", tensor.detach()

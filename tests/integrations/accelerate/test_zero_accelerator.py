@@ -225,6 +225,7 @@ def adam(*models: nn.Module) -> torch.optim.Optimizer:
         ),
         (lambda model: (model, DummyOptim(model.parameters())), "got a DummyOptim, which is DeepSpeed's"),
         (lambda model: (spread(model), model), "got one spread by device_map"),
+        (lambda model: (torch.compile(model), adam(model)), "got one that is compiled as a whole"),
         (lambda model: (in_8_bits(model), model, adam(model)), "got one loaded in 8 bits"),
         (
             lambda model: (model, adam(model), other := nn.Linear(2, 2), adam(other)),

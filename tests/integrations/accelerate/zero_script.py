@@ -168,6 +168,7 @@ def resume(accelerator: Any, folder: Path) -> dict[str, Any]:
     custom, calls = torch.optim.swa_utils.SWALR(torch.optim.SGD([torch.ones(1)], 0.5), 0.1), []
     accelerator.register_for_checkpointing(custom)
     accelerator.register_save_state_pre_hook(lambda models, weights, out: calls.append(len(models)))
+    accelerator.register_save_state_pre_hook(lambda models, weights, out: [weights.pop() for _ in models])
     accelerator.register_load_state_pre_hook(lambda models, source: calls.append(-len(models)))
     found: dict[str, Any] = {"first": {}, "after": {}, "again": {}}
     epoch(accelerator, prepared, itertools.islice(batches, STEPS), found["first"])

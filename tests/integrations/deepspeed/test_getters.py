@@ -184,6 +184,11 @@ def test_other_names_are_the_models_or_unknown(engine: Any) -> None:
     with pytest.raises(AttributeError, match=text) as error:
         engine.gradient_cliping()
     assert error.value.name == "gradient_cliping" and not isinstance(error.value, DeepSpeedFeatureError)
+    unfinished = type(engine).__new__(type(engine))  # as a subclass sees it before super().__init__()
+    assert not hasattr(unfinished, "config") and not hasattr(unfinished, "in_features")
+    engine.module.__class__ = type("Faulty", (nn.Linear,), {"broken": property(lambda self: self.absent)})
+    with pytest.raises(AttributeError, match="'Faulty' object has no attribute 'broken'"):
+        print(engine.broken)
 
 
 def test_getters_read_the_configuration_in_force(monkeypatch: pytest.MonkeyPatch) -> None:

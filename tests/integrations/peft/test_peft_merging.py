@@ -116,6 +116,11 @@ def prompts() -> Any:
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no adapters": (lambda: base(0), TypeError, "expected a peft.PeftModel, got LlamaForCausalLM"),
+    "bias": (
+        lambda: with_adapters(base(0), 0, lora_bias=True),
+        ValueError,
+        "got an adapter with a bias on a layer without",
+    ),
     "prompts": (prompts, ValueError, "expected adapters inside layers, got PeftType.PROMPT_TUNING"),
     "quantized": (lambda: with_adapters(quantized(base(0)), 0), ValueError, "q_proj.* got quantized weights"),
     "tied": (

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from torch import nn
 
@@ -74,7 +75,13 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raise ``ValueError`` for a model that is spread over devices, or quantized to 8 bits."""
+    """Raise ``ValueError`` for a model that is compiled as a whole, spread over devices, or quantized to
+    8 bits."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            "prepare: expected a plain model, got one that is compiled as a whole. Compile its blocks: "
+            "for block in model.layers: block.compile()."
+        )
     for module in model.modules():
         spread = len(getattr(module, "hf_device_map", None) or ()) > 1 or hasattr(module, "_hf_hook")
         if spread or getattr(module, "is_loaded_in_8bit", False):

@@ -42,9 +42,11 @@ class CheckpointingAccelerator(Accelerator):
         models = self._sharded
         hooks = list(self._save_model_state_pre_hook.values())
 
-        def save(_: Any, weights: list[Any], folder: str) -> None:
+        def save(_: Any, __: list[Any], folder: str) -> None:
             for path, model in zip(_folders(Path(folder), len(models)), models, strict=True):
                 save_checkpoint(path, model, client_state={_STEP: self.step}, async_save=False, keep_last=1)
+            # Hooks of scripts remove from the list the weights that they save themselves.
+            weights: list[dict[str, Any]] = [{} for _ in every]
             for hook in hooks:
                 hook(every, weights, folder)
 

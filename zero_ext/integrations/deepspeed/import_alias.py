@@ -42,10 +42,13 @@ class DeepSpeedMemberError(DeepSpeedFeatureError, AttributeError):
 
 def missing_member(engine: nn.Module, name: str) -> AttributeError:
     """Return the error of an attribute that neither ``engine`` nor its model has."""
+    own = vars(engine).get("_modules", {}).get("module")
+    if own is None:  # before the engine is set up
+        return AttributeError(name, name=name, obj=engine)
     path = names().member(name)
     if path is not None:
         return DeepSpeedMemberError(f"engine.{name}: it is not supported. {fix_of(path)}")
-    kind, model = type(engine).__name__, type(vars(engine)["_modules"].get("module")).__name__
+    kind, model = type(engine).__name__, type(own).__name__
     return AttributeError(
         f"{name}: expected an attribute of {kind} or of its model, {model}, got neither. Check the name.",
         name=name,

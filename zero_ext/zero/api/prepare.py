@@ -119,6 +119,7 @@ def prepare(
         The model and a [`ZeroOptimizer`][zero_ext.zero.ZeroOptimizer].
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs full tensors,
             parameters on several devices, an activation group of data-parallel ranks.
         RuntimeError: the ranks hold different models, or the model is prepared again inside a forward,

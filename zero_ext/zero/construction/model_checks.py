@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext.config import ZeroConfig
+from zero_ext.config.config_errors import show
 from zero_ext.optim.elementwise import was_stepped
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import check_elementwise, check_step_time, fusible, needs_norms
@@ -23,7 +24,10 @@ from zero_ext.zero.units.rank_groups import RankGroups
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse traced or scripted modules, which use their parameters outside Python. Raises ``ValueError``."""
+    """Refuse traced or scripted modules, which use their parameters outside Python, by ``ValueError``.
+    ``TypeError`` is for anything but a module, such as what ``torch.compile`` makes of a compiled one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {show(model)}. Pass the module to train.")
     for name, module in model.named_modules():
         label = f"module '{name}'" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
