@@ -291,6 +291,26 @@ class Collectives:
 
         return self._start(ordered, label, traffic, start, finish, peers)
 
+    def exchange(
+        self,
+        receives: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        kind: str,
+        elements: int,
+        label: str,
+    ) -> PendingCollective:
+        """Send ``sends[r]`` to every other rank ``r``, and fill ``receives[r]`` with what it sends.
+
+        Lengths may differ; nothing is sent for empty tensors. ``elements`` is counted in ``traffic``.
+        """
+        nbytes = [0 if rank == self.rank else each.nbytes for rank, each in enumerate(sends)]
+        own = self.rank // self.nodes.ranks_per_node
+        crossing = sum(size for rank, size in enumerate(nbytes) if rank // self.nodes.ranks_per_node != own)
+        traffic = CollectiveTraffic(kind, elements, sum(nbytes), crossing)
+        transport = self.reductions.for_tensor(sends[0])
+        start = functools.partial(transport.all_to_all, receives, sends, _tag(label))
+        return self._start(self._reductions, label, traffic, start)
+
     def exchange_payloads(
         self,
         receives: Sequence[torch.Tensor],

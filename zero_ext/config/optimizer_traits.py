@@ -80,6 +80,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits("ASGD"),
         OptimizerTraits("Lamb", _FUSED, _TWO, "lamb_stepper.LambStepper", **_LAMB),
         OptimizerTraits("Lion", _FUSED, ("exp_avg",), "fused.LionStepper", **_LION),
+        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper"),
         OptimizerTraits("NAdam"),
         OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
         OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT_LAMB),
@@ -93,7 +94,6 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
 
 # By the name of the class, also of a base class: why it cannot run on shards.
 NEEDS_FULL_TENSORS = {
-    "Muon": "It orthogonalizes full matrices, which shards do not have",
     "Adafactor": "It factors full matrices, which shards do not have",
     "LBFGS": "It needs a closure and the inner products of full parameters",
     "SparseAdam": "It needs sparse gradients, and gradients here are flat and dense",

@@ -26,7 +26,7 @@ from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierSteppe
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total
+from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,7 @@ def make_stepper(
     elementwise: bool,
     tiers: TierManager,
     total: Total,
+    whole: WholeTensors | None = None,
 ) -> Stepper:
     """Return the stepper for a user's optimizer: its fused one, as far as the table has one for the tiers of
     the state; else the class's own code on the shards. `total` sums up what a step needs of all ranks.
@@ -217,7 +218,7 @@ def make_stepper(
             f"{type(optimizer).__name__}, which stores state in floats only. Remove the key."
         )
 
-    inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total)
+    inputs = StepperInputs(optimizer, ranges, tiers.staging, moments_dtype, total, whole)
     in_memory = ElementwiseStepper if entry is None or entry.stepper is None else entry.stepper
     own_code = entry is None or entry.traits.on_nvme == "own code"
     stored = [index for index, owned in enumerate(ranges) if own_code and is_stored(owned.state.tier)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -75,6 +75,7 @@ class Segment:
     begin: int  # the same element, counted from the start of the range
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
+    shape: tuple[int, ...] = ()  # of the parameter
 
     @property
     def end(self) -> int:
@@ -104,6 +105,18 @@ class Update:
 # The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
 # fails on all of them if the call fails on one. What all ranks hold alike counts once.
 Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+class WholeTensors(Protocol):
+    """Makes tensors whole at one rank each, in the middle of a step on shards."""
+
+    def apply(
+        self,
+        values: Mapping[int, torch.Tensor],
+        used: Collection[str],
+        transform: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
 
 
 class Stepper(Protocol):
@@ -169,6 +182,7 @@ class StepperInputs:
     staging: StepStaging
     moments_dtype: MomentsDtype = torch.float32
     total: Total | None = None
+    whole: WholeTensors | None = None
 
 
 class RangeStepper:

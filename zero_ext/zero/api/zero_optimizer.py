@@ -39,8 +39,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         engine.optimizer_step.attach(
             self.param_groups,
             self.defaults,
-            lambda ranges, groups, total: make_stepper(
-                on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total
+            lambda ranges, groups, total, whole: make_stepper(
+                on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total, whole
             ),
         )
 

@@ -13,8 +13,9 @@ from zero_ext.config.config_errors import clause_of
 from zero_ext.config.events import StepEnd
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
+from zero_ext.optim.muon import newton_schulz_cost
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.stepper import NonFiniteFlag
+from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
@@ -22,6 +23,7 @@ from zero_ext.zero.gradients.reducer import Edits
 from zero_ext.zero.step.loss_scaler import LossScaler
 from zero_ext.zero.step.onebit_updates import OneBitUpdates
 from zero_ext.zero.step.overlapped_updates import DelayedUpdates, UpdatesInBackward
+from zero_ext.zero.step.owner_exchange import OwnerExchange
 from zero_ext.zero.step.step_errors import DeviceErrors, FiniteChecks, StepErrors
 from zero_ext.zero.step.step_verdict import (
     DecidedStep,
@@ -40,10 +42,15 @@ from zero_ext.zero.step.update_schedule import (
     settings_of,
 )
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
+from zero_ext.zero.units.flat_layout import ParameterSpec
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
 Groups = list[dict[str, Any]]
+
+
+def _cost(spec: ParameterSpec) -> int:
+    return newton_schulz_cost(spec.shape) if len(spec.shape) >= 2 else spec.numel
 
 
 class OptimizerStep:
@@ -98,7 +105,7 @@ class OptimizerStep:
         self,
         groups: Groups,
         names: Iterable[str],
-        make: Callable[[Sequence[OwnedRange], Groups, Total], Stepper],
+        make: Callable[[Sequence[OwnedRange], Groups, Total, WholeTensors], Stepper],
     ) -> None:
         """Create the stepper with ``make`` and its update schedule. ``groups`` are the user's live param
         groups with the settings ``names``."""
@@ -108,7 +115,7 @@ class OptimizerStep:
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
-        self.stepper = make(self._masters, settings, self._total)
+        self.stepper = make(self._masters, settings, self._total, OwnerExchange(self._masters, _cost))
         if self._flag is not None:
             self.stepper.watch(self._flag)
         inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)

@@ -84,7 +84,9 @@ class FlatLayout:
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             first, last = max(begin, offset), min(end, offset + spec.numel)
             if first < last:
-                found.append(Segment(spec.name, first - offset, first - begin, last - first))
+                found.append(
+                    Segment(spec.name, first - offset, first - begin, last - first, shape=spec.shape)
+                )
         return found
 
     @functools.cached_property
