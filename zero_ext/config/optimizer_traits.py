@@ -80,7 +80,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits("ASGD"),
         OptimizerTraits("Lamb", _FUSED, _TWO, "lamb_stepper.LambStepper", **_LAMB),
         OptimizerTraits("Lion", _FUSED, ("exp_avg",), "fused.LionStepper", **_LION),
-        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper"),
+        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper", on_nvme="chunks"),
         OptimizerTraits("NAdam"),
         OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
         OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT_LAMB),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,15 @@ from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Values, put
 from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.stepper import RangeStepper, Segment, StepperInputs, Update
+from zero_ext.optim.stepper import (
+    OwnedRange,
+    RangeStepper,
+    Segment,
+    StepperInputs,
+    Update,
+    send_chunk,
+    stored_chunks,
+)
 
 BUFFER = "momentum_buffer"
 
@@ -71,58 +80,108 @@ class MuonStepper(RangeStepper):
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; a collective. The directions of all ranges exist in bf16 while it runs."""
-        directions = {update.index: self._directions(update, scale, used) for update in updates}
+        directions = self._directions(updates, scale, used)
 
         def orthogonal(name: str, matrix: torch.Tensor) -> torch.Tensor:
             return newton_schulz(matrix, self._groups[self._group_of[name]])
 
         self._whole.apply(directions, used.intersection(self._group_of), orthogonal)
-        for index, direction in directions.items():
-            self._step_range(index, direction, used)
-            yield index
+        for update in updates:
+            owned = self._ranges[update.index]
+            if not is_stored(owned.state.tier):
+                master = owned.state.read(MASTER, 0, owned.state.numel)
+                stepped = self._descend(update.index, 0, master, directions, used)
+                self._send(owned, master, stepped)
+                yield update.index
+        stored = [each for each in updates if is_stored(self._ranges[each.index].state.tier)]
+        with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
+            for chunk in chunks:
+                index, master = chunk.state.index, chunk.state.values[MASTER]
+                stepped = self._descend(index, chunk.state.begin, master, directions, used)
+                chunk.state.changed = True
+                send_chunk(self._ranges[index].output, chunk, stepped)
+        yield from (each.index for each in stored)
 
-    def _directions(self, update: Update, scale: torch.Tensor, used: frozenset[str]) -> torch.Tensor:
-        """Average the momentum, and return the range's directions [n]."""
-        owned = self._ranges[update.index]
-        tier = owned.state.tier
-        (factor,) = self._staging.to_tier(tier, scale)
-        directions: torch.Tensor | None = None
-        for chunk in self._staging.chunks(tier, update.gradient, None):
-            gradient = chunk.gradient.float() * factor
-            if directions is None:
-                directions = torch.zeros(
-                    owned.state.numel, dtype=torch.bfloat16, device=chunk.gradient.device
-                )
-            for segment in owned.segments:
-                first, last = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
-                if segment.name not in used or first >= last:
-                    continue
-                group = self._groups[segment.group]
-                own = gradient[first - chunk.begin : last - chunk.begin]
-                with owned.state.edit(BUFFER, first, last) as stored:
-                    average = stored.float().lerp_(own, 1 - group["momentum"])
-                    stored.copy_(average)
-                directions[first:last] = (
-                    own.lerp(average, group["momentum"]) if group["nesterov"] else average
-                )
-        return torch.zeros(0, dtype=torch.bfloat16, device="cpu") if directions is None else directions
-
-    def _step_range(self, index: int, directions: torch.Tensor, used: frozenset[str]) -> None:
-        owned = self._ranges[index]
-        for segment in owned.segments:
-            if segment.name not in used or not segment.numel:
+    def _directions(
+        self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
+    ) -> dict[int, torch.Tensor]:
+        """Average the momentum of all ranges, and return their directions [n] by index."""
+        found: dict[int, torch.Tensor] = {}
+        stored = []
+        for update in updates:
+            owned = self._ranges[update.index]
+            device = self._staging.to_tier(owned.state.tier, scale)[0].device
+            found[update.index] = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
+            if is_stored(owned.state.tier):
+                stored.append(update)
                 continue
-            group = self._groups[segment.group]
-            with owned.state.edit(MASTER, segment.begin, segment.end) as master:
-                master.mul_(1 - group["lr"] * group["weight_decay"])
-                rate = adjusted_lr(group, segment.shape)
-                master.add_(directions[segment.begin : segment.end], alpha=-rate)
-                if self._flag is not None:
-                    self._flag.check(master)
-                if owned.output is not None and not is_stored(owned.output.tier):
-                    put(owned.output, segment.begin, master, owned.state.tier)
-        if owned.output is not None and is_stored(owned.output.tier):
-            self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)
+            for part in self._staging.chunks(owned.state.tier, update.gradient, None):
+                buffer = owned.state.read(BUFFER, part.begin, part.end)
+                self._average(update.index, part.begin, part.gradient, buffer, scale, used, found)
+        with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
+            for chunk in chunks:
+                index, buffer = chunk.state.index, chunk.state.values[BUFFER]
+                self._average(index, chunk.state.begin, chunk.gradient, buffer, scale, used, found)
+                chunk.state.changed = True
+        return found
+
+    def _average(
+        self,
+        index: int,
+        begin: int,
+        gradient: torch.Tensor,
+        buffer: torch.Tensor,
+        scale: torch.Tensor,
+        used: frozenset[str],
+        directions: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Average ``gradient`` [n] times ``scale`` into ``buffer`` [n], the elements from ``begin`` on."""
+        scaled = gradient.to(buffer.device, torch.float32) * scale.to(buffer.device)
+        for segment, first, last in self._inside(index, begin, buffer.numel(), used):
+            group, own = self._groups[segment.group], scaled[first:last]
+            average = buffer[first:last].float().lerp_(own, 1 - group["momentum"])
+            buffer[first:last] = average
+            direction = own.lerp(average, group["momentum"]) if group["nesterov"] else average
+            directions[index][begin + first : begin + last] = direction
+
+    def _descend(
+        self,
+        index: int,
+        begin: int,
+        master: torch.Tensor,
+        directions: Mapping[int, torch.Tensor],
+        used: frozenset[str],
+    ) -> list[tuple[int, int]]:
+        """Step ``master`` [n], the elements from ``begin`` on, and return those that were stepped."""
+        stepped = []
+        for segment, first, last in self._inside(index, begin, master.numel(), used):
+            group, own = self._groups[segment.group], master[first:last]
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            rate = adjusted_lr(group, segment.shape)
+            own.add_(directions[index][begin + first : begin + last], alpha=-rate)
+            if self._flag is not None:
+                self._flag.check(own)
+            stepped.append((first, last))
+        return stepped
+
+    def _inside(
+        self, index: int, begin: int, numel: int, used: frozenset[str]
+    ) -> Iterator[tuple[Segment, int, int]]:
+        """Yield the used segments among ``numel`` elements from ``begin`` on, with first and last element
+        counted from there."""
+        for segment in self._ranges[index].segments:
+            first, last = max(segment.begin - begin, 0), min(segment.end - begin, numel)
+            if segment.name in used and first < last:
+                yield segment, first, last
+
+    def _send(self, owned: OwnedRange, master: torch.Tensor, stepped: Sequence[tuple[int, int]]) -> None:
+        if owned.output is None:
+            return
+        if is_stored(owned.output.tier):
+            self._staging.send(master, owned.output, owned.state.tier)
+            return
+        for first, last in stepped:
+            put(owned.output, first, master[first:last], owned.state.tier)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: the momentum."""

@@ -98,7 +98,7 @@ class OwnerExchange:
                     in_memory_order(transform(spec.name, own.as_strided(spec.shape, spec.stride)), spec)
                 )
         for collectives, tensors in self._shared.items():
-            chosen = [tensor for tensor in tensors if tensor.spec.name in used]
+            chosen = [each for each in tensors if each.number in values and each.spec.name in used]
             if chosen:
                 self._apply_at_owners(collectives, chosen, values, transform)
 
@@ -124,7 +124,7 @@ class OwnerExchange:
             for source in ranks
         ]
         elements = sum(tensor.spec.numel for tensor in tensors)
-        collectives.exchange(receives, sends, "optimizer", elements, "slices to their owners").wait()
+        collectives.exchange(receives, sends, "matrices", elements, "slices to their owners").wait()
         ends = [0] * len(ranks)
         for tensor in mine:
             begins = list(ends)
@@ -134,7 +134,7 @@ class OwnerExchange:
             result = in_memory_order(transform(tensor.spec.name, whole), tensor.spec)
             for target, (first, last) in zip(found, tensor.spans, strict=True):
                 target.copy_(result[first:last])
-        collectives.exchange(sends, receives, "optimizer", elements, "results from their owners").wait()
+        collectives.exchange(sends, receives, "matrices", elements, "results from their owners").wait()
         starts = [0] * len(ranks)
         for tensor in tensors:
             own = slices[id(tensor)]
