@@ -29,6 +29,7 @@ class OptimizerTraits:
             reads, by the optimizer's own code, or not at all.
         unless: options of a param group that the op does not have. With one, its own code runs.
         needs_norms: whether a step needs norms of full parameters of all ranks.
+        whole_tensors: whether a step needs full tensors, each at one rank.
         one_bit_stages: ZeRO stages in which it compresses to 1 bit. Empty: it is not a 1-bit optimizer.
         resumes_from: names of other optimizers with state that it takes over.
         deepspeed_builders: names of DeepSpeed's op builders for it.
@@ -43,6 +44,7 @@ class OptimizerTraits:
     on_nvme: Literal["pipeline", "chunks", "own code", "never"] = "own code"
     unless: tuple[str, ...] = ("differentiable",)
     needs_norms: bool = False
+    whole_tensors: bool = False
     one_bit_stages: tuple[int, ...] = ()
     resumes_from: frozenset[str] = frozenset()
     deepspeed_builders: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ _ADAM: dict[str, Any] = {
     "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
 }
 _LAMB: dict[str, Any] = {"on_nvme": "chunks", "needs_norms": True, "deepspeed_builders": ("fused_lamb",)}
+_MUON: dict[str, Any] = {"on_nvme": "chunks", "whole_tensors": True}
 _LION: dict[str, Any] = {
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
     "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
@@ -80,7 +83,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits("ASGD"),
         OptimizerTraits("Lamb", _FUSED, _TWO, "lamb_stepper.LambStepper", **_LAMB),
         OptimizerTraits("Lion", _FUSED, ("exp_avg",), "fused.LionStepper", **_LION),
-        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper", on_nvme="chunks"),
+        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper", **_MUON),
         OptimizerTraits("NAdam"),
         OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
         OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT_LAMB),

@@ -70,9 +70,9 @@ class MuonStepper(RangeStepper):
 
     def __init__(self, inputs: StepperInputs) -> None:
         super().__init__(inputs)
-        if inputs.whole is None:
+        if inputs.whole is None or inputs.total is None:
             raise zero_ext_bug("whole matrices without what makes them")
-        self._whole = inputs.whole
+        self._whole, self._total = inputs.whole, inputs.total
         for owned in self._ranges:
             for kind, field in moment_fields(inputs.moments_dtype, (BUFFER,)).items():
                 owned.state.add(kind, field)
@@ -80,7 +80,18 @@ class MuonStepper(RangeStepper):
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; a collective. The directions of all ranges exist in bf16 while it runs."""
-        directions = self._directions(updates, scale, used)
+        directions: dict[int, torch.Tensor] = {}
+        stored = [each for each in updates if is_stored(self._ranges[each.index].state.tier)]
+
+        def average() -> torch.Tensor:
+            directions.update(self._directions(updates, stored, scale, used))
+            return torch.zeros(1, dtype=torch.int64, device="cpu")
+
+        # Storage may fail on one rank alone, which the others would wait for.
+        if any(is_stored(owned.state.tier) for owned in self._ranges):
+            self._total(average)
+        else:
+            average()
 
         def orthogonal(name: str, matrix: torch.Tensor) -> torch.Tensor:
             return newton_schulz(matrix, self._groups[self._group_of[name]])
@@ -93,7 +104,6 @@ class MuonStepper(RangeStepper):
                 stepped = self._descend(update.index, 0, master, directions, used)
                 self._send(owned, master, stepped)
                 yield update.index
-        stored = [each for each in updates if is_stored(self._ranges[each.index].state.tier)]
         with contextlib.closing(stored_chunks(self._staging, self._ranges, stored)) as chunks:
             for chunk in chunks:
                 index, master = chunk.state.index, chunk.state.values[MASTER]
@@ -103,17 +113,19 @@ class MuonStepper(RangeStepper):
         yield from (each.index for each in stored)
 
     def _directions(
-        self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
+        self,
+        updates: Sequence[Update],
+        stored: Sequence[Update],
+        scale: torch.Tensor,
+        used: frozenset[str],
     ) -> dict[int, torch.Tensor]:
         """Average the momentum of all ranges, and return their directions [n] by index."""
         found: dict[int, torch.Tensor] = {}
-        stored = []
         for update in updates:
             owned = self._ranges[update.index]
             device = self._staging.to_tier(owned.state.tier, scale)[0].device
             found[update.index] = torch.zeros(owned.state.numel, dtype=torch.bfloat16, device=device)
             if is_stored(owned.state.tier):
-                stored.append(update)
                 continue
             for part in self._staging.chunks(owned.state.tier, update.gradient, None):
                 buffer = owned.state.read(BUFFER, part.begin, part.end)

@@ -120,6 +120,12 @@ def needs_norms(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.needs_norms
 
 
+def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether a step of ``optimizer`` needs full tensors, each at one rank."""
+    entry = None if optimizer is None else fused_entry(optimizer)
+    return entry is not None and entry.traits.whole_tensors
+
+
 def resumes_from(own: str | None, saved: str | None) -> bool:
     """Return whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its
     own, or, for one that exchanges signs, that of one with the same two moments.
@@ -135,6 +141,12 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             f"offload.update_mode: expected 'after_backward' with {type(optimizer).__name__}, got '{when}'. "
             "Its trust ratios need the norms of all ranks, which are summed once for all layers, when all "
             "gradients are ready and before any weight changes. Set offload.update_mode to 'after_backward'."
+        )
+    if needs_whole_tensors(optimizer) and when == "delayed":
+        raise ValueError(
+            f"offload.update_mode: expected 'after_backward' or 'in_backward' with {type(optimizer).__name__}, "
+            "got 'delayed'. Its step sends matrices between the ranks, which a delayed update does not do. "
+            "Set offload.update_mode to 'after_backward'."
         )
 
 

@@ -15,7 +15,13 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import show
 from zero_ext.optim.elementwise import was_stepped
 from zero_ext.optim.one_bit import check_one_bit_optimizer
-from zero_ext.optim.optimizer_registry import check_elementwise, check_step_time, fusible, needs_norms
+from zero_ext.optim.optimizer_registry import (
+    check_elementwise,
+    check_step_time,
+    fusible,
+    needs_norms,
+    needs_whole_tensors,
+)
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
 from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
@@ -117,10 +123,15 @@ def check_optimizer(
             "before the first step, and restore training with zero_ext.load_checkpoint."
         )
     check_step_time(optimizer, settings.offload.update_mode)
-    if groups.tensor is not None and needs_norms(optimizer):
+    if groups.tensor is not None and (needs_norms(optimizer) or needs_whole_tensors(optimizer)):
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
-            "rank along 'tp', as it needs the norms of whole parameters. Use torch.optim.AdamW, or 'tp' 1."
+            "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
+        )
+    if needs_whole_tensors(optimizer) and settings.units.tiles:
+        raise ValueError(
+            f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
+            f"{dict(settings.units.tiles)}. Remove the key."
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
