@@ -43,7 +43,7 @@ class Measured:
             optimizer="nvme", nvme_paths=(folder,), staging_buffer_bytes=staging_buffer_bytes
         )
         kinds = {kind: StateField(torch.float32) for kind in MOMENTS}
-        self.tiers = TierManager(policy, AioConfig(), {}, kinds)
+        self.tiers = TierManager(policy, AioConfig(), {}, {"": kinds})
         self.numel = numel
         extent = self.tiers.stored_state_bytes("nvme", numel)
         self.tiers.reserve(extent)

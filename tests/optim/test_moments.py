@@ -142,7 +142,7 @@ def filled(tier: str, path: Path, values: dict[str, torch.Tensor]) -> OptimizerS
     policy = OffloadConfig(
         optimizer=tier, nvme_paths=(str(path),) if tier == "nvme" else (), staging_buffer_bytes=1 << 20
     )
-    tiers = TierManager(policy, AioConfig(), {}, fields)
+    tiers = TierManager(policy, AioConfig(), {}, {"": fields})
     tiers.reserve(tiers.stored_state_bytes(tier, NUMEL))
     state = tiers.allocate_optimizer_state(tier, NUMEL, None)
     for kind, field in fields.items():

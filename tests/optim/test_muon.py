@@ -13,8 +13,9 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
-from zero_ext.optim import muon
+from zero_ext.optim import muon_stepper
 from zero_ext.zero import engine_of
 from zero_ext.zero.step.owner_exchange import deal_owners
 
@@ -130,16 +131,136 @@ def test_settings(world: World, settings: dict[str, Any]) -> None:
         assert torch.equal(found[name], value), name
 
 
+class Mixed(nn.Module):
+    """Matrices, and parameters that AdamW steps: biases, a norm, an embedding that is marked."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens = nn.Embedding(9, 24)
+        self.tokens.weight.use_muon = False  # type: ignore[assignment]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 36), nn.Tanh(), nn.Linear(36, 24)) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Mean squares of outputs for ids [n]."""
+        hidden = self.tokens(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return (self.norm(hidden) - ids[:, None] / 9).square().mean()
+
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "adamw": {"lr": 3e-3, "eps": 1e-3}}
+
+
+def ids_of(seed: int, step: int, rank: int) -> torch.Tensor:
+    return torch.randint(9, (14,), generator=torch.Generator().manual_seed(seed + 10 * step + rank))
+
+
+def mixed_losses(model: Any, optimizers: Any, world: World) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for rank in range(world.size):
+            loss = model(ids_of(world.seed, step, rank)) / world.size
+            loss.backward()
+            losses[-1] += loss.item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@on_ranks(1)
+def test_the_optimizer_by_itself_is_torchs_two(world: World) -> None:
+    own, twin = Mixed(world.seed), Mixed(world.seed)
+    matrices = [each for each in twin.parameters() if each.dim() == 2 and each is not twin.tokens.weight]
+    rest = [each for each in twin.parameters() if not any(each is matrix for matrix in matrices)]
+    settings = {key: value for key, value in SETTINGS.items() if key != "adamw"}
+    two = torch.optim.Muon(matrices, **settings), torch.optim.AdamW(rest, **SETTINGS["adamw"])
+    optimizer = zero_ext.Muon(own.parameters(), **SETTINGS)
+    assert mixed_losses(own, [optimizer], world) == mixed_losses(twin, two, world)
+    for name, value in twin.state_dict().items():
+        assert torch.equal(own.state_dict()[name], value), name
+
+
+@on_ranks(1, 2, 3)
+def test_matrices_and_the_rest_in_one_optimizer(world: World) -> None:
+    model = Mixed(world.seed)
+    wanted = mixed_losses(model, [zero_ext.Muon(model.parameters(), **SETTINGS)], world)
+    seen: dict[str, torch.Tensor] = {}
+    for stage, offload in PLACES:
+        model = Mixed(world.seed)
+        with placed(offload) as section:
+            config = configuration(stage, offload=section, **MIXED)
+            optimizer = zero_ext.Muon(model.parameters(), **SETTINGS)
+            model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+            losses = []
+            for step in range(STEPS):
+                loss = model(ids_of(world.seed, step, world.rank))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            totals = engine_of(model).collectives.sum_(torch.tensor(losses, dtype=torch.float64), "losses")
+            found = zero_ext.full_state_dict(model, rank0_only=False)
+            breakdown = engine_of(model).memory_by_tier()
+        assert (totals / world.size).tolist() == pytest.approx(wanted, rel=1e-5), (
+            (totals / world.size).tolist(),
+            wanted,
+        )
+        seen = seen or found
+        assert all(torch.equal(value, found[name]) for name, value in seen.items()), (stage, offload)
+        if stage in (1, 2, 3) and not offload:
+            matrices = 6 * 24 * 36
+            rest = sum(map(torch.numel, Mixed(0).parameters())) - matrices
+            masters = 0  # they are the parameters
+            planned = (4 * matrices + 8 * rest) / world.size + masters
+            assert breakdown["device"]["optimizer"] == pytest.approx(planned, rel=0.1)
+
+
+@on_ranks(2)
+def test_resumed_in_another_stage_and_tier(world: World) -> None:
+    def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            model(ids_of(world.seed, step, world.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(stage: int, section: dict[str, Any]) -> tuple[Any, Any]:
+        model = Mixed(world.seed)
+        config = configuration(stage, offload=section, **MIXED)
+        return zero_ext.prepare(
+            model, zero_ext.Muon(model.parameters(), **SETTINGS), config, process_group=world.group
+        )
+
+    folder = shared_folder(world)
+    with placed({"grads": "host", "optimizer": "nvme"}) as section:
+        model, optimizer = made(3, {})
+        steps(model, optimizer, 0, 3)
+        zero_ext.save_checkpoint(folder, model)
+        steps(model, optimizer, 3, 6)
+        wanted = zero_ext.full_state_dict(model, rank0_only=False)
+        model, optimizer = made(2, section)
+        zero_ext.load_checkpoint(folder, model)
+        steps(model, optimizer, 3, 6)
+        found = zero_ext.full_state_dict(model, rank0_only=False)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
 @on_ranks(2, 3)
 def test_each_matrix_is_orthogonalized_once_and_travels_twice(world: World) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = muon.newton_schulz
+    original = muon_stepper.newton_schulz
 
     def counting(matrix: torch.Tensor, group: Any) -> torch.Tensor:
         shapes.append(tuple(matrix.shape))
         return original(matrix, group)
 
-    with mock.patch.object(muon, "newton_schulz", counting):
+    with mock.patch.object(muon_stepper, "newton_schulz", counting):
         model, _, _ = sharded(world, 2, {})
     engine = engine_of(model)
     used = [value for name, value in Matrices(0).named_parameters() if "idle" not in name]

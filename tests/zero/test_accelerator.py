@@ -240,7 +240,7 @@ def test_memory_matches_the_breakdown_and_the_plan(world: World) -> None:
                 own = sum(held["device"].values())
                 found = accelerator.memory_allocated() - before
                 assert own <= found <= own + small * 4, (offload, step, own, found, small)
-                ring = engine.tiers.stream.staging_buffer_bytes if offload.get("optimizer") == "nvme" else 0
+                ring = engine.config.offload.staging_buffer_bytes if offload.get("optimizer") == "nvme" else 0
                 # Where the host looks at the placeholders' elements.
                 looks = accelerator.pinned_bytes() - pinned - (sum(held["host"].values()) - ring)
                 assert 0 <= looks <= 512 * len(engine.units), (offload, looks)

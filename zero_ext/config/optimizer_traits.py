@@ -62,6 +62,7 @@ _ADAM: dict[str, Any] = {
     "deepspeed_defaults": {"lr": 1e-3, "weight_decay": 0.0},
 }
 _LAMB: dict[str, Any] = {"on_nvme": "chunks", "needs_norms": True, "deepspeed_builders": ("fused_lamb",)}
+_MOMENTUM = ("momentum_buffer",)
 _MUON: dict[str, Any] = {"on_nvme": "chunks", "whole_tensors": True}
 _LION: dict[str, Any] = {
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
@@ -83,7 +84,7 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
         OptimizerTraits("ASGD"),
         OptimizerTraits("Lamb", _FUSED, _TWO, "lamb_stepper.LambStepper", **_LAMB),
         OptimizerTraits("Lion", _FUSED, ("exp_avg",), "fused.LionStepper", **_LION),
-        OptimizerTraits("Muon", TORCH, ("momentum_buffer",), "muon.MuonStepper", **_MUON),
+        OptimizerTraits("Muon", "zero_ext.optim.muon", _MOMENTUM, "muon_stepper.make_muon_stepper", **_MUON),
         OptimizerTraits("NAdam"),
         OptimizerTraits("OneBitAdam", one_bit_stages=(0, 1), **_ONE_BIT_ADAM),
         OptimizerTraits("OneBitLamb", one_bit_stages=(0,), resumes_from=frozenset({"Lamb"}), **_ONE_BIT_LAMB),

@@ -73,7 +73,8 @@ class TierManager:
 
     Args:
         staging_sizes: sizes of those buffers, by tier.
-        kinds: state of the optimizer besides the master weights. None where there is no optimizer.
+        kinds: state of the optimizer besides the master weights, by the name of the rule that steps it; most
+            optimizers have one, without a name. None where there is no optimizer.
         shadows: state in storage has a second extent, for steps that may be rolled back.
         bounce_buffer_bytes: size of the buffer between storage and an accelerator without a direct path.
         bus: receives the time spent waiting for storage.
@@ -86,7 +87,7 @@ class TierManager:
         policy: OffloadConfig,
         aio: AioConfig,
         staging_sizes: Mapping[Tier, StagingSizes],
-        kinds: Mapping[str, StateField] | None = None,
+        kinds: Mapping[str, Mapping[str, StateField]] | None = None,
         shadows: bool = False,
         device: Device = CPU,
         bounce_buffer_bytes: int = 0,
@@ -101,15 +102,17 @@ class TierManager:
         self._shadows = shadows
         self.staging = StepStaging(staging_sizes, device)
         self._store: NvmeStore | None = None
-        self._stream: StateStream | None = None
+        self._streams: dict[str, StateStream] = {}
         if policy.any_nvme:
             with numa_affinity(device.device):  # its threads
                 self._store = open_store(policy.nvme_paths, aio, policy.checksum)
                 self._store.bus = self.bus
-            if is_stored(policy.optimizer) and kinds is not None:
-                self._stream = StateStream(
-                    self._store, policy.staging_buffer_bytes, kinds, self.transfers, self.bus
-                )
+            if is_stored(policy.optimizer) and kinds:
+                ring = policy.staging_buffer_bytes // len(kinds)
+                self._streams = {
+                    rule: StateStream(self._store, ring, own, self.transfers, self.bus)
+                    for rule, own in kinds.items()
+                }
         self._transfer_path = (
             self._open_transfer_path(aio, bounce_buffer_bytes) if bounce_buffer_bytes else None
         )
@@ -118,9 +121,12 @@ class TierManager:
         """Return the bytes of the store that a shard in ``tier`` takes."""
         return -(-numel * dtype.itemsize // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT if is_stored(tier) else 0
 
-    def stored_state_bytes(self, tier: Tier, numel: int) -> int:
-        """Return the bytes of the store that the optimizer state of ``numel`` elements in ``tier`` takes."""
-        return self.stream.extent_bytes(numel) * (2 if self._shadows else 1) if is_stored(tier) else 0
+    def stored_state_bytes(self, tier: Tier, numel: int, rule: str = "") -> int:
+        """Return the bytes of the store that the optimizer state of ``numel`` elements in ``tier`` takes, in
+        the kinds of ``rule``."""
+        if not is_stored(tier):
+            return 0
+        return self._stream(rule).extent_bytes(numel) * (2 if self._shadows else 1)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve ``nbytes`` in the store and write them once. ``RuntimeError`` if space is short."""
@@ -143,11 +149,12 @@ class TierManager:
         return NvmeShard(self.store, offset, numel, dtype, self.transfers, self._transfer_path)
 
     def allocate_optimizer_state(
-        self, tier: Tier, numel: int, master: torch.Tensor | None
+        self, tier: Tier, numel: int, master: torch.Tensor | None, rule: str = ""
     ) -> OptimizerStateStorage:
-        """Allocate optimizer state of ``numel`` elements in ``tier``, with ``master`` or zeroed values."""
+        """Allocate optimizer state of ``numel`` elements in ``tier``, with ``master`` or zeroed values and
+        the kinds of ``rule``."""
         if is_stored(tier):
-            return NvmeState(self.stream, numel, self._shadows)
+            return NvmeState(self._stream(rule), numel, self._shadows)
         if master is None:
             master = self.device.allocate(tier, numel, torch.float32)
         return MemoryState(tier, master, self.device)
@@ -159,16 +166,14 @@ class TierManager:
             raise zero_ext_bug("no state kind is stored on NVMe")
         return self._store
 
-    @property
-    def stream(self) -> StateStream:
-        """The stream that optimizer state on NVMe passes through."""
-        if self._stream is None:
-            raise zero_ext_bug("the optimizer state is not stored on NVMe")
-        return self._stream
+    def _stream(self, rule: str) -> StateStream:
+        if rule not in self._streams:
+            raise zero_ext_bug(f"the optimizer state of rule '{rule}' is not stored on NVMe")
+        return self._streams[rule]
 
     def staging_bytes(self) -> dict[Tier, int]:
         """Return the bytes of staging memory by tier."""
-        ring = self._stream.staging_buffer_bytes if self._stream is not None else 0
+        ring = sum(stream.staging_buffer_bytes for stream in self._streams.values())
         staging = self.staging.allocated_bytes()
         bounce = self._transfer_path.nbytes if self._transfer_path is not None else 0
         return {**staging, "host": staging["host"] + ring + bounce}

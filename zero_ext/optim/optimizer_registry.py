@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
@@ -24,6 +24,7 @@ from zero_ext.optim.elementwise import (
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
 from zero_ext.optim.moments import moment_fields
+from zero_ext.optim.muon import serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
@@ -76,6 +77,7 @@ def register(
 for _traits in tuple(OPTIMIZERS.values()):
     _stepper = resolve_name(f"zero_ext.optim.{_traits.stepper}") if _traits.stepper else None
     register(_traits, resolve_name(f"{_traits.module}.{_traits.name}"), _stepper)
+ENTRIES["torch.optim.Muon"] = replace(ENTRIES["Muon"], kind=optim.Muon)
 # A user's subclass of the base steps as 1-bit Adam does.
 ENTRIES["OneBitOptimizer"] = OptimizerEntry(OPTIMIZERS["OneBitAdam"], OneBitOptimizer, OneBitStepper)
 
@@ -90,8 +92,7 @@ def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
     """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
-    found = (entry for kind in kinds if (entry := ENTRIES.get(kind.__name__)) and entry.kind is kind)
-    entry = next(found, None)
+    entry = next((entry for kind in kinds for entry in ENTRIES.values() if entry.kind is kind), None)
     if entry is None or entry.stepper is None:
         return None
     options = (group.get(option) for group in optimizer.param_groups for option in entry.traits.unless)
@@ -144,9 +145,9 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
         )
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
-            f"offload.update_mode: expected 'after_backward' or 'in_backward' with {type(optimizer).__name__}, "
-            "got 'delayed'. Its step sends matrices between the ranks, which a delayed update does not do. "
-            "Set offload.update_mode to 'after_backward'."
+            "offload.update_mode: expected 'after_backward' or 'in_backward' with "
+            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks, which a "
+            "delayed update does not do. Set offload.update_mode to 'after_backward'."
         )
 
 
@@ -244,10 +245,18 @@ def make_stepper(
     return MultiTierStepper([(in_memory(over(live)), live), (ElementwiseStream(over(stored)), stored)])
 
 
-def state_kinds(optimizer: optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
+def update_rule(group: Mapping[str, Any]) -> str:
+    """Return the name of the table's optimizer that steps a param group, where one optimizer has several;
+    else nothing. Parameters of two rules are never in one unit."""
+    return "" if "use_muon" not in group else "Muon" if serves(group) else "AdamW"
+
+
+def state_kinds(
+    optimizer: optim.Optimizer, moments_dtype: MomentsDtype, rule: str = ""
+) -> dict[str, StateField]:
     """Return the state that `make_stepper`'s stepper keeps besides the master weights, in the order that a
-    step on NVMe wants."""
-    entry = fused_entry(optimizer)
+    step on NVMe wants; of several rules that of ``rule``."""
+    entry = ENTRIES[rule] if rule else fused_entry(optimizer)
     if entry is not None and (entry.traits.eight_bit or moments_dtype != "8bit"):
         return moment_fields(moments_dtype, entry.traits.moments)
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}

@@ -112,7 +112,7 @@ class WholeTensors(Protocol):
 
     def apply(
         self,
-        values: Mapping[int, torch.Tensor],
+        values: Mapping[OwnedRange, torch.Tensor],
         used: Collection[str],
         transform: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:

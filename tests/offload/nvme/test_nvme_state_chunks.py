@@ -32,7 +32,7 @@ def chunks_of(stream: StateStream) -> Callable[[Sequence[tuple[int, NvmeState]]]
 def states(tmp_path: Path) -> Iterator[list[tuple[int, NvmeState]]]:
     """Three ranges with random values, under indices 5, 6 and 7."""
     policy = OffloadConfig(optimizer="nvme", nvme_paths=(str(tmp_path),), staging_buffer_bytes=1 << 20)
-    tiers = TierManager(policy, AioConfig(), {}, KINDS)
+    tiers = TierManager(policy, AioConfig(), {}, {"": KINDS})
     tiers.reserve(sum(tiers.stored_state_bytes("nvme", numel) for numel in SIZES))
     made = []
     for index, numel in enumerate(SIZES, 5):

@@ -80,7 +80,7 @@ def reserve_storage(plans: Sequence[UnitPlan], tiers: TierManager, sums: torch.d
         layout, placement = plan.layout, plan.spec.placement
         total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
         if plan.spec.trained:
-            total += tiers.stored_state_bytes(placement.optimizer_tier, plan.spec.owned_numel)
+            total += tiers.stored_state_bytes(placement.optimizer_tier, plan.spec.owned_numel, plan.spec.rule)
             widest = max(layout.dtype, sums, key=lambda each: each.itemsize)
             total += tiers.stored_bytes(placement.grads_tier, layout.shard_numel, widest)
     tiers.reserve(total)

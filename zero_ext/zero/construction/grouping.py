@@ -15,6 +15,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.offload import StatePlacement
 from zero_ext.config.tiers import TIERS
+from zero_ext.optim.optimizer_registry import update_rule
 from zero_ext.zero.construction.staging_sizes import bucket_groups, gradient_spans
 from zero_ext.zero.memory.gathered_unit import UnitSpec
 from zero_ext.zero.tiling import Tile
@@ -253,17 +254,13 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     trainable: bool
     tie: str  # of a parameter that several ranks of the model have, in a unit that is alike on all of them
+    rule: str  # of an optimizer that steps parameters in several ways
 
     def __str__(self) -> str:
         tied = f", tied as '{self.tie}'" if self.tie else ""
-        return (
-            f"{str(self.dtype).removeprefix('torch.')}, {'trainable' if self.trainable else 'frozen'}{tied}"
-        )
-
-
-def _kind(item: OwnedParameter) -> _Kind:
-    found = tie_of(item.parameter)
-    return _Kind(item.spec.dtype, item.parameter.requires_grad, found.name if found is not None else "")
+        ruled = f", {self.rule}" if self.rule else ""
+        trained = "trainable" if self.trainable else "frozen"
+        return f"{str(self.dtype).removeprefix('torch.')}, {trained}{tied}{ruled}"
 
 
 class _UnitPlanner:
@@ -281,7 +278,7 @@ class _UnitPlanner:
         self._blocks = find_blocks(model, config)  # checks the names also where no unit is a block
         self._optimizer = optimizer
         groups = optimizer.param_groups if optimizer is not None else []
-        self._stepped = {parameter for group in groups for parameter in group["params"]}
+        self._rules = {parameter: update_rule(group) for group in groups for parameter in group["params"]}
         self._numbers: dict[nn.Module, list[int]] = defaultdict(list)  # of the parameters of a module itself
         for number, item in enumerate(owned):
             for owner in item.owners:
@@ -313,6 +310,10 @@ class _UnitPlanner:
         yield from self._block_units(large, placement, ranks)
         yield from self._buckets("persistent", small, placement.persistent(), ranks, persistent=True)
 
+    def _kind(self, item: OwnedParameter) -> _Kind:
+        tie, rule = tie_of(item.parameter), self._rules.get(item.parameter, "")
+        return _Kind(item.spec.dtype, item.parameter.requires_grad, tie.name if tie is not None else "", rule)
+
     def _buckets(
         self,
         label: str,
@@ -323,7 +324,7 @@ class _UnitPlanner:
     ) -> Iterator[UnitPlan]:
         by_kind: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
         for item in owned:
-            by_kind[_kind(item)].append(item)
+            by_kind[self._kind(item)].append(item)
         limit, number = self._config.units.bucket_elements, 0
         for items in by_kind.values():
             for group in bucket_groups([item.spec.numel for item in items], limit):
@@ -346,7 +347,7 @@ class _UnitPlanner:
                 name, module = item.names[0].rpartition(".")[0], item.owners[0]
             else:
                 name, module = "", self._model
-            groups.setdefault((name, _kind(item)), (module, []))[1].append(item)
+            groups.setdefault((name, self._kind(item)), (module, []))[1].append(item)
         for (name, kind), (module, members) in groups.items():
             label = name or type(self._model).__name__
             if sum(other == name for other, _ in groups) > 1:
@@ -369,7 +370,7 @@ class _UnitPlanner:
         layout = FlatLayout.build([item.spec for item in members], ranks, alignment)
         itemsize, is_float = layout.dtype.itemsize, layout.dtype.is_floating_point
         # A unit needs master weights if it is trainable, or in the optimizer's groups.
-        stepped = parameters[0].requires_grad or not self._stepped.isdisjoint(parameters)
+        stepped = parameters[0].requires_grad or not self._rules.keys().isdisjoint(parameters)
         grads_start = max(last for _, last in spans)
         outside = placement.params and self._outside.issuperset(parameters)
         spec = UnitSpec(
@@ -388,6 +389,7 @@ class _UnitPlanner:
             largest_bytes=max(item.spec.numel for item in members) * itemsize,
             persistent=persistent,
             first_parameter=-1 if persistent or outside else min(numbers),
+            rule=self._rules.get(parameters[0], ""),
         )
         return UnitPlan(spec, layout, tuple(members), module)
 

@@ -57,12 +57,10 @@ class MemoryEstimate:
         self.config, self.collectives, self.device = config, collectives, device
         self._fused = optimizer is not None and fusible(optimizer)
         self._separates_masters = is_one_bit(optimizer)
-        self.kinds: Mapping[str, StateField] | None = None
-        if optimizer is not None:
-            self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
         world_size = collectives.shards.world_size
         replicas = collectives.world_size // world_size
         self.plans = plan_units(model, owned, optimizer, config, world_size, replicas)
+        self.kinds = kinds_by_rule(self.plans, optimizer, config)
         self.staging = plan_staging(self.plans, optimizer, config, device)
 
     def bytes_by_tier(self) -> TierBytes:
@@ -95,7 +93,7 @@ class MemoryEstimate:
             held["device"]["params"] += self.config.communication.secondary_bytes(
                 numel, dtype.itemsize, holders.nodes.nodes, dtype.is_floating_point
             )
-        if self.kinds is None or not plan.spec.trained:
+        if not self.kinds or not plan.spec.trained:
             return
         accumulates = self.config.batch.gradient_accumulation_steps > 1
         width = (DTYPES[self.config.precision.grad_accum_dtype] if accumulates else dtype).itemsize
@@ -109,7 +107,7 @@ class MemoryEstimate:
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
             numel = sum(segment.numel for segment in layout.segments(begin, end))
         held[tier]["optimizer"] += sum(
-            field.entries(numel) * field.dtype.itemsize for field in self.kinds.values()
+            field.entries(numel) * field.dtype.itemsize for field in self.kinds[plan.spec.rule].values()
         )
 
     def message(self, free_bytes: int) -> str:
@@ -198,6 +196,18 @@ class MemoryEstimate:
         return shard_bytes + sum(each.untyped_storage().nbytes() for each in ordinary)
 
 
+def kinds_by_rule(
+    plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer | None, config: ZeroConfig
+) -> dict[str, Mapping[str, StateField]]:
+    """Return the optimizer's state besides the master weights, by the rules of ``plans``; nothing without an
+    optimizer."""
+    if optimizer is None:
+        return {}
+    dtype = moments_dtype_named(config.precision.moments_dtype)
+    rules = dict.fromkeys(plan.spec.rule for plan in plans if plan.spec.trained)
+    return {rule: state_kinds(optimizer, dtype, rule) for rule in rules}
+
+
 def plan_staging(
     plans: Sequence[UnitPlan],
     optimizer: torch.optim.Optimizer | None,
@@ -210,7 +220,8 @@ def plan_staging(
     """
     step = None
     if optimizer is not None:
-        kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
+        by_rule = kinds_by_rule(plans, optimizer, config).values()
+        kinds = {name: field for each in by_rule for name, field in each.items()}
         sizes = (torch.float32.itemsize, *(field.dtype.itemsize for field in kinds.values()))
         step = StateStep(fusible(optimizer), streamable(optimizer), sizes)
     return staging_of(

@@ -35,6 +35,7 @@ class UnitSpec:
     # Its first one. It is -1 for persistent units and for sharded ones outside blocks: the model's own, and
     # those of several modules.
     first_parameter: int = -1
+    rule: str = ""  # how the optimizer steps it, where it steps parameters in several ways
 
     @property
     def trained(self) -> bool:

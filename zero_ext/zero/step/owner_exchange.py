@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.optim import OwnedRange
 from zero_ext.zero.units.flat_layout import ParameterSpec, in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard
 
@@ -17,9 +18,9 @@ Span = tuple[int, int]
 
 
 class _OwnedTensor(NamedTuple):
-    """A parameter of the master shard ``number``, and the elements of it that every rank has."""
+    """A parameter of ``master``, and the elements of it that every rank has."""
 
-    number: int
+    master: MasterShard
     spec: ParameterSpec
     owner: int
     spans: tuple[Span, ...]  # by rank, in memory order
@@ -55,50 +56,36 @@ class OwnerExchange:
     """
 
     def __init__(self, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]) -> None:
-        self._masters = masters
-        self._alone: list[tuple[int, ParameterSpec, int]] = []
-        sharded: dict[Collectives, list[int]] = defaultdict(list)
-        for number, master in enumerate(masters):
+        self._alone: list[tuple[MasterShard, ParameterSpec, int]] = []
+        sharded: dict[Collectives, list[MasterShard]] = defaultdict(list)
+        for master in masters:
             if master.unit.placement.optimizer and master.unit.collectives.world_size > 1:
-                sharded[master.unit.collectives].append(number)
+                sharded[master.unit.collectives].append(master)
                 continue
             layout = master.unit.layout
-            self._alone += [(number, *pair) for pair in zip(layout.specs, layout.offsets, strict=True)]
+            self._alone += [(master, *pair) for pair in zip(layout.specs, layout.offsets, strict=True)]
         self._shared = {
-            collectives: self._dealt(collectives, numbers, cost) for collectives, numbers in sharded.items()
+            collectives: _dealt(collectives, chosen, cost) for collectives, chosen in sharded.items()
         }
 
-    def _dealt(
-        self, collectives: Collectives, numbers: Sequence[int], cost: Callable[[ParameterSpec], int]
-    ) -> list[_OwnedTensor]:
-        found = [(number, spec) for number in numbers for spec in self._masters[number].unit.layout.specs]
-        owners = deal_owners([cost(spec) for _, spec in found], collectives.world_size)
-        offsets = [offset for number in numbers for offset in self._masters[number].unit.layout.offsets]
-        tensors = []
-        for (number, spec), owner, offset in zip(found, owners, offsets, strict=True):
-            layout = self._masters[number].unit.layout
-            shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
-            spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
-            tensors.append(_OwnedTensor(number, spec, owner, spans, begin))
-        return tensors
-
-    def apply(self, values: Mapping[int, torch.Tensor], used: Collection[str], transform: Transform) -> None:
+    def apply(
+        self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str], transform: Transform
+    ) -> None:
         """Replace ``values`` by what ``transform`` makes of whole tensors; a collective.
 
         Args:
-            values: by the number of the master shard [n], of one dtype. Elements of other parameters stay.
+            values: by master shard [n], of one dtype. Elements of other parameters stay.
             used: names of the parameters, the same on all ranks.
             transform: from name and tensor [shape] to a tensor of the same shape and dtype.
         """
-        for number, spec, offset in self._alone:
-            if spec.name in used and number in values:
-                own = values[number][offset : offset + spec.numel]
+        for master, spec, offset in self._alone:
+            if spec.name in used and master in values:
+                own = values[master][offset : offset + spec.numel]
                 own.copy_(
                     in_memory_order(transform(spec.name, own.as_strided(spec.shape, spec.stride)), spec)
                 )
         for collectives, tensors in self._shared.items():
-            chosen = [each for each in tensors if each.number in values and each.spec.name in used]
+            chosen = [each for each in tensors if each.master in values and each.spec.name in used]
             if chosen:
                 self._apply_at_owners(collectives, chosen, values, transform)
 
@@ -106,7 +93,7 @@ class OwnerExchange:
         self,
         collectives: Collectives,
         tensors: Sequence[_OwnedTensor],
-        values: Mapping[int, torch.Tensor],
+        values: Mapping[OwnedRange, torch.Tensor],
         transform: Transform,
     ) -> None:
         rank, ranks = collectives.rank, range(collectives.world_size)
@@ -143,8 +130,24 @@ class OwnerExchange:
             own.copy_(sends[tensor.owner][begin : begin + own.numel()])
 
 
-def _own_slice(values: Mapping[int, torch.Tensor], tensor: _OwnedTensor, rank: int) -> torch.Tensor:
-    return values[tensor.number].narrow(0, tensor.begin, _length(tensor.spans[rank]))
+def _dealt(
+    collectives: Collectives, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]
+) -> list[_OwnedTensor]:
+    specs = [spec for master in masters for spec in master.unit.layout.specs]
+    owners = iter(deal_owners([cost(spec) for spec in specs], collectives.world_size))
+    tensors = []
+    for master in masters:
+        layout = master.unit.layout
+        shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
+            begin = max(offset - shards[collectives.rank][0], 0)
+            tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
+    return tensors
+
+
+def _own_slice(values: Mapping[OwnedRange, torch.Tensor], tensor: _OwnedTensor, rank: int) -> torch.Tensor:
+    return values[tensor.master].narrow(0, tensor.begin, _length(tensor.spans[rank]))
 
 
 def _overlap(first: int, last: int, numel: int) -> Span:

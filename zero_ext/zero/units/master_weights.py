@@ -48,7 +48,9 @@ class MasterShard(OwnedRange):
         shares = layout.dtype == torch.float32 and not tiers.separate_masters
         shared = live.memory(live.tier) if shares and live.tier == placement.optimizer_tier else None
         self.separate = shared is None
-        state = tiers.allocate_optimizer_state(placement.optimizer_tier, self.end - self.begin, shared)
+        state = tiers.allocate_optimizer_state(
+            placement.optimizer_tier, self.end - self.begin, shared, unit.spec.rule
+        )
         self.params = output = live if self.separate else None
         if tiers.delays_updates:
             stored = is_stored(state.tier)
