@@ -124,6 +124,7 @@ def written(folder: Path) -> Path:
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that ``load_weights`` finds in ``folder``."""
     source = open_weights(folder, None)
     found = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in source.tensors.items()}
     wanted = {name: [CheckpointSlice("master", name, 0, each.view(-1))] for name, each in found.items()}

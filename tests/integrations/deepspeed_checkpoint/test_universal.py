@@ -8,16 +8,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.integrations.deepspeed_checkpoint.forged import GROUPS, Forged
+from tests.integrations.test_dcp_weights import read_all
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.state_slices import CheckpointSlice
 from zero_ext.integrations.deepspeed.checkpoint_io.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.load_weights import open_weights
 
 TAG = "global_step7"
 
@@ -39,15 +37,6 @@ def universal(folder: Path, forged: Forged) -> tuple[Path, dict[str, torch.Tenso
         shutil.copy(path, out)
     (folder / "out" / "latest_universal").write_text(TAG)
     return out, {**values, "tied.weight": values["a.weight"], "buffer": torch.arange(4)}
-
-
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    source = open_weights(folder, None)
-    found = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in source.tensors.items()}
-    wanted = {name: [CheckpointSlice("master", name, 0, each.view(-1))] for name, each in found.items()}
-    source.verify(wanted, 0, 1)
-    source.fill(wanted, mock.Mock())
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

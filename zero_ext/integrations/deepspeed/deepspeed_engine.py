@@ -131,9 +131,10 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if hasattr(type(vars(self).get("_modules", {}).get("module")), name):
-                raise  # from inside a property of the model
-            raise missing_member(self, name) from error
+            found = missing_member(self, name)
+            if found is None:
+                raise
+            raise found from error
 
     # -- the loop -----------------------------------------------------------------------------------------
 

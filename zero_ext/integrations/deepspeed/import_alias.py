@@ -40,11 +40,12 @@ class DeepSpeedMemberError(DeepSpeedFeatureError, AttributeError):
     """A method or attribute of DeepSpeed's engine that zero_ext does not offer; ``hasattr`` is False."""
 
 
-def missing_member(engine: nn.Module, name: str) -> AttributeError:
-    """Return the error of an attribute that neither ``engine`` nor its model has."""
+def missing_member(engine: nn.Module, name: str) -> AttributeError | None:
+    """Return the error of an attribute that neither ``engine`` nor its model has. None where torch's own
+    error is the right one: before the engine is set up, and from inside a property of the model."""
     own = vars(engine).get("_modules", {}).get("module")
-    if own is None:  # before the engine is set up
-        return AttributeError(name, name=name, obj=engine)
+    if own is None or hasattr(type(own), name):
+        return None
     path = names().member(name)
     if path is not None:
         return DeepSpeedMemberError(f"engine.{name}: it is not supported. {fix_of(path)}")
