@@ -194,7 +194,7 @@ def _dealt(
         shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
+            begin = min(max(offset - shards[collectives.rank][0], 0), layout.shard_numel)
             tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
     return tensors
 
