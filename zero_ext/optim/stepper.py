@@ -75,7 +75,7 @@ class Segment:
     begin: int  # the same element, counted from the start of the range
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
-    shape: tuple[int, ...] = ()  # of the parameter
+    shape: tuple[int, ...] = ()  # of the full tensor, where an optimizer steps it
 
     @property
     def end(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,21 +9,17 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.optim import OwnedRange
-from zero_ext.zero.units.flat_layout import ParameterSpec, in_memory_order
-from zero_ext.zero.units.master_weights import MasterShard
+from zero_ext.zero.step.sliced_tensors import SlicedTensor
+from zero_ext.zero.units.flat_layout import ParameterSpec
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
-Span = tuple[int, int]
 
 
 class _OwnedTensor(NamedTuple):
-    """A parameter of ``master``, and the elements of it that every rank has."""
+    """A tensor and the rank that owns it."""
 
-    master: MasterShard
-    spec: ParameterSpec
+    sliced: SlicedTensor
     owner: int
-    spans: tuple[Span, ...]  # by rank, in memory order
-    begin: int  # of this rank's elements, counted from the first one of its shard
 
 
 def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
@@ -51,22 +46,34 @@ class OwnerExchange:
     themselves.
 
     Args:
-        masters: the master shards of all units.
+        tensors: those of each group of ranks, in the same order on all of them; of None those that this rank
+            has in full.
         cost: of computing the result for a tensor.
     """
 
-    def __init__(self, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]) -> None:
-        self._alone: list[tuple[MasterShard, ParameterSpec, int]] = []
-        sharded: dict[Collectives, list[MasterShard]] = defaultdict(list)
-        for master in masters:
-            if master.unit.placement.optimizer and master.unit.collectives.world_size > 1:
-                sharded[master.unit.collectives].append(master)
-                continue
-            layout = master.unit.layout
-            self._alone += [(master, *pair) for pair in zip(layout.specs, layout.offsets, strict=True)]
+    def __init__(
+        self,
+        tensors: Mapping[Collectives | None, Sequence[SlicedTensor]],
+        cost: Callable[[ParameterSpec], int],
+    ) -> None:
+        self._alone = tuple(tensors.get(None, ()))
         self._shared = {
-            collectives: _dealt(collectives, chosen, cost) for collectives, chosen in sharded.items()
+            collectives: _dealt(collectives, chosen, cost)
+            for collectives, chosen in tensors.items()
+            if collectives is not None
         }
+
+    def check_used(self, used: Collection[str]) -> None:
+        """Raise ``RuntimeError`` if some slices of a tensor are ``used`` and others are not."""
+        for tensor in [*self._alone, *(each.sliced for many in self._shared.values() for each in many)]:
+            present = {each.name for each in tensor.slices if each.master is not None}
+            missing = sorted(present.difference(used))
+            if missing and len(missing) < len(present):
+                raise RuntimeError(
+                    f"parameter '{missing[0]}': expected a gradient, as other tiles of the same tensor have "
+                    "one and the optimizer needs it in full, got none. Use all tiles of a layer, and freeze "
+                    "all or none."
+                )
 
     def apply(
         self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str], transform: Transform
@@ -78,14 +85,15 @@ class OwnerExchange:
             used: names of the parameters, the same on all ranks.
             transform: from name and tensor [shape] to a tensor of the same shape and dtype.
         """
-        for master, spec, offset in self._alone:
-            if spec.name in used and master in values:
-                own = values[master][offset : offset + spec.numel]
-                own.copy_(
-                    in_memory_order(transform(spec.name, own.as_strided(spec.shape, spec.stride)), spec)
-                )
+        for tensor in self._alone:
+            if tensor.is_stepped(values, used):
+                own = tensor.own_slices(values)
+                elements = own[0] if len(own) == 1 else torch.cat(own)
+                tensor.disassemble(transform(tensor.spec.name, tensor.assemble([elements])), [elements])
+                if len(own) > 1:
+                    _copy_to(own, elements)
         for collectives, tensors in self._shared.items():
-            chosen = [each for each in tensors if each.master in values and each.spec.name in used]
+            chosen = [each for each in tensors if each.sliced.is_stepped(values, used)]
             if chosen:
                 self._apply_at_owners(collectives, chosen, values, transform)
 
@@ -98,63 +106,52 @@ class OwnerExchange:
     ) -> None:
         rank, ranks = collectives.rank, range(collectives.world_size)
         like = next(iter(values.values()))
-        slices = {id(tensor): _own_slice(values, tensor, rank) for tensor in tensors}
-        mine = [tensor for tensor in tensors if tensor.owner == rank]
+        slices = [each.sliced.own_slices(values) for each in tensors]
+        mine = [each.sliced for each in tensors if each.owner == rank]
         sends = [
-            torch.cat([like[:0], *(slices[id(tensor)] for tensor in tensors if tensor.owner == owner)])
+            torch.cat(
+                [
+                    like[:0],
+                    *(
+                        own
+                        for each, many in zip(tensors, slices, strict=True)
+                        for own in many
+                        if each.owner == owner
+                    ),
+                ]
+            )
             for owner in ranks
         ]
         receives = [
-            sends[rank]
-            if source == rank
-            else like.new_empty(sum(_length(each.spans[source]) for each in mine))
+            sends[rank] if source == rank else like.new_empty(sum(each.length(source) for each in mine))
             for source in ranks
         ]
-        elements = sum(tensor.spec.numel for tensor in tensors)
+        elements = sum(each.sliced.spec.numel for each in tensors)
         collectives.exchange(receives, sends, "matrices", elements, "slices to their owners").wait()
         ends = [0] * len(ranks)
         for tensor in mine:
-            begins = list(ends)
-            ends = [end + _length(span) for end, span in zip(ends, tensor.spans, strict=True)]
-            found = [receives[source][begins[source] : ends[source]] for source in ranks]
-            whole = torch.cat(found).as_strided(tensor.spec.shape, tensor.spec.stride)
-            result = in_memory_order(transform(tensor.spec.name, whole), tensor.spec)
-            for target, (first, last) in zip(found, tensor.spans, strict=True):
-                target.copy_(result[first:last])
+            begins = ends
+            ends = [begin + tensor.length(source) for source, begin in zip(ranks, begins, strict=True)]
+            found = [values[begin:end] for values, begin, end in zip(receives, begins, ends, strict=True)]
+            tensor.disassemble(transform(tensor.spec.name, tensor.assemble(found)), found)
         collectives.exchange(sends, receives, "matrices", elements, "results from their owners").wait()
         starts = [0] * len(ranks)
-        for tensor in tensors:
-            own = slices[id(tensor)]
-            begin = starts[tensor.owner]
-            starts[tensor.owner] = begin + own.numel()
-            own.copy_(sends[tensor.owner][begin : begin + own.numel()])
+        for (_, owner), own in zip(tensors, slices, strict=True):
+            begin = starts[owner]
+            starts[owner] = _copy_to(own, sends[owner], begin)
 
 
 def _dealt(
-    collectives: Collectives, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]
+    collectives: Collectives, tensors: Sequence[SlicedTensor], cost: Callable[[ParameterSpec], int]
 ) -> list[_OwnedTensor]:
-    specs = [spec for master in masters for spec in master.unit.layout.specs]
-    owners = iter(deal_owners([cost(spec) for spec in specs], collectives.world_size))
-    tensors = []
-    for master in masters:
-        layout = master.unit.layout
-        shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-            spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
-            tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
-    return tensors
+    owners = deal_owners([cost(each.spec) for each in tensors], collectives.world_size)
+    return [_OwnedTensor(*pair) for pair in zip(tensors, owners, strict=True)]
 
 
-def _own_slice(values: Mapping[OwnedRange, torch.Tensor], tensor: _OwnedTensor, rank: int) -> torch.Tensor:
-    return values[tensor.master].narrow(0, tensor.begin, _length(tensor.spans[rank]))
-
-
-def _overlap(first: int, last: int, numel: int) -> Span:
-    """Return the elements [first, last) that are among [0, numel)."""
-    begin = min(max(first, 0), numel)
-    return begin, max(begin, min(last, numel))
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
+def _copy_to(targets: Sequence[torch.Tensor], source: torch.Tensor, begin: int = 0) -> int:
+    """Fill ``targets`` one after another with the elements of ``source`` from ``begin`` on. Return the end."""
+    for target in targets:
+        end = begin + target.numel()
+        target.copy_(source[begin:end])
+        begin = end
+    return begin
