@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.training import mesh_of
+from tests.parallel.training import mesh_of, mesh_of_one, shared_folder
 from zero_ext.optim import muon_stepper
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
 from zero_ext.parallel.tensor.tp_styles import ParameterSplit, ToLocalSlice, split_parameter
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.units.dtensor_local import local_value
@@ -47,6 +48,7 @@ SPLITS = {
     "stack": ParameterSplit(1, 1),
     "vector": ParameterSplit(0, 1),
 }
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 Parameters = dict[str, torch.Tensor]
 
 
@@ -163,11 +165,14 @@ def test_split_matrices_are_orthogonalized_once_and_travel_twice(world: World, s
 def test_groups_of_shards_and_replicas(world: World) -> None:
     """Every group of shards does the same on its own."""
     wanted = alone(Blocks(world.seed), world.size)
+    groups = {"shard_group_size": 2}
     for offload in ({}, {"optimizer": "host"}, {"update_mode": "in_backward"}):
-        config = {"stage": 3, "offload": offload, "communication": {"shard_group_size": 2}}
+        config = {"stage": 3, "offload": offload, "communication": groups}
         engine, found = trained(Blocks(world.seed), config, world.group)
         assert_equal(found, wanted)
         assert {unit.collectives.world_size for unit in engine.units} == {2}
+    config = {"stage": 3, "communication": {"hierarchical_partition": True, "ranks_per_node": 2}}
+    assert_equal(trained(Blocks(world.seed), config, world.group)[1], wanted)
 
 
 @on_ranks(4)
@@ -193,3 +198,102 @@ def test_experts(world: World, ep: int) -> None:
         _, found = trained(model, {"stage": stage}, mesh)
         assert_equal(found, wanted)
         assert sum("expert" in name for name in found) == 4
+
+
+class Layers(nn.Module):
+    """Layers of different inputs, to be tiled."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(23, 12)
+        self.hidden = nn.Linear(12, 18)
+        self.last = nn.Linear(20, 13, bias=False)
+
+    def forward(self, step: int, rank: int) -> torch.Tensor:
+        """A loss with integer gradients."""
+        generator = torch.Generator().manual_seed(100 * step + rank)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.randint(-8, 9, shape, generator=generator) * 4.0
+
+        ids = torch.randint(23, (30,), generator=generator)
+        total = (self.words(ids) * integers(30, 12)).sum()
+        for layer in (self.hidden, self.last):
+            inputs = integers(7, layer.in_features)
+            total = total + (layer(inputs) * integers(7, layer.out_features)).sum()
+        return total
+
+
+@on_ranks(1, 2, 3)
+def test_tiles(world: World) -> None:
+    """Those of units.tiles, and a layer of tiles in rows and columns in all stages."""
+    wanted = alone(Layers(world.seed), world.size)
+    for stage, offload in ((0, {}), (1, {}), (2, {"optimizer": "host"}), (3, {}), (3, HOST)):
+        model = Layers(world.seed)
+        plain, model.last = model.last, zero_ext.TiledLinear(20, 13, bias=False, in_splits=3, out_splits=2)
+        model.last.load_state_dict(plain.state_dict())
+        units = {**MIXED["units"], "tiles": {"words": 3, "hidden": 4}} if stage == 3 else MIXED["units"]
+        config = {"stage": stage, "units": units, "offload": offload}
+        assert_equal(trained(model, config, world.group)[1], wanted)
+
+
+class Adding(Block):
+    """A layer that adds its loss of each sample to the first column of its input, from a number in the
+    second."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        added = torch.stack([super(Adding, self).forward(int(number), 0) for number in hidden[:, 1]])
+        return hidden + torch.stack([added, torch.zeros_like(added)], 1)
+
+
+def mean_of_losses(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs[:, 0].mean()
+
+
+def pipelined(seed: int, mesh: Any) -> PipelineModule:
+    """Four layers with matrices, of which the first and the last are tied."""
+    matrices = {name: SHAPES[name] for name in ("wide", "tall", "vector")}
+    tied = TiedLayerSpec("square", Adding, seed, {"square": SHAPES["square"]})
+    return PipelineModule(
+        [tied, LayerSpec(Adding, seed + 1, matrices), LayerSpec(Adding, seed + 2, matrices), tied],
+        mesh,
+        loss=mean_of_losses,
+    )
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pipeline_stages(world: World, tp: int) -> None:
+    """Tied matrices are orthogonalized in both stages, alike."""
+    samples = 8 * 2 // tp
+    numbers = torch.arange(STEPS * samples, dtype=torch.float32).view(STEPS, samples)
+    inputs = torch.stack([torch.zeros_like(numbers), numbers], -1)
+    full = pipelined(world.seed, mesh_of_one()).layers
+    optimizer = zero_ext.Muon(full.parameters(), **SETTINGS)
+    for step in inputs:
+        hidden = step
+        for number in (0, 1, 2, 0):
+            hidden = full[str(number)](hidden)
+        hidden[:, 0].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {f"layers.{name}": value.detach() for name, value in full.named_parameters()}
+    wanted["layers.3.square"] = wanted["layers.0.square"]
+    mesh = mesh_of(pp=2, tp=tp)
+    for stage in (0, 1, 2, 3):
+        module = pipelined(world.seed, mesh)
+        for layer in module.layers.values():
+            for name in ("wide", "tall") if tp > 1 else ():
+                if hasattr(layer, name):
+                    split_parameter(layer, name, mesh["tp"], SPLITS[name])
+        config = {"stage": stage, "timeout_seconds": 60.0, **MIXED}
+        optimizer = zero_ext.Muon(module.parameters(), **SETTINGS)
+        model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh)
+        pipeline = Pipeline(model, optimizer, micro_batches=4)
+        for step in inputs:
+            own = step.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+            pipeline.train_batch(own, targets=own)
+        found = zero_ext.full_state_dict(model, rank0_only=False)
+        assert_equal(found, wanted)
+        assert len(found) == 4
