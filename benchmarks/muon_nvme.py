@@ -87,7 +87,7 @@ def main(
     note = (
         f"Ratio: the step on NVMe over the sum of the other two, median of {rounds} rounds in turn. "
         "Transfers: all state read and written once in the chunks of a step, which is what a step moves. "
-        f"One rank, {threads} threads, stage 3, bfloat16, Muon for matrices of the blocks, AdamW for the rest."
+        f"One rank, {threads} threads, stage 3, bfloat16, Muon for the blocks, AdamW for the rest."
     )
     columns = "model|on the device ms|transfers alone ms|on NVMe ms|MB moved|ratio|range|bar|met"
     table = Table("A step with all optimizer state on NVMe", tuple(columns.split("|")), note=note)
