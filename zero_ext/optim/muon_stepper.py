@@ -16,7 +16,8 @@ from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import BUFFER, adjusted_lr, newton_schulz, serves
+from zero_ext.optim.muon import BUFFER, adjusted_lr, newton_schulz
+from zero_ext.optim.muon_groups import serves
 from zero_ext.optim.stepper import (
     OwnedRange,
     RangeStepper,

@@ -24,7 +24,7 @@ from zero_ext.optim.elementwise import (
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import serves
+from zero_ext.optim.muon_groups import serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
