@@ -54,8 +54,8 @@ class WithHead(nn.Module):
 
 def marked() -> nn.Module:
     model = Vocabulary()
-    model.wte.weight.use_muon = True  # type: ignore[assignment]
-    model.hidden.weight.use_muon = False  # type: ignore[assignment]
+    model.wte.weight.use_muon = True  # type: ignore[attr-defined]
+    model.hidden.weight.use_muon = False  # type: ignore[attr-defined]
     return model
 
 
