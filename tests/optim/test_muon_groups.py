@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
 from zero_ext.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 
@@ -234,3 +236,75 @@ def test_schedules_move_both_rates(name: str, params: dict[str, Any], wanted: tu
     made.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(wanted)
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+
+
+class Sums(nn.Module):
+    """Three matrices in one unit, of which a rank has one or two, and an embedding with an output layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wte = nn.Embedding(8, 6)
+        self.hidden = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 8, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss of predicting ids [n] from themselves."""
+        return nn.functional.cross_entropy(self.head(self.hidden(self.wte(ids)).tanh()), ids)
+
+
+OPTIMIZER: dict[str, Any] = {"type": "Muon", "params": {**SETTINGS, "adamw": {**ADAMW, "eps": 1e-3}}}
+SCHEDULER: dict[str, Any] = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
+
+
+@on_ranks(1, 2, 4)
+def test_a_configuration_trains_as_one_process(world: World) -> None:
+    ids = torch.randint(8, (3, 8), generator=torch.Generator().manual_seed(world.seed))
+    alone = Sums(world.seed)
+    settings = {**OPTIMIZER["params"], "adamw": {**ADAMW, "eps": 1e-3}}
+    plain = zero_ext.Muon(alone.parameters(), module=alone, **settings)
+    assert [len(group["params"]) for group in plain.param_groups] == [3, 5]
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    for step in range(3):
+        alone(ids[step]).backward()
+        plain.step()
+        plain.zero_grad()
+        schedule.step()
+    mine = 8 // world.size
+    for stage in (1, 3):
+        config = {"stage": stage, "optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+        with zero_ext.Init(config, process_group=world.group):
+            model = Sums(world.seed)
+        engine, *_ = zero_ext.initialize(model=model, config=config, process_group=world.group)
+        for step in range(3):
+            engine.backward(engine(ids[step, world.rank * mine :][:mine]))
+            engine.step()
+        assert engine.get_lr() == schedule.get_last_lr()
+        found = zero_ext.full_state_dict(engine.module, rank0_only=False)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def changed(optimizer: torch.optim.Optimizer, **settings: Any) -> torch.optim.Optimizer:
+    optimizer.param_groups[-1].update(settings)
+    return optimizer
+
+
+@on_ranks(2)
+def test_bad_groups_are_refused_before_the_model_is_touched(world: World) -> None:
+    model = nn.Module()
+    model.matrix, model.empty = nn.Linear(3, 3), nn.Linear(0, 3, bias=False)
+    matrix = [model.matrix.weight]
+    cases: list[tuple[torch.optim.Optimizer, str]] = [
+        (torch.optim.Muon([*matrix, model.empty.weight]), r"use_muon: .* shape \(3, 0\)"),
+        (changed(torch.optim.Muon(matrix), ns_coefficients=(1.0, math.nan, 1.0)), "ns_coefficients: "),
+        (changed(zero_ext.Muon(model.parameters()), use_muon=True), r"use_muon: .* shape \(3,\)"),
+        (changed(zero_ext.Muon(model.parameters()), lr=-1.0), "lr: expected a finite number of at least 0"),
+        (changed(zero_ext.Muon(matrix), momentum=math.inf), "momentum: expected a finite number"),
+    ]
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for optimizer, words in cases:
+        with pytest.raises(ValueError, match=words):
+            zero_ext.prepare(model, optimizer, {"stage": 3}, process_group=world.group)
+        assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    zero_ext.prepare(model, zero_ext.Muon(model.parameters()), {"stage": 3}, process_group=world.group)

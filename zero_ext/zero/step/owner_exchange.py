@@ -141,7 +141,8 @@ def _dealt(
         shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
+            first, last = shards[collectives.rank]
+            begin = min(max(offset - first, 0), last - first)  # of a tensor behind the shard: its end
             tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
     return tensors
 
