@@ -239,18 +239,21 @@ def test_schedules_move_both_rates(name: str, params: dict[str, Any], wanted: tu
 
 
 class Sums(nn.Module):
-    """Three matrices in one unit, of which a rank has one or two, and an embedding with an output layer."""
+    """Few matrices, of which a rank owns at most two, filters, and an embedding with an output layer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.wte = nn.Embedding(8, 6)
         self.hidden = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.filters = nn.Conv2d(1, 4, 3, padding=1)
         self.head = nn.Linear(6, 8, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss of predicting ids [n] from themselves."""
-        return nn.functional.cross_entropy(self.head(self.hidden(self.wte(ids)).tanh()), ids)
+        hidden = self.hidden(self.wte(ids)).tanh()
+        hidden = hidden + self.filters(hidden.view(-1, 1, 2, 3)).mean(1).flatten(1)
+        return nn.functional.cross_entropy(self.head(hidden), ids)
 
 
 OPTIMIZER: dict[str, Any] = {"type": "Muon", "params": {**SETTINGS, "adamw": {**ADAMW, "eps": 1e-3}}}
@@ -263,7 +266,7 @@ def test_a_configuration_trains_as_one_process(world: World) -> None:
     alone = Sums(world.seed)
     settings = {**OPTIMIZER["params"], "adamw": {**ADAMW, "eps": 1e-3}}
     plain = zero_ext.Muon(alone.parameters(), module=alone, **settings)
-    assert [len(group["params"]) for group in plain.param_groups] == [3, 5]
+    assert [len(group["params"]) for group in plain.param_groups] == [4, 6]
     schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
     for step in range(3):
         alone(ids[step]).backward()

@@ -155,8 +155,8 @@ class Muon(torch.optim.Optimizer):
         buffer = state[BUFFER].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        update = newton_schulz(direction.bfloat16(), group)
-        parameter.add_(update, alpha=-adjusted_lr(group, parameter.shape))
+        update = newton_schulz(as_matrices(direction.bfloat16()), group)
+        parameter.add_(update.reshape(parameter.shape), alpha=-adjusted_lr(group, parameter.shape))
 
     def _step_adamw(self, parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
         states = [self.state[each] for each in parameters]
@@ -198,43 +198,43 @@ def _check_gradients(parameters: Sequence[torch.Tensor]) -> None:
             )
 
 
+def as_matrices(value: torch.Tensor) -> torch.Tensor:
+    """Return filters of a convolution [n, channels, h, w] as one matrix, and any other tensor as it is."""
+    return value.flatten(1) if value.dim() == 4 else value
+
+
 def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Return an approximation of the orthogonal factor of ``matrix`` [..., m, n] in bfloat16, as
     ``torch.optim.Muon`` computes it (Jordan et al., "Muon", 2024).
 
     Args:
-        matrix: bfloat16; with four dimensions the filters of a convolution, with more than two otherwise a
-            stack of matrices.
+        matrix: bfloat16; with more than two dimensions a stack of matrices.
         group: settings ns_coefficients, ns_steps and eps.
     """
-    if matrix.dim() == 4:
-        return newton_schulz(matrix.flatten(1), group).reshape(matrix.shape)
-    if matrix.dim() > 2:
-        return torch.stack([newton_schulz(each, group) for each in matrix])
     a, b, c = group["ns_coefficients"]
-    tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if tall else matrix
-    found = found / found.norm().clamp(min=group["eps"])
+    found = matrix.reshape(-1, *matrix.shape[-2:])
+    tall = found.size(1) > found.size(2)
+    found = found.mT if tall else found
+    norms = torch.stack([each.norm() for each in found])
+    found = found / norms.clamp(min=group["eps"])[:, None, None]
     for _ in range(group["ns_steps"]):
-        gram = found @ found.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, polynomial, found, beta=a)
-    return found.T if tall else found
+        gram = found @ found.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    return (found.mT if tall else found).reshape(matrix.shape)
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> int:
     """Return what orthogonalizing a matrix costs, in multiplications of a step: m²n for m rows and n columns,
     m the smaller."""
-    return min(_matrix_shape(shape)) * math.prod(shape)
+    rows, columns = sorted(shape[-2:])
+    return rows * rows * columns * math.prod(shape[:-2])
 
 
 def adjusted_lr(group: Mapping[str, Any], shape: Sequence[int]) -> float:
     """Return the learning rate of a matrix, as ``torch.optim.Muon`` adjusts it to its shape."""
     if group["adjust_lr_fn"] == "match_rms_adamw":
-        return float(group["lr"]) * 0.2 * math.sqrt(max(_matrix_shape(shape)))
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape[-2:]
+        return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
     rows, columns = shape[-2:]  # of filters too, as in Jordan's code and DeepSpeed's
     return float(group["lr"]) * math.sqrt(max(1, rows / columns))
-
-
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) == 4 else (shape[-2], shape[-1])
