@@ -112,17 +112,20 @@ class MuonStepper(RangeStepper):
             yield from (update.index for update in wave.updates)
 
     def _waves(self, updates: Sequence[Update]) -> Iterator[_Wave]:
-        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, but at least one. All ranks
-        have the same waves, as their shards are of one size."""
+        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, more where a tensor has slices
+        in several ranges. All ranks have the same waves, as their shards are of one size."""
+        indices = {self._ranges[update.index]: update.index for update in updates}
         wave: list[Update] = []
-        elements = 0
+        elements, missing = 0, set[int]()
         for update in updates:
-            numel = self._ranges[update.index].state.numel
-            if wave and elements + numel > WAVE_ELEMENTS:
+            owned = self._ranges[update.index]
+            if wave and not missing and elements + owned.state.numel > WAVE_ELEMENTS:
                 yield _Wave(wave)
                 wave, elements = [], 0
+            missing.update(indices[each] for each in self._whole.related(owned) if each in indices)
             wave.append(update)
-            elements += numel
+            missing.difference_update(each.index for each in wave)
+            elements += owned.state.numel
         if wave:
             yield _Wave(wave)
 
