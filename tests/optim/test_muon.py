@@ -15,9 +15,9 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
+from zero_ext.config.full_tensor_costs import deal_owners
 from zero_ext.optim import muon_stepper
 from zero_ext.zero import engine_of
-from zero_ext.zero.step.owner_exchange import deal_owners
 
 STEPS = 5
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}

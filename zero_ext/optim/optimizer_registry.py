@@ -127,6 +127,12 @@ def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.whole_tensors
 
 
+def steps_whole_tensors(rule: str) -> bool:
+    """Return whether the optimizer named ``rule`` of :func:`update_rule` needs full tensors, where one of
+    the optimizers of a class does; one class alone has no rules."""
+    return not rule or OPTIMIZERS[rule].whole_tensors
+
+
 def resumes_from(own: str | None, saved: str | None) -> bool:
     """Return whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its
     own, or, for one that exchanges signs, that of one with the same two moments.

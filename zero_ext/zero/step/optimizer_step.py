@@ -11,10 +11,11 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import clause_of
 from zero_ext.config.events import StepEnd
+from zero_ext.config.full_tensor_costs import newton_schulz_cost
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
-from zero_ext.optim.muon import newton_schulz_cost
 from zero_ext.optim.one_bit_steppers import OneBitStepper
+from zero_ext.optim.optimizer_registry import steps_whole_tensors
 from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -115,7 +116,9 @@ class OptimizerStep:
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
-        self.stepper = make(self._masters, settings, self._total, OwnerExchange(self._masters, _cost))
+        # Only these: owners of others would be taken for busy.
+        owned = [each for each in self._masters if steps_whole_tensors(each.unit.spec.rule)]
+        self.stepper = make(self._masters, settings, self._total, OwnerExchange(owned, _cost))
         if self._flag is not None:
             self.stepper.watch(self._flag)
         inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)

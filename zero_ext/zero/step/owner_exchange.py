@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.config.full_tensor_costs import deal_owners
 from zero_ext.optim import OwnedRange
 from zero_ext.zero.units.flat_layout import ParameterSpec, in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard
@@ -25,23 +26,6 @@ class _OwnedTensor(NamedTuple):
     owner: int
     spans: tuple[Span, ...]  # by rank, in memory order
     begin: int  # of this rank's elements, counted from the first one of its shard
-
-
-def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return an owner for each cost: from the largest down, the rank that has the least so far.
-
-    The same on every rank that asks the same. The largest sum of a rank exceeds the mean by less than one
-    cost (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-
-    Args:
-        costs: of each tensor.
-        ranks: number of ranks.
-    """
-    loads, owners = [0] * ranks, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
-    return owners
 
 
 class OwnerExchange:
@@ -141,7 +125,7 @@ def _dealt(
         shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
+            begin = min(max(offset - shards[collectives.rank][0], 0), layout.shard_numel)
             tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
     return tensors
 

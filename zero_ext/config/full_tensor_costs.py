@@ -1,0 +1,73 @@
+"""Costs of optimizer steps on full tensors: owners, operations and memory, for the engine and for plans."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+DIRECTION_BYTES = 2  # of an element on its way to the owner of its tensor and back
+NEWTON_SCHULZ_STEPS = 5  # by default, of torch.optim.Muon too
+
+
+def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
+    """Return an owner for each cost: from the largest down, the rank that has the least so far.
+
+    The same on every rank that asks the same. The largest sum of a rank exceeds the mean by less than one
+    cost (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+    Args:
+        costs: of each tensor.
+        ranks: number of ranks.
+    """
+    owners = [0] * len(costs)
+    # More ranks than tensors would have nothing to do.
+    loads = [(0, rank) for rank in range(min(ranks, len(costs)))]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, rank = loads[0]
+        owners[index] = rank
+        heapq.heapreplace(loads, (load + costs[index], rank))
+    return owners
+
+
+def newton_schulz_cost(shape: Sequence[int]) -> int:
+    """Return the multiplications of one iteration on a matrix, or on each of a stack of matrices.
+
+    For m rows and n columns, m the smaller, they are m²n for the Gram matrix, m³ for its square and m²n for
+    the product of the polynomial with the matrix.
+
+    Args:
+        shape: of the matrix; of more than two dimensions the last two are those of a matrix.
+    """
+    rows, columns = sorted(shape[-2:])
+    return rows * rows * (2 * columns + rows) * math.prod(shape[:-2])
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> int:
+    """Return the floating-point operations of orthogonalizing a matrix, as torch counts matrix products.
+
+    Args:
+        shape: as for :func:`newton_schulz_cost`.
+        steps: iterations.
+    """
+    return 2 * steps * newton_schulz_cost(shape)
+
+
+def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[int]) -> int:
+    """Return the bytes of memory that a step on full matrices takes on a rank while it runs, at most.
+
+    They are the directions of the rank's shards, the copies that it sends, which the results come back to,
+    and what it receives of the matrices that it owns; and for one matrix at a time the iterate, the one before
+    and two Gram matrices.
+
+    Args:
+        shards: elements of the shards that are stepped together.
+        ranks: ranks that share a matrix. With one, nothing is sent.
+        largest: shape of the largest matrix.
+    """
+    elements = sum(shards)
+    if not elements:
+        return 0
+    exchanged = elements + elements * (ranks - 1) // ranks if ranks > 1 else 0
+    rows, columns = sorted(largest[-2:])
+    return DIRECTION_BYTES * (elements + exchanged + 3 * rows * columns + 2 * rows * rows)
