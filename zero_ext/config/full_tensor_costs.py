@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 DIRECTION_BYTES = 2  # of an element on its way to the owner of its tensor and back
 NEWTON_SCHULZ_STEPS = 5  # by default, of torch.optim.Muon too
+# Of a rank's shards, in a wave. Owners have as much to do on average, and a wave has to have several matrices
+# for each of them: three blocks of a 7B model on 16 ranks.
+WAVE_ELEMENTS = 1 << 25
+WAVES_IN_FLIGHT = 3
+BATCH_ELEMENTS = 1 << 24  # of matrices that an accelerator orthogonalizes together
 
 
 def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
@@ -56,18 +61,23 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[int]) -> int:
     """Return the bytes of memory that a step on full matrices takes on a rank while it runs, at most.
 
-    They are the directions of the rank's shards, the copies that it sends, which the results come back to,
-    and what it receives of the matrices that it owns; and for one matrix at a time the iterate, the one before
-    and two Gram matrices.
+    The waves in flight, one that has just landed among them, have the directions of the rank's shards, the
+    copies that it sends, which results come back to, and what it receives of the matrices that it owns. One
+    wave has its full matrices and their results. One batch has copies of the matrices, what they were divided
+    by their norms to, two iterates and two Gram matrices.
 
     Args:
         shards: elements of the shards that are stepped together.
         ranks: ranks that share a matrix. With one, nothing is sent.
-        largest: shape of the largest matrix.
+        largest: shape of the largest matrix, or stack of matrices.
     """
-    elements = sum(shards)
-    if not elements:
+    if not any(shards) or not math.prod(largest):
         return 0
-    exchanged = elements + elements * (ranks - 1) // ranks if ranks > 1 else 0
     rows, columns = sorted(largest[-2:])
-    return DIRECTION_BYTES * (elements + exchanged + 3 * rows * columns + 2 * rows * rows)
+    wave = min(sum(shards), max(WAVE_ELEMENTS, *shards))
+    flying = min(sum(shards), (WAVES_IN_FLIGHT + 1) * wave)
+    batch = max(min(wave, BATCH_ELEMENTS), math.prod(largest))
+    elements = flying + wave + 4 * batch + 2 * batch * rows // columns
+    if ranks > 1:
+        elements += flying + (flying + wave) * (ranks - 1) // ranks + math.prod(largest)
+    return DIRECTION_BYTES * elements

@@ -130,8 +130,8 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
         if is_stored(training.optimizer):
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
     if training.needs_full_tensors:
-        tier = found.device if training.optimizer == "device" else found.host
-        tier["matrices of a step"] = _matrix_bytes(model, training)
+        near = found.device if training.optimizer == "device" else found.host
+        near["matrices of a step"] = _matrix_bytes(model, training)
     _add_activations(found, model, training)
     if not hardware.device_is_host:
         # The machine that plans is another one: its environment says nothing about NCCL there.

@@ -129,8 +129,8 @@ class Training(StateTiers):
         known = planned_optimizers()
         if self.optimizer_type not in known:
             raise ValueError(
-                f"optimizer_type: expected one of {', '.join(known)}, got {self.optimizer_type!r}. Choose one "
-                "of them."
+                f"optimizer_type: expected one of {', '.join(known)}, got {self.optimizer_type!r}. Choose "
+                "one of them."
             )
         traits = known[self.optimizer_type]
         if self.moments_dtype == "8bit" and not traits.eight_bit:

@@ -123,15 +123,14 @@ class MemoryEstimate:
         if not needs_whole_tensors(self._subject[1]):
             return
         shards: dict[Tier, list[int]] = {"device": [], "host": []}
-        ranks, largest = 1, (0, 0)
+        ranks, largest = 1, tuple[int, ...]((0, 0))
         for plan in self.plans:
             spec = plan.spec
             if not spec.trained or not steps_whole_tensors(spec.rule):
                 continue
             shards["device" if spec.placement.optimizer_tier == "device" else "host"].append(spec.owned_numel)
             ranks = max(ranks, spec.world_size if spec.placement.optimizer else 1)
-            shapes = [(each.spec.shape[-2], each.spec.shape[-1]) for each in plan.members]
-            largest = max([largest, *shapes], key=newton_schulz_cost)
+            largest = max([largest, *(each.spec.shape for each in plan.members)], key=newton_schulz_cost)
         for tier, sizes in shards.items():
             if self.config.offload.update_mode == "in_backward":
                 sizes = [max(sizes, default=0)]
