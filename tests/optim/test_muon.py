@@ -15,7 +15,6 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
-from zero_ext.config.full_tensor_costs import deal_owners
 from zero_ext.optim import muon_stepper
 from zero_ext.zero import engine_of
 
@@ -320,16 +319,3 @@ def test_each_matrix_is_orthogonalized_once_and_travels_twice(world: World) -> N
     sent = torch.tensor([engine.collectives.traffic.last_bytes_sent["matrices"]])
     matrix_bytes = 2 * sum(map(torch.numel, used))
     assert 0 < engine.collectives.sum_(sent, "bytes").item() <= 2 * matrix_bytes
-
-
-def test_owners_are_balanced() -> None:
-    generator = torch.Generator().manual_seed(3)
-    for ranks in (1, 2, 3, 8):
-        costs = torch.randint(1, 1000, (57,), generator=generator).tolist()
-        owners = deal_owners(costs, ranks)
-        loads = [
-            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
-            for rank in range(ranks)
-        ]
-        assert max(loads) <= sum(costs) / ranks + max(costs) and deal_owners(costs, ranks) == owners
-    assert deal_owners([5, 5], 4) == [0, 1]
