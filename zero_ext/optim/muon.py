@@ -224,13 +224,6 @@ def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tenso
     return (found.mT if tall else found).reshape(matrix.shape)
 
 
-def newton_schulz_cost(shape: Sequence[int]) -> int:
-    """Return what orthogonalizing a matrix costs, in multiplications of a step: m²n for m rows and n columns,
-    m the smaller."""
-    rows, columns = sorted(shape[-2:])
-    return rows * rows * columns * math.prod(shape[:-2])
-
-
 def adjusted_lr(group: Mapping[str, Any], shape: Sequence[int]) -> float:
     """Return the learning rate of a matrix, as ``torch.optim.Muon`` adjusts it to its shape."""
     if group["adjust_lr_fn"] == "match_rms_adamw":
