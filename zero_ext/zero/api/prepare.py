@@ -341,7 +341,8 @@ def _checkpoint_sources(
     if everyone is None or not is_partial(owned, groups):
         return CheckpointSources(full, trained)
     names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
-    elsewhere = [item.spec.name for item in owned if not item.counted]
+    # State is saved under the names of full tensors, not of their tiles.
+    elsewhere = engine.full_tensors.names(item.spec.name for item in owned if not item.counted)
     states = [ModelParallelState(state, everyone, names, elsewhere) for state in (full, trained)]
     return CheckpointSources(*states)
 
