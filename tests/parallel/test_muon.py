@@ -143,9 +143,9 @@ def test_split_matrices_are_orthogonalized_once_and_travel_twice(world: World, s
     shapes: list[tuple[int, ...]] = []
     original = muon_stepper.newton_schulz
 
-    def counting(matrix: torch.Tensor, group: Any) -> torch.Tensor:
-        shapes.append(tuple(matrix.shape))
-        return original(matrix, group)
+    def counting(matrices: torch.Tensor, group: Any) -> torch.Tensor:
+        shapes.extend(tuple(matrix.shape) for matrix in matrices)
+        return original(matrices, group)
 
     with mock.patch.object(muon_stepper, "newton_schulz", counting):
         engine, _ = trained(model, {"stage": stage}, mesh)

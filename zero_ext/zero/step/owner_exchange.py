@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.comm.pending_collective import PendingCollective
 from zero_ext.optim import OwnedRange
 from zero_ext.zero.step.sliced_tensors import SlicedTensor
 from zero_ext.zero.units.flat_layout import ParameterSpec
 
-Transform = Callable[[str, torch.Tensor], torch.Tensor]
+Transform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 class _OwnedTensor(NamedTuple):
@@ -62,6 +63,7 @@ class OwnerExchange:
             for collectives, chosen in tensors.items()
             if collectives is not None
         }
+        self._related = _related(tensor for many in tensors.values() for tensor in many)
 
     def check_used(self, used: Collection[str]) -> None:
         """Raise ``RuntimeError`` if some slices of a tensor are ``used`` and others are not."""
@@ -75,70 +77,118 @@ class OwnerExchange:
                     "all or none."
                 )
 
-    def apply(
-        self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str], transform: Transform
-    ) -> None:
-        """Replace ``values`` by what ``transform`` makes of whole tensors; a collective.
+    def related(self, owned: OwnedRange) -> frozenset[OwnedRange]:
+        """Return the ranges that have slices of the same tensors as ``owned``, which is one of them."""
+        return self._related.get(owned, frozenset((owned,)))
+
+    def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> TransformInFlight:
+        """Begin to send slices to the owners; a collective, as are the calls of what it returns, which come
+        in the order of these.
 
         Args:
-            values: by master shard [n], of one dtype. Elements of other parameters stay.
+            values: by master shard [n], of one dtype. They must not be changed until the end.
             used: names of the parameters, the same on all ranks.
-            transform: from name and tensor [shape] to a tensor of the same shape and dtype.
         """
-        for tensor in self._alone:
-            if tensor.is_stepped(values, used):
-                own = tensor.own_slices(values)
-                elements = own[0] if len(own) == 1 else torch.cat(own)
-                tensor.disassemble(transform(tensor.spec.name, tensor.assemble([elements])), [elements])
-                if len(own) > 1:
-                    _copy_to(own, elements)
+        alone = [tensor for tensor in self._alone if tensor.is_stepped(values, used)]
+        sent = []
         for collectives, tensors in self._shared.items():
             chosen = [each for each in tensors if each.sliced.is_stepped(values, used)]
             if chosen:
-                self._apply_at_owners(collectives, chosen, values, transform)
+                sent.append(_SlicesInFlight(collectives, chosen, values))
+        return TransformInFlight(values, alone, sent)
 
-    def _apply_at_owners(
+
+class TransformInFlight:
+    """Whole tensors that are on their way to their owners, or results on their way back."""
+
+    def __init__(
+        self,
+        values: Mapping[OwnedRange, torch.Tensor],
+        alone: Sequence[SlicedTensor],
+        sent: Sequence[_SlicesInFlight],
+    ) -> None:
+        self._values, self._alone, self._sent = values, alone, sent
+
+    def apply(self, transform: Transform) -> None:
+        """Wait for the tensors that this rank owns, and begin to send what ``transform`` makes of them.
+
+        Args:
+            transform: from tensors [shape] by name to others of the same names, shapes and dtype.
+        """
+        own = {tensor.spec.name: tensor.own_slices(self._values) for tensor in self._alone}
+        flat = {name: many[0] if len(many) == 1 else torch.cat(many) for name, many in own.items()}
+        _transform(transform, [(tensor, [flat[tensor.spec.name]]) for tensor in self._alone])
+        for name, many in own.items():
+            if len(many) > 1:
+                _copy_to(many, flat[name])
+        for each in self._sent:
+            each.apply(transform)
+
+    def finish(self) -> None:
+        """Wait for the results, which replace the values. Elements of other parameters stay."""
+        for each in self._sent:
+            each.finish()
+
+
+class _SlicesInFlight:
+    """The elements of ``tensors`` that the ranks of ``collectives`` have, sent to the owners."""
+
+    def __init__(
         self,
         collectives: Collectives,
         tensors: Sequence[_OwnedTensor],
         values: Mapping[OwnedRange, torch.Tensor],
-        transform: Transform,
     ) -> None:
         rank, ranks = collectives.rank, range(collectives.world_size)
+        self._collectives = collectives
+        self._slices = [(each.owner, each.sliced.own_slices(values)) for each in tensors]
+        self._mine = [each.sliced for each in tensors if each.owner == rank]
+        self._elements = sum(each.sliced.spec.numel for each in tensors)
         like = next(iter(values.values()))
-        slices = [each.sliced.own_slices(values) for each in tensors]
-        mine = [each.sliced for each in tensors if each.owner == rank]
-        sends = [
-            torch.cat(
-                [
-                    like[:0],
-                    *(
-                        own
-                        for each, many in zip(tensors, slices, strict=True)
-                        for own in many
-                        if each.owner == owner
-                    ),
-                ]
-            )
-            for owner in ranks
+        self._sends = [
+            torch.cat([like[:0], *(own for owner, many in self._slices if owner == target for own in many)])
+            for target in ranks
         ]
-        receives = [
-            sends[rank] if source == rank else like.new_empty(sum(each.length(source) for each in mine))
+        self._receives = [
+            self._sends[rank]
+            if source == rank
+            else like.new_empty(sum(each.length(source) for each in self._mine))
             for source in ranks
         ]
-        elements = sum(each.sliced.spec.numel for each in tensors)
-        collectives.exchange(receives, sends, "matrices", elements, "slices to their owners").wait()
-        ends = [0] * len(ranks)
-        for tensor in mine:
+        self._pending = self._exchange(self._receives, self._sends, "slices to their owners")
+
+    def apply(self, transform: Transform) -> None:
+        """See :meth:`TransformInFlight.apply`."""
+        self._pending.wait()
+        ends = [0] * len(self._receives)
+        found = []
+        for tensor in self._mine:
             begins = ends
-            ends = [begin + tensor.length(source) for source, begin in zip(ranks, begins, strict=True)]
-            found = [values[begin:end] for values, begin, end in zip(receives, begins, ends, strict=True)]
-            tensor.disassemble(transform(tensor.spec.name, tensor.assemble(found)), found)
-        collectives.exchange(sends, receives, "matrices", elements, "results from their owners").wait()
-        starts = [0] * len(ranks)
-        for (_, owner), own in zip(tensors, slices, strict=True):
-            begin = starts[owner]
-            starts[owner] = _copy_to(own, sends[owner], begin)
+            ends = [begin + tensor.length(source) for source, begin in enumerate(begins)]
+            bounds = zip(self._receives, begins, ends, strict=True)
+            found.append((tensor, [values[begin:end] for values, begin, end in bounds]))
+        _transform(transform, found)
+        self._pending = self._exchange(self._sends, self._receives, "results from their owners")
+
+    def finish(self) -> None:
+        """See :meth:`TransformInFlight.finish`."""
+        self._pending.wait()
+        starts = [0] * len(self._sends)
+        for owner, own in self._slices:
+            starts[owner] = _copy_to(own, self._sends[owner], starts[owner])
+
+    def _exchange(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], label: str
+    ) -> PendingCollective:
+        return self._collectives.exchange(receives, sends, "matrices", self._elements, label)
+
+
+def _transform(transform: Transform, tensors: Sequence[tuple[SlicedTensor, list[torch.Tensor]]]) -> None:
+    """Replace the elements by rank of each tensor by those of what ``transform`` makes of it."""
+    if tensors:
+        results = transform({tensor.spec.name: tensor.assemble(elements) for tensor, elements in tensors})
+        for tensor, elements in tensors:
+            tensor.disassemble(results[tensor.spec.name], elements)
 
 
 def _dealt(
@@ -148,8 +198,20 @@ def _dealt(
     return [_OwnedTensor(*pair) for pair in zip(tensors, owners, strict=True)]
 
 
+def _related(tensors: Iterable[SlicedTensor]) -> dict[OwnedRange, frozenset[OwnedRange]]:
+    """Return the ranges of tensors with several slices, each with those that it shares tensors with, also
+    through others."""
+    found: dict[OwnedRange, frozenset[OwnedRange]] = {}
+    for tensor in tensors:
+        own = {each.master for each in tensor.slices if each.master is not None}
+        if len(own) > 1:
+            joined = frozenset(own).union(*(found.get(each, ()) for each in own))
+            found.update(dict.fromkeys(joined, joined))
+    return found
+
+
 def _copy_to(targets: Sequence[torch.Tensor], source: torch.Tensor, begin: int = 0) -> int:
-    """Fill ``targets`` one after another with the elements of ``source`` from ``begin`` on. Return the end."""
+    """Fill ``targets`` one after another with elements of ``source`` from ``begin`` on. Return the end."""
     for target in targets:
         end = begin + target.numel()
         target.copy_(source[begin:end])
