@@ -200,6 +200,22 @@ def test_experts(world: World, ep: int) -> None:
         assert sum("expert" in name for name in found) == 4
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("update_mode", ["after_backward", "in_backward"])
+def test_a_slice_that_is_not_finite_stops_all_ranks(world: World, update_mode: str) -> None:
+    """Also those that have other slices, which would wait for it."""
+    mesh, model = mesh_of(tp=2), Blocks(world.seed, {"wide": SHAPES["wide"]})
+    for block in model.blocks:
+        split_parameter(block, "wide", mesh["tp"], SPLITS["wide"])
+    optimizer = zero_ext.Muon(model.parameters(), **SETTINGS)
+    config = {"stage": 2, "offload": {"update_mode": update_mode}, "timeout_seconds": 60.0}
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
+    factor = math.nan if world.rank == 1 else 1.0
+    (model(0, world.rank) * factor).backward()
+    with pytest.raises(FloatingPointError, match="gradients"):
+        optimizer.step()
+
+
 class Layers(nn.Module):
     """Layers of different inputs, to be tiled."""
 

@@ -143,7 +143,8 @@ def check_whole_tensors(
     tiling: Mapping[str, int],
     settings: ZeroConfig,
 ) -> None:
-    """Refuse slices of tensors that ``optimizer`` needs in full and cannot assemble. Raises ``ValueError``."""
+    """Refuse slices of tensors that ``optimizer`` needs in full and that nothing assembles. Raises
+    ``ValueError``."""
     name = type(optimizer).__name__
     groups = [set(group["params"]) for group in optimizer.param_groups]
     needed = [steps_whole_tensors(update_rule(group)) for group in optimizer.param_groups]
@@ -158,8 +159,8 @@ def check_whole_tensors(
         if rows % ranks:
             raise ValueError(
                 f"parameter '{item.spec.name}': expected a size that divides by the {ranks} tensor-parallel "
-                f"ranks where {name} steps it, as it needs equal slices, got {rows}. Leave it unsplit, or step "
-                "it by AdamW: set its attribute use_muon to False."
+                f"ranks where {name} steps it, as it needs equal slices, got {rows}. Leave it unsplit, or "
+                "set its attribute use_muon to False, so that zero_ext.Muon steps it as AdamW does."
             )
     stepped = {
         tensor: numbers
@@ -169,17 +170,17 @@ def check_whole_tensors(
     for tensor, numbers in stepped.items():
         if len(numbers) > 1:
             raise ValueError(
-                f"tiles of '{tensor}': expected all of them in one param group, as {name} needs the tensor in "
-                f"full, got groups {sorted(map(str, numbers))}. Move them to one."
+                f"tiles of '{tensor}': expected all of them in one param group, as {name} needs the tensor "
+                f"in full, got groups {sorted(map(str, numbers))}. Move them to one."
             )
     layers = tiling if settings.stage == 3 else ()
     tiles = full_tensors.shapes()
     tiled = [tensor for tensor in stepped if tensor in tiles or tensor.rpartition(".")[0] in layers]
     if tiled and settings.offload.update_mode == "in_backward":
         raise ValueError(
-            f"units.tiles: expected none with {name} and offload.update_mode 'in_backward', as the update of "
-            f"a tile needs the gradients of all tiles of its tensor, got {tiled}. Leave these layers untiled, "
-            "or set offload.update_mode to 'after_backward'."
+            f"units.tiles: expected none with {name} and offload.update_mode 'in_backward', as the update "
+            f"of a tile needs the gradients of all tiles of its tensor, got {tiled}. Leave these layers "
+            "untiled, or set offload.update_mode to 'after_backward'."
         )
 
 

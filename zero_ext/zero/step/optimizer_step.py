@@ -84,6 +84,8 @@ class OptimizerStep:
         self._gradients = [gradients[master.unit] for master in masters]
         self._norms, self._collectives, self._tiers = norms, collectives, tiers
         self._full_tensors = full_tensors
+        # Of the ranks that wait for one another in an update. An error on one of them is raised on all.
+        self._updating = collectives.slices or collectives
         self._clipping = config.gradient_clipping
         self._when = config.offload.update_mode
         self._delays_after = config.offload.delay_start_step
@@ -130,7 +132,7 @@ class OptimizerStep:
         self.stepper = make(self._masters, settings, self._total, self._exchange)
         if self._flag is not None:
             self.stepper.watch(self._flag)
-        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)
+        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._updating)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = UpdatesInBackward(inputs, groups, on_trial)
@@ -144,7 +146,7 @@ class OptimizerStep:
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
         stored = any_stored(self._masters, self._gradients)
-        values = raise_on_all_ranks(self._collectives, own, "reading the state for a step", stored=stored)
+        values = raise_on_all_ranks(self._updating, own, "reading the state for a step", stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 

@@ -1,4 +1,4 @@
-"""Tensors that an optimizer needs in full: the slices of each, and the elements of these that every rank has."""
+"""Tensors that an optimizer needs in full: their slices, and the elements of these that every rank has."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SlicedTensor:
         return [each for each in self.slices if each.master is not None and each.name in used]
 
     def is_stepped(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> bool:
-        """Return whether a step with ``values`` of master shards steps this tensor, of parameters ``used``."""
+        """Return whether a step of the ``used`` parameters with ``values`` of master shards steps it."""
         present = [each.master in values for each in self.used_slices(used)]
         if any(present) and not all(present):
             raise zero_ext_bug(f"a step on some slices of '{self.spec.name}' without the others")
