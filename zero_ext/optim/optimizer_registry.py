@@ -127,7 +127,7 @@ def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.whole_tensors
 
 
-def steps_whole_tensors(rule: str) -> bool:
+def steps_full_tensors(rule: str) -> bool:
     """Return whether the optimizer named ``rule`` of :func:`update_rule` needs full tensors, where one of
     the optimizers of a class does; one class alone has no rules."""
     return not rule or OPTIMIZERS[rule].whole_tensors

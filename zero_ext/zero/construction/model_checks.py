@@ -21,7 +21,8 @@ from zero_ext.optim.optimizer_registry import (
     check_step_time,
     fusible,
     needs_norms,
-    steps_whole_tensors,
+    needs_whole_tensors,
+    steps_full_tensors,
     update_rule,
 )
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
@@ -96,8 +97,10 @@ def is_partial(owned: Sequence[OwnedParameter], groups: RankGroups) -> bool:
 
 
 def check_optimizer(
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     owned: Sequence[OwnedParameter],
+    tiling: Mapping[str, int],
     elementwise: bool,
     settings: ZeroConfig,
     groups: RankGroups,
@@ -131,12 +134,14 @@ def check_optimizer(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
+    if needs_whole_tensors(optimizer):
+        _check_full_tensors(model, optimizer, owned, tiling, settings)
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
     check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
 
 
-def check_whole_tensors(
+def _check_full_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     owned: Sequence[OwnedParameter],
@@ -147,7 +152,7 @@ def check_whole_tensors(
     ``ValueError``."""
     name = type(optimizer).__name__
     groups = [set(group["params"]) for group in optimizer.param_groups]
-    needed = [steps_whole_tensors(update_rule(group)) for group in optimizer.param_groups]
+    needed = [steps_full_tensors(update_rule(group)) for group in optimizer.param_groups]
     full_tensors, found = FullTensorMap(model), defaultdict[str, set[int | None]](set)
     for item in owned:
         parameter: Any = item.parameter
