@@ -17,7 +17,8 @@ from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import BUFFER, adjusted_lr, newton_schulz, serves
+from zero_ext.optim.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
+from zero_ext.optim.muon_groups import serves
 from zero_ext.optim.stepper import (
     OwnedRange,
     PendingTransform,
@@ -158,8 +159,9 @@ class MuonStepper(RangeStepper):
             count = max(1, limit // max(1, shape.numel()))
             for first in range(0, len(names), count):
                 batch = names[first : first + count]
-                stack = torch.stack([matrices[name] for name in batch])
-                found.update(zip(batch, newton_schulz(stack, self._groups[group]), strict=True))
+                stack = torch.stack([as_matrices(matrices[name]) for name in batch])
+                results = newton_schulz(stack, self._groups[group]).reshape(-1, *shape)
+                found.update(zip(batch, results, strict=True))
         return found
 
     def _average_wave(self, wave: _Wave, scale: torch.Tensor, used: frozenset[str]) -> None:

@@ -18,6 +18,7 @@ from zero_ext.optim.elementwise import was_stepped
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
+    check_groups,
     check_step_time,
     fusible,
     needs_norms,
@@ -128,6 +129,7 @@ def check_optimizer(
             "optimizer: expected one before its first step, got one with state. Call zero_ext.prepare "
             "before the first step, and restore training with zero_ext.load_checkpoint."
         )
+    check_groups(optimizer)
     check_step_time(optimizer, settings.offload.update_mode)
     if groups.tensor is not None and needs_norms(optimizer):
         raise ValueError(
