@@ -24,7 +24,7 @@ from zero_ext.optim.elementwise import (
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import serves
+from zero_ext.optim.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
@@ -152,9 +152,20 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
-            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks, which a "
-            "delayed update does not do. Set offload.update_mode to 'after_backward'."
+            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks. A delayed "
+            "update runs on a thread of its own, where these collectives and those of forward and backward "
+            "would come in another order on every rank. Set offload.update_mode to 'after_backward'."
         )
+
+
+def check_groups(optimizer: optim.Optimizer) -> None:
+    """Refuse with ``ValueError`` param groups that the optimizer's class refuses too, but that have changed
+    since, and matrices that only its step would refuse."""
+    if isinstance(optimizer, ENTRIES["Muon"].kind | ENTRIES["torch.optim.Muon"].kind):
+        for group in optimizer.param_groups:
+            check_settings(group)
+            if serves(group):
+                check_matrices(group["params"])
 
 
 def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:

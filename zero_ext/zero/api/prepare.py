@@ -21,6 +21,7 @@ from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
     is_one_bit,
+    needs_whole_tensors,
 )
 from zero_ext.zero.api.engine_lookup import (
     CheckpointSources,
@@ -47,6 +48,7 @@ from zero_ext.zero.construction.model_checks import (
     check_modules,
     check_optimizer,
     check_parameters,
+    check_whole_tensors,
     is_partial,
 )
 from zero_ext.zero.construction.module_tensors import (
@@ -155,7 +157,8 @@ def prepare(
             "Prepare the module that has them."
         )
     train_device = Device(device_of(owned, device))
-    collectives, settings = _join(groups, settings, train_device)
+    exchanges = needs_whole_tensors(optimizer)
+    collectives, settings = _join(groups, settings, train_device, exchanges)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
@@ -163,6 +166,8 @@ def prepare(
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
     check_optimizer(optimizer, owned, elementwise, settings, groups)
+    if optimizer is not None and exchanges:
+        check_whole_tensors(model, optimizer, owned, tiling, settings)
     if init == "broadcast":
         check_values(owned)
     check_agreement(owned, settings, collectives, optimizer)
@@ -210,8 +215,11 @@ def _activation_group(
     return group
 
 
-def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Collectives, ZeroConfig]:
-    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows."""
+def _join(
+    groups: RankGroups, settings: ZeroConfig, device: Device, exchanges: bool
+) -> tuple[Collectives, ZeroConfig]:
+    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows. An
+    optimizer that ``exchanges`` needs tensors in full."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -222,6 +230,9 @@ def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Col
     )
     if groups.model is not None:
         collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
+    if exchanges and groups.slices is not None:
+        slices = make_collectives(groups.slices, settings.timeout_seconds, device.device)
+        collectives.join_slices(slices, groups.tensor_rank)
     if groups.same_experts:
         collectives.join_experts(groups.same_experts)
     collectives.shard_among(settings.communication.shard_group_size)
