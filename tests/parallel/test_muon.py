@@ -200,6 +200,22 @@ def test_experts(world: World, ep: int) -> None:
         assert sum("expert" in name for name in found) == 4
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("update_mode", ["after_backward", "in_backward"])
+def test_a_slice_that_is_not_finite_stops_all_ranks(world: World, update_mode: str) -> None:
+    """Also those that have other slices, which would wait for it."""
+    mesh, model = mesh_of(tp=2), Blocks(world.seed, {"wide": SHAPES["wide"]})
+    for block in model.blocks:
+        split_parameter(block, "wide", mesh["tp"], SPLITS["wide"])
+    optimizer = zero_ext.Muon(model.parameters(), **SETTINGS)
+    config = {"stage": 2, "offload": {"update_mode": update_mode}, "timeout_seconds": 60.0}
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
+    factor = math.nan if world.rank == 1 else 1.0
+    (model(0, world.rank) * factor).backward()
+    with pytest.raises(FloatingPointError, match="gradients"):
+        optimizer.step()
+
+
 class Layers(nn.Module):
     """Layers of different inputs, to be tiled."""
 
@@ -297,3 +313,94 @@ def test_pipeline_stages(world: World, tp: int) -> None:
         found = zero_ext.full_state_dict(model, rank0_only=False)
         assert_equal(found, wanted)
         assert len(found) == 4
+
+
+class Tiled(Blocks):
+    """The blocks, and a layer of tiles."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        super().__init__(seed)
+        self.last = zero_ext.TiledLinear(20, 13, bias=False, in_splits=2, out_splits=rows)
+        self.last.load_state_dict({"weight": torch.arange(260.0).view(13, 20) / 260})
+
+    def forward(self, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs, factors = torch.randint(-8, 9, (2, 20, 20), generator=generator) * 4.0
+        return super().forward(step, rank) + (self.last(inputs) * factors[:, :13]).sum()
+
+
+@on_ranks(4)
+def test_resumed_in_another_split(world: World) -> None:
+    """Momentum is saved under the full tensors' names, of tiles too."""
+
+    def made(stage: int, **lengths: int) -> Any:
+        mesh, model = mesh_of(**lengths), Tiled(world.seed, world.size // mesh_of(**lengths)["dp"].size())
+        for block in model.blocks if "tp" in lengths else ():
+            for name, split in SPLITS.items():
+                split_parameter(block, name, mesh["tp"], split)
+        optimizer = zero_ext.Muon(model.parameters(), **SETTINGS)
+        return zero_ext.prepare(model, optimizer, {"stage": stage, **MIXED}, process_group=mesh)
+
+    def steps(model: Any, optimizer: Any, numbers: range) -> Parameters:
+        engine = engine_of(model)
+        share = world.size // engine.world_size
+        for step in numbers:
+            sum(model(step, engine.rank * share + rank) / share for rank in range(share)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero_ext.full_state_dict(model, rank0_only=False)
+
+    folder, first = shared_folder(world), made(3, tp=2)
+    steps(*first, range(2))
+    zero_ext.save_checkpoint(folder, first[0]).wait()
+    wanted = steps(*first, range(2, 4))
+    for stage, lengths in ((1, {"tp": 4}), (3, {"dp": 4})):
+        then = made(stage, **lengths)
+        zero_ext.load_checkpoint(folder, then[0])
+        assert_equal(steps(*then, range(2, 4)), wanted)
+
+
+@on_ranks(4)
+def test_layouts_that_are_refused(world: World) -> None:
+    def refused(message: str, model: nn.Module, config: dict[str, Any], group: Any = None) -> None:
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            zero_ext.prepare(
+                model, zero_ext.Muon(model.parameters()), config, process_group=group or world.group
+            )
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+    uneven = Blocks(world.seed, {"odd": (7, 12)})
+    split_parameter(uneven.blocks[0], "odd", mesh_of(tp=2)["tp"], ParameterSplit(0, 1))
+    refused("'blocks.0.odd': expected a size that divides by the 2", uneven, {"stage": 1}, mesh_of(tp=2))
+    in_backward = {"stage": 3, "offload": {"update_mode": "in_backward"}}
+    tiles = {**in_backward, "units": {"tiles": {"hidden": 2}}}
+    refused(r"'in_backward', as the update of a tile .* got \['hidden.weight'\]", Layers(world.seed), tiles)
+    delayed = {"stage": 3, "offload": {"optimizer": "host", "update_mode": "delayed"}}
+    refused("in another order on every rank", Layers(world.seed), delayed)
+    tiled = nn.ModuleList([zero_ext.TiledLinear(8, 8, out_splits=2)])
+    tiled[0].tiles[0].weight.use_muon = False
+    refused("tiles of '0.weight': expected all of them in one param group", tiled, {"stage": 3})
+
+
+class FirstTile(nn.Module):
+    """Uses one of two tiles of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = zero_ext.TiledLinear(8, 8, bias=False, out_splits=2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return next(self.layer.chunks(inputs)).sum()
+
+
+@on_ranks(2)
+def test_a_step_without_some_tiles_is_refused(world: World) -> None:
+    model: Any = FirstTile()
+    optimizer = zero_ext.Muon(model.parameters())
+    model, optimizer = zero_ext.prepare(model, optimizer, {"stage": 3}, process_group=world.group)
+    before = zero_ext.full_state_dict(model, rank0_only=False)
+    model(torch.ones(3, 8)).backward()
+    with pytest.raises(RuntimeError, match=r"'layer\.tiles\.1\.weight': expected a gradient, as other tiles"):
+        optimizer.step()
+    assert_equal(zero_ext.full_state_dict(model, rank0_only=False), before)

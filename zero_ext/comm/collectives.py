@@ -48,10 +48,10 @@ class Collectives:
     added up, see ``PrecisionConfig``. The end of each is published on ``bus``. ``nodes`` says
     which ranks share a node; without it all do. All ranks share the state, unless :meth:`shard_among` says
     otherwise. ``model`` are the collectives of the other model-parallel ranks (pipeline stages, tensor
-    parallelism); None without model parallelism. ``slices`` are those of all data-parallel and tensor-parallel
-    ranks of a pipeline stage; None unless :meth:`join_slices` has set them. ``recorder`` finds ranks that make different collectives;
-    ``members`` are the ranks of this group among those that it compares. ``ranks`` are the same ranks in the
-    world.
+    parallelism); None without model parallelism. ``slices`` are those of all data-parallel and
+    tensor-parallel ranks of a pipeline stage; None unless :meth:`join_slices` has set them. ``recorder``
+    finds ranks that make different collectives; ``members`` are the ranks of this group among those that it
+    compares. ``ranks`` are the same ranks in the world.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """

@@ -108,8 +108,8 @@ class MuonStepper(RangeStepper):
             yield from (update.index for update in wave.updates)
 
     def _waves(self, updates: Sequence[Update]) -> Iterator[_Wave]:
-        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, more where a tensor has slices
-        in several ranges. All ranks have the same waves, as their shards are of one size."""
+        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, more where a tensor has
+        slices in several ranges. All ranks have the same waves, as their shards are of one size."""
         indices = {self._ranges[update.index]: update.index for update in updates}
         wave: list[Update] = []
         elements, missing = 0, set[int]()

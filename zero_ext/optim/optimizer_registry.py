@@ -127,7 +127,7 @@ def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.whole_tensors
 
 
-def steps_whole_tensors(rule: str) -> bool:
+def steps_full_tensors(rule: str) -> bool:
     """Return whether the optimizer named ``rule`` of :func:`update_rule` needs full tensors, where one of
     the optimizers of a class does; one class alone has no rules."""
     return not rule or OPTIMIZERS[rule].whole_tensors
@@ -152,9 +152,9 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
-            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks. A delayed "
-            "update runs on a thread of its own, where these collectives and those of forward and backward "
-            "would come in another order on every rank. Set offload.update_mode to 'after_backward'."
+            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks. Delayed "
+            "updates run on a thread of their own. Their collectives and those of forward and backward would "
+            "come in another order on every rank. Set offload.update_mode to 'after_backward'."
         )
 
 

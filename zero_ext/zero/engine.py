@@ -109,14 +109,7 @@ class Engine(Ending):
         self._tied = TiedGradients(trained, collectives.model, self._generation)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
-            self.masters,
-            self._gradients,
-            self.norms,
-            collectives,
-            tiers,
-            config,
-            self.full_tensors,
-            scales_loss,
+            self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
         context = (collectives, tiers.device.reduction_stream, self._bus)
         self.reducer = GradientReducer(trained, *context, self.optimizer_step, self._generation)

@@ -84,6 +84,34 @@ def test_training_saving_loading_and_merging(world: World, tier: str) -> None:
     assert torch.allclose(plain(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2)
+def test_muon_steps_adapters_as_matrices(world: World) -> None:
+    """As torch's own in one process, which adds gradients in the order of ranks: bit for bit."""
+
+    def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Muon(trained_of(model), lr=0.02)
+
+    twin = with_adapters(base(world.seed), world.seed)
+    model = copy.deepcopy(twin)
+    optimizer = muon(twin)
+    for step in range(4):
+        for rank in range(world.size):
+            loss(twin, batch(world.seed, step, 0, rank)).backward()
+        for parameter in trained_of(twin):
+            parameter.grad *= 1.0 / world.size
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = prepare(model, muon(model), configuration(3, units=SHARDED), process_group=world.group)
+    for step in range(4):
+        loss(model, batch(world.seed, step, 0, world.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found, wanted = zero_ext.full_state_dict(model, rank0_only=False), twin.state_dict()
+    assert sum("lora_" in name for name in found) == 12
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), name
+
+
 def _check_only_adapters_cost(model: PeftModel, tier: str) -> None:
     """No gradients and no optimizer state but those of what is trained; the base lies in its tier."""
     engine = engine_of(model)

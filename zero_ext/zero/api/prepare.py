@@ -48,7 +48,6 @@ from zero_ext.zero.construction.model_checks import (
     check_modules,
     check_optimizer,
     check_parameters,
-    check_whole_tensors,
     is_partial,
 )
 from zero_ext.zero.construction.module_tensors import (
@@ -157,17 +156,14 @@ def prepare(
             "Prepare the module that has them."
         )
     train_device = Device(device_of(owned, device))
-    exchanges = needs_whole_tensors(optimizer)
-    collectives, settings = _join(groups, settings, train_device, exchanges)
+    collectives, settings = _join(groups, settings, train_device, optimizer)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
-    check_optimizer(optimizer, owned, elementwise, settings, groups)
-    if optimizer is not None and exchanges:
-        check_whole_tensors(model, optimizer, owned, tiling, settings)
+    check_optimizer(model, optimizer, owned, tiling, elementwise, settings, groups)
     if init == "broadcast":
         check_values(owned)
     check_agreement(owned, settings, collectives, optimizer)
@@ -216,10 +212,10 @@ def _activation_group(
 
 
 def _join(
-    groups: RankGroups, settings: ZeroConfig, device: Device, exchanges: bool
+    groups: RankGroups, settings: ZeroConfig, device: Device, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Collectives, ZeroConfig]:
-    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows. An
-    optimizer that ``exchanges`` needs tensors in full."""
+    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows. Those
+    of tensor-parallel slices are for an ``optimizer`` that needs tensors in full."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -230,7 +226,7 @@ def _join(
     )
     if groups.model is not None:
         collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
-    if exchanges and groups.slices is not None:
+    if groups.slices is not None and needs_whole_tensors(optimizer):
         slices = make_collectives(groups.slices, settings.timeout_seconds, device.device)
         collectives.join_slices(slices, groups.tensor_rank)
     if groups.same_experts:
@@ -341,7 +337,8 @@ def _checkpoint_sources(
     if everyone is None or not is_partial(owned, groups):
         return CheckpointSources(full, trained)
     names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
-    elsewhere = [item.spec.name for item in owned if not item.counted]
+    # State is saved under the names of full tensors, not of their tiles.
+    elsewhere = engine.full_tensors.names(item.spec.name for item in owned if not item.counted)
     states = [ModelParallelState(state, everyone, names, elsewhere) for state in (full, trained)]
     return CheckpointSources(*states)
 

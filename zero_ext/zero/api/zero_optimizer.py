@@ -43,6 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             lambda ranges, groups, total, whole: make_stepper(
                 on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total, whole
             ),
+            engine.full_tensors,
             needs_whole_tensors(optimizer),
         )
 

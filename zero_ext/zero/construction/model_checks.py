@@ -22,7 +22,8 @@ from zero_ext.optim.optimizer_registry import (
     check_step_time,
     fusible,
     needs_norms,
-    steps_whole_tensors,
+    needs_whole_tensors,
+    steps_full_tensors,
     update_rule,
 )
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
@@ -97,8 +98,10 @@ def is_partial(owned: Sequence[OwnedParameter], groups: RankGroups) -> bool:
 
 
 def check_optimizer(
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     owned: Sequence[OwnedParameter],
+    tiling: Mapping[str, int],
     elementwise: bool,
     settings: ZeroConfig,
     groups: RankGroups,
@@ -133,22 +136,25 @@ def check_optimizer(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
+    if needs_whole_tensors(optimizer):
+        _check_full_tensors(model, optimizer, owned, tiling, settings)
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
     check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
 
 
-def check_whole_tensors(
+def _check_full_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     owned: Sequence[OwnedParameter],
     tiling: Mapping[str, int],
     settings: ZeroConfig,
 ) -> None:
-    """Refuse slices of tensors that ``optimizer`` needs in full and cannot assemble. Raises ``ValueError``."""
+    """Refuse slices of tensors that ``optimizer`` needs in full and that nothing assembles. Raises
+    ``ValueError``."""
     name = type(optimizer).__name__
     groups = [set(group["params"]) for group in optimizer.param_groups]
-    needed = [steps_whole_tensors(update_rule(group)) for group in optimizer.param_groups]
+    needed = [steps_full_tensors(update_rule(group)) for group in optimizer.param_groups]
     full_tensors, found = FullTensorMap(model), defaultdict[str, set[int | None]](set)
     for item in owned:
         parameter: Any = item.parameter
@@ -160,8 +166,8 @@ def check_whole_tensors(
         if rows % ranks:
             raise ValueError(
                 f"parameter '{item.spec.name}': expected a size that divides by the {ranks} tensor-parallel "
-                f"ranks where {name} steps it, as it needs equal slices, got {rows}. Leave it unsplit, or step "
-                "it by AdamW: set its attribute use_muon to False."
+                f"ranks where {name} steps it, as it needs equal slices, got {rows}. Leave it unsplit, or "
+                "set its attribute use_muon to False, so that zero_ext.Muon steps it as AdamW does."
             )
     stepped = {
         tensor: numbers
@@ -171,17 +177,17 @@ def check_whole_tensors(
     for tensor, numbers in stepped.items():
         if len(numbers) > 1:
             raise ValueError(
-                f"tiles of '{tensor}': expected all of them in one param group, as {name} needs the tensor in "
-                f"full, got groups {sorted(map(str, numbers))}. Move them to one."
+                f"tiles of '{tensor}': expected all of them in one param group, as {name} needs the tensor "
+                f"in full, got groups {sorted(map(str, numbers))}. Move them to one."
             )
     layers = tiling if settings.stage == 3 else ()
     tiles = full_tensors.shapes()
     tiled = [tensor for tensor in stepped if tensor in tiles or tensor.rpartition(".")[0] in layers]
     if tiled and settings.offload.update_mode == "in_backward":
         raise ValueError(
-            f"units.tiles: expected none with {name} and offload.update_mode 'in_backward', as the update of "
-            f"a tile needs the gradients of all tiles of its tensor, got {tiled}. Leave these layers untiled, "
-            "or set offload.update_mode to 'after_backward'."
+            f"units.tiles: expected none with {name} and offload.update_mode 'in_backward', as the update "
+            f"of a tile needs the gradients of all tiles of its tensor, got {tiled}. Leave these layers "
+            "untiled, or set offload.update_mode to 'after_backward'."
         )
 
 

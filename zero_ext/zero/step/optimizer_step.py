@@ -16,7 +16,7 @@ from zero_ext.config.full_tensor_costs import newton_schulz_cost
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.one_bit_steppers import OneBitStepper
-from zero_ext.optim.optimizer_registry import steps_whole_tensors
+from zero_ext.optim.optimizer_registry import steps_full_tensors
 from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -77,13 +77,13 @@ class OptimizerStep:
         collectives: Collectives,
         tiers: TierManager,
         config: ZeroConfig,
-        full_tensors: FullTensorMap,
         scales_loss: bool,
     ) -> None:
         self._masters = tuple(masters)
         self._gradients = [gradients[master.unit] for master in masters]
         self._norms, self._collectives, self._tiers = norms, collectives, tiers
-        self._full_tensors = full_tensors
+        # Of the ranks that wait for one another in an update. An error on one of them is raised on all.
+        self._updating = collectives.slices or collectives
         self._clipping = config.gradient_clipping
         self._when = config.offload.update_mode
         self._delays_after = config.offload.delay_start_step
@@ -113,24 +113,25 @@ class OptimizerStep:
         groups: Groups,
         names: Iterable[str],
         make: Callable[[Sequence[OwnedRange], Groups, Total, WholeTensors | None], Stepper],
+        full_tensors: FullTensorMap,
         exchanges: bool,
     ) -> None:
         """Create the stepper with ``make`` and its update schedule. ``groups`` are the user's live param
-        groups with the settings ``names``. A stepper that ``exchanges`` needs tensors in full."""
+        groups with the settings ``names``. A stepper that ``exchanges`` needs ``full_tensors``."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         for master in self._masters:
-            master.set_groups(group_of, partial(full_shape, self._full_tensors))
+            master.set_groups(group_of, partial(full_shape, full_tensors))
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
         if exchanges:
-            owned = [each for each in self._masters if steps_whole_tensors(each.unit.spec.rule)]
-            found = sliced_tensors(owned, self._full_tensors, self._collectives)
+            owned = [each for each in self._masters if steps_full_tensors(each.unit.spec.rule)]
+            found = sliced_tensors(owned, full_tensors, self._collectives)
             self._exchange = OwnerExchange(found, _cost)
         self.stepper = make(self._masters, settings, self._total, self._exchange)
         if self._flag is not None:
             self.stepper.watch(self._flag)
-        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)
+        inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._updating)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = UpdatesInBackward(inputs, groups, on_trial)
@@ -144,7 +145,7 @@ class OptimizerStep:
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
         stored = any_stored(self._masters, self._gradients)
-        values = raise_on_all_ranks(self._collectives, own, "reading the state for a step", stored=stored)
+        values = raise_on_all_ranks(self._updating, own, "reading the state for a step", stored=stored)
         sharded = any(master.unit.placement.optimizer for master in self._masters)
         return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 

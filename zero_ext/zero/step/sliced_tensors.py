@@ -1,4 +1,4 @@
-"""Tensors that an optimizer needs in full: the slices of each, and the elements of these that every rank has."""
+"""Tensors that an optimizer needs in full: their slices, and the elements of these that every rank has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_ext.zero.units.master_weights import MasterShard
 Span = tuple[int, int]
 
 
-class TensorSlice(NamedTuple):
+class HeldSlice(NamedTuple):
     """A parameter of this rank or of others that is a slice of a full tensor, or all of it."""
 
     name: str  # of the parameter
@@ -40,18 +40,18 @@ class SlicedTensor:
     """
 
     spec: ParameterSpec  # with the name of a parameter that this rank has
-    slices: tuple[TensorSlice, ...]
+    slices: tuple[HeldSlice, ...]
 
     def length(self, rank: int) -> int:
-        """Return how many elements a rank has."""
+        """Return the number of elements that ``rank`` has."""
         return sum(last - first for first, last in (each.spans[rank] for each in self.slices))
 
-    def used_slices(self, used: Collection[str]) -> list[TensorSlice]:
+    def used_slices(self, used: Collection[str]) -> list[HeldSlice]:
         """Return the slices that this rank has, if they are ``used``."""
         return [each for each in self.slices if each.master is not None and each.name in used]
 
     def is_stepped(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> bool:
-        """Return whether a step with ``values`` of master shards steps this tensor, of parameters ``used``."""
+        """Return whether a step of the ``used`` parameters with ``values`` of master shards steps it."""
         present = [each.master in values for each in self.used_slices(used)]
         if any(present) and not all(present):
             raise zero_ext_bug(f"a step on some slices of '{self.spec.name}' without the others")
@@ -88,7 +88,7 @@ class SlicedTensor:
             for (first, last), values in zip(each.spans, elements, strict=True):
                 values.copy_(flat[first:last])
 
-    def _by_slice(self, received: Sequence[torch.Tensor]) -> Iterator[tuple[TensorSlice, list[torch.Tensor]]]:
+    def _by_slice(self, received: Sequence[torch.Tensor]) -> Iterator[tuple[HeldSlice, list[torch.Tensor]]]:
         begins = [0] * len(received)
         for each in self.slices:
             ends = [begin + last - first for begin, (first, last) in zip(begins, each.spans, strict=True)]
@@ -120,7 +120,7 @@ def sliced_tensors(
     """
     holders = _Holders(collectives)
     specs: dict[str, ParameterSpec] = {}
-    found: dict[Collectives | None, dict[str, list[TensorSlice]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Collectives | None, dict[str, list[HeldSlice]]] = defaultdict(lambda: defaultdict(list))
     for master in masters:
         layout, stepped = master.unit.layout, {segment.name for segment in master.segments}
         for spec, offset, parameter in zip(layout.specs, layout.offsets, master.unit.parameters, strict=True):
@@ -190,7 +190,7 @@ class _Holders:
 
 def _slices_of(
     master: MasterShard, spec: ParameterSpec, offset: int, tile: TileSlice | None, holders: _Ranks
-) -> list[TensorSlice]:
+) -> list[HeldSlice]:
     """Return the slice that a parameter at ``offset`` of its unit is, and those of the tensor-parallel ranks,
     which have units of the same layout."""
     layout = master.unit.layout
@@ -206,7 +206,7 @@ def _slices_of(
     for tensor in sorted({rank.tensor for rank in holders.ranks}):
         own = tensor == holders.own.tensor
         slices.append(
-            TensorSlice(
+            HeldSlice(
                 spec.name,
                 tile if tile is None or own else _of_rank(tile, tensor),
                 tuple(spans[rank.shard] if rank.tensor == tensor else (0, 0) for rank in holders.ranks),
