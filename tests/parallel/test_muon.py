@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.training import mesh_of, mesh_of_one
+from tests.parallel.training import mesh_of, mesh_of_one, shared_folder
 from zero_ext.optim import muon_stepper
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
 from zero_ext.parallel.tensor.tp_styles import ParameterSplit, ToLocalSlice, split_parameter
