@@ -47,7 +47,7 @@ def test_few_tensors_go_to_the_first_ranks() -> None:
     assert deal_owners([0, 7, 0], 2) == [1, 0, 1]
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 3, 5)])
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 3, 5), (5, 3, 1, 1), (3, 1, 5, 1)])
 def test_operations_of_an_iteration(shape: tuple[int, ...]) -> None:
     # m²n for the Gram matrix, m³ for its square and m²n for the last product, and two operations for each.
     stack = 4 if len(shape) == 3 else 1

@@ -131,11 +131,8 @@ def test_a_step_on_full_matrices_takes_at_most_what_was_planned(
     found = planned(128, 9, 700, SEQUENCE, tied=False)
     config = configuration(stage, {}, 1, folder)
     model = DeviceDecoder(found.shape).to(DEVICE)
-    for part in (model.table, model.positions, model.head):
-        part.weight.use_muon = False  # type: ignore[assignment]
-    model, optimizer = zero_ext.prepare(
-        model, zero_ext.Muon(model.parameters(), lr=1e-3), config, process_group=world.group
-    )
+    optimizer = zero_ext.Muon(model.parameters(), lr=1e-3, module=model)
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
     with (
         mock.patch.object(muon_stepper, "WAVE_ELEMENTS", wave_elements),
         mock.patch.object(full_tensor_costs, "WAVE_ELEMENTS", wave_elements),

@@ -42,10 +42,8 @@ def trained(world: World, found: ModelSpec, config: dict[str, Any]) -> tuple[Eng
     """The engine after two steps, and the operations of this rank in the last update."""
     torch.manual_seed(0)
     model = Decoder(found.shape)
-    for part in (model.table, model.positions, model.head):
-        part.weight.use_muon = False  # type: ignore[assignment]
     assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
-    optimizer = zero_ext.Muon(model.parameters(), lr=1e-3)
+    optimizer = zero_ext.Muon(model.parameters(), lr=1e-3, module=model)
     model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
     for _ in range(2):
         with FlopCounterMode(display=False) as counter:

@@ -42,13 +42,11 @@ def newton_schulz_cost(shape: Sequence[int]) -> int:
     the product of the polynomial with the matrix.
 
     Args:
-        shape: of the matrix; of four dimensions filters, which are the rows of one matrix. Of any other more
-            than two the last two are those of a matrix.
+        shape: of the matrix. Of four dimensions it is that of filters, which are rows of one matrix. Of other
+            numbers the last two are those of a matrix.
     """
-    if len(shape) == 4:
-        shape = (shape[0], math.prod(shape[1:]))
-    rows, columns = sorted(shape[-2:])
-    return rows * rows * (2 * columns + rows) * math.prod(shape[:-2])
+    rows, columns = _sides(shape)
+    return rows * (2 * columns + rows) * math.prod(shape) // max(columns, 1)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> int:
@@ -76,7 +74,7 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     """
     if not any(shards) or not math.prod(largest):
         return 0
-    rows, columns = sorted(largest[-2:])
+    rows, columns = _sides(largest)
     wave = min(sum(shards), max(WAVE_ELEMENTS, *shards))
     flying = min(sum(shards), (WAVES_IN_FLIGHT + 1) * wave)
     batch = max(min(wave, BATCH_ELEMENTS), math.prod(largest))
@@ -84,3 +82,8 @@ def full_tensor_step_bytes(shards: Sequence[int], ranks: int, largest: Sequence[
     if ranks > 1:
         elements += flying + (flying + wave) * (ranks - 1) // ranks + math.prod(largest)
     return DIRECTION_BYTES * elements
+
+
+def _sides(shape: Sequence[int]) -> list[int]:
+    """Return the sides of a matrix, or of each of a stack, the shorter one first."""
+    return sorted((shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape[-2:])

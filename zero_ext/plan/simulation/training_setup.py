@@ -225,8 +225,8 @@ class Training(StateTiers):
         """Return the name of the optimizer that steps a parameter.
 
         Args:
-            hidden_matrix: it is a matrix and neither an embedding nor an output layer, which users of
-                `zero_ext.Muon` mark.
+            hidden_matrix: it is a matrix and neither an embedding nor an output layer, as `zero_ext.Muon`
+                with `module` decides.
         """
         return self.rules[0] if hidden_matrix else self.rules[-1]
 

@@ -24,7 +24,7 @@ from zero_ext.optim.optimizer_registry import (
     fusible,
     is_one_bit,
     needs_whole_tensors,
-    steps_whole_tensors,
+    steps_full_tensors,
     streamable,
 )
 from zero_ext.zero.construction.grouping import (
@@ -126,7 +126,7 @@ class MemoryEstimate:
         ranks, largest = 1, tuple[int, ...]((0, 0))
         for plan in self.plans:
             spec = plan.spec
-            if not spec.trained or not steps_whole_tensors(spec.rule):
+            if not spec.trained or not steps_full_tensors(spec.rule):
                 continue
             shards["device" if spec.placement.optimizer_tier == "device" else "host"].append(spec.owned_numel)
             ranks = max(ranks, spec.world_size if spec.placement.optimizer else 1)
