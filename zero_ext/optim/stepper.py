@@ -140,15 +140,20 @@ class UnshardedState(NamedTuple):
         )
 
 
+class PendingTransform(Protocol):
+    """Tensors on their way to the ranks that have them whole, or back."""
+
+    def apply(self, transform: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> None:
+        """Wait for them, and begin to send what ``transform`` makes of them by name."""
+
+    def finish(self) -> None:
+        """Wait for the results, which replace the values."""
+
+
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
-    def apply(
-        self,
-        values: Mapping[OwnedRange, torch.Tensor],
-        used: Collection[str],
-        transform: Callable[[str, torch.Tensor], torch.Tensor],
-    ) -> None:
+    def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
 
 
@@ -162,6 +167,9 @@ class Stepper(Protocol):
     @property
     def reads_scale_on_device(self) -> bool:
         """See above."""
+
+    def is_collective(self, index: int) -> bool:
+        """Return whether a step on this range is a collective, which all ranks have to make at one time."""
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """One optimizer step on some ranges: gradients times `scale` (0-d float32), for the parameters
@@ -241,6 +249,10 @@ class RangeStepper:
         """See :class:`Stepper`."""
         return False
 
+    def is_collective(self, index: int) -> bool:
+        """See :class:`Stepper`."""
+        return False
+
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
         self._flag = flag
@@ -279,16 +291,17 @@ class StoredChunk(NamedTuple):
 
 
 def stored_chunks(
-    staging: StepStaging, ranges: Sequence[OwnedRange], updates: Sequence[Update]
+    staging: StepStaging, ranges: Sequence[OwnedRange], updates: Sequence[Update], kind: str | None = None
 ) -> Generator[StoredChunk]:
-    """Yield the chunks of the ranges in ``updates``, with state in storage; one is valid until the next."""
+    """Yield the chunks of the ranges in ``updates``, with state in storage; one is valid until the next. See
+    :func:`visit_chunks` for ``kind``."""
     if not updates:
         return
     gradients = {update.index: update.gradient for update in updates}
     states = [(index, stored_state(ranges[index])) for index in gradients]
     stream = states[0][1].stream
     buffers = staging.state_chunk_buffers(stream.chunk_bytes, stream.chunk_elements)
-    with contextlib.closing(visit_chunks(stream, states, buffers.buffers)) as chunks:
+    with contextlib.closing(visit_chunks(stream, states, buffers.buffers, kind)) as chunks:
         for chunk in chunks:
             shard = gradients[chunk.index]
             gradient = staging.fetch_gradient(shard, chunk.begin, chunk.end, TIERS[shard.tier].near)

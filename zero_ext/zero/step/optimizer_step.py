@@ -249,8 +249,7 @@ class OptimizerStep:
         # Later the step checks gradients that are still in transfer: the host would wait for the device here.
         waits = gradients.storage.is_async and self._when != "in_backward"
         looks = self._last_pass and self._looks_at_gradients and not waits
-        if not looks or self._checks.look_at(gradients):
-            self.updates.reduced(gradients)
+        self.updates.reduced(gradients, not looks or self._checks.look_at(gradients))
 
     @property
     def _looks_at_gradients(self) -> bool:
