@@ -27,6 +27,7 @@ from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon import serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
+from zero_ext.optim.owner_stepper import OwnerStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
 
 
@@ -88,8 +89,26 @@ _INSTEAD = (
 )
 
 
+_AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
+
+
+def declare_whole_tensors(optimizer: optim.Optimizer, declared: bool) -> None:
+    """Note whether the user declares that ``optimizer`` needs full tensors and steps each by itself."""
+    setattr(optimizer, _AT_OWNERS, declared)
+
+
+def steps_at_owners(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether the own code of ``optimizer`` runs on full tensors, each at its owner."""
+    return bool(getattr(optimizer, _AT_OWNERS, False))
+
+
 def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
-    """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
+    """Return the entry of ``optimizer`` if a fused op, or its own code at the owners of full tensors,
+    computes what it would, else None."""
+    if steps_at_owners(optimizer):
+        kind = type(optimizer)
+        traits = OptimizerTraits(kind.__qualname__, kind.__module__, on_nvme="never", whole_tensors=True)
+        return OptimizerEntry(traits, kind, OwnerStepper)
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
     entry = next((entry for kind in kinds for entry in ENTRIES.values() if entry.kind is kind), None)
@@ -143,6 +162,12 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             "Its trust ratios need the norms of all ranks, which are summed once for all layers, when all "
             "gradients are ready and before any weight changes. Set offload.update_mode to 'after_backward'."
         )
+    if steps_at_owners(optimizer) and when != "after_backward":
+        raise ValueError(
+            "offload.update_mode: expected 'after_backward' with whole_tensors=True, got "
+            f"'{when}'. All tensors are stepped at their owners together, once for every change of the param "
+            "groups' own entries. Set offload.update_mode to 'after_backward'."
+        )
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
@@ -170,7 +195,8 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
         raise ValueError(
             f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
             f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
-            "zero_ext.prepare, which then checks it once on a small vector."
+            "zero_ext.prepare, which then checks it once on a small vector. If it needs tensors in full and "
+            "steps each by itself, pass whole_tensors=True."
         )
     _try_out(optimizer, name)
 

@@ -77,6 +77,7 @@ class Segment:
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
     shape: tuple[int, ...] = ()  # of the parameter
+    stride: tuple[int, ...] = ()  # of the parameter
 
     @property
     def end(self) -> int:
@@ -103,9 +104,13 @@ class Update:
     gradient: ShardStorage
 
 
-# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
-# fails on all of them if the call fails on one. What all ranks hold alike counts once.
-Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+class Total(Protocol):
+    """The sum over all ranks of int64 values in host memory that a call finds on each. What all ranks hold
+    alike counts once. A collective that fails on all of them if the call fails on one, where it uses storage
+    or is ``fallible``."""
+
+    def __call__(self, own: Callable[[], torch.Tensor], fallible: bool = False) -> torch.Tensor:
+        """Return the sum of what ``own`` returns."""
 
 
 class UnshardedState(NamedTuple):
@@ -149,12 +154,21 @@ class PendingTransform(Protocol):
     def finish(self) -> None:
         """Wait for the results, which replace the values."""
 
+    def full_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Wait for them, and return those that this rank owns, by name. Nothing is sent back."""
+
 
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""
+
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> WholeTensors:
+        """Return the same with owners by another cost of a tensor's shape."""
+
+    def own_tensors(self) -> Mapping[str, bool]:
+        """Return the tensors that this rank owns, and whether all other ranks own them, too."""
 
 
 class Stepper(Protocol):
@@ -315,6 +329,19 @@ def stored_state(owned: OwnedRange) -> NvmeState:
     if not isinstance(owned.state, NvmeState):
         raise zero_ext_bug(f"state in tier '{owned.state.tier}' does not stream")
     return owned.state
+
+
+def send_parameters(staging: StepStaging, owned: OwnedRange, stepped: Sequence[tuple[int, int]]) -> None:
+    """Send the master weights of a range in memory to its parameters. Ranges in ``stepped`` changed."""
+    if owned.output is None:
+        return
+    master = owned.state.read(MASTER, 0, owned.state.numel)
+    if is_stored(owned.output.tier):
+        # All of it, else the rest of a block would have to be read. Unchanged values are written again.
+        staging.send(master, owned.output, owned.state.tier)
+        return
+    for first, last in stepped:
+        put(owned.output, first, master[first:last], owned.state.tier)
 
 
 def send_chunk(output: ShardStorage | None, chunk: StoredChunk, stepped: Sequence[tuple[int, int]]) -> None:

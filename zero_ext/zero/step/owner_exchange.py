@@ -57,6 +57,7 @@ class OwnerExchange:
     """
 
     def __init__(self, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]) -> None:
+        self._masters = masters
         self._alone: list[tuple[MasterShard, ParameterSpec, int]] = []
         sharded: dict[Collectives, list[MasterShard]] = defaultdict(list)
         for master in masters:
@@ -68,6 +69,19 @@ class OwnerExchange:
         self._shared = {
             collectives: _dealt(collectives, chosen, cost) for collectives, chosen in sharded.items()
         }
+
+    def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> OwnerExchange:
+        """Return an exchange of the same tensors with owners by another ``cost`` of a tensor's shape."""
+        return OwnerExchange(self._masters, lambda spec: cost(spec.shape))
+
+    def own_tensors(self) -> dict[str, bool]:
+        """Return the tensors that this rank owns by name, and whether all other ranks own them, too."""
+        dealt = [
+            (tensor.spec.name, tensor.owner == collectives.rank)
+            for collectives, tensors in self._shared.items()
+            for tensor in tensors
+        ]
+        return {name: False for name, own in dealt if own} | {spec.name: True for _, spec, _ in self._alone}
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> TransformInFlight:
         """Begin to send slices to the owners; a collective, as are the calls of what it returns, which come
@@ -104,13 +118,24 @@ class TransformInFlight:
             transform: from tensors [shape] by name to others of the same names, shapes and dtype.
         """
         if self._alone:
-            spans = [(self._values[master], spec, offset) for master, spec, offset in self._alone]
-            own = [(values[offset : offset + spec.numel], spec) for values, spec, offset in spans]
+            own = self._own()
             results = transform({spec.name: flat.as_strided(spec.shape, spec.stride) for flat, spec in own})
             for flat, spec in own:
                 flat.copy_(in_memory_order(results[spec.name], spec))
         for each in self._sent:
             each.apply(transform)
+
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """Wait for the tensors [shape] that this rank owns, and return them by name. Nothing is sent back."""
+        found = {spec.name: flat.as_strided(spec.shape, spec.stride) for flat, spec in self._own()}
+        for each in self._sent:
+            found |= each.full_tensors()
+        return found
+
+    def _own(self) -> list[tuple[torch.Tensor, ParameterSpec]]:
+        """Return the values of the tensors that this rank has in full."""
+        spans = [(self._values[master], spec, offset) for master, spec, offset in self._alone]
+        return [(values[offset : offset + spec.numel], spec) for values, spec, offset in spans]
 
     def finish(self) -> None:
         """Wait for the results, which replace the values. Elements of other parameters stay."""
@@ -147,6 +172,22 @@ class _SlicesInFlight:
 
     def apply(self, transform: Transform) -> None:
         """See :meth:`TransformInFlight.apply`."""
+        found = self._arrived()
+        whole = self._joined(found)
+        results = transform(whole) if whole else {}
+        for tensor in self._mine:
+            slices = found[tensor.spec.name]
+            result = in_memory_order(results[tensor.spec.name], tensor.spec)
+            for target, source in zip(slices, result.split([each.numel() for each in slices]), strict=True):
+                target.copy_(source)
+        self._pending = self._exchange(self._sends, self._receives, "results from their owners")
+
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """See :meth:`TransformInFlight.full_tensors`."""
+        return self._joined(self._arrived())
+
+    def _arrived(self) -> dict[str, list[torch.Tensor]]:
+        """Wait for the slices of the tensors that this rank owns, and return them by name."""
         self._pending.wait()
         ends = [0] * len(self._receives)
         found: dict[str, list[torch.Tensor]] = {}
@@ -156,17 +197,14 @@ class _SlicesInFlight:
             found[tensor.spec.name] = [
                 received[begin:end] for received, begin, end in zip(self._receives, begins, ends, strict=True)
             ]
+        return found
+
+    def _joined(self, found: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         specs = {tensor.spec.name: tensor.spec for tensor in self._mine}
-        whole = {
+        return {
             name: torch.cat(slices).as_strided(specs[name].shape, specs[name].stride)
             for name, slices in found.items()
         }
-        results = transform(whole) if whole else {}
-        for name, slices in found.items():
-            result = in_memory_order(results[name], specs[name])
-            for target, source in zip(slices, result.split([each.numel() for each in slices]), strict=True):
-                target.copy_(source)
-        self._pending = self._exchange(self._sends, self._receives, "results from their owners")
 
     def finish(self) -> None:
         """See :meth:`TransformInFlight.finish`."""
@@ -194,7 +232,8 @@ def _dealt(
         shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            begin = max(offset - shards[collectives.rank][0], 0)
+            first, last = shards[collectives.rank]
+            begin = min(max(offset - first, 0), last - first)
             tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
     return tensors
 
