@@ -92,7 +92,7 @@ _INSTEAD = (
 _AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
 
 
-def declare_whole_tensors(optimizer: optim.Optimizer, declared: bool) -> None:
+def declare_at_owners(optimizer: optim.Optimizer, declared: bool) -> None:
     """Note whether the user declares that ``optimizer`` needs full tensors and steps each by itself."""
     setattr(optimizer, _AT_OWNERS, declared)
 

@@ -20,7 +20,7 @@ from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.offload import StatePlacement
 from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
-    declare_whole_tensors,
+    declare_at_owners,
     is_one_bit,
 )
 from zero_ext.zero.api.engine_lookup import (
@@ -149,7 +149,7 @@ def prepare(
     plain, optimizer = without_compiler(unwrapped(model), settings), original_optimizer(optimizer)
     model = unwrapped(plain.model)
     if isinstance(optimizer, torch.optim.Optimizer):
-        declare_whole_tensors(optimizer, whole_tensors)
+        declare_at_owners(optimizer, whole_tensors)
     if optimizer is None:
         settings = settings.replace(offload=settings.offload.of_params_alone())
     check_modules(model)
