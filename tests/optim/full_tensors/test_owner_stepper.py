@@ -15,7 +15,7 @@ import zero_ext
 from tests.checkpoint.mutations import edit_manifest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.optim import full_tensor_optimizers as users
+from tests.optim.full_tensors import full_tensor_optimizers as users
 from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
 from zero_ext.checkpoint import inspect_checkpoint
@@ -23,7 +23,7 @@ from zero_ext.zero import engine_of
 
 STEPS = 5
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
-PLACES: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
@@ -121,7 +121,7 @@ def check_values(model: Any, expected: dict[str, torch.Tensor], label: object) -
 def test_equals_one_process(world: World, name: str) -> None:
     kind = getattr(users, name)
     losses, twin = plain(world, kind)
-    for stage, offload in PLACES:
+    for stage, offload in LAYOUTS:
         with placed(offload) as section:
             model, optimizer = prepared(world, kind, stage, section)
             assert train(world, model, optimizer) == [each[world.rank] for each in losses], (stage, offload)
@@ -231,9 +231,9 @@ def test_checkpoints_without_a_tensors_state_change_nothing(world: World) -> Non
     train(world, model, optimizer, 0, 2)
     zero_ext.save_checkpoint(folder, model)
     report = inspect_checkpoint(folder)
-    kept = {each.name: each.bytes_by_kind for each in report.tensors}
-    assert kept["layers.0.weight"]["basis[0]"] == 4 * 13**2 and kept["layers.0.weight"]["scale"] == 8
-    assert kept["idle.weight"] == {"master": 36} and kept["scale"]["seen"] == 8
+    stored = {each.name: each.bytes_by_kind for each in report.tensors}
+    assert stored["layers.0.weight"]["basis[0]"] == 4 * 13**2 and stored["layers.0.weight"]["scale"] == 8
+    assert stored["idle.weight"] == {"master": 36} and stored["scale"]["seen"] == 8
     for change, message in (
         (claim_state, "expected the optimizer's state of 'idle.weight', got none"),
         (rename_state, "scale of 'layers.1.weight': it is not in the checkpoint"),
@@ -294,7 +294,7 @@ def test_what_does_not_go_with_it(config: dict[str, Any], declared: dict[str, bo
         )
 
 
-def test_undeclared_optimizers_are_shown_the_way() -> None:
+def test_undeclared_optimizers_name_the_argument() -> None:
     model = Tensors(0)
     with pytest.raises(ValueError, match="pass whole_tensors=True"):
         zero_ext.prepare(model, users.Shampoo(model.parameters()), {"stage": 2})
