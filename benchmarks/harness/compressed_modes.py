@@ -68,6 +68,15 @@ def _one_bit_lamb(parameters: Iterable[nn.Parameter], run: TextRun, rate: float)
     return zero_ext.OneBitLamb(parameters, lr=rate, betas=BETAS, freeze_step=run.warm_up_steps)
 
 
+def _muon(parameters: Iterable[nn.Parameter], run: TextRun, rate: float) -> torch.optim.Optimizer:
+    """Muon at AdamW's learning rate for the matrices of the blocks, AdamW for embedding, head and norms."""
+    listed = list(parameters)
+    for each in listed:
+        each.use_muon = each.dim() == 2 and run.shape.vocabulary not in each.shape  # type: ignore[attr-defined]
+    rest = {"lr": rate, "betas": BETAS, "weight_decay": 0.0}
+    return zero_ext.Muon(listed, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", adamw=rest)
+
+
 ZEROPP = {
     "ranks_per_node": 2,
     "quantized_weights": "int8",
@@ -81,6 +90,7 @@ MODES = {
     for mode in (
         Mode("adam", "Adam", _adam, {"stage": 0, "communication": _IN_NODES}),
         Mode("adam1", "Adam, ZeRO-1", _adam, {"stage": 1, "communication": _IN_NODES}),
+        Mode("muon", "Muon, ZeRO-1", _muon, {"stage": 1, "communication": _IN_NODES}, "adam", tolerance=0.0),
         Mode("onebit_adam", "1-bit Adam", _one_bit_adam, {"stage": 0, "communication": _IN_NODES}, "adam"),
         Mode(
             "onebit_adam1",

@@ -40,6 +40,12 @@ OFFLOAD_MATCHES = (
     Match("stage3-stored", (("deepspeed3-nvme", None),)),
 )
 
+MUON_MATCHES = (
+    Match("stage3-muon", (("fsdp2-muon", 0.70),)),
+    Match("stage2-muon", (("deepspeed2-muon", 0.70),)),
+    Match("stage1-muon", (("deepspeed1-muon", 0.70),)),
+)
+
 TRAINER_MATCHES = (
     Match("trainer3", (("stage3", 1.02),)),
     Match("trainer2", (("stage2", 1.02),)),

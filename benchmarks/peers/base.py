@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -11,6 +11,16 @@ BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
+# torch.optim.Muon's settings; AdamW's above are those of the parameters that it does not serve.
+MUON: dict[str, Any] = {
+    "lr": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "momentum": 0.95,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": "original",
+}
 
 
 def nvme_folder() -> str:
@@ -38,6 +48,11 @@ class BreakdownTrainer(Trainer, Protocol):
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Next-token loss of a causal language model; tokens int64 [batch, sequence], 0-d loss out."""
     return model(input_ids=tokens, labels=tokens).loss
+
+
+def muon_serves(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon steps this parameter of a Llama: the matrices of its layers."""
+    return parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
 
 
 def adamw(parameters: list[torch.nn.Parameter] | list[torch.Tensor]) -> torch.optim.AdamW:

@@ -49,6 +49,33 @@ def _offloaded(tier: str) -> tuple[Contender, Contender]:
     )
 
 
+def _with_muon() -> tuple[Contender, ...]:
+    """Muon for hidden matrices, AdamW for the rest."""
+    muon: dict[str, int | bool | str] = {"rule": "muon"}
+    ours = (
+        Contender(
+            f"stage{stage}-muon", f"zero_ext {stage}, Muon", "zero_ext", {"stage": stage, **muon}, 2, 1, 17.0
+        )
+        for stage in (1, 2, 3)
+    )
+    theirs = (
+        Contender(
+            f"deepspeed{stage}-muon",
+            f"DeepSpeed {stage}, Muon",
+            "deepspeed",
+            {"stage": stage, **muon},
+            2,
+            1,
+            24.0,
+        )
+        for stage in (1, 2)
+    )
+    gathered = Contender(
+        "fsdp2-muon", "FSDP2, gathered Muon", "fsdp2", {"reshard_after_forward": True, **muon}, 2, 1, 19.0
+    )
+    return *ours, *theirs, gathered
+
+
 def _stored(ranks: int) -> tuple[Contender, ...]:
     """Parameters and optimizer state on NVMe; tiled: large embeddings and output layers in tiles."""
     ours: dict[str, int | bool | str] = {"stage": 3, "optimizer": "nvme", "grads": "host", "params": "nvme"}
@@ -104,6 +131,7 @@ CONTENDERS = {
             )
             for stage in (2, 3)
         ),
+        *_with_muon(),
         *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
         *(contender for ranks in (1, 2) for contender in _stored(ranks)),
         Contender(

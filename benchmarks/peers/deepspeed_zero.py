@@ -10,7 +10,17 @@ from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
 
 from benchmarks.harness.ranks import free_port
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY, loss_of, nvme_folder
+from benchmarks.peers.base import (
+    BETAS,
+    CLIP_NORM,
+    EPSILON,
+    LEARNING_RATE,
+    MUON,
+    WEIGHT_DECAY,
+    loss_of,
+    muon_serves,
+    nvme_folder,
+)
 
 NEVER = 1_000_000_000
 DEFAULT_BUFFER = 100_000_000
@@ -30,7 +40,19 @@ def zero_section(stage: int, optimizer: str, params: str, largest: int) -> dict:
     return section
 
 
-def configuration(stage: int, optimizer: str = "device", params: str = "device", largest: int = 0) -> dict:
+def optimizer_section(rule: str) -> dict:
+    """The optimizer's part of the JSON. DeepSpeed's Muon marks parameters, see :class:`DeepSpeedTrainer`."""
+    settings = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+    if rule == "muon":
+        # Its other method, the default, iterates in float32 on CPUs, which takes longer here.
+        method = {"momentum": MUON["momentum"], "ns_method": "standard"}
+        return {"type": "Muon", "params": {**settings, **method}}
+    return {"type": "AdamW", "params": settings}
+
+
+def configuration(
+    stage: int, optimizer: str = "device", params: str = "device", largest: int = 0, rule: str = "adamw"
+) -> dict:
     """The JSON a DeepSpeed user would write; everything unsaid keeps DeepSpeed's default."""
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -39,23 +61,20 @@ def configuration(stage: int, optimizer: str = "device", params: str = "device",
         "steps_per_print": NEVER,
         "bf16": {"enabled": True},
         "zero_optimization": zero_section(stage, optimizer, params, largest),
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": LEARNING_RATE,
-                "betas": list(BETAS),
-                "eps": EPSILON,
-                "weight_decay": WEIGHT_DECAY,
-            },
-        },
+        "optimizer": optimizer_section(rule),
     }
 
 
 class DeepSpeedTrainer:
     """`deepspeed.initialize`, then its loop: engine(batch), engine.backward, engine.step."""
 
-    def __init__(self, shape: Shape, stage: int, optimizer: str = "device", params: str = "device") -> None:
+    def __init__(
+        self, shape: Shape, stage: int, optimizer: str = "device", params: str = "device", rule: str = "adamw"
+    ) -> None:
         model = build_model(shape)
+        if rule == "muon":
+            for name, parameter in model.named_parameters():
+                parameter.use_muon = muon_serves(name, parameter)  # type: ignore[attr-defined]
         largest = max(parameter.numel() for parameter in model.parameters())
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if "WORLD_SIZE" not in os.environ:
@@ -63,7 +82,7 @@ class DeepSpeedTrainer:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         deepspeed.init_distributed(dist_backend="gloo")
-        config = configuration(stage, optimizer, params, largest)
+        config = configuration(stage, optimizer, params, largest, rule)
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         # The engine casts float buffers to bfloat16; the rotary ones go back to what the others compute with.
         for name, buffer in model.named_buffers():

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import CLIP_NORM, adamw, loss_of
+from benchmarks.peers.gathered_muon import GatheredMuon
 
 
 class FSDP2Trainer:
@@ -16,14 +17,15 @@ class FSDP2Trainer:
     False keeps them until backward (the counterpart of stage 2).
     """
 
-    def __init__(self, shape: Shape, reshard_after_forward: bool) -> None:
+    def __init__(self, shape: Shape, reshard_after_forward: bool, rule: str = "adamw") -> None:
         self.model = build_model(shape).float()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layer in self.model.get_submodule("model.layers").children():
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        self.optimizer = adamw(list(self.model.parameters()))
+        muon = rule == "muon"
+        self.optimizer = GatheredMuon(self.model) if muon else adamw(list(self.model.parameters()))
         self.norm = torch.zeros(())
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

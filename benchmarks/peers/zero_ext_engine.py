@@ -9,7 +9,18 @@ import torch.distributed as dist
 
 import zero_ext
 from benchmarks.harness.shapes import Shape, build_model
-from benchmarks.peers.base import CLIP_NORM, adamw, loss_of, nvme_folder
+from benchmarks.peers.base import (
+    BETAS,
+    CLIP_NORM,
+    EPSILON,
+    LEARNING_RATE,
+    MUON,
+    WEIGHT_DECAY,
+    adamw,
+    loss_of,
+    muon_serves,
+    nvme_folder,
+)
 from zero_ext.comm import process_group
 from zero_ext.comm.transport import PointToPointTransport, ProcessGroupTransport
 from zero_ext.zero import engine_of
@@ -32,6 +43,7 @@ class ZeroExtTrainer:
         frugal: bool = False,
         moments: str = "fp32",
         transport: str = "direct",
+        rule: str = "adamw",
         **tiers: str,
     ) -> None:
         if transport == "gloo":
@@ -39,7 +51,8 @@ class ZeroExtTrainer:
         config = configuration(stage, tiles, frugal, moments, tiers)
         with zero_ext.Init(config) if frugal else contextlib.nullcontext():
             model = build_model(shape)
-        self.model, self.optimizer = zero_ext.prepare(model, adamw(list(model.parameters())), config=config)
+        optimizer = _muon(model) if rule == "muon" else adamw(list(model.parameters()))
+        self.model, self.optimizer = zero_ext.prepare(model, optimizer, config=config)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         loss = loss_of(self.model, tokens)
@@ -68,6 +81,13 @@ class ZeroExtTrainer:
 
     def memory_breakdown(self) -> dict[str, int]:
         return dict(engine_of(self.model).memory_breakdown())
+
+
+def _muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = muon_serves(name, parameter)  # type: ignore[attr-defined]
+    rest = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+    return zero_ext.Muon(model.parameters(), **MUON, adamw=rest)
 
 
 def _through_group(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPointTransport:

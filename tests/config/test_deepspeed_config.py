@@ -227,7 +227,7 @@ WRONG_VALUES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("gradient_clipping", 10**400, ("finite",)),
     ("communication_data_type", "int8", ("'fp32', 'fp16' or 'bf16'",)),
     ("optimizer", "auto", ("expected a mapping",)),
-    ("optimizer.type", "Muon", ("expected a supported optimizer, got Muon",)),
+    ("optimizer.type", "LBFGS", ("expected a supported optimizer, got LBFGS",)),
     ("optimizer.type", "AdmW", ("Did you mean Adam",)),
     ("sparse_attention.mode", "sparse", ("'bigbird'",)),
     ("sparse_attention.block", 48, ("got 48", "16, 32, 64 or 128")),

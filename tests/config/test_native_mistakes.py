@@ -41,7 +41,7 @@ VALUES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("precision.dtype", "float16", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
     ("precision.moments_dtype", "fp16", ("'fp32', 'bf16' or '8bit'",)),
     ("loss_scale.minimum", 3e9, ("65536", "raise initial_power")),
-    ("optimizer.type", "Muon", ("expected a supported optimizer, got Muon",)),
+    ("optimizer.type", "LBFGS", ("expected a supported optimizer, got LBFGS",)),
     ("optimizer.type", "AdamV", ("Did you mean Adam",)),
     ("scheduler.type", "LambdaLR", ("expected a supported scheduler, got LambdaLR", "lr_scheduler")),
     ("checkpoint.keep_last", 0, ("got 0", "or null")),

@@ -218,6 +218,12 @@ def test_deepspeed_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         page.leave_next()  # the pipeline of test_deepspeed_pipelines.py
 
 
+def test_muon() -> None:
+    with snippets_of("how_to/muon.md") as page:
+        names = page.run_next(zero_ext=zero_ext, model=nn.Linear(3, 2))
+    assert [group["use_muon"] for group in names["optimizer"].param_groups] == [True, False]
+
+
 def test_one_bit() -> None:
     with snippets_of("how_to/one_bit.md") as page:
         names = page.run_next(zero_ext=zero_ext, model=nn.Linear(3, 2))

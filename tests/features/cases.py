@@ -108,7 +108,7 @@ CASES += [
     ),
     *(
         Case(
-            "fused Adam, AdamW, Lamb and Lion",
+            "fused Adam, AdamW, Lamb and Lion; Muon on shards",
             f"{name}, {moments} moments",
             f"{SHARDING}:zero",
             2,
@@ -124,6 +124,7 @@ CASES += [
             ("adamw", "8bit", {}),
             ("lion", "bf16", {"optimizer": "host"}),
             ("lamb", "fp32", {}),
+            ("muon", "fp32", {}),
             ("sgd", "fp32", {"optimizer": "nvme"}),
         )
     ),

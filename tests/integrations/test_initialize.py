@@ -305,7 +305,7 @@ def test_bad_input_is_refused_before_the_model_changes(world: World) -> None:
         ({"train_batch_size": 15}, {}, "train_batch_size"),
         ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimization"),
         ({"zero_optimization": {"stage": 4}}, {}, "stage"),
-        ({"optimizer": {"type": "Muon", "params": {}}}, {}, "Muon"),
+        ({"optimizer": {"type": "LBFGS", "params": {}}}, {}, "LBFGS"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, {}, "warmup"),
         ({}, {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ({}, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "parameters of the model"),

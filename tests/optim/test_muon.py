@@ -32,7 +32,8 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
     (3, dict.fromkeys(HOST, "nvme")),
     (3, {"update_mode": "in_backward"}),
 ]
-MIXED = {"units": {"persistence_threshold": 100, "bucket_elements": 600}}
+LARGE: dict[str, Any] = {"units": {"persistence_threshold": 10_000}}
+MIXED: dict[str, Any] = {"units": {"persistence_threshold": 100, "bucket_elements": 600}}
 
 
 class Matrices(nn.Module):
@@ -89,11 +90,16 @@ def plain(world: World, **settings: Any) -> tuple[list[list[float]], dict[str, t
 
 
 def sharded(
-    world: World, stage: int, offload: dict[str, Any], clipping: float = 0.0, **settings: Any
+    world: World,
+    stage: int,
+    offload: dict[str, Any],
+    clipping: float = 0.0,
+    units: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[Any, Any, list[float]]:
     model = Matrices(world.seed)
     with placed(offload) as section:
-        config = configuration(stage, offload=section, gradient_clipping=clipping, **MIXED)
+        config = configuration(stage, offload=section, gradient_clipping=clipping, **(units or MIXED))
         model, optimizer = zero_ext.prepare(model, make(model, **settings), config, process_group=world.group)
         losses = []
         for step in range(STEPS):
@@ -119,13 +125,14 @@ def test_equals_torchs_own(world: World) -> None:
 def test_waves_and_batches_change_nothing(world: World) -> None:
     _, parameters = plain(world)
     for stage, offload in PLACES:
-        with (
-            mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
-            mock.patch.object(muon_stepper, "_BATCH_ELEMENTS", 1),
-        ):
-            _, found, _ = sharded(world, stage, offload)
-        for name, value in parameters.items():
-            assert torch.equal(found[name], value), (stage, offload, name)
+        for units in (MIXED, LARGE):
+            with (
+                mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
+                mock.patch.object(muon_stepper, "_BATCH_ELEMENTS", 1),
+            ):
+                _, found, _ = sharded(world, stage, offload, units=units)
+            for name, value in parameters.items():
+                assert torch.equal(found[name], value), (stage, offload, name)
 
 
 @on_ranks(2)

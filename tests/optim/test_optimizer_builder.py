@@ -35,7 +35,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_known_optimizer_is_torchs_or_ours(name: str) -> None:
-    names = {"Adam": torch.optim.AdamW, "Lamb": zero_ext.Lamb, "Lion": zero_ext.Lion}
+    names = {"Adam": torch.optim.AdamW, "Lamb": zero_ext.Lamb, "Lion": zero_ext.Lion, "Muon": zero_ext.Muon}
     names |= {each: getattr(zero_ext, each) for each, row in OPTIMIZERS.items() if row.one_bit_stages}
     wanted = names[name] if name in names else getattr(torch.optim, name)
     for spelling in (name, name.lower(), name.upper()):

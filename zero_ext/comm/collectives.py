@@ -48,7 +48,8 @@ class Collectives:
     added up, see ``PrecisionConfig``. The end of each is published on ``bus``. ``nodes`` says
     which ranks share a node; without it all do. All ranks share the state, unless :meth:`shard_among` says
     otherwise. ``model`` are the collectives of the other model-parallel ranks (pipeline stages, tensor
-    parallelism); None without model parallelism. ``recorder`` finds ranks that make different collectives;
+    parallelism); None without model parallelism. ``slices`` are those of all data-parallel and tensor-parallel
+    ranks of a pipeline stage; None unless :meth:`join_slices` has set them. ``recorder`` finds ranks that make different collectives;
     ``members`` are the ranks of this group among those that it compares. ``ranks`` are the same ranks in the
     world.
 
@@ -90,6 +91,8 @@ class Collectives:
             self._recorder.abort = lambda reason: _call(abort(), reason)
         self._groups: tuple[Collectives, Collectives] | None = None
         self.model: Collectives | None = None
+        self.slices: Collectives | None = None
+        self.tensor_rank = 0
         self._experts: Collectives | None = None
 
     @property
@@ -139,6 +142,12 @@ class Collectives:
         """Set the collectives of the other model-parallel ranks, which share ``traffic`` and ``bus``."""
         model.traffic, model.bus = self.traffic, self.bus
         self.model = model
+
+    def join_slices(self, slices: Collectives, tensor_rank: int) -> None:
+        """Set the collectives of the ranks that have slices of the same tensors, or shards of these, which
+        share ``traffic`` and ``bus``. ``tensor_rank`` is this one's among the tensor-parallel ranks."""
+        slices.traffic, slices.bus = self.traffic, self.bus
+        self.slices, self.tensor_rank = slices, tensor_rank
 
     def join_experts(self, ranks: Sequence[int]) -> None:
         """Names the ranks with the same experts as this one, in ascending order."""

@@ -146,10 +146,11 @@ class OptimizerConfig(_TypeWithParams):
     """The optimizer that `initialize` builds.
 
     Attributes:
-        type: name of a torch optimizer or of a `zero_ext` optimizer (Lamb, Lion, OneBitAdam, OneBitLamb,
-            ZeroOneAdam). Upper and lower case are equivalent, and the canonical name is stored. "Adam" means
-            AdamW, as in DeepSpeed, unless params set adam_w_mode (or adamw) to false.
-        params: keyword arguments of the optimizer.
+        type: name of a torch optimizer or of a `zero_ext` optimizer (Lamb, Lion, Muon, OneBitAdam,
+            OneBitLamb, ZeroOneAdam). Upper and lower case are equivalent, and the canonical name is stored.
+            "Adam" means AdamW, as in DeepSpeed, unless params set adam_w_mode (or adamw) to false.
+        params: keyword arguments of the optimizer. Those of Muon, with a mapping `adamw`, are on the page
+            about it.
     """
 
     @field_validator("type")

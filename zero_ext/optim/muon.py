@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import adamw
+from torch import nn
+from torch.optim import adamw as adamw_step
 from torch.optim.optimizer import ParamsT
 
+from zero_ext.optim.muon_groups import (
+    ADAMW,
+    adamw_settings,
+    check_matrices,
+    check_settings,
+    divide,
+    serves,
+)
+
 BUFFER = "momentum_buffer"
-_ADAMW: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-}
-
-
-def serves(group: Mapping[str, Any]) -> bool:
-    """Return whether Muon steps the parameters of a param group; those of ``torch.optim.Muon`` all."""
-    return bool(group.get("use_muon", True))
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices, AdamW for the rest.
 
     A matrix's momentum is orthogonalized by Newton-Schulz iterations in bfloat16, scaled by its shape and
-    subtracted, as `torch.optim.Muon` does, bit for bit. A parameter of more than two dimensions is a stack of
-    matrices. Which parameters Muon steps is decided in this order:
+    subtracted, as `torch.optim.Muon` does, bit for bit. A parameter of four dimensions, the filters of a
+    convolution, is one matrix with a row per filter. Any other of more than two is a stack of matrices. Which
+    parameters Muon steps is decided in this order:
 
     - `use_muon` of a param group;
-    - the attribute `use_muon` of a parameter, as for DeepSpeed;
-    - otherwise those of two dimensions or more. Set the attribute to False for embeddings and output layers,
-      which Muon does not suit.
+    - the attribute `use_muon` of a parameter;
+    - otherwise those of two dimensions or more, except for what Muon does not suit: with `module` the weights
+      of its embeddings (`nn.Embedding`, `nn.EmbeddingBag`) and of its output layer over the vocabulary, which
+      is what `get_output_embeddings` of Hugging Face's models returns, or the last `nn.Linear` if it has as
+      many outputs as an embedding has rows.
 
     State is `momentum_buffer`, or AdamW's `exp_avg`, `exp_avg_sq` and `step`.
 
@@ -55,15 +55,19 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: "original" (also None) multiplies `lr` by max(1, rows / columns)^½, "match_rms_adamw"
             by 0.2 max(rows, columns)^½.
         adamw: settings of `torch.optim.AdamW` for the other parameters: lr, betas, eps, weight_decay.
+        module: the model. Pass it so that AdamW steps its embeddings and its output layer.
+        adamw_names: parts of names of parameters in `module`, in upper or lower case. AdamW steps the
+            parameters with such a part in their names, instead of the embeddings and the output layer.
 
     Raises:
-        ValueError: a setting is out of range, or a group that Muon steps has a parameter of one dimension.
+        ValueError: a setting is out of range, or a group that Muon steps has a parameter of one dimension,
+            without elements or of complex numbers.
 
     Examples:
-        >>> model = torch.nn.Linear(3, 2)
-        >>> optimizer = zero_ext.Muon(model.parameters(), lr=0.02, adamw={"lr": 1e-3})
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 2))
+        >>> optimizer = zero_ext.Muon(model.parameters(), lr=0.02, adamw={"lr": 1e-3}, module=model)
         >>> [(group["use_muon"], len(group["params"])) for group in optimizer.param_groups]
-        [(True, 1), (False, 1)]
+        [(True, 1), (False, 2)]
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         adamw: Mapping[str, Any] | None = None,
+        module: nn.Module | None = None,
+        adamw_names: Sequence[str] | None = None,
     ) -> None:
         own = {
             "lr": lr,
@@ -91,15 +97,11 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
         }
-        unknown = set(adamw or {}) - {"lr", "betas", "eps", "weight_decay"}
-        if unknown:
-            raise ValueError(
-                f"adamw: expected lr, betas, eps and weight_decay, got {sorted(unknown)}. Remove them."
-            )
-        self._settings = {True: own, False: {**_ADAMW, **(adamw or {}), "use_muon": False}}
+        check_settings(own)
+        self._settings = {True: own, False: adamw_settings(adamw)}
         listed: list[Any] = list(params)
         groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-        super().__init__([each for group in groups for each in _by_rule(group)], {**_ADAMW, **own})
+        super().__init__(divide(groups, module, adamw_names), {**ADAMW, **own})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's optimizers do.
@@ -113,8 +115,9 @@ class Muon(torch.optim.Optimizer):
         group = {**self._settings[serves(param_group)], **param_group}
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        check_settings(group)
         if group["use_muon"]:
-            _check(group)
+            check_matrices(group["params"])
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -131,8 +134,13 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            trained = [each for each in group["params"] if each.grad is not None]
+        by_group = [
+            (group, [each for each in group["params"] if each.grad is not None])
+            for group in self.param_groups
+        ]
+        for _, trained in by_group:  # all, before the first is stepped
+            _check_gradients(trained)
+        for group, trained in by_group:
             if group["use_muon"]:
                 for parameter in trained:
                     self._step_matrix(parameter, group)
@@ -141,21 +149,14 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrix(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[parameter], self._gradient(parameter)
+        state, gradient = self.state[parameter], _gradient(parameter)
         if BUFFER not in state:
             state[BUFFER] = torch.zeros_like(parameter)
         buffer = state[BUFFER].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        update = newton_schulz(direction.bfloat16(), group)
-        parameter.add_(update, alpha=-adjusted_lr(group, parameter.shape))
-
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter.grad is None or parameter.grad.is_sparse:
-            raise RuntimeError(
-                "Muon: expected a dense gradient, got another. Pass sparse=False to embeddings."
-            )
-        return parameter.grad
+        update = newton_schulz(as_matrices(direction.bfloat16()), group)
+        parameter.add_(update.reshape(parameter.shape), alpha=-adjusted_lr(group, parameter.shape))
 
     def _step_adamw(self, parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
         states = [self.state[each] for each in parameters]
@@ -167,9 +168,9 @@ class Muon(torch.optim.Optimizer):
                     torch.zeros_like(parameter),
                 )
         beta1, beta2 = group["betas"]
-        adamw.adamw(
+        adamw_step.adamw(
             list(parameters),
-            [self._gradient(each) for each in parameters],
+            [_gradient(each) for each in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -184,44 +185,22 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def _by_rule(group: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the param group divided into what Muon steps and what AdamW steps."""
-    if "use_muon" in group:
-        yield dict(group)
-        return
-    params = group["params"]
-    params = [params] if isinstance(params, torch.Tensor) else list(params)
-    for use_muon in (True, False):
-        chosen = [each for each in params if getattr(each, "use_muon", each.dim() >= 2) == use_muon]
-        if chosen:
-            yield {**group, "params": chosen, "use_muon": use_muon}
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
-def _check(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "momentum", "eps"):
-        if not (math.isfinite(group[name]) and group[name] >= 0):
-            raise ValueError(
-                f"{name}: expected a finite number of at least 0, got {float(group[name])}. Pass such a "
-                "number."
+def _check_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if _gradient(parameter).is_sparse:
+            raise RuntimeError(
+                "Muon: expected dense gradients, got a sparse one. Pass sparse=False to embeddings."
             )
-    coefficients = group["ns_coefficients"]
-    if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
-        raise ValueError(
-            f"ns_coefficients: expected three finite numbers, got {tuple(coefficients)}. Pass such numbers."
-        )
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps: expected 0 to 99, got {group['ns_steps']}. Pass such a number.")
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ValueError(
-            f"adjust_lr_fn: expected 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}. Pass "
-            "one of them."
-        )
-    for parameter in group["params"]:
-        if parameter.dim() < 2:
-            raise ValueError(
-                f"use_muon: expected matrices, got a parameter of shape {tuple(parameter.shape)}. Set "
-                "use_muon to False in its param group, for which AdamW steps it."
-            )
+
+
+def as_matrices(value: torch.Tensor) -> torch.Tensor:
+    """Return filters of a convolution [n, channels, h, w] as one matrix, and any other tensor as it is."""
+    return value.flatten(1) if value.dim() == 4 else value
 
 
 def newton_schulz(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
@@ -254,7 +233,8 @@ def newton_schulz_cost(shape: Sequence[int]) -> int:
 
 def adjusted_lr(group: Mapping[str, Any], shape: Sequence[int]) -> float:
     """Return the learning rate of a matrix, as ``torch.optim.Muon`` adjusts it to its shape."""
-    rows, columns = shape[-2:]
     if group["adjust_lr_fn"] == "match_rms_adamw":
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape[-2:]
         return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
+    rows, columns = shape[-2:]  # of filters too, as in Jordan's code and DeepSpeed's
     return float(group["lr"]) * math.sqrt(max(1, rows / columns))

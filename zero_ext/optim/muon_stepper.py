@@ -17,7 +17,8 @@ from zero_ext.optim.elementwise import plain_scalars
 from zero_ext.optim.elementwise_stream import MultiTierStepper
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import BUFFER, adjusted_lr, newton_schulz, serves
+from zero_ext.optim.muon import BUFFER, adjusted_lr, as_matrices, newton_schulz
+from zero_ext.optim.muon_groups import serves
 from zero_ext.optim.stepper import (
     OwnedRange,
     PendingTransform,
@@ -111,17 +112,20 @@ class MuonStepper(RangeStepper):
             yield from (update.index for update in wave.updates)
 
     def _waves(self, updates: Sequence[Update]) -> Iterator[_Wave]:
-        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, but at least one. All ranks
-        have the same waves, as their shards are of one size."""
+        """Yield the updates in order, as many at once as have ``WAVE_ELEMENTS``, more where a tensor has slices
+        in several ranges. All ranks have the same waves, as their shards are of one size."""
+        indices = {self._ranges[update.index]: update.index for update in updates}
         wave: list[Update] = []
-        elements = 0
+        elements, missing = 0, set[int]()
         for update in updates:
-            numel = self._ranges[update.index].state.numel
-            if wave and elements + numel > WAVE_ELEMENTS:
+            owned = self._ranges[update.index]
+            if wave and not missing and elements + owned.state.numel > WAVE_ELEMENTS:
                 yield _Wave(wave)
                 wave, elements = [], 0
+            missing.update(indices[each] for each in self._whole.related(owned) if each in indices)
             wave.append(update)
-            elements += numel
+            missing.difference_update(each.index for each in wave)
+            elements += owned.state.numel
         if wave:
             yield _Wave(wave)
 
@@ -155,8 +159,9 @@ class MuonStepper(RangeStepper):
             count = max(1, limit // max(1, shape.numel()))
             for first in range(0, len(names), count):
                 batch = names[first : first + count]
-                stack = torch.stack([matrices[name] for name in batch])
-                found.update(zip(batch, newton_schulz(stack, self._groups[group]), strict=True))
+                stack = torch.stack([as_matrices(matrices[name]) for name in batch])
+                results = newton_schulz(stack, self._groups[group]).reshape(-1, *shape)
+                found.update(zip(batch, results, strict=True))
         return found
 
     def _average_wave(self, wave: _Wave, scale: torch.Tensor, used: frozenset[str]) -> None:

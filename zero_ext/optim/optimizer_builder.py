@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,16 +18,21 @@ from zero_ext.config import OptimizerConfig, SchedulerConfig
 from zero_ext.config.base_section import is_number
 from zero_ext.config.config_errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.optim import schedulers
+from zero_ext.optim.muon import Muon
 from zero_ext.optim.optimizer_registry import ENTRIES
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
+_OF_ANY_SIGN = ("ns_coefficients",)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
 
-def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer:
+def build_optimizer(
+    policy: OptimizerConfig, params: Iterable[Any], model: nn.Module | None = None
+) -> Optimizer:
     """Return the optimizer that `policy` names, torch's or one of `zero_ext`'s, over `params` (tensors or
-    param groups, as torch takes them).
+    param groups, as torch takes them) of `model`, from which `zero_ext.Muon` leaves some to AdamW.
 
     Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov
     and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take
@@ -38,7 +45,8 @@ def build_optimizer(policy: OptimizerConfig, params: Iterable[Any]) -> Optimizer
     settings = dict(policy.params)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind = _adam_kind(kind, settings)
-    return _construct("optimizer", kind, list(params), settings)
+    fixed = {"module": model} if kind is Muon else {}
+    return _construct("optimizer", kind, list(params), settings, fixed)
 
 
 def build_scheduler(policy: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
@@ -87,8 +95,12 @@ def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimize
     return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
-def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) -> Any:
+def _construct(
+    section: str, kind: Any, subject: Any, settings: Mapping[str, Any], fixed: Mapping[str, Any] = _NOTHING
+) -> Any:
+    """Return ``kind(subject)`` with ``settings``, which are checked, and ``fixed``, which are not."""
     known = dict(list(inspect.signature(kind.__init__).parameters.items())[2:])
+    known = {key: parameter for key, parameter in known.items() if key not in fixed}
     problems: list[Problem] = []
     for key, value in settings.items():
         path = f"{section}.params.{key}"
@@ -112,10 +124,10 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
         for key, value in settings.items()
     }
     try:
-        return kind(subject, **arguments)
+        return kind(subject, **arguments, **fixed)
     except (ValueError, TypeError) as error:
         key, _, text = str(error).partition(": ")
-        if key in known:
+        if key.partition(".")[0] in known:
             raise ConfigError(Problem(f"{section}.params.{key}", text), section) from error
         raise ConfigError(
             Problem(
@@ -144,9 +156,10 @@ def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
         return None if fits else "a finite number"
     if isinstance(default, tuple):
         top = 1.0 if parameter.name == "betas" else math.inf
+        low = -math.inf if parameter.name in _OF_ANY_SIGN else 0
         items = value if isinstance(value, list | tuple) else ()
-        fits = len(items) == len(default) and all(is_number(item) and 0 <= item < top for item in items)
-        limits = "in [0, 1)" if parameter.name == "betas" else "of at least 0"
+        fits = len(items) == len(default) and all(is_number(item) and low <= item < top for item in items)
+        limits = "in [0, 1)" if parameter.name == "betas" else "of any sign" if low else "of at least 0"
         return None if fits else f"a list of {len(default)} numbers {limits}"
     if isinstance(default, str):
         return None if isinstance(value, str) else "a string"

@@ -25,7 +25,7 @@ from zero_ext.optim.elementwise import (
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
 from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
-from zero_ext.optim.muon import serves
+from zero_ext.optim.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.one_bit import OneBitOptimizer
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.stepper import MomentsDtype, OwnedRange, Stepper, StepperInputs, Total, WholeTensors
@@ -149,6 +149,12 @@ def needs_whole_tensors(optimizer: optim.Optimizer | None) -> bool:
     return entry is not None and entry.traits.whole_tensors
 
 
+def steps_whole_tensors(rule: str) -> bool:
+    """Return whether the optimizer named ``rule`` of :func:`update_rule` needs full tensors, where one of
+    the optimizers of a class does; one class alone has no rules."""
+    return not rule or OPTIMIZERS[rule].whole_tensors
+
+
 def resumes_from(own: str | None, saved: str | None) -> bool:
     """Return whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its
     own, or, for one that exchanges signs, that of one with the same two moments.
@@ -174,9 +180,20 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
-            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks, which a "
-            "delayed update does not do. Set offload.update_mode to 'after_backward'."
+            f"{type(optimizer).__name__}, got 'delayed'. Its step sends matrices between the ranks. A delayed "
+            "update runs on a thread of its own, where these collectives and those of forward and backward "
+            "would come in another order on every rank. Set offload.update_mode to 'after_backward'."
         )
+
+
+def check_groups(optimizer: optim.Optimizer) -> None:
+    """Refuse with ``ValueError`` param groups that the optimizer's class refuses too, but that have changed
+    since, and matrices that only its step would refuse."""
+    if isinstance(optimizer, ENTRIES["Muon"].kind | ENTRIES["torch.optim.Muon"].kind):
+        for group in optimizer.param_groups:
+            check_settings(group)
+            if serves(group):
+                check_matrices(group["params"])
 
 
 def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
@@ -274,10 +291,12 @@ def make_stepper(
     return MultiTierStepper([(in_memory(over(live)), live), (ElementwiseStream(over(stored)), stored)])
 
 
-def update_rule(group: Mapping[str, Any]) -> str:
+def update_rule(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the name of the table's optimizer that steps a param group, where one optimizer has several;
     else nothing. Parameters of two rules are never in one unit."""
-    return "" if "use_muon" not in group else "Muon" if serves(group) else "AdamW"
+    if steps_at_owners(optimizer) or "use_muon" not in group:
+        return ""
+    return "Muon" if serves(group) else "AdamW"
 
 
 def state_kinds(

@@ -76,7 +76,7 @@ class Segment:
     begin: int  # the same element, counted from the start of the range
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
-    shape: tuple[int, ...] = ()  # of the parameter
+    shape: tuple[int, ...] = ()  # of the full tensor, where an optimizer steps it
     stride: tuple[int, ...] = ()  # of the parameter
 
     @property
@@ -159,6 +159,9 @@ class PendingTransform(Protocol):
 
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
+
+    def related(self, owned: OwnedRange) -> Collection[OwnedRange]:
+        """Return the ranges that have to be in ``values`` with ``owned``."""
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> PendingTransform:
         """See :class:`zero_ext.zero.step.owner_exchange.OwnerExchange`."""

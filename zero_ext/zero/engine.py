@@ -109,7 +109,14 @@ class Engine(Ending):
         self._tied = TiedGradients(trained, collectives.model, self._generation)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
-            self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
+            self.masters,
+            self._gradients,
+            self.norms,
+            collectives,
+            tiers,
+            config,
+            self.full_tensors,
+            scales_loss,
         )
         context = (collectives, tiers.device.reduction_stream, self._bus)
         self.reducer = GradientReducer(trained, *context, self.optimizer_step, self._generation)
@@ -399,7 +406,7 @@ class Engine(Ending):
         began = self._clock.begin()
         self._refuse_early_step()
         self.prefetcher.forget_values()  # what was fetched ahead has the values before the update
-        with abort_model_parallel_on_error(self.collectives.model):
+        with abort_model_parallel_on_error(self.collectives):
             self._synchronize_gradients()
             self.optimizer_step.factor = self.views.factors.common(self.reducer.gradients)
             stepped = self.optimizer_step.run(self.reducer.edits)

@@ -73,7 +73,7 @@ def test_a_script_trains_as_with_accelerator(found: dict[str, Any], name: str) -
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3"])
-@pytest.mark.parametrize("case", ["no_sync", "adversaries", "trained_later"])
+@pytest.mark.parametrize("case", ["no_sync", "adversaries", "trained_later", "muon"])
 def test_other_loops(found: dict[str, Any], case: str, name: str) -> None:
     own, plain = found[f"{case} {name}"], found[f"{case} plain"]
     assert own.keys() == plain.keys() and len(own["losses"]) >= 5

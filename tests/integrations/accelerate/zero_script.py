@@ -161,6 +161,18 @@ def trained_later(accelerator: Any, _: Path) -> dict[str, Any]:
     return found
 
 
+def muon(accelerator: Any, _: Path) -> dict[str, Any]:
+    """Muon for the matrices and AdamW for the rest, as one optimizer."""
+    model, _, _, batches = made()
+    optimizer = zero_ext.Muon(model.parameters(), lr=0.02, adamw={"lr": 1e-2})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+    prepared = accelerator.prepare(model, optimizer, scheduler, batches)
+    found: dict[str, Any] = {}
+    epoch(accelerator, prepared, prepared[3], found, clip=False)
+    found["rates"] += [group["lr"] for group in prepared[1].param_groups]
+    return found
+
+
 def resume(accelerator: Any, folder: Path) -> dict[str, Any]:
     """Save in the middle of an epoch, go on, load, and go on again."""
     prepared = accelerator.prepare(*made(shuffle=False))  # Accelerate does not save an order of samples
@@ -265,6 +277,7 @@ def main() -> None:
             of(no_sync, name, **own)
             of(adversaries, name, **own, **unused)
             of(trained_later, name, **accumulating, **own)
+            of(muon, name, **accumulating, **own)
         if config is not None:
             of(resume, name, **accumulating, config=config)
     for precision in ("fp16", "bf16"):

@@ -44,6 +44,11 @@ ALL_NVME = {"optimizer": "nvme", "grads": "nvme", "params": "nvme"}
 IN_BACKWARD = {"update_mode": "in_backward"}
 DELAYED = {"update_mode": "delayed"}
 
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return zero_ext.Muon(parameters, lr=1e-2)
+
+
 GRADIENTS = {
     "stage 0": Case(0),
     "stage 0, clipped": Case(0, clip=0.1),
@@ -77,6 +82,9 @@ GRADIENTS = {
     "delayed, NVMe, clipped": Case(3, {"optimizer": "nvme", **DELAYED}, clip=0.1),
     "SGD": Case(3, make=sgd),
     "SGD on NVMe": Case(2, {"optimizer": "nvme"}, make=sgd),
+    "Muon": Case(3, make=muon),
+    "Muon on NVMe": Case(2, {"optimizer": "nvme"}, make=muon),
+    "Muon in backward": Case(3, IN_BACKWARD, make=muon),
 }
 
 
@@ -92,6 +100,8 @@ WEIGHTS = {
     "8-bit moments": Case(3, dtype="bf16", moments="8bit"),
     "Lion": Case(2, make=lion),
     "LAMB": Case(3, make=lamb),
+    "Muon": Case(3, make=muon),
+    "Muon on NVMe": Case(3, {"optimizer": "nvme"}, make=muon),
     "SGD": Case(3, make=sgd),
     "Adam on NVMe": Case(3, {"optimizer": "nvme"}),
     "8-bit moments on NVMe": Case(3, {"optimizer": "nvme"}, moments="8bit"),
@@ -298,8 +308,8 @@ def test_clipping_rolls_back_a_moment_that_overflowed_in_backward(world: World) 
 
 @on_ranks(1, 2)
 def test_the_last_overflow_of_fp16_is_named(world: World) -> None:
-    for stage in (0, 3):
-        case = Case(stage, dtype="fp16")
+    for stage, make in ((0, adamw), (3, adamw), (3, muon)):
+        case = Case(stage, dtype="fp16", make=make)
         scale = {"initial_power": 1, "minimum": 1.0, "hysteresis": 1}
         with prepared(world, case, loss_scale=scale) as (model, optimizer):
             for _ in range(2):

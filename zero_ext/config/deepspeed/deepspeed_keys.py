@@ -157,7 +157,7 @@ class Note:
     Attributes:
         path: DeepSpeed's key path.
         outcome: "no effect" for a key that changes nothing here, "default" for a default that DeepSpeed
-            would take.
+            would take, "difference" for a key that acts in another place.
         why: the reason.
     """
 

@@ -123,7 +123,10 @@ _OPTIMIZER_KEYS = (
         "from that, torch_adam, set_grad_none, foreach and fused have no effect for these three, and "
         "bias_correction and fp32_optimizer_states must be true. For one-bit optimizers bias_correction, "
         "cuda_aware and comm_backend_name have no effect, and amsgrad and eps_inside_sqrt must be false. "
-        "max_grad_norm is unsupported. Use gradient_clipping"),
+        "max_grad_norm is unsupported. Use gradient_clipping. Muon has DeepSpeed's params and defaults: lr "
+        "for both muon_lr (0.02) and adam_lr (0.0003), momentum 0.95, weight_decay 0, and betas 0.9, 0.95 "
+        "and eps 1e-10 of Adam. Its ns_method has no effect, since the iteration runs in bfloat16, its "
+        "adam_w_mode must be true, and its per_head_muon must be false"),
     no_effect("optimizer.legacy_fusion", FLAG, "there is one implementation", False),
     supported("scheduler.type", TEXT, "name of one of DeepSpeed's five schedulers or of a torch scheduler"),
     supported("scheduler.params", MAPPING, "keyword arguments of the scheduler"),
@@ -218,7 +221,11 @@ _ZERO_KEYS = section(
             ("override_module_apply", False, "Module.apply remains torch's own"),
             ("log_trace_cache_warnings", False, "a changed order of modules costs time and is not logged"),
             ("enable_sanity_checks", True, "checks of a unit's state always run"),
-            ("save_muon_momentum_buffer_in_memory", False, "Muon is unsupported"),
+            (
+                "save_muon_momentum_buffer_in_memory",
+                False,
+                "the momentum is stored where offload.optimizer places it",
+            ),
             ("stage3_gather_fp16_weights_on_model_save", False, _FULL_WEIGHTS),
             ("stage3_gather_16bit_weights_on_model_save", False, _FULL_WEIGHTS),
             (

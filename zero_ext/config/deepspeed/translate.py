@@ -25,6 +25,7 @@ from zero_ext.config.zero_config import ZeroConfig
 
 from .deepspeed_keys import AUTO, LEFT_OUT, Key, Note, ResolvedKeys
 from .feature_keys import FEATURE_KEYS, set_communication, set_monitors, set_sparse_attention
+from .muon_params import translate_muon
 from .offload_keys import TIER_KEYS, normalize_tiers, set_tiers
 from .training_keys import TRAINING_KEYS
 
@@ -310,6 +311,8 @@ def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object]) -> None:
         settings = dict(params) if isinstance(params, dict) else {}
         if section == "optimizer":
             _set_fused(str(kind), settings, resolved)
+            if str(kind).lower() == "muon":
+                settings = translate_muon(settings, resolved)
         native[section] = {"type": kind, "params": settings}
 
 

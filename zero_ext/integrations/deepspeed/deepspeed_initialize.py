@@ -184,8 +184,9 @@ def _make_optimizer(
         return optimizer
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make = partial(build_optimizer, section) if optimizer is None and section is not None else optimizer
-    made = make(parameters)
+    if optimizer is None and section is not None:
+        return build_optimizer(section, parameters, model)
+    made = optimizer(parameters)
     if not isinstance(made, Optimizer):
         raise TypeError(
             "initialize: optimizer: expected a callable that returns an optimizer of torch's, got "

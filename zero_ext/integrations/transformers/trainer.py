@@ -99,7 +99,8 @@ class ZeroTrainerMixin(_Base):
             made, schedule = self.optimizer, self.lr_scheduler
             refuse_duplicates(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
-            build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, device="cpu", requires_grad=True)])
+            value = torch.zeros(1, device="cpu", requires_grad=True)
+            build_optimizer(self._zero_settings.optimizer, [value], self.model)
         log_notes(notes)
 
     def _check_adapters(self) -> None:
@@ -214,7 +215,8 @@ class ZeroTrainerMixin(_Base):
                 {"params": [each for name, each in trained if name in decayed]},
                 {"params": [each for name, each in trained if name not in decayed], "weight_decay": 0.0},
             ]
-            self.optimizer = build_optimizer(policy, [group for group in groups if group["params"]])
+            chosen = [group for group in groups if group["params"]]
+            self.optimizer = build_optimizer(policy, chosen, self.model)
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(

@@ -121,6 +121,9 @@ def _from_native(
     written: WrittenConfig, args: TrainingArguments, shared: list[_Shared], values: dict[str, Any]
 ) -> ZeroConfig:
     config, _ = written.resolved(values)
+    if config.optimizer is not None and config.optimizer.type == "Muon":
+        # Its eps is not Adam's, which is adamw.eps there.
+        shared = [each for each in shared if each.native != "optimizer.params.eps"]
     problems = [_contradiction(each, each.native, written_value(config, each.native)) for each in shared]
     wanted, seen = _wanted_dtype(args), written_value(config, "precision.dtype")
     if wanted is not None and seen is not None and seen != wanted:

@@ -22,6 +22,7 @@ from zero_ext.offload import Device, TierManager
 from zero_ext.optim.optimizer_registry import (
     declare_at_owners,
     is_one_bit,
+    needs_whole_tensors,
 )
 from zero_ext.zero.api.engine_lookup import (
     CheckpointSources,
@@ -48,6 +49,7 @@ from zero_ext.zero.construction.model_checks import (
     check_modules,
     check_optimizer,
     check_parameters,
+    check_whole_tensors,
     is_partial,
 )
 from zero_ext.zero.construction.module_tensors import (
@@ -160,13 +162,16 @@ def prepare(
             "Prepare the module that has them."
         )
     train_device = Device(device_of(owned, device))
-    collectives, settings = _join(groups, settings, train_device)
+    exchanges = needs_whole_tensors(optimizer)
+    collectives, settings = _join(groups, settings, train_device, exchanges)
     aliases, before = find_aliases(model, owned), engines_before(model, owned)
     check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = restrict_to_local_modules(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
     check_optimizer(optimizer, owned, elementwise, settings, groups)
+    if optimizer is not None and exchanges:
+        check_whole_tensors(model, optimizer, owned, tiling, settings)
     if init == "broadcast":
         check_values(owned)
     check_agreement(owned, settings, collectives, optimizer)
@@ -214,8 +219,11 @@ def _activation_group(
     return group
 
 
-def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Collectives, ZeroConfig]:
-    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows."""
+def _join(
+    groups: RankGroups, settings: ZeroConfig, device: Device, exchanges: bool
+) -> tuple[Collectives, ZeroConfig]:
+    """Return the ranks' collectives on tensors of ``device``, and ``settings`` with what follows. An
+    optimizer that ``exchanges`` needs tensors in full."""
     join_world(settings.timeout_seconds)
     collectives = make_collectives(
         groups.data,
@@ -226,6 +234,9 @@ def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> tuple[Col
     )
     if groups.model is not None:
         collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
+    if exchanges and groups.slices is not None:
+        slices = make_collectives(groups.slices, settings.timeout_seconds, device.device)
+        collectives.join_slices(slices, groups.tensor_rank)
     if groups.same_experts:
         collectives.join_experts(groups.same_experts)
     collectives.shard_among(settings.communication.shard_group_size)

@@ -11,6 +11,7 @@ from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.elementwise import on_other_tensors
+from zero_ext.optim.optimizer_registry import needs_whole_tensors
 from zero_ext.zero.api.engine_state import owned_state, unsharded_state
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import ranks_where
@@ -43,6 +44,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             lambda ranges, groups, total, whole: make_stepper(
                 on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total, whole
             ),
+            needs_whole_tensors(optimizer),
         )
 
     @property

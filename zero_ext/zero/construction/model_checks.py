@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,17 @@ from zero_ext.optim.full_tensors.owner_trial import check_owner_steps
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
+    check_groups,
     check_step_time,
     fusible,
     needs_norms,
-    needs_whole_tensors,
     steps_at_owners,
+    steps_whole_tensors,
+    update_rule,
 )
 from zero_ext.zero.construction.grouping import DTYPES, OwnedParameter
-from zero_ext.zero.units.dtensor_local import check_placement, is_distributed
+from zero_ext.zero.tiling import FullTensorMap
+from zero_ext.zero.units.dtensor_local import check_placement, is_distributed, is_split
 from zero_ext.zero.units.parameter_marks import expert_ranks, is_packed
 from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.rank_groups import RankGroups
@@ -124,25 +128,23 @@ def check_optimizer(
             "optimizer: expected one before its first step, got one with state. Call zero_ext.prepare "
             "before the first step, and restore training with zero_ext.load_checkpoint."
         )
+    check_groups(optimizer)
     check_step_time(optimizer, settings.offload.update_mode)
-    if groups.tensor is not None and (needs_norms(optimizer) or needs_whole_tensors(optimizer)):
+    if groups.tensor is not None and needs_norms(optimizer):
         raise ValueError(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
-    if needs_whole_tensors(optimizer) and settings.units.tiles:
-        raise ValueError(
-            f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
-            f"{dict(settings.units.tiles)}. Remove the key."
-        )
     if steps_at_owners(optimizer):
-        _check_at_owners(optimizer, elementwise, settings)
+        _check_at_owners(optimizer, elementwise, settings, groups)
     elif not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
     check_one_bit_optimizer(optimizer, settings, is_partial(owned, groups))
 
 
-def _check_at_owners(optimizer: torch.optim.Optimizer, elementwise: bool, settings: ZeroConfig) -> None:
+def _check_at_owners(
+    optimizer: torch.optim.Optimizer, elementwise: bool, settings: ZeroConfig, groups: RankGroups
+) -> None:
     if elementwise:
         raise ValueError(
             "prepare: expected elementwise=True or whole_tensors=True, got both. Pass whole_tensors=True "
@@ -153,7 +155,59 @@ def _check_at_owners(optimizer: torch.optim.Optimizer, elementwise: bool, settin
             "offload.optimizer: expected 'device' or 'host' with whole_tensors=True, got 'nvme'. State at "
             "the owners of tensors has shapes of its own and is kept in memory. Use 'host'."
         )
+    if groups.tensor is not None or settings.units.tiles:
+        raise ValueError(
+            "whole_tensors: expected False with a mesh with more than one rank along 'tp' and with "
+            "units.tiles, which slice tensors, got True. Use 'tp' 1 and no tiles."
+        )
     check_owner_steps(optimizer)
+
+
+def check_whole_tensors(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[OwnedParameter],
+    tiling: Mapping[str, int],
+    settings: ZeroConfig,
+) -> None:
+    """Refuse slices of tensors that ``optimizer`` needs in full and cannot assemble. Raises ``ValueError``."""
+    name = type(optimizer).__name__
+    groups = [set(group["params"]) for group in optimizer.param_groups]
+    needed = [steps_whole_tensors(update_rule(optimizer, group)) for group in optimizer.param_groups]
+    full_tensors, found = FullTensorMap(model), defaultdict[str, set[int | None]](set)
+    for item in owned:
+        parameter: Any = item.parameter
+        number = next((number for number, group in enumerate(groups) if parameter in group), None)
+        found[full_tensors.name(item.spec.name)].add(number)
+        if number is None or not needed[number] or not is_split(parameter):
+            continue
+        rows, ranks = parameter.shape[parameter.placements[0].dim], parameter.device_mesh.size()
+        if rows % ranks:
+            raise ValueError(
+                f"parameter '{item.spec.name}': expected a size that divides by the {ranks} tensor-parallel "
+                f"ranks where {name} steps it, as it needs equal slices, got {rows}. Leave it unsplit, or step "
+                "it by AdamW: set its attribute use_muon to False."
+            )
+    stepped = {
+        tensor: numbers
+        for tensor, numbers in found.items()
+        if any(number is not None and needed[number] for number in numbers)
+    }
+    for tensor, numbers in stepped.items():
+        if len(numbers) > 1:
+            raise ValueError(
+                f"tiles of '{tensor}': expected all of them in one param group, as {name} needs the tensor in "
+                f"full, got groups {sorted(map(str, numbers))}. Move them to one."
+            )
+    layers = tiling if settings.stage == 3 else ()
+    tiles = full_tensors.shapes()
+    tiled = [tensor for tensor in stepped if tensor in tiles or tensor.rpartition(".")[0] in layers]
+    if tiled and settings.offload.update_mode == "in_backward":
+        raise ValueError(
+            f"units.tiles: expected none with {name} and offload.update_mode 'in_backward', as the update of "
+            f"a tile needs the gradients of all tiles of its tensor, got {tiled}. Leave these layers untiled, "
+            "or set offload.update_mode to 'after_backward'."
+        )
 
 
 def check_experts(

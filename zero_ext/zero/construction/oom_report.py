@@ -75,7 +75,7 @@ class MemoryEstimate:
         if self.device.type == "cuda":  # what open communicators have not allocated yet
             held["device"]["NCCL's buffers (estimate)"] += sum(
                 communicator_bytes(each.world_size, each.nodes.ranks_per_node, opened=True)
-                for each in (self.collectives, self.collectives.model)
+                for each in (self.collectives, self.collectives.model, self.collectives.slices)
                 if each is not None and each.in_one_order
             )
         return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.muon import newton_schulz_cost
 from zero_ext.optim.one_bit_steppers import OneBitStepper
+from zero_ext.optim.optimizer_registry import steps_whole_tensors
 from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors
 from zero_ext.zero.construction.rank_consistency import Hyperparameters
 from zero_ext.zero.gradients.accumulator import UnitGradients
@@ -24,6 +26,7 @@ from zero_ext.zero.step.loss_scaler import LossScaler
 from zero_ext.zero.step.onebit_updates import OneBitUpdates
 from zero_ext.zero.step.overlapped_updates import DelayedUpdates, UpdatesInBackward
 from zero_ext.zero.step.owner_exchange import OwnerExchange
+from zero_ext.zero.step.sliced_tensors import full_shape, sliced_tensors
 from zero_ext.zero.step.step_errors import DeviceErrors, FiniteChecks, StepErrors
 from zero_ext.zero.step.step_verdict import (
     DecidedStep,
@@ -41,6 +44,7 @@ from zero_ext.zero.step.update_schedule import (
     any_stored,
     settings_of,
 )
+from zero_ext.zero.tiling import FullTensorMap
 from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import ParameterSpec
 from zero_ext.zero.units.master_weights import MasterShard
@@ -73,11 +77,13 @@ class OptimizerStep:
         collectives: Collectives,
         tiers: TierManager,
         config: ZeroConfig,
+        full_tensors: FullTensorMap,
         scales_loss: bool,
     ) -> None:
         self._masters = tuple(masters)
         self._gradients = [gradients[master.unit] for master in masters]
         self._norms, self._collectives, self._tiers = norms, collectives, tiers
+        self._full_tensors = full_tensors
         self._clipping = config.gradient_clipping
         self._when = config.offload.update_mode
         self._delays_after = config.offload.delay_start_step
@@ -89,6 +95,7 @@ class OptimizerStep:
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
+        self._exchange: OwnerExchange | None = None
         self.updates = UpdateSchedule()
         self.groups: Groups = []
         self._hyperparameters = Hyperparameters((), ())
@@ -105,17 +112,22 @@ class OptimizerStep:
         self,
         groups: Groups,
         names: Iterable[str],
-        make: Callable[[Sequence[OwnedRange], Groups, Total, WholeTensors], Stepper],
+        make: Callable[[Sequence[OwnedRange], Groups, Total, WholeTensors | None], Stepper],
+        exchanges: bool,
     ) -> None:
         """Create the stepper with ``make`` and its update schedule. ``groups`` are the user's live param
-        groups with the settings ``names``."""
+        groups with the settings ``names``. A stepper that ``exchanges`` needs tensors in full."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         for master in self._masters:
-            master.set_groups(group_of)
+            master.set_groups(group_of, partial(full_shape, self._full_tensors))
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
-        self.stepper = make(self._masters, settings, self._total, OwnerExchange(self._masters, _cost))
+        if exchanges:
+            owned = [each for each in self._masters if steps_whole_tensors(each.unit.spec.rule)]
+            found = sliced_tensors(owned, self._full_tensors, self._collectives)
+            self._exchange = OwnerExchange(found, _cost)
+        self.stepper = make(self._masters, settings, self._total, self._exchange)
         if self._flag is not None:
             self.stepper.watch(self._flag)
         inputs = UpdateInputs(self.stepper, self._masters, self._gradients, self._collectives)
@@ -292,6 +304,8 @@ class OptimizerStep:
         """Step with synchronized gradients, which ``edits`` changed in place; a collective. Return False
         if fp16 gradients overflowed. Raise ``RuntimeError`` if no rank has a gradient since the last step."""
         used = self.updates.used_parameters()
+        if self._exchange is not None:
+            self._exchange.check_used(used)
         if self._known_to_all:
             # The agreement on gradients has brought this to all ranks, so all of them raise here.
             self.judge()

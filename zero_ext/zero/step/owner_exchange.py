@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,21 +10,17 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.comm.pending_collective import PendingCollective
 from zero_ext.optim import OwnedRange
-from zero_ext.zero.units.flat_layout import ParameterSpec, in_memory_order
-from zero_ext.zero.units.master_weights import MasterShard
+from zero_ext.zero.step.sliced_tensors import SlicedTensor
+from zero_ext.zero.units.flat_layout import ParameterSpec
 
 Transform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-Span = tuple[int, int]
 
 
 class _OwnedTensor(NamedTuple):
-    """A parameter of ``master``, and the elements of it that every rank has."""
+    """A tensor and the rank that owns it."""
 
-    master: MasterShard
-    spec: ParameterSpec
+    sliced: SlicedTensor
     owner: int
-    spans: tuple[Span, ...]  # by rank, in memory order
-    begin: int  # of this rank's elements, counted from the first one of its shard
 
 
 def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
@@ -52,36 +47,54 @@ class OwnerExchange:
     themselves.
 
     Args:
-        masters: the master shards of all units.
+        tensors: those of each group of ranks, in the same order on all of them; of None those that this rank
+            has in full.
         cost: of computing the result for a tensor.
     """
 
-    def __init__(self, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]) -> None:
-        self._masters = masters
-        self._alone: list[tuple[MasterShard, ParameterSpec, int]] = []
-        sharded: dict[Collectives, list[MasterShard]] = defaultdict(list)
-        for master in masters:
-            if master.unit.placement.optimizer and master.unit.collectives.world_size > 1:
-                sharded[master.unit.collectives].append(master)
-                continue
-            layout = master.unit.layout
-            self._alone += [(master, *pair) for pair in zip(layout.specs, layout.offsets, strict=True)]
+    def __init__(
+        self,
+        tensors: Mapping[Collectives | None, Sequence[SlicedTensor]],
+        cost: Callable[[ParameterSpec], int],
+    ) -> None:
+        self._tensors = tensors
+        self._alone = tuple(tensors.get(None, ()))
         self._shared = {
-            collectives: _dealt(collectives, chosen, cost) for collectives, chosen in sharded.items()
+            collectives: _dealt(collectives, chosen, cost)
+            for collectives, chosen in tensors.items()
+            if collectives is not None
         }
+        self._related = _related(tensor for many in tensors.values() for tensor in many)
+
+    def check_used(self, used: Collection[str]) -> None:
+        """Raise ``RuntimeError`` if some slices of a tensor are ``used`` and others are not."""
+        for tensor in [*self._alone, *(each.sliced for many in self._shared.values() for each in many)]:
+            present = {each.name for each in tensor.slices if each.master is not None}
+            missing = sorted(present.difference(used))
+            if missing and len(missing) < len(present):
+                raise RuntimeError(
+                    f"parameter '{missing[0]}': expected a gradient, as other tiles of the same tensor have "
+                    "one and the optimizer needs it in full, got none. Use all tiles of a layer, and freeze "
+                    "all or none."
+                )
+
+    def related(self, owned: OwnedRange) -> frozenset[OwnedRange]:
+        """Return the ranges that have slices of the same tensors as ``owned``, which is one of them."""
+        return self._related.get(owned, frozenset((owned,)))
 
     def dealt_by(self, cost: Callable[[Sequence[int]], int]) -> OwnerExchange:
         """Return an exchange of the same tensors with owners by another ``cost`` of a tensor's shape."""
-        return OwnerExchange(self._masters, lambda spec: cost(spec.shape))
+        return OwnerExchange(self._tensors, lambda spec: cost(spec.shape))
 
     def own_tensors(self) -> dict[str, bool]:
         """Return the tensors that this rank owns by name, and whether all other ranks own them, too."""
         dealt = [
-            (tensor.spec.name, tensor.owner == collectives.rank)
+            (tensor.sliced.spec.name, tensor.owner == collectives.rank)
             for collectives, tensors in self._shared.items()
             for tensor in tensors
         ]
-        return {name: False for name, own in dealt if own} | {spec.name: True for _, spec, _ in self._alone}
+        alone = {tensor.spec.name: True for tensor in self._alone}
+        return {name: False for name, own in dealt if own} | alone
 
     def start(self, values: Mapping[OwnedRange, torch.Tensor], used: Collection[str]) -> TransformInFlight:
         """Begin to send slices to the owners; a collective, as are the calls of what it returns, which come
@@ -91,10 +104,10 @@ class OwnerExchange:
             values: by master shard [n], of one dtype. They must not be changed until the end.
             used: names of the parameters, the same on all ranks.
         """
-        alone = [each for each in self._alone if each[0] in values and each[1].name in used]
+        alone = [tensor for tensor in self._alone if tensor.is_stepped(values, used)]
         sent = []
         for collectives, tensors in self._shared.items():
-            chosen = [each for each in tensors if each.master in values and each.spec.name in used]
+            chosen = [each for each in tensors if each.sliced.is_stepped(values, used)]
             if chosen:
                 sent.append(_SlicesInFlight(collectives, chosen, values))
         return TransformInFlight(values, alone, sent)
@@ -106,7 +119,7 @@ class TransformInFlight:
     def __init__(
         self,
         values: Mapping[OwnedRange, torch.Tensor],
-        alone: Sequence[tuple[MasterShard, ParameterSpec, int]],
+        alone: Sequence[SlicedTensor],
         sent: Sequence[_SlicesInFlight],
     ) -> None:
         self._values, self._alone, self._sent = values, alone, sent
@@ -117,25 +130,24 @@ class TransformInFlight:
         Args:
             transform: from tensors [shape] by name to others of the same names, shapes and dtype.
         """
-        if self._alone:
-            own = self._own()
-            results = transform({spec.name: flat.as_strided(spec.shape, spec.stride) for flat, spec in own})
-            for flat, spec in own:
-                flat.copy_(in_memory_order(results[spec.name], spec))
+        own = {tensor.spec.name: tensor.own_slices(self._values) for tensor in self._alone}
+        flat = {name: many[0] if len(many) == 1 else torch.cat(many) for name, many in own.items()}
+        _transform(transform, [(tensor, [flat[tensor.spec.name]]) for tensor in self._alone])
+        for name, many in own.items():
+            if len(many) > 1:
+                _copy_to(many, flat[name])
         for each in self._sent:
             each.apply(transform)
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """Wait for the tensors [shape] that this rank owns, and return them by name. Nothing is sent back."""
-        found = {spec.name: flat.as_strided(spec.shape, spec.stride) for flat, spec in self._own()}
+        found = {}
+        for tensor in self._alone:
+            own = tensor.own_slices(self._values)
+            found[tensor.spec.name] = tensor.assemble([own[0] if len(own) == 1 else torch.cat(own)])
         for each in self._sent:
             found |= each.full_tensors()
         return found
-
-    def _own(self) -> list[tuple[torch.Tensor, ParameterSpec]]:
-        """Return the values of the tensors that this rank has in full."""
-        spans = [(self._values[master], spec, offset) for master, spec, offset in self._alone]
-        return [(values[offset : offset + spec.numel], spec) for values, spec, offset in spans]
 
     def finish(self) -> None:
         """Wait for the results, which replace the values. Elements of other parameters stay."""
@@ -144,7 +156,7 @@ class TransformInFlight:
 
 
 class _SlicesInFlight:
-    """The slices of ``tensors``, sharded over the ranks of ``collectives``, sent to their owners."""
+    """The elements of ``tensors`` that the ranks of ``collectives`` have, sent to the owners."""
 
     def __init__(
         self,
@@ -153,67 +165,50 @@ class _SlicesInFlight:
         values: Mapping[OwnedRange, torch.Tensor],
     ) -> None:
         rank, ranks = collectives.rank, range(collectives.world_size)
-        self._collectives, self._tensors = collectives, tensors
-        self._slices = [_own_slice(values, tensor, rank) for tensor in tensors]
-        self._mine = [tensor for tensor in tensors if tensor.owner == rank]
-        self._elements = sum(tensor.spec.numel for tensor in tensors)
+        self._collectives = collectives
+        self._slices = [(each.owner, each.sliced.own_slices(values)) for each in tensors]
+        self._mine = [each.sliced for each in tensors if each.owner == rank]
+        self._elements = sum(each.sliced.spec.numel for each in tensors)
         like = next(iter(values.values()))
-        pairs = list(zip(tensors, self._slices, strict=True))
         self._sends = [
-            torch.cat([like[:0], *(own for tensor, own in pairs if tensor.owner == owner)]) for owner in ranks
+            torch.cat([like[:0], *(own for owner, many in self._slices if owner == target for own in many)])
+            for target in ranks
         ]
         self._receives = [
             self._sends[rank]
             if source == rank
-            else like.new_empty(sum(_length(each.spans[source]) for each in self._mine))
+            else like.new_empty(sum(each.length(source) for each in self._mine))
             for source in ranks
         ]
         self._pending = self._exchange(self._receives, self._sends, "slices to their owners")
 
     def apply(self, transform: Transform) -> None:
         """See :meth:`TransformInFlight.apply`."""
-        found = self._arrived()
-        whole = self._joined(found)
-        results = transform(whole) if whole else {}
-        for tensor in self._mine:
-            slices = found[tensor.spec.name]
-            result = in_memory_order(results[tensor.spec.name], tensor.spec)
-            for target, source in zip(slices, result.split([each.numel() for each in slices]), strict=True):
-                target.copy_(source)
+        _transform(transform, self._arrived())
         self._pending = self._exchange(self._sends, self._receives, "results from their owners")
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
         """See :meth:`TransformInFlight.full_tensors`."""
-        return self._joined(self._arrived())
+        return {tensor.spec.name: tensor.assemble(elements) for tensor, elements in self._arrived()}
 
-    def _arrived(self) -> dict[str, list[torch.Tensor]]:
-        """Wait for the slices of the tensors that this rank owns, and return them by name."""
+    def _arrived(self) -> list[tuple[SlicedTensor, list[torch.Tensor]]]:
+        """Wait for the tensors that this rank owns, and return each with its elements by rank."""
         self._pending.wait()
         ends = [0] * len(self._receives)
-        found: dict[str, list[torch.Tensor]] = {}
+        found = []
         for tensor in self._mine:
-            begins = list(ends)
-            ends = [end + _length(span) for end, span in zip(ends, tensor.spans, strict=True)]
-            found[tensor.spec.name] = [
-                received[begin:end] for received, begin, end in zip(self._receives, begins, ends, strict=True)
-            ]
+            begins = ends
+            ends = [begin + tensor.length(source) for source, begin in enumerate(begins)]
+            bounds = zip(self._receives, begins, ends, strict=True)
+            found.append((tensor, [values[begin:end] for values, begin, end in bounds]))
         return found
-
-    def _joined(self, found: Mapping[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        specs = {tensor.spec.name: tensor.spec for tensor in self._mine}
-        return {
-            name: torch.cat(slices).as_strided(specs[name].shape, specs[name].stride)
-            for name, slices in found.items()
-        }
 
     def finish(self) -> None:
         """See :meth:`TransformInFlight.finish`."""
         self._pending.wait()
         starts = [0] * len(self._sends)
-        for tensor, own in zip(self._tensors, self._slices, strict=True):
-            begin = starts[tensor.owner]
-            starts[tensor.owner] = begin + own.numel()
-            own.copy_(self._sends[tensor.owner][begin : begin + own.numel()])
+        for owner, own in self._slices:
+            starts[owner] = _copy_to(own, self._sends[owner], starts[owner])
 
     def _exchange(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], label: str
@@ -221,32 +216,37 @@ class _SlicesInFlight:
         return self._collectives.exchange(receives, sends, "matrices", self._elements, label)
 
 
+def _transform(transform: Transform, tensors: Sequence[tuple[SlicedTensor, list[torch.Tensor]]]) -> None:
+    """Replace the elements by rank of each tensor by those of what ``transform`` makes of it."""
+    if tensors:
+        results = transform({tensor.spec.name: tensor.assemble(elements) for tensor, elements in tensors})
+        for tensor, elements in tensors:
+            tensor.disassemble(results[tensor.spec.name], elements)
+
+
 def _dealt(
-    collectives: Collectives, masters: Sequence[MasterShard], cost: Callable[[ParameterSpec], int]
+    collectives: Collectives, tensors: Sequence[SlicedTensor], cost: Callable[[ParameterSpec], int]
 ) -> list[_OwnedTensor]:
-    specs = [spec for master in masters for spec in master.unit.layout.specs]
-    owners = iter(deal_owners([cost(spec) for spec in specs], collectives.world_size))
-    tensors = []
-    for master in masters:
-        layout = master.unit.layout
-        shards = [layout.shard_range(rank) for rank in range(collectives.world_size)]
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-            spans = tuple(_overlap(first - offset, last - offset, spec.numel) for first, last in shards)
-            first, last = shards[collectives.rank]
-            begin = min(max(offset - first, 0), last - first)
-            tensors.append(_OwnedTensor(master, spec, next(owners), spans, begin))
-    return tensors
+    owners = deal_owners([cost(each.spec) for each in tensors], collectives.world_size)
+    return [_OwnedTensor(*pair) for pair in zip(tensors, owners, strict=True)]
 
 
-def _own_slice(values: Mapping[OwnedRange, torch.Tensor], tensor: _OwnedTensor, rank: int) -> torch.Tensor:
-    return values[tensor.master].narrow(0, tensor.begin, _length(tensor.spans[rank]))
+def _related(tensors: Iterable[SlicedTensor]) -> dict[OwnedRange, frozenset[OwnedRange]]:
+    """Return the ranges of tensors with several slices, each with those that it shares tensors with, also
+    through others."""
+    found: dict[OwnedRange, frozenset[OwnedRange]] = {}
+    for tensor in tensors:
+        own = {each.master for each in tensor.slices if each.master is not None}
+        if len(own) > 1:
+            joined = frozenset(own).union(*(found.get(each, ()) for each in own))
+            found.update(dict.fromkeys(joined, joined))
+    return found
 
 
-def _overlap(first: int, last: int, numel: int) -> Span:
-    """Return the elements [first, last) that are among [0, numel)."""
-    begin = min(max(first, 0), numel)
-    return begin, max(begin, min(last, numel))
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
+def _copy_to(targets: Sequence[torch.Tensor], source: torch.Tensor, begin: int = 0) -> int:
+    """Fill ``targets`` one after another with elements of ``source`` from ``begin`` on. Return the end."""
+    for target in targets:
+        end = begin + target.numel()
+        target.copy_(source[begin:end])
+        begin = end
+    return begin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
 from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
+from zero_ext.zero.units.flat_layout import ParameterSpec
 from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
@@ -59,17 +60,22 @@ class MasterShard(OwnedRange):
         self._staging = tiers.staging
         self.owned = {segment.name: segment for segment in layout.segments(self.begin, self.end)}
 
-    def set_groups(self, group_of: Mapping[nn.Parameter, int]) -> None:
-        """Set ``segments`` to those of the parameters in ``group_of``, which maps them to param groups."""
-        specs = zip(self.unit.layout.specs, self.unit.parameters, strict=True)
-        stepped = [(spec, group_of[parameter]) for spec, parameter in specs if parameter in group_of]
-        empty = {
-            spec.name: Segment(spec.name, 0, 0, 0, shape=spec.shape, stride=spec.stride)
-            for spec, _ in stepped
-        }
+    def set_groups(
+        self,
+        group_of: Mapping[nn.Parameter, int],
+        shape_of: Callable[[nn.Parameter, ParameterSpec], tuple[int, ...]],
+    ) -> None:
+        """Set ``segments`` to those of the parameters in ``group_of``, which maps them to param groups.
+        ``shape_of`` returns the shape of the full tensor that a parameter is a slice of."""
         self.segments = tuple(
-            dataclasses.replace(self.owned.get(spec.name, empty[spec.name]), group=group)
-            for spec, group in stepped
+            dataclasses.replace(
+                self.owned.get(spec.name, Segment(spec.name, 0, 0, 0)),
+                group=group_of[parameter],
+                shape=shape_of(parameter, spec),
+                stride=spec.stride,
+            )
+            for spec, parameter in zip(self.unit.layout.specs, self.unit.parameters, strict=True)
+            if parameter in group_of
         )
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:

@@ -26,6 +26,9 @@ class RankGroups:
     model: dist.ProcessGroup | None = None  # share one copy of the model; None for this rank alone
     tensor: dist.ProcessGroup | None = None  # share the same tensors; None for this rank alone
     tensor_rank: int = 0  # this rank in ``tensor``
+    slices: dist.ProcessGroup | None = (
+        None  # in ``data`` or ``tensor`` of one another; None without ``tensor``
+    )
     mesh: dist.ProcessGroup | None = None  # all ranks of the mesh; None without a mesh
     experts: dist.ProcessGroup | None = None  # each have other experts
     same_experts: tuple[int, ...] = ()  # ranks in ``data`` that have the experts of this rank
@@ -51,6 +54,7 @@ def rank_groups(process_group: dist.ProcessGroup | DeviceMesh | None) -> RankGro
         _group(mesh, _MODEL),
         tensor,
         dist.get_rank(tensor) if tensor is not None else 0,
+        _group(mesh, (*_DATA, MESH_AXES[-1])) if tensor is not None else None,
         _group(mesh, tuple(names), always=True),
         experts,
         _same_experts(mesh, data) if experts is not None else (),
@@ -105,14 +109,17 @@ def largest_over_model(model: Collectives | None, value: float, label: str) -> f
 
 
 @contextlib.contextmanager
-def abort_model_parallel_on_error(model: Collectives | None) -> Iterator[None]:
-    """Return a context for a step that aborts the other ranks of ``model`` if this one raises. They would
+def abort_model_parallel_on_error(collectives: Collectives) -> Iterator[None]:
+    """Return a context for a step that aborts the other model-parallel ranks if this one raises. They would
     wait for it until their timeout. A ``FloatingPointError`` is raised on all of them anyway."""
     try:
         yield
     except FloatingPointError:
         raise
     except Exception as error:
-        if model is not None:
-            model.abort(f"rank {model.rank} of those with the parts of the model stopped in a step: {error}")
+        for group in (collectives.model, collectives.slices):
+            if group is not None:
+                group.abort(
+                    f"rank {group.rank} of those with the parts of the model stopped in a step: {error}"
+                )
         raise

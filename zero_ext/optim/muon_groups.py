@@ -1,0 +1,157 @@
+"""The param groups of ``zero_ext.Muon``: which parameters Muon steps and which AdamW, and their settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.config.base_section import is_number
+from zero_ext.config.config_errors import show
+
+ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
+_OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
+_RATES = (None, "original", "match_rms_adamw")
+
+
+def serves(group: Mapping[str, Any]) -> bool:
+    """Return whether Muon steps the parameters of a param group; those of ``torch.optim.Muon`` all."""
+    return bool(group.get("use_muon", True))
+
+
+def adamw_settings(adamw: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a group that AdamW steps, with those that the user gave.
+
+    Raises:
+        ValueError: `adamw` is no mapping, has other keys than lr, betas, eps and weight_decay, or a value
+            out of range.
+    """
+    if not isinstance(adamw or {}, Mapping):
+        raise ValueError(f"adamw: expected a mapping, got {show(adamw)}. Pass one, or leave it out.")
+    given = dict(adamw or {})
+    for key in given:
+        if key not in _OWN_KEYS:
+            raise ValueError(
+                f"adamw.{key}: expected one of {', '.join(_OWN_KEYS)}, got another key. Remove it."
+            )
+    if isinstance(given.get("betas"), list):
+        given["betas"] = tuple(given["betas"])
+    group = {**ADAMW, **given, "use_muon": False}
+    check_settings(group, "adamw.")
+    return group
+
+
+def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ``ValueError``, with ``prefix`` before the setting's name, for one that is out of range."""
+    muon = serves(group)
+    for name in ("lr", "weight_decay", "eps", *(("momentum",) if muon else ())):
+        value = group[name]
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if not is_number(value) or value < 0:
+            raise ValueError(
+                f"{prefix}{name}: expected a finite number of at least 0, got {show(value)}. Pass such a "
+                "number."
+            )
+    name, count, top = ("ns_coefficients", 3, math.inf) if muon else ("betas", 2, 1.0)
+    values = group[name]
+    fits = isinstance(values, list | tuple) and len(values) == count and all(map(is_number, values))
+    if not fits or not (muon or all(0 <= each < top for each in values)):
+        wanted = "three finite numbers" if muon else "two numbers of at least 0 and below 1"
+        raise ValueError(f"{prefix}{name}: expected {wanted}, got {show(values)}. Pass such numbers.")
+    if not muon:
+        return
+    steps = group["ns_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(
+            f"ns_steps: expected an integer from 0 to 99, got {show(steps)}. Pass such a number."
+        )
+    if group["adjust_lr_fn"] not in _RATES:
+        raise ValueError(
+            "adjust_lr_fn: expected 'original' or 'match_rms_adamw', got "
+            f"{show(group['adjust_lr_fn'])}. Pass one of them."
+        )
+
+
+def check_matrices(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ``ValueError`` for parameters that Muon cannot step: those that are no matrices of real
+    numbers."""
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        if parameter.dim() < 2 or not parameter.numel():
+            raise ValueError(
+                f"use_muon: expected matrices with elements, got a parameter of shape {shape}. Set use_muon "
+                "to False in its param group or on the parameter, for which AdamW steps it."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"use_muon: expected real numbers, got a parameter of {parameter.dtype} of shape {shape}. "
+                "Keep it as real numbers with a last axis of 2, and use torch.view_as_complex in forward."
+            )
+
+
+def divide(
+    groups: Iterable[Mapping[str, Any]], module: nn.Module | None, adamw_names: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """Return param groups divided into what Muon steps and what AdamW steps, as the class documents."""
+    left_out = {id(each) for each in _left_to_adamw(module, adamw_names)}
+    divided = []
+    for group in groups:
+        if "use_muon" in group:
+            divided.append(dict(group))
+            continue
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        chosen: dict[bool, list[Any]] = {True: [], False: []}
+        for each in params:
+            suits = each.dim() >= 2 and each.numel() > 0 and id(each) not in left_out
+            chosen[bool(getattr(each, "use_muon", suits))].append(each)
+        divided += [{**group, "params": part, "use_muon": rule} for rule, part in chosen.items() if part]
+    return divided
+
+
+def _left_to_adamw(module: nn.Module | None, names: Sequence[str] | None) -> list[nn.Parameter]:
+    listed = isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)
+    if names is not None and (module is None or not listed):
+        raise ValueError(
+            f"adamw_names: expected a list of strings, and module, got {show(names)}. Pass both, or neither."
+        )
+    if module is None:
+        return []
+    if names is not None:
+        named = module.named_parameters()
+        return [each for name, each in named if any(part.lower() in name.lower() for part in names)]
+    return [each for part in _embeddings_and_outputs(module) for each in part.parameters()]
+
+
+def _embeddings_and_outputs(module: nn.Module) -> list[nn.Module]:
+    """Return the embeddings of a model and its output layers over the vocabulary.
+
+    An output layer is what `get_output_embeddings` of Hugging Face's models returns, and the last `nn.Linear`
+    if it has as many outputs as an embedding has rows.
+    """
+    found: list[nn.Module] = []
+    last, rows = None, set()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            found.append(part)
+            rows.add(part.num_embeddings)
+        elif isinstance(part, nn.Linear):
+            last = part
+        outputs = getattr(part, "get_output_embeddings", None)
+        output = outputs() if callable(outputs) else None
+        if isinstance(output, nn.Module):
+            found.append(output)
+    if last is not None and last.out_features in rows:
+        found.append(last)
+    return found
