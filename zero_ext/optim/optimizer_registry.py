@@ -23,6 +23,7 @@ from zero_ext.optim.elementwise import (
     on_other_tensors,
 )
 from zero_ext.optim.elementwise_stream import ElementwiseStream, MultiTierStepper
+from zero_ext.optim.full_tensors.owner_stepper import OwnerStepper
 from zero_ext.optim.moments import moment_fields
 from zero_ext.optim.muon_groups import check_matrices, check_settings, serves
 from zero_ext.optim.one_bit import OneBitOptimizer
@@ -88,8 +89,29 @@ _INSTEAD = (
 )
 
 
+_AT_OWNERS = "zero_ext_whole_tensors"  # set on an optimizer, so that copies of it have it
+
+
+def declare_at_owners(optimizer: Any, declared: bool) -> Any:
+    """Return the user's ``optimizer``, marked if it is declared to need full tensors and to step each by
+    itself."""
+    if isinstance(optimizer, optim.Optimizer):
+        setattr(optimizer, _AT_OWNERS, declared)
+    return optimizer
+
+
+def steps_at_owners(optimizer: optim.Optimizer | None) -> bool:
+    """Return whether the own code of ``optimizer`` runs on full tensors, each at its owner."""
+    return bool(getattr(optimizer, _AT_OWNERS, False))
+
+
 def fused_entry(optimizer: optim.Optimizer) -> OptimizerEntry | None:
-    """Return the entry of ``optimizer`` if a fused op computes what it would, else None."""
+    """Return the entry of ``optimizer`` if a fused op, or its own code at the owners of full tensors,
+    computes what it would, else None."""
+    if steps_at_owners(optimizer):
+        kind = type(optimizer)
+        traits = OptimizerTraits(kind.__qualname__, kind.__module__, on_nvme="never", whole_tensors=True)
+        return OptimizerEntry(traits, kind, OwnerStepper)
     # A subclass may step otherwise, except of those that step in the engine alone.
     kinds = type(optimizer).__mro__ if is_one_bit(optimizer) else (type(optimizer),)
     entry = next((entry for kind in kinds for entry in ENTRIES.values() if entry.kind is kind), None)
@@ -149,6 +171,12 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             "Its trust ratios need the norms of all ranks, which are summed once for all layers, when all "
             "gradients are ready and before any weight changes. Set offload.update_mode to 'after_backward'."
         )
+    if steps_at_owners(optimizer) and when != "after_backward":
+        raise ValueError(
+            "offload.update_mode: expected 'after_backward' with whole_tensors=True, got "
+            f"'{when}'. All tensors are stepped at their owners together, once for every change of the param "
+            "groups' own entries. Set offload.update_mode to 'after_backward'."
+        )
     if needs_whole_tensors(optimizer) and when == "delayed":
         raise ValueError(
             "offload.update_mode: expected 'after_backward' or 'in_backward' with "
@@ -187,7 +215,8 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
         raise ValueError(
             f"optimizer {name}: it is not known to be element-wise, which running on shards needs. "
             f"{_INSTEAD} If each element's update depends on that element alone, pass elementwise=True to "
-            "zero_ext.prepare, which then checks it once on a small vector."
+            "zero_ext.prepare, which then checks it once on a small vector. If it needs tensors in full and "
+            "steps each by itself, pass whole_tensors=True."
         )
     _try_out(optimizer, name)
 
@@ -262,10 +291,12 @@ def make_stepper(
     return MultiTierStepper([(in_memory(over(live)), live), (ElementwiseStream(over(stored)), stored)])
 
 
-def update_rule(group: Mapping[str, Any]) -> str:
+def update_rule(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the name of the table's optimizer that steps a param group, where one optimizer has several;
     else nothing. Parameters of two rules are never in one unit."""
-    return "" if "use_muon" not in group else "Muon" if serves(group) else "AdamW"
+    if steps_at_owners(optimizer) or "use_muon" not in group:
+        return ""
+    return "Muon" if serves(group) else "AdamW"
 
 
 def state_kinds(
