@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.cli.command import run, run_json
 from zero_ext import load_config
 from zero_ext.plan.simulation import MACHINES
 
+MUON = ("--optimizer", "muon")
 ISSUE = ("--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "512GB", "--nvme", "4TB")
 
 
@@ -48,6 +50,30 @@ def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
     row = next(row for row in found["placements"] if placement.startswith(f"stage {row['stage']}"))
     assert config.stage == row["stage"]
     assert found["why_nothing_fits"] is None
+
+
+def test_state_of_the_optimizer_that_is_named() -> None:
+    def planned(*options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = run_json("plan", "llama-7b", *ISSUE, "--json", *options)
+        rows = found["placements"]
+        return found, next(row for row in rows if row["stage"] == 3 and row["optimizer"] == "device")
+
+    (_, adamw), (_, lion), (found, muon) = planned(), planned("--optimizer", "LION"), planned(*MUON)
+    assert found["optimizer_type"] == "Muon"
+    # 32 layers of 4 h² + 3 hf are Muon's, embedding, output matrix and norms AdamW's.
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    rest = found["model"]["parameters"] - matrices
+    state = {"adamw": 12 * (matrices + rest), "lion": 8 * (matrices + rest), "muon": 8 * matrices + 12 * rest}
+    for row, wanted in zip((adamw, lion, muon), state.values(), strict=True):
+        assert row["bytes"]["device"]["optimizer"] == pytest.approx(wanted / 8, rel=1e-3)
+    # Two bytes out and two back, of what other ranks own: between all and none of a rank's shards.
+    both = 2 * 2 * matrices / 8
+    assert 0.5 * both < muon["sent_bytes"] - adamw["sent_bytes"] <= both
+    assert muon["bytes"]["device"]["buffers"] > adamw["bytes"]["device"]["buffers"]
+    assert muon["step_seconds"] > adamw["step_seconds"] >= lion["step_seconds"]
+    text = run("plan", "llama-7b", *ISSUE, *MUON)
+    assert "Muon for hidden matrices, AdamW for the rest." in text
+    assert "1-bit Adam" not in run("plan", "llama-7b", *ISSUE, *MUON, "--gpus", "16", "--all")
 
 
 def test_nvme_folders_get_into_the_configuration(tmp_path: Path) -> None:
@@ -92,6 +118,14 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
         (("7B", "--tokens", "many"), "--tokens: expected a number like 300B, got 'many'"),
         (("7B", "--batch", "7"), "--batch: expected a multiple of 8 GPUs, got 7"),
         (("7B", "--moments", "fp16"), "moments_dtype: expected one of fp32, bf16, 8bit, got 'fp16'"),
+        (
+            ("7B", "--optimizer", "sgd"),
+            "--optimizer: expected one of Adam, AdamW, Lamb, Lion, Muon, got 'sgd'",
+        ),
+        (
+            ("7B", "--optimizer", "muon", "--moments", "8bit"),
+            "moments_dtype: expected fp32 or bf16 with Muon, got '8bit'",
+        ),
         (("7B", "--machine", "cray"), "machine: expected one of"),
         (("7B", "--machine", "missing.json"), "missing.json"),
         (("7B", "--gpu-memory", "0"), "--gpu-memory: expected more than 0, got '0'"),
@@ -175,6 +209,7 @@ def test_the_best_layouts_are_shown_with_reasons_and_written(tmp_path: Path) -> 
     [
         (("--gpus", "8", "--tokens", "1B"), "--tokens: --3d best does not use it, got '1B'"),
         (("--gpus", "8", "--objective", "memory"), "--objective: --3d best does not use it"),
+        (("--gpus", "8", "--optimizer", "muon"), "--optimizer: --3d best does not use it, got 'muon'"),
         (("--gpus", "8", "--link-bandwidth", "0"), "--link-bandwidth: expected bytes per second, got '0'"),
         (("--gpus", "5", "--batch", "3", "--micro-batch", "2"), "a multiple of 10 samples"),
     ],
@@ -203,6 +238,10 @@ def test_a_configuration_is_simulated_and_what_does_not_fit_is_said(tmp_path: Pa
     assert "host" in run(*arguments, "--gpus", "4")
     short = run(*arguments, "--gpus", "1", "--micro-batch", "1", "--no-recompute", status=1)
     assert "does not fit: device" in short
+    path.write_text(json.dumps({"stage": 3, "optimizer": {"type": "muon"}}))
+    arguments = ("simulate", "llama-7b", "--config", str(path), "--gpus", "8", "--json")
+    (muon,) = run_json(*arguments)["placements"]
+    assert muon["optimizer_type"] == "Muon" and muon["optimizer_flops"] > 80e12
 
 
 def test_a_simulation_that_fits_nowhere_says_how_much_is_missing() -> None:

@@ -17,7 +17,6 @@ from tests.parallel.training import shared_folder
 from tests.zero.training import configuration, placed
 from zero_ext.optim import muon_stepper
 from zero_ext.zero import engine_of
-from zero_ext.zero.step.owner_exchange import deal_owners
 
 STEPS = 5
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -128,7 +127,7 @@ def test_waves_and_batches_change_nothing(world: World) -> None:
         for units in (MIXED, LARGE):
             with (
                 mock.patch.object(muon_stepper, "WAVE_ELEMENTS", 1),
-                mock.patch.object(muon_stepper, "_BATCH_ELEMENTS", 1),
+                mock.patch.object(muon_stepper, "_CPU_BATCH_ELEMENTS", 1),
             ):
                 _, found, _ = sharded(world, stage, offload, units=units)
             for name, value in parameters.items():
@@ -327,16 +326,3 @@ def test_each_matrix_is_orthogonalized_once_and_travels_twice(world: World) -> N
     sent = torch.tensor([engine.collectives.traffic.last_bytes_sent["matrices"]])
     matrix_bytes = 2 * sum(map(torch.numel, used))
     assert 0 < engine.collectives.sum_(sent, "bytes").item() <= 2 * matrix_bytes
-
-
-def test_owners_are_balanced() -> None:
-    generator = torch.Generator().manual_seed(3)
-    for ranks in (1, 2, 3, 8):
-        costs = torch.randint(1, 1000, (57,), generator=generator).tolist()
-        owners = deal_owners(costs, ranks)
-        loads = [
-            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank)
-            for rank in range(ranks)
-        ]
-        assert max(loads) <= sum(costs) / ranks + max(costs) and deal_owners(costs, ranks) == owners
-    assert deal_owners([5, 5], 4) == [0, 1]

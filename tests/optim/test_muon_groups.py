@@ -124,6 +124,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adjust_lr_fn": []}, "adjust_lr_fn", "'original' or 'match_rms_adamw'"),
     ({"adamw": 0.1}, "adamw", "expected a mapping"),
+    ({"adamw": []}, "adamw", "expected a mapping"),
     ({"adamw": {"lr": -1}}, "adamw.lr", "at least 0"),
     ({"adamw": {"eps": "x"}}, "adamw.eps", "at least 0"),
     ({"adamw": {"betas": [0.9, 1.0]}}, "adamw.betas", "below 1"),

@@ -28,6 +28,7 @@ from zero_ext.plan import (
     secondary_bytes,
     step_bytes,
 )
+from zero_ext.plan.step_traffic import matrices_sent
 from zero_ext.zero import Engine, engine_of
 
 SETTINGS = (
@@ -303,6 +304,13 @@ def test_volumes_are_those_counted(world: World, stage: int) -> None:
         allocated = engine.updates.allocated_bytes()["device"]
         wanted = allocated + messages if world.size > 1 else allocated
         assert onebit_state_bytes(stage, world.size, units) == wanted
+
+
+def test_matrices_on_their_way_to_owners_and_back() -> None:
+    # Of 96 elements on 4 ranks three quarters belong to others: 2 bytes out and 2 bytes back.
+    assert matrices_sent(72, 4) == Sent(4 * 96 // 4 * 3 // 4, 0)
+    assert matrices_sent(72, 4, 2) == Sent(72, 48)  # two of the three others are in the other node
+    assert matrices_sent(0, 1) == Sent()
 
 
 def test_ranks_that_do_not_fill_their_nodes() -> None:

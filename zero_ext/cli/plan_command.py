@@ -12,12 +12,14 @@ from rich.markup import escape
 from zero_ext.cli import plan_report as report
 from zero_ext.cli.console import NEGATIVE, errors_on_stderr, print_json, said, terminal, write_json
 from zero_ext.cli.options import AsJson, Machine, Model, NvmePath, Sequence, Write, output, taking
+from zero_ext.config.optimizer_traits import planned_optimizers, traits_of
 from zero_ext.plan.models import model_named
 from zero_ext.plan.parse_sizes import bytes_of, count_of, rate_of
 from zero_ext.plan.plan_entry import DEFAULT_NVME_PATH, Batch, config_of
 from zero_ext.plan.planner import OBJECTIVES, Plan, make_plan
 from zero_ext.plan.rank_placement import RankPlacement, best_rank_placement, lengths_of
 from zero_ext.plan.simulation.hardware import DEFAULT_MACHINE, Hardware, cluster_of
+from zero_ext.plan.simulation.training_setup import DEFAULT_OPTIMIZER
 
 Text = str | None
 _MOST_GPUS = 1 << 20
@@ -44,7 +46,10 @@ class PlanOptions:
         int | None, typer.Option(min=1, help="Samples per forward of a GPU. The most that fit by default.")
     ] = None
     seq: Sequence = None
-    moments: Annotated[str, typer.Option(help="Dtype of Adam's moments: fp32, bf16 or 8bit.")] = "fp32"
+    optimizer: Annotated[
+        str, typer.Option(help="Adam, AdamW, Lamb, Lion, or Muon with AdamW for embeddings and vectors.")
+    ] = DEFAULT_OPTIMIZER
+    moments: Annotated[str, typer.Option(help="Dtype of moments: fp32, bf16 or 8bit.")] = "fp32"
     objective: Annotated[str, typer.Option(help="Optimize for speed or memory.")] = "speed"
     tokens: Annotated[
         Text, typer.Option(help="Tokens of the whole training, such as 300B. Shows how long it runs.")
@@ -126,6 +131,12 @@ def plan_of(options: PlanOptions) -> Plan:
     tokens = None if options.tokens is None else count_of(options.tokens)
     if options.tokens is not None and tokens is None:
         raise ValueError(f"--tokens: expected a number like 300B, got {options.tokens!r}. Write it that way.")
+    optimizer = traits_of(options.optimizer)
+    if optimizer is None or optimizer.name not in planned_optimizers():
+        raise ValueError(
+            f"--optimizer: expected one of {', '.join(planned_optimizers())}, got {options.optimizer!r}. "
+            "Choose one of those."
+        )
     return make_plan(
         model_named(options.model, options.seq),
         _hardware(options),
@@ -133,6 +144,7 @@ def plan_of(options: PlanOptions) -> Plan:
         Batch(_samples(options), options.micro_batch, options.gpus),
         "memory" if options.objective == "memory" else "speed",
         moments_dtype=options.moments,
+        optimizer_type=optimizer.name,
         tokens=tokens,
     )
 
@@ -143,6 +155,7 @@ def _plan_layouts(options: PlanOptions) -> None:
     from zero_ext.plan.layout.layout_search import why_no_layout
 
     unused = {"--tokens": options.tokens, "--plot": options.plot, "--html": options.html}
+    unused["--optimizer"] = None if options.optimizer == DEFAULT_OPTIMIZER else options.optimizer
     unused["--objective"] = None if options.objective == "speed" else options.objective
     for option, value in unused.items():
         if value is not None:

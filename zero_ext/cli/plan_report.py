@@ -62,12 +62,15 @@ def assumptions(plan: Plan) -> list[str]:
     """Return the model, the batch and the machine that a plan is for, as lines."""
     model, machine = plan.model, plan.hardware
     nvme = short_bytes(machine.nvme_bytes) if machine.nvme_bytes > 1 else "no"
+    rules = plan.entries[0].training.rules
+    optimizer = [f"{rules[0]} for hidden matrices, {rules[1]} for the rest."] if len(rules) > 1 else []
     return [
         f"{model.name}: {model.parameters:,} parameters ({model.source}), "
         f"{model.shape.sequence:,} tokens per sample, {counted(plan.batch.samples, 'sample')} per step.",
         f"{machine.name}: {short_bytes(machine.device_bytes)} per GPU, "
         f"{short_bytes(machine.host_bytes)} of memory and {nvme} NVMe per host, "
         f"{counted(plan.hosts, 'host')}.",
+        *optimizer,
     ]
 
 
@@ -228,6 +231,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "samples_per_step": plan.batch.samples,
         "sequence": plan.model.shape.sequence,
         "objective": plan.objective,
+        "optimizer_type": plan.entries[0].training.optimizer_type,
         "placements": [_row_as_json(plan, row) for row in plan.entries],
         "recommendation": None
         if plan.recommendation is None

@@ -116,6 +116,8 @@ def _as_json(one: Simulation) -> dict[str, Any]:
         "step_seconds": one.seconds,
         "tokens_per_second_per_gpu": one.tokens_per_second,
         "flops_per_second_per_gpu": one.flops_per_second,
+        "optimizer_type": one.training.optimizer_type,
+        "optimizer_flops": one.optimizer_flops,
         "hidden": one.hidden,
         "busiest": one.bound_by,
         "busy_seconds": one.busy,

@@ -190,7 +190,7 @@ COLLECTIVE_KINDS = {
     "activations": CollectiveKind("gather", True),  # stored inputs in backward
     "scalars": CollectiveKind("agreement", True),  # norms, flags, comparisons
     "broadcast": CollectiveKind(),  # initial values
-    "matrices": CollectiveKind(),  # directions of Muon to their owners, and results back
+    "matrices": CollectiveKind("gather", True),  # directions of Muon to their owners, and results back
     "onebit_reduce_scatter": CollectiveKind(),
     "onebit_all_gather": CollectiveKind(),
     "sequence": CollectiveKind(),  # sequence shards for heads, around attention

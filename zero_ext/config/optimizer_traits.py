@@ -30,6 +30,7 @@ class OptimizerTraits:
         unless: options of a param group that the op does not have. With one, its own code runs.
         needs_norms: whether a step needs norms of full parameters of all ranks.
         whole_tensors: whether a step needs full tensors, each at one rank.
+        rest: name of the optimizer that steps parameters which are no hidden matrices. Empty: it does itself.
         one_bit_stages: ZeRO stages in which it compresses to 1 bit. Empty: it is not a 1-bit optimizer.
         resumes_from: names of other optimizers with state that it takes over.
         deepspeed_builders: names of DeepSpeed's op builders for it.
@@ -45,6 +46,7 @@ class OptimizerTraits:
     unless: tuple[str, ...] = ("differentiable",)
     needs_norms: bool = False
     whole_tensors: bool = False
+    rest: str = ""
     one_bit_stages: tuple[int, ...] = ()
     resumes_from: frozenset[str] = frozenset()
     deepspeed_builders: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ _ADAM: dict[str, Any] = {
 }
 _LAMB: dict[str, Any] = {"on_nvme": "chunks", "needs_norms": True, "deepspeed_builders": ("fused_lamb",)}
 _MOMENTUM = ("momentum_buffer",)
-_MUON: dict[str, Any] = {"on_nvme": "chunks", "whole_tensors": True}
+_MUON: dict[str, Any] = {"on_nvme": "chunks", "whole_tensors": True, "rest": "AdamW"}
 _LION: dict[str, Any] = {
     "deepspeed_builders": ("cpu_lion", "fused_lion"),
     "deepspeed_defaults": {"lr": 1e-3, "betas": [0.9, 0.999]},
@@ -115,3 +117,9 @@ UNSUPPORTED_OPTIMIZERS = {
 def traits_of(name: str) -> OptimizerTraits | None:
     """Return the row of ``name``, in upper or lower case."""
     return next((each for each in OPTIMIZERS.values() if each.name.lower() == name.lower()), None)
+
+
+def planned_optimizers() -> dict[str, OptimizerTraits]:
+    """Return the optimizers that plans know the state of, by name: those with a fused step, without 1-bit
+    ones."""
+    return {name: each for name, each in OPTIMIZERS.items() if each.moments and not each.one_bit_stages}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zero_ext.config.full_tensor_costs import BATCH_ELEMENTS, WAVE_ELEMENTS, WAVES_IN_FLIGHT
 from zero_ext.config.internal_error import zero_ext_bug
 from zero_ext.config.tiers import is_stored
 from zero_ext.offload import MASTER, Values, put
@@ -32,13 +33,8 @@ from zero_ext.optim.stepper import (
     stored_chunks,
 )
 
-# Of a rank's shards, in a wave. Owners have as much to do on average, and a wave has to have several matrices
-# for each of them: three blocks of a 7B model on 16 ranks.
-WAVE_ELEMENTS = 1 << 25
-WAVES_IN_FLIGHT = 3
 # Of matrices in a batch: on a CPU only small ones are faster so.
-_BATCH_ELEMENTS = 1 << 16
-_DEVICE_BATCH_ELEMENTS = 1 << 24
+_CPU_BATCH_ELEMENTS = 1 << 16
 
 
 def make_muon_stepper(inputs: StepperInputs) -> Stepper:
@@ -155,7 +151,7 @@ class MuonStepper(RangeStepper):
             alike[self._group_of[name], matrix.shape].append(name)
         found: dict[str, torch.Tensor] = {}
         for (group, shape), names in alike.items():
-            limit = _BATCH_ELEMENTS if matrices[names[0]].device.type == "cpu" else _DEVICE_BATCH_ELEMENTS
+            limit = _CPU_BATCH_ELEMENTS if matrices[names[0]].device.type == "cpu" else BATCH_ELEMENTS
             count = max(1, limit // max(1, shape.numel()))
             for first in range(0, len(names), count):
                 batch = names[first : first + count]
@@ -218,8 +214,10 @@ class MuonStepper(RangeStepper):
         scaled = gradient.to(buffer.device, torch.float32) * scale.to(buffer.device)
         for segment, first, last in self._inside(index, begin, buffer.numel(), used):
             group, own = self._groups[segment.group], scaled[first:last]
-            average = buffer[first:last].float().lerp_(own, 1 - group["momentum"])
-            buffer[first:last] = average
+            stored = buffer[first:last]
+            average = stored.float().lerp_(own, 1 - group["momentum"])
+            if stored.dtype != average.dtype:  # else it is the same memory
+                stored.copy_(average)
             direction = own.lerp(average, group["momentum"]) if group["nesterov"] else average
             directions[begin + first : begin + last] = direction
 

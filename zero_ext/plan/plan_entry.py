@@ -92,9 +92,12 @@ class PlanEntry:
     @property
     def allows_one_bit(self) -> bool:
         """Return whether 1-bit Adam is for this placement."""
-        training, stages = self.training, OPTIMIZERS["OneBitAdam"].one_bit_stages
+        training, one_bit = self.training, OPTIMIZERS["OneBitAdam"]
         return (
-            training.stage in stages and training.optimizer == "device" and training.moments_dtype == "fp32"
+            training.stage in one_bit.one_bit_stages
+            and training.optimizer == "device"
+            and training.moments_dtype == "fp32"
+            and training.optimizer_type in one_bit.resumes_from
         )
 
     @property

@@ -24,7 +24,7 @@ from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.planned_units import unit_elements
 from zero_ext.plan.simulation.run_memory import fits
 from zero_ext.plan.simulation.simulate import sent_in_step
-from zero_ext.plan.simulation.training_setup import ACTIVATIONS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, DEFAULT_OPTIMIZER, Training
 from zero_ext.plan.step_traffic import onebit_state_bytes, onebit_step_bytes
 
 Objective = Literal["memory", "speed"]
@@ -213,13 +213,14 @@ def make_plan(
     objective: Objective = "speed",
     *,
     moments_dtype: str = "fp32",
+    optimizer_type: str = DEFAULT_OPTIMIZER,
     tokens: int | None = None,
 ) -> Plan:
-    """Plan mixed-precision training of ``model`` with Adam on ``gpus`` GPUs of machines ``hardware``.
+    """Plan mixed-precision training of ``model`` on ``gpus`` GPUs of machines ``hardware``.
 
     ``tokens`` are those of the whole training. Raises ValueError for figures that cannot be.
     """
-    base = Training(gpus, moments_dtype=moments_dtype)
+    base = Training(gpus, moments_dtype=moments_dtype, optimizer_type=optimizer_type)
     rows = tuple(make_plan_entry(model, candidate, base, hardware, batch) for candidate in CANDIDATES)
     return Plan(model, hardware, gpus, batch, objective, rows, recommend(rows, objective), tokens)
 
@@ -273,7 +274,8 @@ def largest_model(plan: Plan) -> ModelSpec | None:
 
 
 def _fits(plan: Plan, model: ModelSpec, gpus: int) -> bool:
-    base = Training(gpus, moments_dtype=plan.entries[0].training.moments_dtype)
+    planned = plan.entries[0].training
+    base = Training(gpus, moments_dtype=planned.moments_dtype, optimizer_type=planned.optimizer_type)
     trainings = (
         replace(base, **candidate.options, activations=activations)
         for candidate, activations in product(CANDIDATES, ACTIVATIONS)

@@ -23,6 +23,7 @@ from zero_ext.config.communication import (
     check_shard_group_size,
 )
 from zero_ext.config.events import COLLECTIVE_KINDS
+from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
 from zero_ext.config.offload import StatePlacement
 from zero_ext.plan.state_memory import check_count
 
@@ -190,6 +191,25 @@ def step_bytes(
         for kind, each in sent.items():
             found[kind] = found.get(kind, Sent()) + each * count
     return found
+
+
+def matrices_sent(elements: int, world_size: int, ranks_per_node: int | None = None) -> Sent:
+    """Return what one rank sends of matrices in a step that works on each in full at one rank, its owner.
+
+    Slices go to the owners in bf16, and results back. Ranks differ, and this is their mean. Where matrices
+    have any owner alike, `elements` are (N - 1)/N of all of them on N ranks.
+
+    Args:
+        elements: of slices that belong to other ranks than the owner of their matrix, on all ranks together.
+        world_size: number of ranks.
+        ranks_per_node: None takes all ranks for those of one node.
+
+    Returns:
+        Bytes.
+    """
+    per_node = ranks_per_node or world_size
+    nbytes = 2 * DIRECTION_BYTES * elements // world_size
+    return Sent(nbytes, nbytes * (world_size - per_node) // max(1, world_size - 1))
 
 
 def _of_unit(

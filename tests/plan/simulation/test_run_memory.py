@@ -15,12 +15,15 @@ from zero_ext.plan.simulation.run_memory import stored_state_bytes
 HANDLE = 7001
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_extents_of_state_are_the_engine_s(moments: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [("AdamW", "fp32"), ("AdamW", "bf16"), ("AdamW", "8bit"), ("Lion", "fp32"), ("Muon", "bf16")],
+)
+def test_extents_of_state_are_the_engine_s(optimizer: str, moments: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print("seed", seed)
     chance = random.Random(seed)
-    fields = Training(1, moments_dtype=moments).state_fields
+    fields = Training(1, moments_dtype=moments, optimizer_type=optimizer).state_fields(optimizer)
     with NvmeStore([tmp_path]) as store:
         for ring in (1 << 20, 3_000_320, 64 << 20):
             ops.state_stream_open(HANDLE, store.handle, ring, *map(list, zip(*fields, strict=True)))

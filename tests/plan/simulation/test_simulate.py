@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.opcodes import count_opcodes
-from zero_ext.config import ZeroConfig
-from zero_ext.config.tiers import TIERS
-from zero_ext.plan import collective_elements
+from zero_ext.config import CommunicationConfig, ZeroConfig
+from zero_ext.config.tiers import TIERS, Tier
+from zero_ext.plan import collective_elements, step_bytes
 from zero_ext.plan.simulation import (
     MACHINES,
     TRANSFORMERS,
@@ -31,13 +31,17 @@ from zero_ext.plan.simulation import (
     simulate,
     transformer_named,
 )
+from zero_ext.plan.simulation.planned_units import lengths_gathered_once, unit_elements
+from zero_ext.plan.simulation.simulate import sent_in_step
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, UPDATE_MODES
+from zero_ext.plan.simulation.transformer_cost import ModelCost
 
 SMALL = Transformer("small", hidden=256, layers=6, heads=4, vocabulary=1000, sequence=64, tiles=2)
 RATES = (
     "matmul_flops",
     "device_bandwidth",
     "host_bandwidth",
+    "host_matmul_flops",
     "to_host",
     "to_device",
     "node_to_host",
@@ -216,6 +220,56 @@ def test_an_unknown_figure_is_found_from_a_step() -> None:
         calibrated(secret, "matmul_flops", (1.0, 1.0), model, training, seconds)
 
 
+@pytest.mark.parametrize("mode", ["after_backward", "in_backward"])
+@pytest.mark.parametrize(("stage", "tier"), [(0, "device"), (2, "device"), (3, "device"), (3, "host")])
+def test_a_step_of_muon_sends_and_orthogonalizes_matrices(stage: int, tier: Tier, mode: str) -> None:
+    model = transformer_named("llama-7b").cost()
+    machine = MACHINES["dgx-a100"].replace(collective_seconds=0.0)
+    plain = Training(8, stage, optimizer=tier, update_mode=mode)  # type: ignore[arg-type]
+    muon = replace(plain, optimizer_type="Muon")
+    before, after = simulate(model, plain, machine), simulate(model, muon, machine)
+    assert (after.flops, after.model_flops, before.optimizer_flops) == (before.flops, before.model_flops, 0)
+
+    def busy(what: str) -> float:
+        spans = after.timeline.spans
+        return sum(span.end - span.begin for span in spans if span.name.startswith(f"{what} "))
+
+    rate = machine.host_matmul_flops / 8 if tier == "host" else machine.matmul_flops * 0.588
+    assert busy("orthogonalize") == pytest.approx(after.optimizer_flops / rate)
+    sent = sent_in_step(model, muon, CommunicationConfig()).all
+    sent -= step_without_matrices(model, muon)
+    way = sent / machine.intra_bandwidth if stage else 0.0
+    assert busy("matrices") + busy("results") == pytest.approx(way, rel=1e-6)
+    assert after.seconds > before.seconds
+    all_of_it = 32 * 5 * (4 * 6 * 4096**3 + 3 * (4 * 4096**2 * 11008 + 2 * 4096**3))
+    owners = 8 if stage else 1
+    assert all_of_it / owners <= after.optimizer_flops <= 1.05 * all_of_it / owners
+
+
+def step_without_matrices(model: ModelCost, training: Training) -> int:
+    """Bytes that a rank sends of everything else, in the units of Muon."""
+    lengths, once = unit_elements(model, training), lengths_gathered_once(model, training)
+    policy = CommunicationConfig()
+    sent = step_bytes(training.stage, training.world_size, lengths, policy, gathered_once=once)
+    return sum(each.all for each in sent.values())
+
+
+def test_muon_needs_the_shapes_of_matrices() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    cost = model_cost(model, ZeroConfig.from_mapping({"stage": 3}), 4, sequence=16)
+    with pytest.raises(ValueError, match="optimizer_type: expected a model with matrices of known shapes"):
+        simulate(cost, Training(4, optimizer_type="Muon"), MACHINES["dgx-a100"])
+
+
+@pytest.mark.parametrize(
+    ("named", "planned"), [("muon", "Muon"), ("Lion", "Lion"), ("SGD", "AdamW"), ("OneBitAdam", "AdamW")]
+)
+def test_the_optimizer_of_a_configuration(named: str, planned: str) -> None:
+    found = Training.of_config({"stage": 1, "optimizer": {"type": named}}, 8)
+    assert found.optimizer_type == planned
+
+
 def test_a_module_has_the_units_of_the_engine() -> None:
     with torch.device("meta"):
         layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]
@@ -259,6 +313,11 @@ def test_training_follows_a_configuration() -> None:
         ({"optimizer": "disk"}, "optimizer: expected one of device, host, nvme, got 'disk'"),
         ({"micro_batch": 0}, "micro_batch: expected .*, got 0"),
         ({"update_mode": "delayed"}, "update_mode: expected .* for 'delayed', got 'device'"),
+        ({"optimizer_type": "SGD"}, "optimizer_type: expected one of .*Muon, got 'SGD'"),
+        (
+            {"optimizer_type": "Muon", "optimizer": "host", "update_mode": "delayed"},
+            "update_mode: expected .* with Muon, got 'delayed'",
+        ),
         ({"activations": "lost"}, "activations: expected .*, got 'lost'"),
     ],
 )

@@ -216,7 +216,12 @@ def test_host_staging_does_not_grow_with_the_largest_tensor_nor_tiled_device_sta
     assert found[0] == found[1]
 
 
-OPTIMIZERS = {"adamw": adamw, "lamb": lamb, "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "lamb": lamb,
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "muon": lambda p: zero_ext.Muon(p, lr=1e-3),
+}
 TIERS: list[dict[str, str]] = [{}, {"optimizer": "host"}, tiers("host", "host", "host")]
 CODES = {"quantized_weights": "int8", "quantized_gradients": "int4", "hierarchical_partition": True}
 
@@ -244,6 +249,10 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
     breakdown = engine_of(model).memory_by_tier()
     planned = {tier: {kind: held[tier][kind] for kind in breakdown[tier]} for tier in breakdown}
     assert planned == breakdown, (config, planned, breakdown)
+    matrices = sum(kinds["matrices of a step"] for kinds in held.values())
+    assert (matrices > 0) == (optimizer == "muon")
+    if matrices and held["device"]["matrices of a step"]:
+        assert "matrices of a step" in estimate.message(0)
     trained = [unit for unit in engine_of(model).units if any(each.requires_grad for each in unit.parameters)]
     most = before = 0
     for unit in reversed(trained):  # a unit's gradients live until the next one's first comes

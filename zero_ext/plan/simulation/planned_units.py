@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, flat_offsets
+from zero_ext.config.full_tensor_costs import deal_owners, newton_schulz_flops
 from zero_ext.config.offload import StatePlacement
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.tiers import TIERS, is_stored
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, UNIT_SIZES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, TensorGroup, UnitCost
@@ -31,19 +35,50 @@ class _Parameter:
 
     The unit is gathered for the parameters ``gathered_for``, and in backward too where that ``rereads`` it.
     ``block`` are the parameters of its block, None outside blocks. Modules at both ends share what is
-    ``tied``.
+    ``tied``. ``rule`` is the optimizer that steps it, which the others of its unit have too.
     """
 
     elements: int
     unit: int
+    rule: str
     gathered_for: ParameterSpan
     block: ParameterSpan | None
     rereads: bool
     tied: bool
 
 
+class _Tensor(NamedTuple):
+    """Elements of a tensor of a group, whether it is one of a matrix's tiles, and whether a hidden matrix."""
+
+    elements: int
+    tile: bool = False
+    hidden_matrix: bool = False
+
+
+class MatrixStep(NamedTuple):
+    """A step on full matrices.
+
+    Attributes:
+        share: of the model's parameters, that are in such matrices.
+        flops: of the rank that has most to do.
+        sent: elements of slices that have to go to the owners of their matrices, and back, on all ranks.
+    """
+
+    share: float = 0.0
+    flops: int = 0
+    sent: int = 0
+
+
 def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
-    """Return elements of a unit's flat buffer, padding included: how many units are that long.
+    """Return elements of a unit's flat buffer, padding included: how many units are that long."""
+    found: Counter[int] = Counter()
+    for lengths in unit_elements_by_rule(model, training).values():
+        found.update(lengths)
+    return found
+
+
+def unit_elements_by_rule(model: ModelCost, training: Training) -> Mapping[str, Mapping[int, int]]:
+    """Return the units that each optimizer of :attr:`Training.rules` steps, as :func:`unit_elements`.
 
     A shard is a whole number of 64 bytes, and of blocks of 4096 where parameters are in storage: nothing
     besides a large unit, but all of it for the norm at a model's end, which is a unit of its own.
@@ -55,10 +90,12 @@ def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
         training.placement.params_tier,
         training.stage == 3,
         training.bucket_elements,
+        training.rules,
     )
     if key not in model.derived:
         model.derived[key] = _lengths(model.tensor_groups, training)
-    return model.derived[key]
+    found: Mapping[str, Mapping[int, int]] = model.derived[key]
+    return found
 
 
 def padded_elements(model: ModelCost, training: Training) -> int:
@@ -66,20 +103,83 @@ def padded_elements(model: ModelCost, training: Training) -> int:
     return sum(numel * units for numel, units in unit_elements(model, training).items())
 
 
+def matrix_step(model: ModelCost, training: Training) -> MatrixStep:
+    """Return what a step on full matrices works on; nothing for optimizers that do not need them.
+
+    Raises ``ValueError`` if the shapes are unknown.
+    """
+    if not training.needs_full_tensors:
+        return MatrixStep()
+    placement, ranks = training.placement, training.world_size
+    key = "matrices", placement, ranks, training.bucket_elements
+    if key not in model.derived:
+        shapes = list(hidden_matrices(model))
+        flops = [newton_schulz_flops(shape) for shape in shapes]
+        loads, sent = [sum(flops)], 0
+        if placement.optimizer:
+            owners = deal_owners(flops, ranks)
+            loads = [0] * (max(owners, default=0) + 1)
+            for owner, load in zip(owners, flops, strict=True):
+                loads[owner] += load
+            sent = _elements_sent(model.tensor_groups, owners, training)
+        share = sum(map(math.prod, shapes)) / sum(group.elements for group in model.tensor_groups)
+        model.derived[key] = MatrixStep(share, max(loads), sent)
+    found: MatrixStep = model.derived[key]
+    return found
+
+
+def _elements_sent(groups: Sequence[TensorGroup], owners: Sequence[int], training: Training) -> int:
+    """Return the elements of hidden matrices that are in the shards of other ranks than their ``owners``."""
+    placement, ranks, sent = training.placement, training.world_size, 0
+    blocks = [group.matrices for group in groups if group.block]
+    units: list[Sequence[int]] = list(blocks)
+    if not placement.params:
+        sizes = [matrix for block in blocks for matrix in block]
+        units = [
+            [sizes[number] for number in unit] for unit in bucket_groups(sizes, training.bucket_elements)
+        ]
+    remaining = iter(owners)
+    for unit in units:
+        offsets, numel = flat_offsets(unit, PARAMETER_BYTES, ranks, TIERS[placement.params_tier].alignment)
+        shard = numel // ranks
+        for size, offset in zip(unit, offsets, strict=True):
+            first = next(remaining) * shard
+            sent += size - max(0, min(offset + size, first + shard) - max(offset, first))
+    return sent
+
+
+def hidden_matrices(model: ModelCost) -> Iterator[tuple[int, int]]:
+    """Yield the shapes of all matrices that are neither embeddings nor output layers.
+
+    Raises ``ValueError`` if they are unknown.
+    """
+    for group in model.tensor_groups:
+        for matrix in group.matrices if group.block else ():
+            if not group.side:
+                raise ValueError(
+                    f"optimizer_type: expected a model with matrices of known shapes, got {model.name}. Plan "
+                    "for a preset, a parameter count or a config.json, or for AdamW."
+                )
+            yield group.side, -(-matrix // group.side)
+
+
 def planned_units(
     groups: Sequence[TensorGroup], placement: StatePlacement, training: Training
 ) -> Iterator[UnitSpec]:
     """Yield the units of ``groups``, as staging is planned for them."""
-    parameters = _parameters(groups, training.stage == 3)
+    parameters = _parameters(groups, training)
     spans = gradient_spans([parameter.block for parameter in parameters])
     sizes = [parameter.elements for parameter in parameters]
-    if placement.params:
-        members: dict[int, list[int]] = {}
-        for number, parameter in enumerate(parameters):
-            members.setdefault(parameter.unit, []).append(number)
-        units = list(members.values())
-    else:
-        units = bucket_groups(sizes, training.bucket_elements)
+    members: dict[tuple[int, str], list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        members.setdefault((parameter.unit if placement.params else 0, parameter.rule), []).append(number)
+    units = list(members.values())
+    if not placement.params:
+        units = [
+            [numbers[index] for index in bucket]
+            for numbers in units
+            for bucket in bucket_groups([sizes[number] for number in numbers], training.bucket_elements)
+        ]
     for name, unit in enumerate(units):
         numel = _padded([sizes[number] for number in unit], placement, training.world_size)
         own = [spans[number] for number in unit]
@@ -100,23 +200,31 @@ def planned_units(
         )
 
 
-def _lengths(groups: Sequence[TensorGroup], training: Training) -> Counter[int]:
-    """See :func:`unit_elements`; groups that are alike are looked at together."""
+def _lengths(groups: Sequence[TensorGroup], training: Training) -> dict[str, Counter[int]]:
+    """See :func:`unit_elements_by_rule`; groups that are alike are looked at together."""
     placement, ranks = training.placement, training.world_size
-    found: Counter[int] = Counter()
+    found: dict[str, Counter[int]] = {rule: Counter() for rule in training.rules}
     if not placement.params:
-        sizes = [elements for group in groups for elements, _ in _tensors(group, training.stage == 3)]
-        for unit in bucket_groups(sizes, training.bucket_elements):
-            found[_padded([sizes[number] for number in unit], placement, ranks)] += 1
+        for rule, lengths in found.items():
+            sizes = [
+                tensor.elements
+                for group in groups
+                for tensor in _tensors(group, training.stage == 3)
+                if training.rule_of(tensor.hidden_matrix) == rule
+            ]
+            for unit in bucket_groups(sizes, training.bucket_elements):
+                lengths[_padded([sizes[number] for number in unit], placement, ranks)] += 1
         return found
     for group, alike in Counter(groups).items():
-        tensors = Counter(_tensors(group, True))
-        own = [elements for elements, tile in tensors.elements() if not tile]
-        if own:
-            found[_padded(own, placement, ranks)] += alike
-        for (elements, tile), tiles in tensors.items():
-            if tile:
-                found[_padded([elements], placement, ranks)] += alike * tiles
+        own: dict[str, list[int]] = {}
+        for tensor in _tensors(group, True):
+            rule = training.rule_of(tensor.hidden_matrix)
+            if tensor.tile:
+                found[rule][_padded([tensor.elements], placement, ranks)] += alike
+            else:
+                own.setdefault(rule, []).append(tensor.elements)
+        for rule, sizes in own.items():
+            found[rule][_padded(sizes, placement, ranks)] += alike
     return found
 
 
@@ -125,9 +233,9 @@ def _padded(sizes: Sequence[int], placement: StatePlacement, ranks: int) -> int:
     return flat_offsets(sizes, PARAMETER_BYTES, ranks, TIERS[placement.params_tier].alignment)[1]
 
 
-def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
+def _parameters(groups: Sequence[TensorGroup], training: Training) -> list[_Parameter]:
     """In the order of registration: each matrix, perhaps in tiles, with its part of the vectors."""
-    sizes = [_tensors(group, tiled) for group in groups]
+    sizes = [_tensors(group, training.stage == 3) for group in groups]
     ends = list(accumulate(len(tensors) for tensors in sizes))
     found: list[_Parameter] = []
     units = 0
@@ -137,38 +245,37 @@ def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
         gathered_for = (0, ends[-1] - 1) if group.tied else span
         own = units
         units += 1
-        for elements, tile in tensors:
-            if tile:
-                tile_span = len(found), len(found)
-                found.append(_Parameter(elements, units, tile_span, tile_span, not group.looked_up, False))
+        for tensor in tensors:
+            rule, rereads = training.rule_of(tensor.hidden_matrix), not group.looked_up
+            if tensor.tile:
+                tile = len(found), len(found)
+                found.append(_Parameter(tensor.elements, units, rule, tile, tile, rereads, False))
                 units += 1
             else:
-                found.append(_Parameter(elements, own, gathered_for, block, not group.looked_up, group.tied))
+                found.append(_Parameter(tensor.elements, own, rule, gathered_for, block, rereads, group.tied))
     return found
 
 
-def _tensors(group: TensorGroup, tiled: bool) -> list[tuple[int, bool]]:
-    """Return elements of each, and whether it is a tile. Parts of the vectors end where no padding is
-    needed.
-    """
+def _tensors(group: TensorGroup, tiled: bool) -> list[_Tensor]:
+    """Return the tensors of a group. Parts of the vectors end where no padding is needed."""
     tiles = group.tiles if tiled else 1
     count, grain = max(1, len(group.matrices)), ALIGNMENT_BYTES // PARAMETER_BYTES
     bounds = [group.vectors * index // count // grain * grain for index in range(count)] + [group.vectors]
     vectors = [end - begin for begin, end in pairwise(bounds)]
-    found: list[tuple[int, bool]] = []
+    found: list[_Tensor] = []
     for index, vector in enumerate(vectors):
+        beside = [_Tensor(vector)] if vector else []
         if group.matrices:
-            matrix = group.matrices[index]
-            found += [(-(-matrix // tiles), tiles > 1)] * tiles
-        if vector:
-            found.append((vector, False))
+            matrix = [_Tensor(-(-group.matrices[index] // tiles), tiles > 1, group.block)] * tiles
+            beside = [*beside, *matrix] if group.vectors_first else [*matrix, *beside]
+        found += beside
     return found
 
 
 def staging_bytes(
     model: ModelCost, training: Training, accelerated: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes by use that :func:`zero_ext.prepare` with AdamW sets aside on one rank of ``training`` for
+    """Return bytes by use that :func:`zero_ext.prepare` sets aside on one rank of ``training`` for
     what passes through, on the device and in host memory; ``accelerated``: the device is not the processor.
 
     Stacks are cut to the blocks that a busiest moment can touch.
@@ -181,7 +288,11 @@ def staging_bytes(
         found = staging_of(
             _shallow_units(model, placement, training),
             config_of(training),
-            StateStep(True, True, tuple(nbytes for nbytes, _ in training.state_fields)),
+            StateStep(
+                True,
+                OPTIMIZERS[training.optimizer_type].on_nvme == "pipeline",
+                tuple(nbytes for nbytes, _ in training.state_fields()),
+            ),
             used_up=training.uses_up_gradients,
             accelerated=accelerated,
         )

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, communicator_bytes, extent_bytes
+from zero_ext.config.full_tensor_costs import full_tensor_step_bytes, newton_schulz_cost
+from zero_ext.config.optimizer_traits import OPTIMIZERS
 from zero_ext.config.tiers import CAPACITIES, Tier, is_stored
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.planned_units import padded_elements, staging_bytes, unit_elements
+from zero_ext.plan.simulation.planned_units import (
+    hidden_matrices,
+    padded_elements,
+    staging_bytes,
+    unit_elements_by_rule,
+)
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost
 from zero_ext.plan.state_memory import TrainingState, model_state_bytes
@@ -110,10 +117,11 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     found = MemoryNeeds({}, {}, {}, min(training.world_size, hardware.ranks_per_node))
     for kind, tier in training.tiers.items():
         getattr(found, tier)[kind] = 0
-    for elements, units in unit_elements(model, training).items():
-        state_bytes = _state_bytes(elements, training)
-        for kind, tier in training.tiers.items():
-            getattr(found, tier)[kind] += units * state_bytes[kind]
+    for rule, lengths in unit_elements_by_rule(model, training).items():
+        for elements, units in lengths.items():
+            state_bytes = _state_bytes(elements, training, rule)
+            for kind, tier in training.tiers.items():
+                getattr(found, tier)[kind] += units * state_bytes[kind]
     if training.update_mode == "delayed":
         # Updates alongside the next step have gradients of their own, and host memory for the updated
         # parameters where they would have to be read from storage.
@@ -121,6 +129,9 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
         found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
         if is_stored(training.optimizer):
             found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
+    if training.needs_full_tensors:
+        near = found.device if training.optimizer == "device" else found.host
+        near["matrices of a step"] = _matrix_bytes(model, training)
     _add_activations(found, model, training)
     if not hardware.device_is_host:
         # The machine that plans is another one: its environment says nothing about NCCL there.
@@ -128,10 +139,25 @@ def state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Mem
     return found
 
 
-def _state_bytes(elements: int, training: Training) -> dict[str, int]:
-    """Return bytes of the state of one unit of ``elements``, by kind."""
+def _matrix_bytes(model: ModelCost, training: Training) -> int:
+    """Return bytes of what a step on full matrices works on: those of all units, in backward of one."""
+    shards = [
+        training.owned(elements, training.placement.optimizer)
+        for elements, units in unit_elements_by_rule(model, training)[training.optimizer_type].items()
+        for _ in range(units)
+    ]
+    if training.update_mode == "in_backward":
+        shards = [max(shards, default=0)]
+    ranks = training.world_size if training.placement.optimizer else 1
+    largest = max(hidden_matrices(model), key=newton_schulz_cost, default=(0, 0))
+    return full_tensor_step_bytes(shards, ranks, largest)
+
+
+def _state_bytes(elements: int, training: Training, rule: str) -> dict[str, int]:
+    """Return bytes of the state of one unit of ``elements`` that ``rule`` steps, by kind."""
     state = TrainingState(
         {"bf16": elements},
+        moments=len(OPTIMIZERS[rule].moments),
         moments_dtype=training.moments_dtype,
         accumulation_steps=training.accumulation_steps,
     )
@@ -142,9 +168,8 @@ def _state_bytes(elements: int, training: Training) -> dict[str, int]:
         state_bytes["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
     if is_stored(training.optimizer):
         owned = training.owned(elements, training.placement.optimizer)
-        state_bytes["optimizer"] = stored_state_bytes(
-            owned, training.state_fields, training.staging_buffer_bytes
-        )
+        ring = training.staging_buffer_bytes // len(training.rules)
+        state_bytes["optimizer"] = stored_state_bytes(owned, training.state_fields(rule), ring)
     return state_bytes
 
 

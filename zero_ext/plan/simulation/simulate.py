@@ -11,13 +11,13 @@ from itertools import product
 from zero_ext.config import CommunicationConfig
 from zero_ext.config.tiers import CAPACITIES
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.planned_units import lengths_gathered_once, unit_elements
+from zero_ext.plan.simulation.planned_units import lengths_gathered_once, matrix_step, unit_elements
 from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, fits, memory_needs
 from zero_ext.plan.simulation.step_schedule import StepSchedule
 from zero_ext.plan.simulation.task_timeline import COMPUTE, READ, TO_DEVICE, TO_HOST, WRITE, Costs, Timeline
 from zero_ext.plan.simulation.training_setup import ACTIVATIONS, PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import ModelCost, UnitCost
-from zero_ext.plan.step_traffic import Sent, step_bytes
+from zero_ext.plan.step_traffic import Sent, matrices_sent, step_bytes
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Simulation:
         tokens: that one rank sees in it.
         flops: of one rank, recomputed ones included.
         model_flops: the same without these.
+        optimizer_flops: of the rank that orthogonalizes most, in neither of the two.
         busy: seconds by resource.
         memory: bytes by tier.
         shortfalls: what does not fit; the other figures then are those of a machine on which it would.
@@ -45,6 +46,7 @@ class Simulation:
     tokens: int
     flops: float
     model_flops: float
+    optimizer_flops: int
     busy: dict[str, float]
     memory: MemoryNeeds
     shortfalls: tuple[Shortfall, ...]
@@ -100,7 +102,8 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
         >>> simulation.fits, simulation.bound_by
         (True, 'compute')
     """
-    costs = Costs(hardware, training, model.sequence)
+    matrices = matrix_step(model, training)
+    costs = Costs(hardware, training, model.sequence, matrices)
     timeline = StepSchedule(model.units, costs).run()
     micro = training.accumulation_steps
     forward = sum(costs.flops(unit) for unit in model.units)
@@ -114,6 +117,7 @@ def simulate(model: ModelCost, training: Training, hardware: Hardware) -> Simula
         tokens=micro * training.micro_batch * model.sequence,
         flops=micro * (3 * forward + again),
         model_flops=micro * 3 * forward,
+        optimizer_flops=matrices.flops,
         busy=timeline.busy,
         memory=needs,
         shortfalls=needs.shortfalls(hardware),
@@ -171,8 +175,10 @@ def simulated(
     they are continued from a sixth and a third of that.
     """
 
+    matrices = matrix_step(model, training)
+
     def run(units: Sequence[UnitCost]) -> Timeline:
-        return StepSchedule(units, Costs(hardware, training, model.sequence)).run()
+        return StepSchedule(units, Costs(hardware, training, model.sequence, matrices)).run()
 
     layers = [unit for unit in model.units if unit.recomputes]
     if len(layers) <= most_units:
@@ -203,7 +209,8 @@ def sent_in_step(model: ModelCost, training: Training, policy: CommunicationConf
         accumulation_steps=training.accumulation_steps,
         gathered_once=lengths_gathered_once(model, training),
     )
-    return sum(sent.values(), Sent())
+    matrices = matrix_step(model, training).sent
+    return sum(sent.values(), matrices_sent(matrices, training.world_size, policy.ranks_per_node))
 
 
 ALIKE = 1.01

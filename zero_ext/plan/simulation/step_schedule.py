@@ -79,12 +79,24 @@ class OptimizerSchedule:
             self._write()
 
     def _one(self, number: int, after: Sequence[int]) -> list[int]:
+        if self._costs.matrices.flops:
+            after = self._orthogonalize(number, after)
         in_storage, mode = is_stored(self._training.optimizer), self._training.update_mode
         done = self._stream(number, after) if in_storage else self._in_memory(number, after)
         self._done[number] = done
         if mode == "after_backward" or (mode == "in_backward" and self._placement.params):
             return self._publish(number, done)
         return done
+
+    def _orthogonalize(self, number: int, after: Sequence[int]) -> list[int]:
+        """Send a unit's matrices to their owners and back. Each unit has its part of what all owners do."""
+        share = self._units[number].parameters / sum(unit.parameters for unit in self._units)
+        where = COMPUTE if self._training.optimizer == "device" else HOST
+        ready, way = list(after), self._costs.to_owners(share)
+        if way:
+            ready = [self._add(f"matrices {number}", LINK, way, ready)]
+        ready = [self._add(f"orthogonalize {number}", where, self._costs.orthogonalize(share), ready)]
+        return [self._add(f"results {number}", LINK, way, ready)] if way else ready
 
     def _in_memory(self, number: int, after: Sequence[int]) -> list[int]:
         elements, ready, training = self._owned(number), list(after), self._training

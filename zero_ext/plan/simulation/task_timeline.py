@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from zero_ext.config.full_tensor_costs import DIRECTION_BYTES
 from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.planned_units import MatrixStep
 from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.transformer_cost import UnitCost
 
@@ -73,15 +75,26 @@ def merged_resources(hardware: Hardware, training: Training) -> dict[str, str]:
     return merged
 
 
-class Costs:
-    """Durations on ``hardware`` in ``training``; one method for each kind of task, all in seconds."""
+_NO_MATRICES = MatrixStep()
 
-    def __init__(self, hardware: Hardware, training: Training, sequence: int) -> None:
+
+class Costs:
+    """Durations on ``hardware`` in ``training``; one method for each kind of task, all in seconds.
+
+    ``matrices`` are those that the step works on in full.
+    """
+
+    def __init__(
+        self, hardware: Hardware, training: Training, sequence: int, matrices: MatrixStep = _NO_MATRICES
+    ) -> None:
         self.hardware = hardware
+        self.matrices = matrices
         self.training = training
         self.placement = training.placement
         self.rates = hardware.for_rank(training.world_size)
         self.tokens = training.micro_batch * sequence
+        own, rest = (training.state_bytes(training.rule_of(hidden)) for hidden in (True, False))
+        self._state_bytes = matrices.share * own + (1 - matrices.share) * rest  # of an element, on average
 
     def forward(self, unit: UnitCost) -> float:
         """Matrix products, weights read, activations, launches."""
@@ -145,16 +158,28 @@ class Costs:
         latency = self.rates.latency if self.training.world_size > 1 else 0.0
         return elements * self.training.gradient_bytes / rates[self.training.grads] + latency
 
+    def orthogonalize(self, share: float) -> float:
+        """Return a ``share`` of the iterations on the matrices of the owner that has most to do."""
+        on_host = self.training.optimizer != "device" and not self.hardware.device_is_host
+        return share * self.matrices.flops / (self.rates.host_matmul if on_host else self.rates.matmul)
+
+    def to_owners(self, share: float) -> float:
+        """Return a ``share`` of the way of all matrices to their owners, which is as long as the way back."""
+        if not self.matrices.sent:
+            return 0.0
+        received = share * self.matrices.sent * DIRECTION_BYTES / self.training.world_size
+        return share * self.rates.latency + received / self.rates.collective
+
     def update(self, elements: int) -> float:
-        """Return one pass of Adam: state read and written, gradient read, parameter written."""
-        moved = 2 * self.training.state_bytes + self.training.gradient_bytes + PARAMETER_BYTES
+        """Return one pass of the update: state read and written, gradient read, parameter written."""
+        moved = 2 * self._state_bytes + self.training.gradient_bytes + PARAMETER_BYTES
         return (
             elements * moved / (self.rates.device if self.training.optimizer == "device" else self.rates.host)
         )
 
     def stored_state(self, elements: int) -> tuple[float, float]:
         """State read from NVMe and written back."""
-        nbytes = elements * self.training.state_bytes
+        nbytes = elements * self._state_bytes
         return nbytes / self.rates.nvme_read, nbytes / self.rates.nvme_write
 
     def _compute(self, flops: float, moved: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.buffer_sizes import BLOCK_ELEMENTS
 from zero_ext.config.offload import StatePlacement
+from zero_ext.config.optimizer_traits import OPTIMIZERS, planned_optimizers
 from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, distance_from_device, other_tiers
 from zero_ext.plan.state_memory import TrainingState, check_count
 
@@ -25,12 +26,9 @@ _LEAST = dict.fromkeys(("world_size", "micro_batch", "accumulation_steps", "in_f
     "reuse_elements": 0,
 }
 UNIT_SIZES = ("prefetch_elements", "reuse_elements", "bucket_elements", "max_live_elements")
-# Bytes of an entry of each kind of moments, and how many elements share it.
-_MOMENT_FIELDS = {
-    "fp32": ((4, 1), (4, 1)),
-    "bf16": ((2, 1), (2, 1)),
-    "8bit": ((4, BLOCK_ELEMENTS), (4, BLOCK_ELEMENTS), (1, 1), (1, 1)),
-}
+DEFAULT_OPTIMIZER = "AdamW"
+# Bytes of an entry of one kind of moments, and how many elements share it.
+_MOMENT_FIELDS = {"fp32": ((4, 1),), "bf16": ((2, 1),), "8bit": ((4, BLOCK_ELEMENTS), (1, 1))}
 
 
 class StateTiers:
@@ -53,7 +51,7 @@ class StateTiers:
 
 @dataclass(frozen=True)
 class Training(StateTiers):
-    """One run: 16-bit parameters, fp32 master weights, Adam.
+    """One run: 16-bit parameters, fp32 master weights, and the moments of an optimizer.
 
     Attributes:
         world_size: ranks.
@@ -71,6 +69,7 @@ class Training(StateTiers):
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in `precision`.
+        optimizer_type: name of the optimizer, one of :func:`planned_optimizers`.
         prefetch_elements: as in `units`.
         reuse_elements: as in `units`.
         bucket_elements: as in `units`.
@@ -93,6 +92,7 @@ class Training(StateTiers):
     activations: Activations = "recomputed"
     clipping: bool = True
     moments_dtype: str = "fp32"
+    optimizer_type: str = DEFAULT_OPTIMIZER
     prefetch_elements: int = 8_388_608
     reuse_elements: int = 0
     bucket_elements: int = 16_777_216
@@ -111,6 +111,7 @@ class Training(StateTiers):
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}. Choose one "
                     "of them."
                 )
+        self._check_optimizer()
         for kind, first in FIRST_STAGE.items():
             tier = getattr(self, kind)
             if tier != "device" and self.stage < first:
@@ -124,6 +125,24 @@ class Training(StateTiers):
                 f"optimizer to {other_tiers()}, or choose another update_mode."
             )
 
+    def _check_optimizer(self) -> None:
+        known = planned_optimizers()
+        if self.optimizer_type not in known:
+            raise ValueError(
+                f"optimizer_type: expected one of {', '.join(known)}, got {self.optimizer_type!r}. Choose "
+                "one of them."
+            )
+        traits = known[self.optimizer_type]
+        if self.moments_dtype == "8bit" and not traits.eight_bit:
+            raise ValueError(
+                f"moments_dtype: expected fp32 or bf16 with {traits.name}, got '8bit'. Choose one of them."
+            )
+        if self.update_mode == "delayed" and traits.whole_tensors:
+            raise ValueError(
+                f"update_mode: expected 'after_backward' or 'in_backward' with {traits.name}, got 'delayed'. "
+                "Choose one of them."
+            )
+
     @classmethod
     def of_config(
         cls,
@@ -132,6 +151,8 @@ class Training(StateTiers):
         activations: Activations = "saved",
     ) -> Training:
         """Return the run that a configuration describes.
+
+        Optimizers of other kinds than :func:`planned_optimizers`, and none, count as AdamW.
 
         Args:
             source: as for [`load_config`][zero_ext.load_config].
@@ -147,6 +168,7 @@ class Training(StateTiers):
         config = source if isinstance(source, ZeroConfig) else load_config(source)
         batch, offload = config.batch.resolve(world_size), config.offload
         tiers: dict[str, Any] = {kind: TIERS[getattr(offload, kind)].capacity for kind in FIRST_STAGE}
+        named = config.optimizer.type if config.optimizer is not None else DEFAULT_OPTIMIZER
         return cls(
             world_size=world_size,
             stage=config.stage,
@@ -157,6 +179,7 @@ class Training(StateTiers):
             activations=activations,
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
+            optimizer_type=named if named in planned_optimizers() else DEFAULT_OPTIMIZER,
             staging_buffer_bytes=offload.staging_buffer_bytes,
             **{name: getattr(config.units, name) for name in UNIT_SIZES},
         )
@@ -188,14 +211,41 @@ class Training(StateTiers):
         return 4 if self.accumulation_steps > 1 else PARAMETER_BYTES
 
     @property
-    def state_fields(self) -> tuple[tuple[int, int], ...]:
-        """Master weights and each kind of moments: bytes of an entry, and how many elements share it."""
-        return (4, 1), *_MOMENT_FIELDS[self.moments_dtype]
+    def needs_full_tensors(self) -> bool:
+        """Return whether a step needs full matrices, each at one rank."""
+        return OPTIMIZERS[self.optimizer_type].whole_tensors
 
     @property
-    def state_bytes(self) -> float:
-        """Bytes of an element's master weight and both moments."""
-        return sum(nbytes / elements for nbytes, elements in self.state_fields)
+    def rules(self) -> tuple[str, ...]:
+        """Names of the optimizers that step some of the parameters, that of hidden matrices first."""
+        rest = OPTIMIZERS[self.optimizer_type].rest
+        return (self.optimizer_type, rest) if rest else (self.optimizer_type,)
+
+    def rule_of(self, hidden_matrix: bool) -> str:
+        """Return the name of the optimizer that steps a parameter.
+
+        Args:
+            hidden_matrix: it is a matrix and neither an embedding nor an output layer, as `zero_ext.Muon`
+                with `module` decides.
+        """
+        return self.rules[0] if hidden_matrix else self.rules[-1]
+
+    def state_fields(self, *rules: str) -> tuple[tuple[int, int], ...]:
+        """Return master weights and each kind of moments: bytes of an entry, and how many elements share it.
+
+        Args:
+            rules: optimizers, by their names in :attr:`rules`, whose kinds are listed. Default: all of them.
+        """
+        kinds = dict.fromkeys(kind for rule in rules or self.rules for kind in OPTIMIZERS[rule].moments)
+        return (4, 1), *(len(kinds) * _MOMENT_FIELDS[self.moments_dtype])
+
+    def state_bytes(self, rule: str) -> float:
+        """Return bytes of an element's master weight and moments.
+
+        Args:
+            rule: optimizer that steps it.
+        """
+        return sum(nbytes / elements for nbytes, elements in self.state_fields(rule))
 
     def owned(self, elements: int, sharded: bool) -> int:
         """Return the elements of a rank.

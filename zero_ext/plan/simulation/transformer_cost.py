@@ -47,6 +47,8 @@ class TensorGroup:
         tiles: units of their own that each matrix is cut into in stage 3; 1 for none.
         tied: modules at both ends of the model use it.
         looked_up: rows of it are taken and nothing else, so that backward does not read it.
+        side: rows or columns of every matrix; 0: unknown.
+        vectors_first: a norm comes before the matrices.
     """
 
     matrices: tuple[int, ...]
@@ -55,6 +57,8 @@ class TensorGroup:
     tiles: int = 1
     tied: bool = False
     looked_up: bool = False
+    side: int = 0
+    vectors_first: bool = False
 
     @property
     def elements(self) -> int:
@@ -261,6 +265,8 @@ class Transformer:
             self._own_vectors,
             block=True,
             tiles=self.matrix_tiles if self.tiles > 1 else 1,
+            side=hidden,
+            vectors_first=not self.gated,
         )
         ends = [TensorGroup((), (1 if self.gated else 2) * hidden)]
         if not self.tied:

@@ -16,10 +16,17 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.buffer_sizes import communicator_bytes
+from zero_ext.config.full_tensor_costs import full_tensor_step_bytes, newton_schulz_cost
 from zero_ext.config.tiers import CAPACITIES, TIERS, Tier, is_stored
 from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.optimizer_registry import fusible, is_one_bit, streamable
+from zero_ext.optim.optimizer_registry import (
+    fusible,
+    is_one_bit,
+    needs_whole_tensors,
+    steps_full_tensors,
+    streamable,
+)
 from zero_ext.zero.construction.grouping import (
     DTYPES,
     OwnedParameter,
@@ -72,6 +79,7 @@ class MemoryEstimate:
         held["device"]["staging"] += self.staging.device
         held["host"]["staging"] += self.staging.host + self.collectives.staging_bytes
         held["device"]["autograd's gradients"] += self.staging.autograd
+        self._add_matrices(held)
         if self.device.type == "cuda":  # what open communicators have not allocated yet
             held["device"]["NCCL's buffers (estimate)"] += sum(
                 communicator_bytes(each.world_size, each.nodes.ranks_per_node, opened=True)
@@ -109,6 +117,24 @@ class MemoryEstimate:
         held[tier]["optimizer"] += sum(
             field.entries(numel) * field.dtype.itemsize for field in self.kinds[plan.spec.rule].values()
         )
+
+    def _add_matrices(self, held: Mapping[Tier, Counter[str]]) -> None:
+        """Add what a step on full matrices works on: those of all units, in backward of one."""
+        if not needs_whole_tensors(self._subject[1]):
+            return
+        shards: dict[Tier, list[int]] = {"device": [], "host": []}
+        ranks, largest = 1, tuple[int, ...]((0, 0))
+        for plan in self.plans:
+            spec = plan.spec
+            if not spec.trained or not steps_full_tensors(spec.rule):
+                continue
+            shards["device" if spec.placement.optimizer_tier == "device" else "host"].append(spec.owned_numel)
+            ranks = max(ranks, spec.world_size if spec.placement.optimizer else 1)
+            largest = max([largest, *(each.spec.shape for each in plan.members)], key=newton_schulz_cost)
+        for tier, sizes in shards.items():
+            if self.config.offload.update_mode == "in_backward":
+                sizes = [max(sizes, default=0)]
+            held[tier]["matrices of a step"] += full_tensor_step_bytes(sizes, ranks, largest)
 
     def message(self, free_bytes: int) -> str:
         """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""

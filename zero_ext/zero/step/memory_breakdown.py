@@ -28,8 +28,9 @@ def memory_by_tier(
 ) -> dict[Tier, dict[str, int]]:
     """Return the bytes that this rank holds by tier and kind, on NVMe in the blocks that are stored.
 
-    The kinds are ``params``, ``grads``, ``optimizer`` (master weights and moments), which are model state,
-    and ``staging``: the pool of gathered units and running reductions, and what offloaded steps pass through.
+    The kinds are ``params``, ``grads``, ``optimizer`` (master weights, and moments or momentum), which are
+    model state, and ``staging``: the pool of gathered units and running reductions, and what offloaded steps
+    pass through. Memory that a step on full matrices has while it runs is not held after it.
 
     fp32 parameters are their own master weights and count once, as params. With delayed updates they are not:
     gradients, and with the optimizer on NVMe parameters, that a delayed update uses count in addition.

@@ -12,9 +12,9 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.config_errors import clause_of
 from zero_ext.config.events import StepEnd
+from zero_ext.config.full_tensor_costs import newton_schulz_cost
 from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
-from zero_ext.optim.muon import newton_schulz_cost
 from zero_ext.optim.one_bit_steppers import OneBitStepper
 from zero_ext.optim.optimizer_registry import steps_full_tensors
 from zero_ext.optim.stepper import NonFiniteFlag, WholeTensors

@@ -9,6 +9,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.comm.pending_collective import PendingCollective
+from zero_ext.config.full_tensor_costs import deal_owners
 from zero_ext.optim import OwnedRange
 from zero_ext.zero.step.sliced_tensors import SlicedTensor
 from zero_ext.zero.units.flat_layout import ParameterSpec
@@ -21,23 +22,6 @@ class _OwnedTensor(NamedTuple):
 
     sliced: SlicedTensor
     owner: int
-
-
-def deal_owners(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return an owner for each cost: from the largest down, the rank that has the least so far.
-
-    The same on every rank that asks the same. The largest sum of a rank exceeds the mean by less than one
-    cost (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-
-    Args:
-        costs: of each tensor.
-        ranks: number of ranks.
-    """
-    loads, owners = [0] * ranks, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
-    return owners
 
 
 class OwnerExchange:
