@@ -18,6 +18,7 @@ from zero_ext.optim.muon_groups import (
     check_settings,
     divide,
     serves,
+    tensor_of,
 )
 
 BUFFER = "momentum_buffer"
@@ -117,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         check_settings(group)
         if group["use_muon"]:
-            check_matrices(group["params"])
+            check_matrices(map(tensor_of, group["params"]))
         super().add_param_group(group)
 
     @torch.no_grad()

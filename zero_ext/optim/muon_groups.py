@@ -83,6 +83,12 @@ def check_settings(group: Mapping[str, Any], prefix: str = "") -> None:
         )
 
 
+def tensor_of(listed: Any) -> torch.Tensor:
+    """Return the parameter of what a list of parameters may hold: a parameter, or its name and itself."""
+    parameter: torch.Tensor = listed[1] if isinstance(listed, tuple) else listed
+    return parameter
+
+
 def check_matrices(parameters: Iterable[torch.Tensor]) -> None:
     """Raise ``ValueError`` for parameters that Muon cannot step: those that are no matrices of real
     numbers."""
@@ -114,8 +120,9 @@ def divide(
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         chosen: dict[bool, list[Any]] = {True: [], False: []}
         for each in params:
-            suits = each.dim() >= 2 and each.numel() > 0 and id(each) not in left_out
-            chosen[bool(getattr(each, "use_muon", suits))].append(each)
+            parameter = tensor_of(each)
+            suits = parameter.dim() >= 2 and parameter.numel() > 0 and id(parameter) not in left_out
+            chosen[bool(getattr(parameter, "use_muon", suits))].append(each)
         divided += [{**group, "params": own, "use_muon": rule} for rule, own in chosen.items() if own]
     return divided
 
