@@ -76,6 +76,7 @@ class Segment:
     numel: int
     group: int = -1  # index of its param group, -1 outside an optimizer
     shape: tuple[int, ...] = ()  # of the parameter
+    stride: tuple[int, ...] = ()  # of the parameter
 
     @property
     def end(self) -> int:
@@ -102,8 +103,8 @@ class Update:
     gradient: ShardStorage
 
 
-# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
-# fails on all of them if the call fails on one. What all ranks hold alike counts once.
+# The sum over all ranks of int64 or float64 values in host memory that the given call finds on each; a
+# collective that fails on all of them if the call fails on one. What all ranks hold alike counts once.
 Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 

@@ -18,6 +18,7 @@ from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.optim.optimizer_registry import (
     check_elementwise,
     check_step_time,
+    factors_state,
     fusible,
     needs_norms,
     needs_whole_tensors,
@@ -128,7 +129,7 @@ def check_optimizer(
             f"optimizer: expected another one than {type(optimizer).__name__} with a mesh with more than one "
             "rank along 'tp', as its step needs whole parameters. Use torch.optim.AdamW, or 'tp' 1."
         )
-    if needs_whole_tensors(optimizer) and settings.units.tiles:
+    if (needs_whole_tensors(optimizer) or factors_state(optimizer)) and settings.units.tiles:
         raise ValueError(
             f"units.tiles: expected none with {type(optimizer).__name__}, which needs whole matrices, got "
             f"{dict(settings.units.tiles)}. Remove the key."

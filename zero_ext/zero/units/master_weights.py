@@ -62,10 +62,14 @@ class MasterShard(OwnedRange):
     def set_groups(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Set ``segments`` to those of the parameters in ``group_of``, which maps them to param groups."""
         specs = zip(self.unit.layout.specs, self.unit.parameters, strict=True)
-        stepped = {spec.name: group_of[parameter] for spec, parameter in specs if parameter in group_of}
+        stepped = [(spec, group_of[parameter]) for spec, parameter in specs if parameter in group_of]
+        empty = {
+            spec.name: Segment(spec.name, 0, 0, 0, shape=spec.shape, stride=spec.stride)
+            for spec, _ in stepped
+        }
         self.segments = tuple(
-            dataclasses.replace(self.owned.get(name, Segment(name, 0, 0, 0)), group=group)
-            for name, group in stepped.items()
+            dataclasses.replace(self.owned.get(spec.name, empty[spec.name]), group=group)
+            for spec, group in stepped
         )
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
