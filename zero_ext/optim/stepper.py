@@ -19,6 +19,7 @@ from zero_ext.offload import (
     ShardStorage,
     StateChunk,
     StepStaging,
+    StorageRange,
     Values,
     put,
     visit_chunks,
@@ -108,6 +109,38 @@ class Update:
 Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
+class UnshardedState(NamedTuple):
+    """A state tensor that is not sharded, with a shape of its own, such as statistics of rows and columns.
+
+    A checkpoint stores it once, by name. A load fills ``tensor`` in place, on every rank that yields it.
+    """
+
+    kind: str  # not one of the ranges' own
+    name: str  # the parameter's full name
+    tensor: torch.Tensor  # live, of any shape, strides and dtype
+    # Equal on all ranks: each yields all such tensors, in the same order. Else it is on one rank alone.
+    replicated: bool = False
+
+    def flat(self) -> Values:
+        """Return the live elements in row-major order."""
+        tensor = self.tensor
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+
+        def positions(begin: int, end: int) -> torch.Tensor:
+            return torch.arange(begin, end, device=tensor.device)
+
+        return StorageRange(
+            0,
+            tensor.numel(),
+            tensor.dtype,
+            lambda begin, end: tensor.take(positions(begin, end)),
+            lambda begin, values: tensor.put_(
+                positions(begin, begin + values.numel()), values.to(tensor.device)
+            ),
+        )
+
+
 class WholeTensors(Protocol):
     """Makes tensors whole at one rank each, in the middle of a step on shards."""
 
@@ -157,6 +190,13 @@ class Stepper(Protocol):
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """State of a range besides the master weights, by segment: torch's name for it, segment, its values
         where they are stored."""
+
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """State that this rank keeps besides the ranges, as tensors with shapes of their own.
+
+        A load calls `make_state` first. Then each rank yields all that it keeps, with the shapes and dtypes
+        that it must have.
+        """
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able per-parameter state, equal on all ranks."""
@@ -221,6 +261,10 @@ class RangeStepper:
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`; the state exists from the start."""
         return lambda: None
+
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """See :class:`Stepper`: none."""
+        return iter(())
 
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: none."""

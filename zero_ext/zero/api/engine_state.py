@@ -14,8 +14,8 @@ import torch.distributed as dist
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import Values, asleep_error, count, subrange_of
-from zero_ext.optim import Segment
+from zero_ext.offload import Values, asleep_error, copy_of, count, subrange_of
+from zero_ext.optim import Segment, UnshardedState
 from zero_ext.optim.optimizer_registry import resumes_from
 from zero_ext.zero.construction.module_tensors import persistent_buffers
 from zero_ext.zero.construction.rank_consistency import bytes_of_all_ranks
@@ -34,6 +34,9 @@ class StateSlice(NamedTuple):
     name: str
     start: int
     tensor: Values  # [numel], where it lies on this rank
+    shape: tuple[int, ...] | None = (
+        None  # of all of a state tensor, None for elements of the parameter's shape
+    )
 
 
 class ParameterInfo(NamedTuple):
@@ -60,6 +63,14 @@ def owned_state(
                 yield "master", master, segment, master.values_of(segment)
             for kind, segment, values in stepper.values(number) if stepper is not None else ():
                 yield kind, master, segment, values
+
+
+def unsharded_state(engine: Engine) -> Iterator[UnshardedState]:
+    """Yield this rank's optimizer state that is not sharded."""
+    if engine.asleep:
+        raise asleep_error("optimizer state")
+    stepper = engine.optimizer_step.stepper
+    yield from stepper.whole_values() if stepper is not None else ()
 
 
 class EngineState:
@@ -115,6 +126,7 @@ class EngineState:
                     state_slice._replace(start=state_slice.start + low - begin, tensor=values)
                 )
         yield from self._auxiliary_slices(saves=True)
+        yield from self._unsharded_slices(saves=True)
 
     def load_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank needs filled: everything it owns. Nothing of it is under way any more.
@@ -131,6 +143,7 @@ class EngineState:
             if count(state_slice.tensor):
                 yield from self._of_full_tensors(state_slice)
         yield from self._auxiliary_slices(saves=False)
+        yield from self._unsharded_slices(saves=False)
 
     def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
         """Yield the auxiliary state of the updates. Of what is the same on all ranks each saves a range."""
@@ -141,6 +154,20 @@ class EngineState:
                 auxiliary = auxiliary._replace(begin=begin, values=auxiliary.values[begin:end])
             for name, start, values in auxiliary.by_parameter(layout):
                 yield StateSlice(auxiliary.kind, name, start, values)
+
+    def _unsharded_slices(self, saves: bool) -> Iterator[StateSlice]:
+        """Yield the state that is not sharded. Of what is the same on all ranks each saves some tensors."""
+        masters = self._engine.masters
+        units = {spec.name: master.unit for master in masters for spec in master.unit.layout.specs}
+        shared = 0
+        for state in unsharded_state(self._engine):
+            collectives, values = units[state.name].collectives, state.flat()
+            shared += state.replicated
+            if saves and state.replicated and shared % collectives.world_size != collectives.rank:
+                continue
+            if saves and not isinstance(values, torch.Tensor):
+                values = copy_of(values)  # which an asynchronous save can stage
+            yield StateSlice(state.kind, state.name, 0, values, tuple(state.tensor.shape))
 
     def _of_full_tensors(self, state_slice: StateSlice) -> Iterator[StateSlice]:
         """Yield ``state_slice``, or the ranges of the full tensor that it has if it belongs to a tile."""
