@@ -13,15 +13,17 @@ EXP_AVG = "exp_avg"
 
 
 class StateNames(NamedTuple):
-    """Names of the averages of squares: of rows, of columns, and of the elements of vectors."""
+    """Names of the averages of squares: of rows, of columns, and of the elements of vectors. ``keeps_dims``
+    says that the averaged dimension is there, of size 1."""
 
     row: str
     column: str
     vector: str
+    keeps_dims: bool
 
 
-_TORCH = StateNames("row_var", "col_var", "variance")
-_TRANSFORMERS = StateNames("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
+_TORCH = StateNames("row_var", "col_var", "variance", keeps_dims=True)
+_TRANSFORMERS = StateNames("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", keeps_dims=False)
 
 
 def is_transformers(group: Mapping[str, Any]) -> bool:

@@ -21,10 +21,14 @@ from zero_ext.optim.stepper import (
     RangeStepper,
     Segment,
     StepperInputs,
+    UnshardedState,
     Update,
     send_chunk,
     stored_chunks,
 )
+
+# Gradient, squares and update of a slice are in fp32 at the same time.
+_SLICE_ELEMENTS = 4 << 20
 
 _Averages = tuple[torch.Tensor, ...]  # of rows and columns; or of this rank's elements of a vector
 
@@ -260,10 +264,12 @@ class AdafactorStepper(RangeStepper):
         stored = []
         for update in updates:
             owned = self._ranges[update.index]
-            tier, device = TIERS[owned.state.tier].near, self._device_of(owned)
-            if reads_state and is_stored(owned.state.tier):
-                stored.append(update)
-                continue
+            tier, device = owned.state.tier, self._device_of(owned)
+            if is_stored(tier):
+                if reads_state:
+                    stored.append(update)
+                    continue
+                tier = TIERS[update.gradient.tier].near  # staging memory of the host's is for state alone
             for chunk in self._staging.chunks(tier, update.gradient, None):
                 read = owned.state.read_kinds(self._kinds, chunk.begin, chunk.end) if reads_state else ()
                 values = dict(zip(self._kinds, read, strict=False))
@@ -283,7 +289,10 @@ class AdafactorStepper(RangeStepper):
             if segment.name in steps and segment.numel
         ]
         bounds, rows = [(begin, end) for begin, end, _ in found], [each for _, _, each in found]
-        yield from zip(*inside(part.begin, part.begin + part.gradient.numel(), bounds, rows), strict=True)
+        covered = inside(part.begin, part.begin + part.gradient.numel(), bounds, rows)
+        for (begin, end), each in zip(*covered, strict=True):
+            for first in range(begin, end, _SLICE_ELEMENTS):
+                yield (first, min(first + _SLICE_ELEMENTS, end)), each
 
     # -- state --------------------------------------------------------------------------------------------
 
@@ -309,16 +318,17 @@ class AdafactorStepper(RangeStepper):
             if self._layouts[segment.name] is None:
                 yield names_of(group).vector, segment, self._averages[segment.name][0]
 
-    def whole_values(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """See :class:`Stepper`: averages of rows and of columns."""
+    def whole_values(self) -> Iterator[UnshardedState]:
+        """See :class:`Stepper`: averages of rows and of columns, equal on all ranks."""
         for owned in self._ranges:
             for segment in owned.segments:
                 if self._layouts[segment.name] is not None:
                     names = names_of(self._groups[segment.group])
-                    for kind, values in zip(
-                        (names.row, names.column), self._averages[segment.name], strict=True
-                    ):
-                        yield kind, segment.name, values
+                    row, column = self._averages[segment.name]
+                    if names.keeps_dims:
+                        row, column = row.unsqueeze(-1), column.unsqueeze(-2)
+                    yield UnshardedState(names.row, segment.name, row, replicated=True)
+                    yield UnshardedState(names.column, segment.name, column, replicated=True)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
